@@ -1,0 +1,1 @@
+"""Stock Dask against the runtime, side by side in one run. `python -m benchmarks.shuffle`."""

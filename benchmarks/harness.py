@@ -1,0 +1,198 @@
+"""Two clusters of real processes, one stock and one with the runtime on, timed in turns.
+
+How noise is handled: both clusters live for the whole run, inputs are in memory on both, each
+workload is run once untimed on both, then stock and enabled take turns, the one that goes first
+alternating, and medians are compared. A single time means nothing on a shared machine; the ratio
+of medians of interleaved runs does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import dask
+import distributed
+import numpy as np
+import pandas as pd
+import psutil
+import pyarrow as pa
+from distributed import Client, LocalCluster, wait
+
+import dask_gpurt
+
+
+@dataclass
+class Timing:
+    """Seconds of each timed run of one workload on both sides."""
+
+    name: str
+    nbytes: int
+    stock_s: list[float] = field(default_factory=list)
+    enabled_s: list[float] = field(default_factory=list)
+    floor_s: list[float] = field(default_factory=list)
+    target: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.stock_s) / statistics.median(self.enabled_s)
+
+    def line(self) -> str:
+        stock, enabled = statistics.median(self.stock_s), statistics.median(self.enabled_s)
+        rate = self.nbytes / enabled / 1e6
+        text = f"{self.name:42} stock {stock:7.3f} s  gpurt {enabled:7.3f} s ({rate:6.0f} MB/s)"
+        text += f"  ratio {self.ratio:5.2f}"
+        if self.target is not None:
+            text += f" (at least {self.target:g})"
+        if self.floor_s:
+            text += f"  floor {statistics.median(self.floor_s):.3f} s"
+        return text
+
+
+@dataclass
+class Sides:
+    stock: Client
+    enabled: Client
+
+    def both(self) -> tuple[tuple[str, Client], tuple[str, Client]]:
+        return ("stock", self.stock), ("enabled", self.enabled)
+
+
+@contextlib.contextmanager
+def two_clusters(n_workers: int = 2) -> Iterator[Sides]:
+    """A stock cluster and one with the runtime on; worker processes of one thread, over tcp."""
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for enabled in (False, True):
+            with dask.config.set({"gpurt.enabled": False}):
+                cluster = stack.enter_context(
+                    LocalCluster(
+                        n_workers=n_workers,
+                        threads_per_worker=1,
+                        processes=True,
+                        dashboard_address=":0",
+                        silence_logs=50,
+                    )
+                )
+                client = stack.enter_context(Client(cluster, set_as_default=False))
+            if enabled:
+                dask_gpurt.enable(client)
+            clients.append(client)
+        yield Sides(*clients)
+
+
+def compare(
+    sides: Sides,
+    name: str,
+    make_inputs: Callable[[], Any],
+    workload: Callable[[Any], Any],
+    *,
+    repeats: int,
+    target: float | None = None,
+    floor: Callable[[], float] | None = None,
+) -> Timing:
+    """Time `workload(inputs)`, a Dask collection that is persisted, on both sides in turns."""
+    inputs = {}
+    nbytes = 0
+    for side, client in sides.both():
+        with client.as_current(), dask.config.set(scheduler=client.get):
+            made = make_inputs()
+            persisted = [client.persist(one) for one in made]
+            wait(persisted)
+            inputs[side] = persisted
+            nbytes = sum(
+                int(n)
+                for one in persisted
+                for n in client.gather(
+                    client.map(_nbytes, client.futures_of(one))
+                )
+            )
+    timing = Timing(name, nbytes, target=target)
+
+    def once(side: str, client: Client) -> float:
+        # p2p is what Dask picks with a client; spelled out because neither client is the default.
+        with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+            collection = workload(inputs[side])
+            began = time.perf_counter()
+            result = client.persist(collection)
+            wait(result)
+            elapsed = time.perf_counter() - began
+            del result
+        _settle(client)
+        return elapsed
+
+    order = list(sides.both())
+    for side, client in order:
+        once(side, client)
+    for _ in range(repeats):
+        for side, client in order:
+            getattr(timing, f"{side}_s").append(once(side, client))
+        order.reverse()
+        if floor is not None:
+            timing.floor_s.append(floor())
+        print(f"  {name}: {len(timing.stock_s)}/{repeats}", file=sys.stderr, flush=True)
+    print(timing.line(), flush=True)
+    inputs.clear()
+    for _, client in order:
+        _settle(client)
+    return timing
+
+
+def _nbytes(frame: Any) -> int:
+    return int(frame.memory_usage(deep=True).sum())
+
+
+def _settle(client: Client) -> None:
+    """Wait until the cluster has let go of the last result."""
+
+    async def until_idle(dask_scheduler: Any) -> None:
+        import asyncio
+
+        while any(
+            ts.state in ("processing", "waiting") or (ts.state == "memory" and not ts.who_wants)
+            for ts in dask_scheduler.tasks.values()
+        ):
+            await asyncio.sleep(0.005)
+
+    client.run_on_scheduler(until_idle)
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+        "dask": dask.__version__,
+        "distributed": distributed.__version__,
+        "pandas": pd.__version__,
+        "numpy": np.__version__,
+        "pyarrow": pa.__version__,
+        "dask_gpurt": dask_gpurt.__version__,
+    }
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the full data size")
+    parser.add_argument("--only", help="run the workloads whose name contains this")
+    parser.add_argument("--json", metavar="FILE", help="write timings and versions here")
+    return parser
+
+
+def write_json(path: str | None, timings: list[Timing], **more: Any) -> None:
+    if path is None:
+        return
+    rows = [{**asdict(t), "ratio": t.ratio} for t in timings]
+    with open(path, "w") as file:
+        json.dump({"machine": machine(), "timings": rows, **more}, file, indent=1)

@@ -1,0 +1,60 @@
+"""dask_gpurt: the data-movement runtime for Dask.
+
+Set `DASK_GPURT__ENABLED=true` and run a Dask program as it is. The functions here are for programs
+that want to switch the runtime on a client they already have, or look at what it does.
+
+Importing this package loads nothing else of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "disable", "enable", "status"]
+
+
+def enable(client: Client) -> Any:
+    """Switch the runtime on for the cluster of a client. Doing so twice changes nothing.
+
+    The `gpurt.*` settings of this process hold for the cluster from now on, whatever the flag
+    says. With an asynchronous client, await the result.
+
+    Raises
+    ------
+    ActivationError
+        The runtime cannot be active there; says where and what to do. Stock Dask goes on.
+    """
+    from dask_gpurt.plugins import activation
+
+    return activation.enable(client)
+
+
+def disable(client: Client) -> Any:
+    """Give a live cluster stock behaviour back. Shuffles that are under way end as they began.
+
+    With an asynchronous client, await the result.
+    """
+    from dask_gpurt.plugins import activation
+
+    return activation.disable(client)
+
+
+def status(client: Client) -> Any:
+    """What is active on a cluster, what fell back to stock Dask and why, and what was moved.
+
+    With an asynchronous client, await the result.
+
+    Returns
+    -------
+    dict
+        `active` and, if not, `reason`; `runs` on our data plane and on stock's; `fallbacks`, each
+        with `what`, `why` and `count`; `workers` with their counters; `totals` over all workers
+        (bytes, as `dask_gpurt.metrics.MEANING` explains them).
+    """
+    from dask_gpurt.plugins import activation
+
+    return activation.status(client)

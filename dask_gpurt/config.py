@@ -1,0 +1,172 @@
+"""The only reader of Dask's configuration: YAML and environment in, frozen `Settings` out.
+
+Defaults live in `gpurt.yaml`, which Dask finds under the environment's prefix once the package is
+installed; their types and meaning live in `gpurt-schema.yaml`. Settings are read once, where the
+flag was seen, and travel with the plugins from there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import dask.config
+import yaml
+from dask.utils import parse_bytes
+
+from dask_gpurt.errors import ConfigError
+
+logger = logging.getLogger("dask_gpurt")
+
+_HERE = pathlib.Path(__file__).parent
+DEFAULTS_PATH = _HERE / "gpurt.yaml"
+SCHEMA_PATH = _HERE / "gpurt-schema.yaml"
+PRELOAD = "dask_gpurt.preload"
+
+
+@dataclass(frozen=True)
+class ShuffleSettings:
+    """How the DataFrame shuffle behaves.
+
+    Attributes
+    ----------
+    memory
+        Share of the worker's memory limit (at most 1.0), or bytes.
+    message_nbytes, in_flight_nbytes
+        Size of a message, and what may wait for one peer.
+    """
+
+    memory: float
+    message_nbytes: int
+    in_flight_nbytes: int
+
+    def memory_nbytes(self, worker_limit_nbytes: int) -> int:
+        """Bytes shards may take on a worker with this memory limit."""
+        if self.memory <= 1.0:
+            return int(self.memory * worker_limit_nbytes)
+        return int(self.memory)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything under `gpurt.`, parsed and checked."""
+
+    enabled: bool
+    strict: bool
+    shuffle: ShuffleSettings
+
+
+@lru_cache(1)
+def defaults() -> Mapping[str, Any]:
+    """The `gpurt` section of the defaults file."""
+    section: Mapping[str, Any] = yaml.safe_load(DEFAULTS_PATH.read_text())["gpurt"]
+    return section
+
+
+@lru_cache(1)
+def schema() -> Mapping[str, Any]:
+    """JSON schema of the `gpurt` section."""
+    section: Mapping[str, Any] = yaml.safe_load(SCHEMA_PATH.read_text())["properties"]["gpurt"]
+    return section
+
+
+def read() -> Settings:
+    """Settings as Dask's configuration has them now.
+
+    Raises
+    ------
+    ConfigError
+        A value cannot be used. Names the key and what it may be.
+    """
+    for key, suggestion in unknown_keys():
+        hint = f"; did you mean gpurt.{suggestion}?" if suggestion else ""
+        logger.warning("unknown setting gpurt.%s is ignored%s", key, hint)
+    return Settings(
+        enabled=_flag("enabled"),
+        strict=_flag("strict"),
+        shuffle=ShuffleSettings(
+            memory=_memory("shuffle.memory"),
+            message_nbytes=_nbytes("shuffle.message-size"),
+            in_flight_nbytes=_nbytes("shuffle.in-flight"),
+        ),
+    )
+
+
+def unknown_keys() -> list[tuple[str, str | None]]:
+    """Keys under `gpurt.` that nothing reads, each with the known key it resembles."""
+    known = {_normal(key) for key in _flatten(defaults())}
+    given = {_normal(key) for key in _flatten(dask.config.get("gpurt", {}))}
+    found = []
+    for key in sorted(given - known):
+        close = difflib.get_close_matches(key, known, n=1)
+        found.append((key, close[0] if close else None))
+    return found
+
+
+def preloads() -> dict[str, bool]:
+    """Whether our preload is still in the list of each role: a user's own list replaces it."""
+    roles = ("client", "scheduler", "worker")
+    return {
+        role: PRELOAD in (dask.config.get(f"distributed.{role}.preload", None) or [])
+        for role in roles
+    }
+
+
+def _normal(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            keys += _flatten(value, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def _get(key: str) -> Any:
+    default: Any = defaults()
+    for name in key.split("."):
+        default = default[name]
+    return dask.config.get(f"gpurt.{key}", default)
+
+
+def _flag(key: str) -> bool:
+    value = _get(key)
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "yes": True, "on": True, "1": True}
+    words |= {"false": False, "no": False, "off": False, "0": False}
+    try:
+        return words[str(value).strip().lower()]
+    except KeyError:
+        raise ConfigError(f"gpurt.{key} is {value!r}; it may be true or false") from None
+
+
+def _nbytes(key: str) -> int:
+    value = _get(key)
+    try:
+        nbytes = parse_bytes(value)
+    except (ValueError, TypeError, AttributeError):
+        nbytes = 0
+    if nbytes <= 0:
+        raise ConfigError(f"gpurt.{key} is {value!r}; it may be a size such as '16 MiB'")
+    return int(nbytes)
+
+
+def _memory(key: str) -> float:
+    value = _get(key)
+    try:
+        amount = float(value)
+    except (TypeError, ValueError):
+        return float(_nbytes(key))
+    if amount <= 0:
+        raise ConfigError(f"gpurt.{key} is {value!r}; it may be a share (0.3) or a size ('4 GiB')")
+    return amount

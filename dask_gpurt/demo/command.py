@@ -1,0 +1,245 @@
+"""``dask gpurt demo``: stock Dask against Dask with this runtime, on real data.
+
+Makes the data, starts the two clusters, has :mod:`dask_gpurt.demo.runner` run the queries and
+:mod:`dask_gpurt.demo.report` write what came out. Parsing of the command line is not done here.
+The packages which only the demo needs are imported inside the functions, so that importing this
+module costs nothing and a missing one is reported in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dask_gpurt.errors import GpurtError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from dask_gpurt.demo.runner import Workload
+
+#: The default demo is to end within five minutes, closing the clusters included.
+_BUDGET_S = 280.0
+
+_MAX_WORKERS = 4
+
+#: What a shell reports for a program ended by Ctrl-C.
+_INTERRUPTED = 130
+
+
+class DemoError(RuntimeError):
+    """The demo cannot run; the text says why in one line."""
+
+
+def main(
+    scale: float = 1.0,
+    quick: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    out_dir: str | os.PathLike[str] = ".",
+    json_output: bool = False,
+    queries: Sequence[str] | None = None,
+) -> int:
+    """Run the demo.
+
+    Parameters
+    ----------
+    scale
+        TPC-H scale factor; 1 is about a gigabyte of text.
+    quick
+        Scale 0.1 and one timed run of each query: an impression within a minute.
+    cache_dir
+        Where the data is kept; None means the user's cache directory.
+    out_dir
+        Where ``report.json`` and ``report.html`` are written.
+    json_output
+        Print the report as JSON on standard output, and the table on standard error.
+    queries
+        Names of queries such as "q3" or "weather", or of a group, "tpch" or "flights". None
+        means all.
+
+    Returns
+    -------
+    int
+        0 if all answers agree, 1 if not or if the demo could not run, 130 after Ctrl-C.
+    """
+    try:
+        return _run(
+            scale=0.1 if quick else scale,
+            quick=quick,
+            cache_dir=cache_dir,
+            out_dir=Path(out_dir),
+            json_output=json_output,
+            queries=queries,
+        )
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except (DemoError, GpurtError) as error:
+        print(f"dask gpurt demo: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(
+    scale: float,
+    quick: bool,
+    cache_dir: str | os.PathLike[str] | None,
+    out_dir: Path,
+    json_output: bool,
+    queries: Sequence[str] | None,
+) -> int:
+    """Do what :func:`main` says; raise :class:`DemoError` if the demo cannot run."""
+    start_s = time.perf_counter()
+    with _demo_packages():
+        from rich.console import Console
+
+        from dask_gpurt.demo.report import write_html, write_json
+        from dask_gpurt.demo.runner import print_table, run_demo
+    notes = Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        with notes.status("starting") as status:
+            workloads = _workloads(scale, cache_dir, queries, status.update, stack)
+            with _children_ignore_ctrl_c():
+                status.update("starting the cluster without the runtime")
+                stock, n_workers = _start_cluster(False, stack)
+                status.update("starting the cluster with the runtime")
+                enabled, _ = _start_cluster(True, stack)
+        stack.push(_quiet_if_interrupted)
+        read_totals = _check_active(enabled)
+        elapsed_s = time.perf_counter() - start_s
+        report = run_demo(
+            stock,
+            enabled,
+            workloads,
+            repeats=1 if quick else 3,
+            console=notes,
+            read_totals=read_totals,
+            deadline_s=max(0.0, _BUDGET_S * max(1.0, scale) - elapsed_s),
+            # Three queries are enough for workers to have imported and shuffled; the files are in
+            # memory anyway once DuckDB has read them. More warm-ups would cost timed runs.
+            n_warm_up=3,
+            settings={
+                "clusters": f"{n_workers} workers each, one process and one thread per worker",
+                "TPC-H scale": f"{scale:g}",
+                "flights": "all departures from New York in 2013, 336,776 rows",
+            },
+        )
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_json(report, out_dir / "report.json")
+    write_html(report, out_dir / "report.html")
+    if json_output:
+        print((out_dir / "report.json").read_text(encoding="utf-8"), end="")
+    print_table(report, notes if json_output else Console())
+    notes.print(f"wrote {out_dir / 'report.json'} and {out_dir / 'report.html'}", markup=False)
+    return 0 if report.agrees else 1
+
+
+@contextlib.contextmanager
+def _demo_packages() -> Iterator[None]:
+    """Turn a failed import of a package which only the demo needs into one line."""
+    try:
+        yield
+    except ImportError as error:
+        hint = "pip install 'dask-gpurt[demo]'"
+        raise DemoError(f"needs {error.name or error}, which is not installed: {hint}") from error
+
+
+def _workloads(
+    scale: float,
+    cache_dir: str | os.PathLike[str] | None,
+    queries: Sequence[str] | None,
+    progress: Callable[[str], None],
+    stack: contextlib.ExitStack,
+) -> list[Workload]:
+    """Make the data which the chosen queries need, and return them ready to run."""
+    with _demo_packages():
+        from dask_gpurt.demo.material import MissingDemoPackage
+        from dask_gpurt.demo.workloads import choose, flights_workloads, tpch_workloads
+    try:
+        names = choose(queries)
+        found: list[Workload] = []
+        if names["tpch"]:
+            found += tpch_workloads(scale, names["tpch"], cache_dir, progress, stack)
+        if names["flights"]:
+            found += flights_workloads(names["flights"], cache_dir, progress, stack)
+    except (MissingDemoPackage, ValueError, RuntimeError, OSError) as error:
+        raise DemoError(str(error)) from error
+    return found
+
+
+def _start_cluster(is_enabled: bool, stack: contextlib.ExitStack) -> tuple[Client, int]:
+    """Start a cluster of processes; it is closed with ``stack``. Return its client and size."""
+    import dask
+    from dask.system import CPU_COUNT
+    from distributed import Client, LocalCluster
+
+    n_workers = min(CPU_COUNT, _MAX_WORKERS)
+    # Around both, because workers take their settings from the process which starts them and
+    # the runtime is set up when a client connects.
+    with dask.config.set({"gpurt.enabled": is_enabled}):
+        cluster = stack.enter_context(
+            LocalCluster(  # type: ignore[no-untyped-call]
+                n_workers=n_workers,
+                threads_per_worker=1,
+                processes=True,
+                # With None the scheduler would still take port 8787, of which there is only one.
+                dashboard_address="127.0.0.1:0",
+                scheduler_kwargs={"dashboard": False},
+                # Shuffles are announced as warnings, hundreds of them here.
+                silence_logs=logging.ERROR,
+            )
+        )
+        # Neither client becomes the default one: the runner says whose turn it is.
+        client = stack.enter_context(
+            Client(cluster, set_as_default=False)  # type: ignore[no-untyped-call]
+        )
+    return client, n_workers
+
+
+@contextlib.contextmanager
+def _children_ignore_ctrl_c() -> Iterator[None]:
+    """Have processes which are started meanwhile ignore Ctrl-C, which a terminal sends to all.
+
+    Workers are ended by their cluster. Killed by a signal of their own they would be taken for
+    crashed ones and started again while the cluster closes, which then never ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread may set how signals are handled; its Ctrl-C then is not ours.
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _quiet_if_interrupted(kind: type[BaseException] | None, *_rest: object) -> None:
+    """Keep asyncio from logging, as the clusters close, every task which Ctrl-C abandoned."""
+    if kind is KeyboardInterrupt:
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+
+def _check_active(enabled: Client) -> Callable[[Client], Mapping[str, int]]:
+    """Raise unless the runtime is active on its cluster; return how to read its counters."""
+    from dask_gpurt import status
+
+    found = status(enabled)
+    if not found.get("active"):
+        reason = found.get("reason")
+        detail = f": {reason}" if reason else ""
+        raise DemoError(f"the runtime is not active on the cluster made for it{detail}")
+
+    def read_totals(client: Client) -> Mapping[str, int]:
+        # The stock cluster has no counters to read.
+        totals: Mapping[str, int] = status(client)["totals"] if client is enabled else {}
+        return totals
+
+    return read_totals

@@ -1,0 +1,168 @@
+"""Where the demo's data is kept, and how a data set is put there exactly once.
+
+A data set is one directory of parquet files, named by what it holds and by the version of its
+layout. It is built beside its final place and renamed into it, so a reader sees either the whole
+data set or none. What the files hold is decided by :mod:`dask_gpurt.demo.tpch_data` and
+:mod:`dask_gpurt.demo.flights_data`; this module never looks into them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+if TYPE_CHECKING:
+    import duckdb
+
+#: Called with one short sentence whenever a build gets to its next step.
+Progress = Callable[[str], None]
+
+INSTALL_HINT = "pip install 'dask-gpurt[demo]'"
+
+
+class MissingDemoPackage(RuntimeError):
+    """A package which only the demo needs is not installed.
+
+    Parameters
+    ----------
+    package
+        Name of the package as pip knows it.
+    """
+
+    def __init__(self, package: str) -> None:
+        super().__init__(f"the demo needs {package}, which is not installed: {INSTALL_HINT}")
+        self.package = package
+
+
+def silent(_step: str) -> None:
+    """Drop a progress sentence; the default where nobody watches."""
+
+
+def default_cache_dir() -> Path:
+    """Return the directory which holds the demo's data sets unless the user names another.
+
+    Returns
+    -------
+    Path
+        ``$XDG_CACHE_HOME/dask-gpurt``, or ``~/.cache/dask-gpurt``. It may not exist yet.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification tells programs to ignore a relative path here.
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "dask-gpurt"
+
+
+def build_once(
+    cache_dir: str | os.PathLike[str] | None, name: str, build: Callable[[Path], None]
+) -> Path:
+    """Return the data set called ``name``, building it first if it is not there.
+
+    Parameters
+    ----------
+    cache_dir
+        Directory which holds the data sets; None means :func:`default_cache_dir`.
+    name
+        Directory name of the data set. It must say everything which changes the content.
+    build
+        Fills the empty directory it is given. Whatever it raises, a ``KeyboardInterrupt``
+        included, is passed on, and nothing called ``name`` is left behind.
+
+    Returns
+    -------
+    Path
+        The complete data set.
+    """
+    root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    final = root / name
+    if final.is_dir():
+        return final
+    root.mkdir(parents=True, exist_ok=True)
+    # In the same directory as the final place, because a rename is atomic only within one
+    # file system.
+    partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=root))
+    try:
+        build(partial)
+        # mkdtemp makes directories private; a cache may be shared between users.
+        partial.chmod(0o755)
+        try:
+            partial.rename(final)
+        except OSError:
+            # Another process finished the same data set first; theirs holds the same bytes.
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def write_parts(table: pa.Table, directory: Path, n_files: int) -> None:
+    """Write ``table`` as ``n_files`` parquet files of nearly equal length.
+
+    Parameters
+    ----------
+    table
+        Rows to write, in order.
+    directory
+        Made if missing; the files are named so that sorting by name keeps the order.
+    n_files
+        Number of files. Each becomes one partition of a Dask DataFrame.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    bounds = [table.num_rows * i // n_files for i in range(n_files + 1)]
+    for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        pq.write_table(table.slice(start, stop - start), directory / part_name(i))
+
+
+def part_name(index: int) -> str:
+    """Return the file name of the ``index``-th part of a table.
+
+    Parameters
+    ----------
+    index
+        Position of the part, from 0.
+
+    Returns
+    -------
+    str
+        A name padded with zeros, so that names sort like positions.
+    """
+    return f"part-{index:04d}.parquet"
+
+
+def connect_views(directory: Path, tables: Mapping[str, int]) -> duckdb.DuckDBPyConnection:
+    """Open DuckDB in memory with one view per table of a data set.
+
+    Parameters
+    ----------
+    directory
+        A data set with one directory of parquet files per table.
+    tables
+        The tables' names, as keys.
+
+    Returns
+    -------
+    duckdb.DuckDBPyConnection
+        Reads the very files which Dask reads. The caller closes it.
+
+    Raises
+    ------
+    MissingDemoPackage
+        DuckDB is not installed.
+    """
+    try:
+        import duckdb
+    except ImportError as error:
+        raise MissingDemoPackage("duckdb") from error
+    connection = duckdb.connect(":memory:")
+    connection.execute("SET enable_progress_bar = false")
+    for table in tables:
+        pattern = str(directory / table / "*.parquet").replace("'", "''")
+        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM read_parquet('{pattern}')")
+    return connection

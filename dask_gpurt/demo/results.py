@@ -1,0 +1,312 @@
+"""What one run of the demo found: plain data, with the medians and ratios computed from it.
+
+:mod:`dask_gpurt.demo.runner` fills it, :mod:`dask_gpurt.demo.report` writes it to files. Nothing
+in here measures or draws.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dask.system import CPU_COUNT
+from distributed.system import MEMORY_LIMIT
+
+#: Raised whenever a key of :meth:`Report.to_dict` changes its meaning or goes away.
+REPORT_VERSION = 1
+
+#: Ratios this close to 1 are within what medians of the same code differ by.
+SAME_WITHIN = 0.05
+
+#: The same for queries which were timed only once on each side.
+SAME_WITHIN_ONCE = 0.20
+
+#: Said wherever a reader might make too much of single runs.
+TIMED_ONCE = (
+    f"Where a query was timed only once, up to {SAME_WITHIN_ONCE:.0%} counts as no clear "
+    "difference, and more may still be chance."
+)
+
+_PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "numpy", "duckdb", "dask-gpurt")
+
+
+@dataclass
+class Row:
+    """One query, run on both clusters.
+
+    Attributes
+    ----------
+    name, title, group
+        "Q3", "shipping priority", "TPC-H".
+    stock_s, enabled_s
+        Wall seconds of each timed run, in the order of running.
+    n_rows
+        Length of the answer.
+    warmed_up
+        Whether each cluster ran the query once before it was timed.
+    difference
+        None if all answers agree, else one sentence on the first which does not.
+    stock_totals, enabled_totals
+        By how much each of the runtime's counters grew during the first timed run.
+    """
+
+    name: str
+    title: str
+    group: str
+    stock_s: list[float] = field(default_factory=list)
+    enabled_s: list[float] = field(default_factory=list)
+    n_rows: int = 0
+    warmed_up: bool = False
+    difference: str | None = None
+    stock_totals: dict[str, int] = field(default_factory=dict)
+    enabled_totals: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every answer was the expected one."""
+        return self.difference is None
+
+    @property
+    def n_runs(self) -> int:
+        """How often both sides were timed."""
+        return min(len(self.stock_s), len(self.enabled_s))
+
+    @property
+    def stock_median_s(self) -> float:
+        """Median of the stock runs; NaN if none succeeded."""
+        return statistics.median(self.stock_s) if self.stock_s else math.nan
+
+    @property
+    def enabled_median_s(self) -> float:
+        """Median of the enabled runs; NaN if none succeeded."""
+        return statistics.median(self.enabled_s) if self.enabled_s else math.nan
+
+    @property
+    def ratio(self) -> float:
+        """Stock over enabled: above 1 the runtime was faster. NaN if a side has no time."""
+        enabled = self.enabled_median_s
+        return self.stock_median_s / enabled if enabled > 0 else math.nan
+
+    @property
+    def verdict(self) -> str:
+        """The ratio in one word: "faster", "slower", "same" or "none"; see :func:`verdict`."""
+        if self.n_runs > 1:
+            # The typical run of the faster side must beat every run of the other; else the
+            # order of the medians may be chance.
+            beats = (
+                self.enabled_median_s < min(self.stock_s),
+                self.stock_median_s < min(self.enabled_s),
+            )
+            if not any(beats):
+                return "same"
+        return verdict(self.ratio, SAME_WITHIN if self.n_runs > 1 else SAME_WITHIN_ONCE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON data; what could not be measured is None."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "group": self.group,
+            "n_rows": self.n_rows,
+            "agrees": self.agrees,
+            "difference": self.difference,
+            "warmed_up": self.warmed_up,
+            "stock_s": self.stock_s,
+            "enabled_s": self.enabled_s,
+            "stock_median_s": _or_none(self.stock_median_s),
+            "enabled_median_s": _or_none(self.enabled_median_s),
+            "ratio": _or_none(self.ratio),
+            "verdict": self.verdict,
+            "stock_totals": self.stock_totals,
+            "enabled_totals": self.enabled_totals,
+        }
+
+
+@dataclass
+class Report:
+    """All rows of one run, with what a reader needs to judge them.
+
+    Attributes
+    ----------
+    rows
+        One per query, in the order of running.
+    machine
+        See :func:`describe_machine`.
+    settings
+        How it was measured: workers, scale, repeats and so on, as the caller wants them shown.
+    started
+        ISO 8601 time in UTC.
+    duration_s
+        Wall seconds of the whole run, warm-ups and checks included.
+    repeats
+        How often each query was to be timed; a row may hold fewer when time ran out.
+    """
+
+    rows: list[Row]
+    machine: dict[str, str]
+    settings: dict[str, str]
+    started: str
+    duration_s: float
+    repeats: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every answer of every query was the expected one."""
+        return all(row.agrees for row in self.rows)
+
+    @property
+    def stock_total_s(self) -> float:
+        """Sum of the stock medians over the queries which have a time on both sides."""
+        return sum(row.stock_median_s for row in self._timed)
+
+    @property
+    def enabled_total_s(self) -> float:
+        """Sum of the enabled medians over the queries which have a time on both sides."""
+        return sum(row.enabled_median_s for row in self._timed)
+
+    @property
+    def total_ratio(self) -> float:
+        """Ratio of the two sums; NaN if nothing was timed."""
+        return self.stock_total_s / self.enabled_total_s if self._timed else math.nan
+
+    @property
+    def mean_ratio(self) -> float:
+        """Geometric mean of the ratios, in which short queries count as much as long ones."""
+        if not self._timed:
+            return math.nan
+        return statistics.geometric_mean(row.ratio for row in self._timed)
+
+    @property
+    def _timed(self) -> list[Row]:
+        return [row for row in self.rows if not math.isnan(row.ratio)]
+
+    @property
+    def min_runs(self) -> int:
+        """The fewest timed runs which any query has on a side, failed queries left out."""
+        return min((row.n_runs for row in self._timed), default=0)
+
+    def count(self, word: str) -> int:
+        """Return how many rows have the verdict ``word``."""
+        return sum(row.verdict == word for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data."""
+        return {
+            "report_version": REPORT_VERSION,
+            "started": self.started,
+            "duration_s": self.duration_s,
+            "agrees": self.agrees,
+            "repeats": self.repeats,
+            "machine": self.machine,
+            "settings": self.settings,
+            "totals": {
+                "stock_s": self.stock_total_s,
+                "enabled_s": self.enabled_total_s,
+                "ratio": _or_none(self.total_ratio),
+                "geometric_mean_ratio": _or_none(self.mean_ratio),
+            },
+            "queries": [row.to_dict() for row in self.rows],
+        }
+
+
+def verdict(ratio: float, same_within: float = SAME_WITHIN) -> str:
+    """Return a ratio in one word.
+
+    Parameters
+    ----------
+    ratio
+        Stock over enabled.
+    same_within
+        How far from 1 a ratio may be to mean no difference.
+
+    Returns
+    -------
+    str
+        "faster" or "slower" for the runtime, "same" for no clear difference, "none" for NaN.
+    """
+    if math.isnan(ratio):
+        return "none"
+    if abs(ratio - 1) <= same_within:
+        return "same"
+    return "faster" if ratio > 1 else "slower"
+
+
+def describe_machine() -> dict[str, str]:
+    """Return what the results depend on: cores, memory, system and versions.
+
+    Returns
+    -------
+    dict
+        Names and values to be shown as they are. Limits of a container count as the machine's.
+    """
+    described = {
+        "cores": str(CPU_COUNT),
+        "memory": format_nbytes(int(MEMORY_LIMIT)),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            described[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {name: value for name, value in described.items() if value}
+
+
+def _processor() -> str:
+    """Return the processor's model where the system says it, else an empty string."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def growth(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Return by how much each counter grew.
+
+    Parameters
+    ----------
+    before, after
+        Two readings of the same counters.
+
+    Returns
+    -------
+    dict
+        One entry per counter of ``after``.
+    """
+    return {name: int(value) - int(before.get(name, 0)) for name, value in after.items()}
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Return a size with a unit, such as "3.1 MB".
+
+    Parameters
+    ----------
+    nbytes
+        Number of bytes.
+
+    Returns
+    -------
+    str
+        In powers of 1000.
+    """
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _or_none(value: float) -> float | None:
+    """Return None for NaN, which JSON cannot hold."""
+    return None if math.isnan(value) else value

@@ -1,0 +1,304 @@
+"""Run the same queries on two clusters in turn, time them, and check every answer.
+
+The two sides alternate, and which goes first alternates too, so that a machine which slows down
+or speeds up meanwhile does so for both. Every answer is compared: enabled with stock, and each
+with DuckDB. The clusters and the queries are made by the caller,
+:mod:`dask_gpurt.demo.command`; files are written by :mod:`dask_gpurt.demo.report`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import dask
+import pandas as pd
+from distributed import Client
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dask_gpurt.demo.answers import first_difference
+from dask_gpurt.demo.results import (
+    TIMED_ONCE,
+    Report,
+    Row,
+    describe_machine,
+    growth,
+    verdict,
+)
+
+#: Reads the runtime's counters of one cluster; an empty mapping where there are none.
+ReadTotals = Callable[[Client], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One query and how to check it.
+
+    Attributes
+    ----------
+    name, title, group
+        "Q3", "shipping priority", "TPC-H".
+    run
+        Computes the answer with Dask, on whatever client is the current one.
+    expected
+        Computes the answer with another engine.
+    ordered_by
+        Columns by which the answer is ordered, for :mod:`dask_gpurt.demo.answers`.
+    """
+
+    name: str
+    title: str
+    group: str
+    run: Callable[[], pd.DataFrame]
+    expected: Callable[[], pd.DataFrame]
+    ordered_by: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One of the two clusters."""
+
+    label: str
+    client: Client
+    is_enabled: bool
+
+
+def run_demo(
+    stock: Client,
+    enabled: Client,
+    workloads: Sequence[Workload],
+    repeats: int = 3,
+    console: Console | None = None,
+    *,
+    read_totals: ReadTotals | None = None,
+    deadline_s: float | None = None,
+    n_warm_up: int | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Report:
+    """Run every workload on both clusters and return what was found.
+
+    Parameters
+    ----------
+    stock, enabled
+        Clients of the cluster without and of the cluster with the runtime.
+    workloads
+        What to run, in this order.
+    repeats
+        How often each workload is timed on each side, at least once.
+    console
+        Where progress is shown; standard error if None.
+    read_totals
+        Reads a cluster's counters; called around the first timed run of each side.
+    deadline_s
+        Seconds from now after which repeats and warm-ups are skipped. Every workload is still
+        timed once on each side and its answers are compared.
+    n_warm_up
+        How many of the workloads, from the first, each side runs once untimed; None for all.
+    settings
+        Taken over into the report.
+
+    Returns
+    -------
+    Report
+        A workload which fails on a side, or gives a wrong answer, is a row which says so; only
+        ``KeyboardInterrupt`` and the like are raised.
+    """
+    console = console if console is not None else Console(stderr=True)
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    start_s = time.perf_counter()
+    sides = (_Side("stock", stock, False), _Side("enabled", enabled, True))
+    rows = [Row(workload.name, workload.title, workload.group) for workload in workloads]
+    expected: list[pd.DataFrame] = []
+    first_answers: list[dict[str, pd.DataFrame]] = [{} for _ in workloads]
+
+    def late(next_s: float = 0.0) -> bool:
+        return deadline_s is not None and time.perf_counter() - start_s + next_s > deadline_s
+
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with progress:
+        task = progress.add_task("", total=max(1, repeats) * len(workloads))
+        for round_ in range(max(1, repeats)):
+            for i, (workload, row) in enumerate(zip(workloads, rows, strict=True)):
+                turn = sides if (i + round_) % 2 == 0 else sides[::-1]
+                progress.update(task, description=f"{workload.group} {workload.name}")
+                if round_ == 0:
+                    expected.append(workload.expected())
+                    if (n_warm_up is None or i < n_warm_up) and not late():
+                        for side in turn:
+                            _warm_up(side, workload, row)
+                        row.warmed_up = True
+                elif not row.agrees or late(row.stock_median_s + row.enabled_median_s):
+                    # A workload which failed once is not worth the time of a second failure.
+                    progress.advance(task)
+                    continue
+                for side in turn:
+                    answer = _timed_run(side, workload, row, read_totals)
+                    if answer is not None:
+                        first = first_answers[i].setdefault(side.label, answer)
+                        _check(side, workload, row, answer, first, expected[i])
+                _check_sides(workload, row, first_answers[i])
+                progress.advance(task)
+    return Report(
+        rows=rows,
+        machine=describe_machine(),
+        settings=dict(settings or {}),
+        started=started,
+        duration_s=time.perf_counter() - start_s,
+        repeats=max(1, repeats),
+    )
+
+
+def _run_on(side: _Side, workload: Workload) -> pd.DataFrame:
+    """Run a workload on one side, with that side's client and setting as the current ones."""
+    # The setting is read while a graph is built too, and that happens in this process, which
+    # both sides share.
+    with side.client.as_current(), dask.config.set({"gpurt.enabled": side.is_enabled}):
+        return workload.run()
+
+
+def _warm_up(side: _Side, workload: Workload, row: Row) -> None:
+    """Run a workload untimed; a failure is noted like that of a timed run."""
+    try:
+        _run_on(side, workload)
+    except Exception as error:
+        row.difference = row.difference or _failure(side, error)
+
+
+def _timed_run(
+    side: _Side, workload: Workload, row: Row, read_totals: ReadTotals | None
+) -> pd.DataFrame | None:
+    """Run a workload once, note its time and counters in ``row``, return its answer."""
+    times = row.enabled_s if side.is_enabled else row.stock_s
+    read = read_totals if read_totals is not None and not times else None
+    before = dict(read(side.client)) if read else {}
+    # What the previous query left behind must not be collected in this query's time.
+    gc.collect()
+    start_s = time.perf_counter()
+    try:
+        answer = _run_on(side, workload)
+    except Exception as error:
+        row.difference = row.difference or _failure(side, error)
+        return None
+    times.append(time.perf_counter() - start_s)
+    if read:
+        grown = growth(before, read(side.client))
+        (row.enabled_totals if side.is_enabled else row.stock_totals).update(grown)
+    return answer
+
+
+def _check(
+    side: _Side,
+    workload: Workload,
+    row: Row,
+    answer: pd.DataFrame,
+    first: pd.DataFrame,
+    expected: pd.DataFrame,
+) -> None:
+    """Compare one answer with DuckDB's and with the first answer of the same side."""
+    row.n_rows = len(answer)
+    if row.difference is None:
+        difference = first_difference(answer, expected, workload.ordered_by)
+        if difference is not None:
+            row.difference = f"{side.label} against DuckDB: {difference}"
+    if row.difference is None and answer is not first:
+        difference = first_difference(answer, first, workload.ordered_by, exact_dtypes=True)
+        if difference is not None:
+            row.difference = f"{side.label} against its own first run: {difference}"
+
+
+def _check_sides(workload: Workload, row: Row, answers: Mapping[str, pd.DataFrame]) -> None:
+    """Compare the two sides' first answers with each other, dtypes included."""
+    if row.difference is None and len(answers) == 2:
+        difference = first_difference(
+            answers["enabled"], answers["stock"], workload.ordered_by, exact_dtypes=True
+        )
+        if difference is not None:
+            row.difference = f"enabled against stock: {difference}"
+
+
+def _failure(side: _Side, error: Exception) -> str:
+    """Return one sentence on a workload which raised."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{side.label} failed: {type(error).__name__}: {lines[0][:200]}"
+
+
+_STYLES = {"faster": "green", "slower": "red", "same": "", "none": "red"}
+
+
+def print_table(report: Report, console: Console) -> None:
+    """Print one line per query, the slower ones included, and the totals.
+
+    Parameters
+    ----------
+    report
+        What :func:`run_demo` returned.
+    console
+        Where to print.
+    """
+    # Everything fits into 80 columns, the width of a terminal which does not say its own.
+    table = Table(
+        title="stock Dask against Dask with dask_gpurt",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    table.add_column("query", no_wrap=True)
+    table.add_column("", overflow="ellipsis", no_wrap=True, max_width=24)
+    for heading in ("stock s", "gpurt s", "ratio", "runs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("answer", no_wrap=True)
+    group = None
+    for row in report.rows:
+        if group is not None and row.group != group:
+            table.add_section()
+        group = row.group
+        table.add_row(
+            row.name,
+            row.title,
+            f"{row.stock_median_s:.2f}",
+            f"{row.enabled_median_s:.2f}",
+            _ratio_text(row.ratio, row.verdict),
+            str(row.n_runs),
+            "same" if row.agrees else "[red]differs[/red]",
+        )
+    table.add_section()
+    table.add_row(
+        "total",
+        "sum of the medians",
+        f"{report.stock_total_s:.2f}",
+        f"{report.enabled_total_s:.2f}",
+        _ratio_text(report.total_ratio, verdict(report.total_ratio)),
+        "",
+        "same" if report.agrees else "[red]differs[/red]",
+    )
+    console.print(table)
+    console.print(
+        f"{report.count('faster')} faster, {report.count('same')} with no clear difference, "
+        f"{report.count('slower')} slower; geometric mean of the ratios {report.mean_ratio:.2f}",
+        highlight=False,
+    )
+    if report.min_runs == 1:
+        console.print(TIMED_ONCE, highlight=False)
+    for row in report.rows:
+        if not row.agrees:
+            console.print(f"{row.group} {row.name}: {row.difference}", markup=False, style="red")
+
+
+def _ratio_text(ratio: float, word: str) -> str:
+    """Return a ratio in its verdict's colour."""
+    style = _STYLES[word]
+    return f"[{style}]{ratio:.2f}[/{style}]" if style else f"{ratio:.2f}"

@@ -1,0 +1,1 @@
+"""Memory and, later, streams of the device a worker computes on."""

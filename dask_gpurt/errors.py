@@ -1,0 +1,54 @@
+"""Everything this package raises on purpose.
+
+::
+
+    GpurtError
+    ├── ActivationError (RuntimeError)      the runtime cannot be switched on here
+    │   └── StrictFallbackError             ... and `gpurt.strict` forbids going on without it
+    ├── ConfigError (ValueError)            a `gpurt.*` setting that makes no sense
+    ├── ProtocolError (ValueError)          bytes from a peer that are not what was agreed
+    ├── ExchangeError (RuntimeError)        a shuffle run that cannot go on
+    │   ├── IncompleteExchangeError         shards that were announced and never came
+    │   └── PartitionReleasedError          an output partition asked for after it was let go
+    └── ShardStorageError (OSError)         shards on disk that cannot be read back
+
+One meaning each. Each also subclasses the builtin that a generic handler would expect.
+"""
+
+from __future__ import annotations
+
+
+class GpurtError(Exception):
+    """Base of this package's errors."""
+
+
+class ActivationError(GpurtError, RuntimeError):
+    """The runtime cannot be active on this cluster; Dask goes on without it."""
+
+
+class StrictFallbackError(ActivationError):
+    """Stock Dask would do this piece of work, and `gpurt.strict` asks for an error instead."""
+
+
+class ConfigError(GpurtError, ValueError):
+    """A setting under `gpurt.` has a value that cannot be used."""
+
+
+class ProtocolError(GpurtError, ValueError):
+    """A peer sent something that is not a message of this version."""
+
+
+class ExchangeError(GpurtError, RuntimeError):
+    """A shuffle run cannot go on."""
+
+
+class IncompleteExchangeError(ExchangeError):
+    """Shards of an input partition are missing although every worker said it was done."""
+
+
+class PartitionReleasedError(ExchangeError):
+    """An output partition was asked for again after its shards were let go."""
+
+
+class ShardStorageError(GpurtError, OSError):
+    """Shards that were written to disk cannot be read back."""

@@ -1,0 +1,1 @@
+"""One module a kind of data: partition, pack, unpack and concatenate it."""

@@ -1,0 +1,296 @@
+"""How one pandas column is carried: taken apart into plain memory, and put together again.
+
+A column is at most three things: *parts* (one-dimensional NumPy arrays of a fixed-width type,
+one entry a row), an *Arrow* array, and *objects* (an array that only pickle can carry). What is
+needed to put them together is its `Layout`. This module knows every pandas type; it does not
+move rows (`frames.gather`), does not group columns (`frames.pandas_`), and does no I/O.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+
+Part = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Recipe for one column; plain values only, so that it can travel in a header.
+
+    Attributes
+    ----------
+    kind
+        `plain`, `wall` (datetimes with a zone, periods, and other integers with a meaning),
+        `masked`, `categorical`, `interval`, `arrow` or `objects`.
+    parts
+        NumPy type string of each fixed-width part.
+    arrow, objects
+        Whether the column also has an Arrow array, or objects.
+    detail
+        What the kind needs besides: a dtype string, categories, and so on.
+    children
+        Layouts of the two ends of an interval.
+    """
+
+    kind: str
+    parts: tuple[str, ...] = ()
+    arrow: bool = False
+    objects: bool = False
+    detail: tuple[Any, ...] = ()
+    children: tuple[Layout, ...] = ()
+
+    def to_plain(self) -> list[Any]:
+        children = [child.to_plain() for child in self.children]
+        return [self.kind, list(self.parts), self.arrow, self.objects, list(self.detail), children]
+
+    @staticmethod
+    def from_plain(plain: Sequence[Any]) -> Layout:
+        kind, parts, arrow, objects, detail, children = plain
+        if kind not in _COMPOSE:
+            raise ValueError(f"unknown column kind {kind!r}")
+        return Layout(
+            kind=kind,
+            parts=tuple(str(np.dtype(part).str) for part in parts),
+            arrow=bool(arrow),
+            objects=bool(objects),
+            detail=tuple(detail),
+            children=tuple(Layout.from_plain(child) for child in children),
+        )
+
+
+@dataclass
+class Column:
+    """One column taken apart. Nothing is copied: the arrays are the frame's own memory."""
+
+    layout: Layout
+    parts: list[Part] = field(default_factory=list)
+    arrow: pa.ChunkedArray | None = None
+    objects: Any = None
+
+
+def decompose(values: Any, expected: Any = None) -> Column:
+    """Take one column apart.
+
+    Parameters
+    ----------
+    values
+        The array of a column or index: `ndarray` or pandas `ExtensionArray`.
+    expected
+        Type the column has in the frame's meta. Categories equal to those expected do not
+        travel.
+    """
+    dtype = values.dtype
+    if isinstance(dtype, np.dtype):
+        return _decompose_numpy(values)
+    if isinstance(dtype, pd.CategoricalDtype):
+        return _decompose_categorical(values, expected)
+    if isinstance(dtype, (pd.DatetimeTZDtype, pd.PeriodDtype)):
+        name = str(dtype)
+        # A zone that its name does not bring back (dateutil's files, for one) goes as objects.
+        if _same_dtype(name, dtype):
+            return Column(Layout("wall", ("<i8",), detail=(name,)), [values.asi8])
+        return _decompose_objects(values)
+    if isinstance(dtype, pd.IntervalDtype):
+        ends = [decompose(np_or_extension(end)) for end in (values.left, values.right)]
+        if any(end.layout.arrow or end.layout.objects for end in ends):
+            return _decompose_objects(values)
+        layout = Layout(
+            "interval",
+            tuple(part for end in ends for part in end.layout.parts),
+            detail=(dtype.closed,),
+            children=tuple(end.layout for end in ends),
+        )
+        return Column(layout, [part for end in ends for part in end.parts])
+    if _is_masked(values):
+        data, mask = values._data, values._mask
+        layout = Layout("masked", (data.dtype.str, mask.dtype.str), detail=(str(dtype),))
+        return Column(layout, [data, mask])
+    if _is_arrow(dtype):
+        return Column(
+            Layout("arrow", arrow=True, detail=_arrow_detail(dtype)),
+            arrow=_chunked(values.__arrow_array__()),
+        )
+    return _decompose_objects(values)
+
+
+def compose(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
+    """Put one column together: an `ndarray` or `ExtensionArray` over the memory given."""
+    return _COMPOSE[layout.kind](layout, parts, arrow, objects)
+
+
+def np_or_extension(values: Any) -> Any:
+    """The array below an Index or Series: plain NumPy where pandas only wraps it."""
+    array = values.array
+    return array.to_numpy() if isinstance(array, pd.arrays.NumpyExtensionArray) else array
+
+
+def _decompose_numpy(values: Any) -> Column:
+    if values.dtype.kind in "mM":
+        # Blocks of datetimes hold pandas' own array; its memory is plain.
+        values = np.asarray(values)
+    elif not isinstance(values, np.ndarray):
+        values = values.to_numpy()
+    if values.dtype.kind in "biufcmM":
+        return Column(Layout("plain", (values.dtype.str,)), [values])
+    return _decompose_objects(values)
+
+
+def _decompose_objects(values: Any) -> Column:
+    # A NumPy array of objects, or any extension array that has no layout of its own (sparse
+    # arrays, strings held by Python, types of other libraries).
+    return Column(Layout("objects", objects=True), objects=values)
+
+
+def _decompose_categorical(values: Any, expected: Any) -> Column:
+    dtype = values.dtype
+    same = (
+        isinstance(expected, pd.CategoricalDtype)
+        and expected.ordered == dtype.ordered
+        and expected.categories.dtype == dtype.categories.dtype
+        and expected.categories.equals(dtype.categories)
+    )
+    categories = b"" if same else _pack_index(dtype.categories)
+    codes = values.codes
+    layout = Layout(
+        "categorical", (codes.dtype.str,), detail=(bool(dtype.ordered), bool(same), categories)
+    )
+    return Column(layout, [codes])
+
+
+def _pack_index(index: pd.Index) -> bytes:
+    """Categories as bytes: an Arrow stream where Arrow brings them back as they were."""
+    try:
+        table = pa.table({"categories": pa.array(index)})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        packed = b"A" + str(index.dtype).encode() + b"\0" + sink.getvalue().to_pybytes()
+        back = _unpack_index(packed)
+    except (pa.ArrowException, TypeError, ValueError, AttributeError):
+        return b"P" + pickle.dumps(index, protocol=5)
+    if back.dtype == index.dtype and back.equals(index):
+        return packed
+    return b"P" + pickle.dumps(index, protocol=5)
+
+
+def _unpack_index(packed: bytes) -> pd.Index:
+    if packed[:1] == b"P":
+        index: pd.Index = pickle.loads(packed[1:])
+        return index
+    name, _, stream = packed[1:].partition(b"\0")
+    with pa.ipc.open_stream(stream) as reader:
+        column = reader.read_all()["categories"]
+    return pd.Index(column.to_pandas().array, dtype=name.decode())
+
+
+def categories_of(layout: Layout, expected: Any) -> pd.Index:
+    """Categories of a categorical column, which may be those its meta already has."""
+    _, same, packed = layout.detail
+    return expected.categories if same else _unpack_index(packed)
+
+
+def _compose_categorical(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
+    raise TypeError("a categorical column needs its dtype: use compose_categorical()")
+
+
+def compose_categorical(codes: Part, dtype: pd.CategoricalDtype) -> pd.Categorical:
+    return pd.Categorical.from_codes(codes, dtype=dtype, validate=False)  # type: ignore[call-overload, no-any-return]
+
+
+def _compose_plain(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
+    return parts[0]
+
+
+def _compose_wall(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
+    dtype = pd.api.types.pandas_dtype(layout.detail[0])
+    if isinstance(dtype, pd.PeriodDtype):
+        return pd.arrays.PeriodArray(parts[0], dtype=dtype)  # type: ignore[arg-type]
+    assert isinstance(dtype, pd.DatetimeTZDtype)
+    instants = parts[0].view(f"M8[{dtype.unit}]")
+    wrap = getattr(pd.arrays.DatetimeArray, "_simple_new", None)
+    if wrap is not None:
+        return wrap(instants, dtype=dtype)
+    # The public way copies once.
+    return pd.DatetimeIndex(instants).tz_localize("UTC").tz_convert(dtype.tz).array
+
+
+def _compose_masked(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
+    dtype = pd.api.types.pandas_dtype(layout.detail[0])
+    array_type = dtype.construct_array_type()  # type: ignore[union-attr]
+    return array_type(parts[0], parts[1].view(np.bool_), copy=False)  # type: ignore[call-arg]
+
+
+def _compose_interval(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
+    ends = []
+    first = 0
+    for child in layout.children:
+        last = first + len(child.parts)
+        ends.append(compose(child, parts[first:last], None, None))
+        first = last
+    return pd.arrays.IntervalArray.from_arrays(*ends, closed=layout.detail[0])
+
+
+def _compose_arrow(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
+    kind, missing = layout.detail
+    if kind == "string":
+        na_value = np.nan if missing == "nan" else pd.NA
+        return pd.StringDtype("pyarrow", na_value=na_value).__from_arrow__(arrow)
+    return pd.arrays.ArrowExtensionArray(_chunked(arrow))  # type: ignore[attr-defined]
+
+
+def _compose_objects(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
+    return objects
+
+
+_COMPOSE = {
+    "plain": _compose_plain,
+    "wall": _compose_wall,
+    "masked": _compose_masked,
+    "categorical": _compose_categorical,
+    "interval": _compose_interval,
+    "arrow": _compose_arrow,
+    "objects": _compose_objects,
+}
+
+
+def _is_masked(values: Any) -> bool:
+    return (
+        isinstance(
+            values,
+            (pd.arrays.IntegerArray, pd.arrays.FloatingArray, pd.arrays.BooleanArray),
+        )
+        and hasattr(values, "_data")
+        and hasattr(values, "_mask")
+    )
+
+
+def _is_arrow(dtype: Any) -> bool:
+    if isinstance(dtype, pd.StringDtype):
+        return dtype.storage == "pyarrow"
+    return isinstance(dtype, pd.ArrowDtype)
+
+
+def _arrow_detail(dtype: Any) -> tuple[str, str]:
+    if isinstance(dtype, pd.StringDtype):
+        missing = "NA" if getattr(dtype, "na_value", pd.NA) is pd.NA else "nan"
+        return ("string", missing)
+    return ("arrow", "NA")
+
+
+def _chunked(array: pa.Array | pa.ChunkedArray) -> pa.ChunkedArray:
+    return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
+
+
+def _same_dtype(name: str, dtype: Any) -> bool:
+    try:
+        return bool(pd.api.types.pandas_dtype(name) == dtype)
+    except (TypeError, ValueError, KeyError):
+        return False

@@ -1,0 +1,113 @@
+"""The port a kind of data implements so that it can be exchanged, and the list of those that do.
+
+A *frame* here is whatever one partition is: today a pandas DataFrame. The exchange only ever asks
+an adapter to open a partition, gather some of its rows, and concatenate pieces of shards; it never
+looks inside. `tests/conformance/frame_suite.py` is the suite every adapter has to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dask_gpurt.frames.gather import Rows
+
+
+class Body(Protocol):
+    """Rows of one shard, in memory, ready to be concatenated."""
+
+    @property
+    def layout_key(self) -> bytes:
+        """Encoded layout; bodies with equal keys were taken apart in the same way."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its memory also belongs to something else, so that a spill would not free it."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of one shard as one buffer, ready to leave the process or to be unpacked.
+
+    Attributes
+    ----------
+    buffer
+        Contiguous bytes: fixed-width parts, then an Arrow stream, then a pickle.
+    n_rows
+        Rows in it.
+    arrow_nbytes, pickle_nbytes
+        Lengths of the last two sections; what is left is the first.
+    """
+
+    buffer: npt.NDArray[np.uint8]
+    n_rows: int
+    arrow_nbytes: int = 0
+    pickle_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `start` to `stop` of a body: what one shard has for one output partition."""
+
+    body: Any
+    start: int
+    stop: int
+
+
+class OpenPartition(Protocol):
+    """One input partition, taken apart once, from which rows are then gathered."""
+
+    @property
+    def layout_key(self) -> bytes:
+        """Encoded layout of every shard that comes out of this partition."""
+
+    @property
+    def row_nbytes(self) -> float:
+        """Bytes one row takes on average."""
+
+    def partition_numbers(self) -> npt.NDArray[Any]:
+        """Output partition of each row."""
+
+    def gather(self, rows: Rows) -> Any:
+        """Body with the rows given: to stay in this process."""
+
+    def gather_packed(self, rows: Rows) -> Packed:
+        """The same rows as one buffer: to leave this process."""
+
+
+class FrameAdapter(Protocol):
+    """What the exchange asks of one kind of data."""
+
+    def open(self, frame: Any) -> OpenPartition:
+        """Take an input partition apart.
+
+        Raises
+        ------
+        TypeError
+            `frame` is of another kind.
+        ValueError
+            Its columns are not those of the shuffle's meta.
+        """
+
+    def pack(self, body: Any) -> Packed:
+        """One buffer of a body, to be written to disk."""
+
+    def unpack(self, layout_key: bytes, packed: Packed) -> Any:
+        """Body over the memory of `packed`; the inverse of `gather_packed` and `pack`.
+
+        Raises
+        ------
+        ValueError
+            The layout or the lengths do not describe the buffer.
+        """
+
+    def concatenate(self, pieces: Sequence[Piece]) -> Any:
+        """Output partition made of the pieces, in their order; empty without any."""

@@ -1,0 +1,50 @@
+"""Counters of what was moved, kept, spilled and left to stock Dask.
+
+One `Counters` a worker process; plain integers that only grow, so that whoever reads them twice
+gets the difference. No clock, no loop, nothing of Dask.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+
+#: What is counted, and what it means; `dask gpurt status` prints these sentences.
+MEANING: dict[str, str] = {
+    "sent_nbytes": "shuffle bytes sent to other workers",
+    "received_nbytes": "shuffle bytes received from other workers",
+    "local_nbytes": "shuffle bytes that stayed on their worker",
+    "spilled_nbytes": "shuffle bytes written to disk",
+    "unspilled_nbytes": "shuffle bytes read back from disk",
+    "messages": "shuffle messages sent",
+    "partitions_in": "input partitions taken apart",
+    "partitions_out": "output partitions put together",
+    "shuffle_runs": "shuffle runs taken part in",
+}
+
+
+class Counters:
+    """Named integers that only grow. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values = dict.fromkeys(MEANING, 0)
+
+    def add(self, **amounts: int) -> None:
+        """Add to several counters at once; an unknown name is a `KeyError`."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[name] += amount
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._values)
+
+
+def total(snapshots: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sum of several snapshots, counter by counter."""
+    sums = dict.fromkeys(MEANING, 0)
+    for snapshot in snapshots:
+        for name, value in snapshot.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums

@@ -1,0 +1,115 @@
+"""The client's side: switching the runtime on and off, and asking what it does.
+
+Works on a cluster that is already running, whoever started it. Importing this module loads
+distributed; `dask_gpurt` itself does not until one of these functions is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from distributed.protocol.pickle import dumps
+
+import dask_gpurt
+from dask_gpurt import config, metrics
+from dask_gpurt.errors import ActivationError, StrictFallbackError
+from dask_gpurt.plugins import seams
+from dask_gpurt.plugins.worker import NAME
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+logger = logging.getLogger("dask_gpurt")
+
+
+async def activate(client: Client, settings: config.Settings) -> None:
+    """Register the runtime on the cluster of a client.
+
+    Raises
+    ------
+    ActivationError
+        The scheduler cannot run it; says where and what to do.
+    """
+    from dask_gpurt.plugins.scheduler import GpurtScheduler
+
+    if reason := seams.unsupported_reason():
+        raise ActivationError(f"{reason}; stock Dask runs")
+    plugin = GpurtScheduler(settings, dask_gpurt.__version__)
+    try:
+        await client.scheduler.register_scheduler_plugin(
+            plugin=dumps(plugin), name=NAME, idempotent=False
+        )
+    except ImportError as error:
+        raise ActivationError(
+            f"the scheduler at {client.scheduler.address} has no dask-gpurt ({error}); "
+            f"run `pip install dask-gpurt=={dask_gpurt.__version__}` there. Stock Dask runs."
+        ) from error
+    status = await client.scheduler.gpurt_status()
+    if not status["active"]:
+        raise ActivationError(f"{status['reason']}; stock Dask runs")
+
+
+async def on_connect(client: Client) -> None:
+    """Called by the preload when a client with the flag connects. Never raises.
+
+    Dask logs and forgets what a preload raises. With `gpurt.strict` the error is therefore kept
+    for the first computation.
+    """
+    settings = config.read()
+    try:
+        await activate(client, settings)
+    except ActivationError as error:
+        if settings.strict:
+            seams.refuse_work(client, StrictFallbackError(str(error)))
+        logger.error("dask_gpurt is not active: %s", error)
+
+
+def enable(client: Client) -> Any:
+    settings = config.read()
+    seams.allow_work(client)
+    return client.sync(activate, client, settings)
+
+
+async def _disable(client: Client) -> None:
+    seams.allow_work(client)
+    status = await _status(client)
+    if status["active"]:
+        await client.scheduler.gpurt_disable()
+
+
+def disable(client: Client) -> Any:
+    return client.sync(_disable, client)
+
+
+async def _knows_us(client: Client) -> bool:
+    # Asking for a handler that is not there would put a traceback into the scheduler's log. The
+    # function is local so that it is pickled by value: the scheduler may lack this package.
+    def has_handler(dask_scheduler: Any) -> bool:
+        return "gpurt_status" in dask_scheduler.handlers
+
+    return bool(await client.run_on_scheduler(has_handler))
+
+
+async def _status(client: Client) -> dict[str, Any]:
+    status: dict[str, Any]
+    if await _knows_us(client):
+        status = await client.scheduler.gpurt_status()
+    else:
+        status = {
+            "active": False,
+            "reason": "not switched on for this cluster",
+            "runs": {"gpurt": 0, "stock": 0},
+            "fallbacks": [],
+            "workers": {},
+            "not_ready": {},
+        }
+    reports = [report for report in status["workers"].values() if report]
+    status["totals"] = metrics.total(report["counters"] for report in reports)
+    status["totals"]["shuffles_gpurt"] = status["runs"]["gpurt"]
+    status["totals"]["shuffles_stock"] = status["runs"]["stock"]
+    return status
+
+
+def status(client: Client) -> Any:
+    return client.sync(_status, client)

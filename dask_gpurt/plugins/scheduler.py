@@ -1,0 +1,186 @@
+"""The scheduler's side: who is ready, and which data plane each new shuffle run gets.
+
+The plugin is what activation registers; the scheduler then sends a bootstrap to every worker it
+has or will have. A run is put on our data plane if every worker is ready for it and there is an
+adapter for its kind of data. Otherwise stock Dask does that run, and why is kept and logged once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.protocol.pickle import dumps
+
+import dask_gpurt
+from dask_gpurt.config import Settings
+from dask_gpurt.errors import StrictFallbackError
+from dask_gpurt.plugins import seams
+from dask_gpurt.plugins.shuffle_run import ADAPTERS, ExchangeSpec, frame_kind
+from dask_gpurt.plugins.worker import NAME, bootstrap
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+logger = logging.getLogger("dask_gpurt")
+
+#: How long a new run waits for workers that are just joining to say that they are ready.
+JOIN_TIMEOUT_S = 10.0
+
+
+class GpurtScheduler(SchedulerPlugin):
+    """Registered by activation; one a scheduler.
+
+    Parameters
+    ----------
+    settings
+        Of the client, or of the scheduler's own configuration.
+    version
+        Of dask_gpurt where the settings come from.
+    """
+
+    name = NAME
+    idempotent = False
+
+    def __init__(self, settings: Settings, version: str) -> None:
+        self.settings = settings
+        self.version = version
+
+    async def start(self, scheduler: Scheduler) -> None:
+        previous = scheduler.plugins.get(NAME)
+        if isinstance(previous, GpurtScheduler) and previous.is_active:
+            # A second client with the flag: its settings hold from here on. What workers said,
+            # and what was counted, stays true.
+            previous.settings = self.settings
+            self.__dict__ = previous.__dict__
+            return
+        self.scheduler = scheduler
+        self.is_active = False
+        self.inactive_reason: str | None = self._unusable()
+        self.ready: set[str] = set()
+        self.not_ready: dict[str, str] = {}
+        self.runs: Counter[str] = Counter()
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+        self._all_reported = asyncio.Condition()
+        scheduler.handlers["gpurt_status"] = self.status
+        if self.inactive_reason is not None:
+            logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
+            return
+        scheduler.handlers["gpurt_worker_ready"] = self.worker_ready
+        scheduler.handlers["gpurt_disable"] = self.disable
+        self._swap = seams.SpecSwap(scheduler, self._choose, self._everyone_reported)
+        self.is_active = True
+        await scheduler.register_worker_plugin(
+            None, dumps(bootstrap(self.version)), name=NAME, idempotent=False
+        )
+
+    def _unusable(self) -> str | None:
+        if self.version != dask_gpurt.__version__:
+            return (
+                f"the scheduler on {socket.gethostname()} has dask-gpurt "
+                f"{dask_gpurt.__version__}, the client {self.version}; "
+                f"run `pip install dask-gpurt=={self.version}` there"
+            )
+        return seams.unsupported_reason()
+
+    async def disable(self) -> None:
+        """Handler: stock behaviour from here on. Runs that are under way end on our data plane."""
+        if not self.is_active:
+            return
+        self.is_active = False
+        self.inactive_reason = "disabled by a client"
+        self._swap.remove()
+        # `gpurt_status` stays: it can still say that, and why, the runtime is off.
+        for name in ("gpurt_worker_ready", "gpurt_disable"):
+            self.scheduler.handlers.pop(name, None)
+        await self.scheduler.unregister_worker_plugin(None, name=NAME)
+        self.scheduler.remove_plugin(NAME)
+
+    # ------------------------------------------------------------------ workers
+
+    async def worker_ready(self, worker: str, problem: str | None) -> None:
+        """Handler: the bootstrap ran on a worker."""
+        if problem is None:
+            self.ready.add(worker)
+        else:
+            self.not_ready[worker] = problem
+            logger.error("%s", problem)
+        async with self._all_reported:
+            self._all_reported.notify_all()
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        self.ready.discard(worker)
+        self.not_ready.pop(worker, None)
+
+    def _silent(self) -> set[str]:
+        return set(self.scheduler.workers) - self.ready - set(self.not_ready)
+
+    async def _everyone_reported(self) -> None:
+        if not self._silent():
+            return
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_S), self._all_reported:
+                await self._all_reported.wait_for(lambda: not self._silent())
+        except TimeoutError:
+            logger.warning("no word from %s; not waiting longer", sorted(self._silent()))
+
+    # ------------------------------------------------------------------ runs
+
+    def _choose(self, stock: seams.ShuffleSpec[Any]) -> seams.ShuffleSpec[Any]:
+        """Spec to run: ours where everything is there for it, or the stock one."""
+        what, why = self._obstacle(stock)
+        if why is None:
+            assert isinstance(stock, seams.DataFrameShuffleSpec)
+            self.runs["gpurt"] += 1
+            return ExchangeSpec.replacing(stock, frame_kind(stock.meta), self.settings.shuffle)
+        if self.settings.strict:
+            raise StrictFallbackError(
+                f"{what} would run on stock Dask: {why}. Set gpurt.strict to false to allow that."
+            )
+        if not self.fallbacks[what, why]:
+            logger.warning("%s runs on stock Dask: %s", what, why)
+        self.fallbacks[what, why] += 1
+        self.runs["stock"] += 1
+        return stock
+
+    def _obstacle(self, stock: seams.ShuffleSpec[Any]) -> tuple[str, str | None]:
+        if not isinstance(stock, seams.DataFrameShuffleSpec):
+            return "array rechunk", "arrays are not carried yet"
+        kind = frame_kind(stock.meta)
+        what = f"shuffle of {kind}"
+        if kind not in ADAPTERS:
+            return what, "there is no adapter for this kind of data"
+        if self.not_ready:
+            return what, next(iter(self.not_ready.values()))
+        if silent := self._silent():
+            return what, f"no word from worker {min(silent)}"
+        return what, None
+
+    async def status(self) -> dict[str, Any]:
+        """Handler: what is active here, what fell back and why, and each worker's report."""
+        workers: dict[str, Any] = {address: None for address in self.scheduler.workers}
+        if self.is_active and self.ready:
+            answers = await self.scheduler.broadcast(
+                msg={"op": "gpurt_report"}, workers=sorted(self.ready), on_error="return"
+            )
+            for address, answer in answers.items():
+                if isinstance(answer, dict):
+                    workers[address] = answer
+        return {
+            "active": self.is_active,
+            "reason": self.inactive_reason,
+            "version": dask_gpurt.__version__,
+            "host": socket.gethostname(),
+            "strict": self.settings.strict,
+            "runs": {"gpurt": self.runs["gpurt"], "stock": self.runs["stock"]},
+            "fallbacks": [
+                {"what": what, "why": why, "count": count}
+                for (what, why), count in self.fallbacks.items()
+            ],
+            "workers": workers,
+            "not_ready": dict(self.not_ready),
+        }

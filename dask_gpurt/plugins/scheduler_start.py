@@ -1,0 +1,22 @@
+"""A scheduler with the flag in its own configuration: the runtime is on before any client comes."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import dask_gpurt
+from dask_gpurt import config
+from dask_gpurt.plugins.scheduler import GpurtScheduler
+from dask_gpurt.plugins.worker import NAME
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+logger = logging.getLogger("dask_gpurt")
+
+
+async def on_start(scheduler: Scheduler) -> None:
+    """Register the plugin on this scheduler. A client with the flag may still bring its settings."""
+    plugin = GpurtScheduler(config.read(), dask_gpurt.__version__)
+    await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=False)

@@ -1,0 +1,141 @@
+"""Every private name of dask and distributed that this package touches.
+
+Three things only: the version gate, names that other modules import from here instead of from
+distributed, and the one method that is replaced on a live scheduler. Each has a contract test in
+`tests/plugins/test_seams.py`, which fails when distributed moves it.
+
+| what | why | taken back by |
+|---|---|---|
+| `ShuffleSchedulerPlugin._retrieve_spec` | our spec takes the place of the stock one when a run
+is created; the control plane stays distributed's | `SpecSwap.remove` |
+| handler `shuffle_get_or_create` | waits for workers that are just joining | `SpecSwap.remove` |
+| `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from distributed.core import clean_exception
+from distributed.exceptions import Reschedule
+from distributed.metrics import context_meter, thread_time
+from distributed.protocol import to_serialize
+from distributed.shuffle._core import (
+    ShuffleId,
+    ShuffleSpec,
+    handle_transfer_errors,
+    handle_unpack_errors,
+)
+from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
+from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
+from distributed.utils import sync
+from distributed.utils_comm import retry
+from packaging.version import Version
+
+if TYPE_CHECKING:
+    from distributed import Client, Scheduler
+
+__all__ = [
+    "DataFrameShuffleSpec",
+    "P2PConsistencyError",
+    "Reschedule",
+    "ShuffleClosedError",
+    "ShuffleId",
+    "ShuffleSchedulerPlugin",
+    "ShuffleSpec",
+    "SpecSwap",
+    "allow_work",
+    "clean_exception",
+    "context_meter",
+    "handle_transfer_errors",
+    "handle_unpack_errors",
+    "refuse_work",
+    "retry",
+    "sync",
+    "thread_time",
+    "to_serialize",
+    "unsupported_reason",
+]
+
+#: Versions of distributed this was tested with: from the first, and below the second.
+TESTED = ("2026.7.1", "2026.9.0")
+
+
+def unsupported_reason(version: str | None = None) -> str | None:
+    """Why this distributed cannot be used, or None when it can."""
+    found = version or distributed.__version__
+    oldest, first_unknown = (Version(v) for v in TESTED)
+    # A development build of a tested release counts as that release.
+    release = Version(Version(found).base_version)
+    if oldest <= release < first_unknown:
+        return None
+    return (
+        f"distributed {found} is not one this dask_gpurt was tested with "
+        f"({TESTED[0]} or later, before {TESTED[1]})"
+    )
+
+
+class SpecSwap:
+    """Puts another spec in place of the stock one whenever a shuffle run is created.
+
+    Parameters
+    ----------
+    scheduler
+        A live scheduler.
+    replace
+        Stock spec to the one to use, which may be the same.
+    ready
+        Awaited before a run is created.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        replace: Callable[[ShuffleSpec[Any]], ShuffleSpec[Any]],
+        ready: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._scheduler = scheduler
+        self._plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
+        self._stock_handler = scheduler.handlers["shuffle_get_or_create"]
+        retrieve = type(self._plugin)._retrieve_spec
+        plugin, stock_handler = self._plugin, self._stock_handler
+
+        def retrieve_spec(shuffle_id: ShuffleId) -> ShuffleSpec[Any]:
+            return replace(retrieve(plugin, shuffle_id))
+
+        async def get_or_create(**kwargs: Any) -> Any:
+            await ready()
+            answer = stock_handler(**kwargs)
+            return await answer if inspect.isawaitable(answer) else answer
+
+        # On the instance, so that taking it back is deleting it.
+        self._plugin._retrieve_spec = retrieve_spec  # type: ignore[method-assign]
+        scheduler.handlers["shuffle_get_or_create"] = get_or_create
+
+    def remove(self) -> None:
+        """Give the stock method and handler back."""
+        vars(self._plugin).pop("_retrieve_spec", None)
+        self._scheduler.handlers["shuffle_get_or_create"] = self._stock_handler
+
+    @property
+    def active_run_ids(self) -> dict[str, int]:
+        """Run id of each shuffle that is going on."""
+        return {id: state.run_id for id, state in self._plugin.active_shuffles.items()}
+
+
+def refuse_work(client: Client, error: Exception) -> None:
+    """Make every computation of this client raise `error`."""
+
+    def raise_error(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    client._graph_to_futures = raise_error  # type: ignore[method-assign]
+
+
+def allow_work(client: Client) -> None:
+    """Take `refuse_work` back."""
+    vars(client).pop("_graph_to_futures", None)

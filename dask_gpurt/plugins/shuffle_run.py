@@ -1,0 +1,444 @@
+"""A DataFrame shuffle run on our data plane, under distributed's control plane.
+
+`ExchangeSpec` takes the place of the stock spec when a run is created; on each worker it makes an
+`ExchangeRun`, which distributed's shuffle plugin then drives exactly as it drives its own: the
+run ids, the barrier, the restarts and the refusal of stale runs are distributed's. What moves is
+ours: `shuffle.plan` says where rows go, `frames` takes partitions apart and puts them together,
+`shuffle.shards` keeps what arrives, `transport` sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import dask.config
+import numpy as np
+from dask.utils import parse_timedelta
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.errors import IncompleteExchangeError, PartitionReleasedError, ProtocolError
+from dask_gpurt.frames.gather import group_rows
+from dask_gpurt.frames.port import FrameAdapter, Packed
+from dask_gpurt.plugins.seams import (
+    DataFrameShuffleSpec,
+    P2PConsistencyError,
+    Reschedule,
+    ShuffleClosedError,
+    clean_exception,
+    context_meter,
+    retry,
+    sync,
+    thread_time,
+    to_serialize,
+)
+from dask_gpurt.shuffle.plan import ExchangePlan, cut_shards
+from dask_gpurt.shuffle.shards import Shard, ShardStore
+from dask_gpurt.transport import wire
+from dask_gpurt.transport.outbox import Outbox
+
+if TYPE_CHECKING:
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+    from dask_gpurt.plugins.worker import WorkerState
+
+logger = logging.getLogger("dask_gpurt.shuffle")
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A packed shard and its header."""
+
+    header: wire.ShardHeader
+    packed: Packed
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.buffer.nbytes
+
+
+@dataclass(frozen=True)
+class ExchangeSpec(DataFrameShuffleSpec):
+    """The stock description of a shuffle, run on our data plane.
+
+    Attributes
+    ----------
+    frame_kind
+        Name of the frame adapter, a key of `ADAPTERS`.
+    settings
+        As the client that switched the runtime on had them.
+    """
+
+    frame_kind: str
+    settings: ShuffleSettings
+
+    @classmethod
+    def replacing(
+        cls, stock: DataFrameShuffleSpec, frame_kind: str, settings: ShuffleSettings
+    ) -> ExchangeSpec:
+        return cls(
+            id=stock.id,
+            disk=stock.disk,
+            npartitions=stock.npartitions,
+            column=stock.column,
+            meta=stock.meta,
+            parts_out=stock.parts_out,
+            drop_column=stock.drop_column,
+            frame_kind=frame_kind,
+            settings=settings,
+        )
+
+    def create_run_on_worker(  # type: ignore[override]
+        self,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[int, str],
+        plugin: ShuffleWorkerPlugin,
+    ) -> ExchangeRun:
+        from dask_gpurt.plugins.worker import state_of
+
+        return ExchangeRun(self, run_id, span_id, worker_for, plugin, state_of(plugin.worker))
+
+
+def _open_pandas(spec: ExchangeSpec) -> FrameAdapter:
+    from dask_gpurt.frames.pandas_ import PandasFrames
+
+    return PandasFrames(spec.meta, spec.column, spec.drop_column)
+
+
+#: Frame adapters by the full name of the type of a shuffle's meta. Subclasses carry state that an
+#: adapter of their base would lose, so names are matched exactly.
+ADAPTERS: dict[str, Callable[[ExchangeSpec], FrameAdapter]] = {
+    "pandas.DataFrame": _open_pandas,
+    "pandas.core.frame.DataFrame": _open_pandas,
+}
+
+
+def frame_kind(meta: Any) -> str:
+    """Name that `ADAPTERS` knows a kind of frame by."""
+    return f"{type(meta).__module__}.{type(meta).__qualname__}"
+
+
+class ExchangeRun:
+    """One attempt at one shuffle, on one worker.
+
+    Has the interface of distributed's `ShuffleRun`. `add_partition` and `get_output_partition`
+    run in task threads, everything else on the worker's event loop.
+    """
+
+    def __init__(
+        self,
+        spec: ExchangeSpec,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[int, str],
+        plugin: ShuffleWorkerPlugin,
+        state: WorkerState,
+    ) -> None:
+        worker = plugin.worker
+        self.id = spec.id
+        self.run_id = run_id
+        self.span_id = span_id
+        self.local_address = worker.address
+        self.closed = False
+        self.transferred = False
+        self.start_time = time.time()
+        self._exception: Exception | None = None
+        self._closed_event = asyncio.Event()
+        self._worker = worker
+        self._executor = plugin._executor
+        self._state = state
+        self._plan = ExchangePlan(worker_for)
+        self._adapter = ADAPTERS[spec.frame_kind](spec)
+        self._store = ShardStore(
+            self._adapter,
+            self._plan.slots_of_worker.get(self.local_address, (0, 0)),
+            os.path.join(worker.local_directory, f"gpurt-shuffle-{self.id}-{run_id}"),
+            state.budget(spec.settings),
+            state.counters,
+        )
+        self._outbox: Outbox[Outgoing] = Outbox(
+            self._send,
+            worker.loop.asyncio_loop,
+            limit_nbytes=spec.settings.in_flight_nbytes,
+            message_nbytes=spec.settings.message_nbytes,
+        )
+        self._received_nbytes = 0
+        self._sent_nbytes = 0
+        retry_key = "distributed.p2p.comm.retry"
+        self._retry = {
+            "count": dask.config.get(f"{retry_key}.count"),
+            "delay_min": parse_timedelta(dask.config.get(f"{retry_key}.delay.min")),
+            "delay_max": parse_timedelta(dask.config.get(f"{retry_key}.delay.max")),
+        }
+        state.counters.add(shuffle_runs=1)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: id={self.id!r}, run_id={self.run_id!r}, "
+            f"local_address={self.local_address!r}, closed={self.closed!r}, "
+            f"transferred={self.transferred!r}>"
+        )
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}<{self.id}[{self.run_id}]> on {self.local_address}"
+
+    def __hash__(self) -> int:
+        return self.run_id
+
+    # ------------------------------------------------------------------ transfer
+
+    def add_partition(self, data: Any, partition_id: int, **kwargs: Any) -> int:
+        """Take an input partition apart and send its rows to their owners."""
+        self.raise_if_closed()
+        if self.transferred:
+            raise RuntimeError(f"Cannot add more partitions to {self}")
+        with (
+            context_meter.meter("p2p-shard-partition-noncpu"),
+            context_meter.meter("p2p-shard-partition-cpu", func=thread_time),
+        ):
+            local, outgoing = self._shards_of(data, partition_id)
+        local_nbytes = sum(shard.nbytes for shard in local)
+        self._state.counters.add(partitions_in=1, local_nbytes=local_nbytes)
+        # Everything is cut before anything leaves: an attempt is never half delivered by a task
+        # that then fails and runs again.
+        self._store.add(local)
+        for address, shards in outgoing.items():
+            self._outbox.put(address, shards)
+        if self._store.is_over_limit:
+            self._store.make_room()
+        self.raise_if_closed()
+        return self.run_id
+
+    def _shards_of(
+        self, data: Any, source: int
+    ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
+        opened = self._adapter.open(data)
+        plan = self._plan
+        rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
+        before = offsets.tolist()
+        attempt = random.getrandbits(64)
+        local: list[Shard] = []
+        outgoing: dict[str, list[Outgoing]] = {}
+        for worker, (first, end) in plan.slots_of_worker.items():
+            cuts = cut_shards(before[first : end + 1], opened.row_nbytes)
+            for number, (cut_first, cut_end) in enumerate(cuts):
+                a, b = first + cut_first, first + cut_end
+                per_slot = tuple(before[s + 1] - before[s] for s in range(a, b))
+                chosen = rows[before[a] : before[b]]
+                if worker == self.local_address:
+                    local.append(
+                        Shard.with_rows(
+                            per_slot,
+                            source=source,
+                            attempt=attempt,
+                            number=number,
+                            count=len(cuts),
+                            first_slot=a,
+                            layout_key=opened.layout_key,
+                            body=opened.gather(chosen),
+                        )
+                    )
+                    continue
+                packed = opened.gather_packed(chosen)
+                header = wire.ShardHeader(
+                    opened.layout_key,
+                    source,
+                    attempt,
+                    number,
+                    len(cuts),
+                    a,
+                    per_slot,
+                    packed.buffer.nbytes,
+                    packed.arrow_nbytes,
+                    packed.pickle_nbytes,
+                )
+                outgoing.setdefault(worker, []).append(Outgoing(header, packed))
+        return local, outgoing
+
+    async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
+        header = wire.encode([shard.header for shard in shards])
+        nbytes = sum(shard.nbytes for shard in shards)
+
+        async def once() -> Any:
+            self.raise_if_closed()
+            return await self._worker.rpc(address).shuffle_receive(
+                data={
+                    "header": header,
+                    "payload": [to_serialize(memoryview(s.packed.buffer)) for s in shards],
+                },
+                shuffle_id=self.id,
+                run_id=self.run_id,
+            )
+
+        response = await retry(once, **self._retry)
+        if response["status"] == "error":
+            _, error, traceback = clean_exception(**response)
+            assert error is not None
+            raise error.with_traceback(traceback)
+        self._sent_nbytes += nbytes
+        self._state.counters.add(sent_nbytes=nbytes, messages=1)
+
+    async def receive(self, data: Any) -> dict[str, Any]:
+        """Handler: keep the shards a peer sent. Answers once there is room for more."""
+        self.raise_if_closed()
+        try:
+            headers = wire.decode(data["header"])
+            payload = data["payload"]
+        except (TypeError, KeyError) as error:
+            raise ProtocolError("not a shuffle message of dask_gpurt") from error
+        if len(headers) != len(payload):
+            raise ProtocolError(f"{len(payload)} buffers for {len(headers)} shards")
+        shards = []
+        for header, buffer in zip(headers, payload, strict=True):
+            array = np.frombuffer(buffer, dtype=np.uint8)
+            if array.nbytes != header.buffer_nbytes:
+                raise ProtocolError(f"{array.nbytes} bytes came of {header.buffer_nbytes}")
+            shards.append(
+                Shard.with_rows(
+                    header.rows_per_slot,
+                    source=header.source,
+                    attempt=header.attempt,
+                    number=header.number,
+                    count=header.count,
+                    first_slot=header.first_slot,
+                    layout_key=header.layout_key,
+                    packed=Packed(array, header.n_rows, header.arrow_nbytes, header.pickle_nbytes),
+                )
+            )
+        nbytes = sum(header.buffer_nbytes for header in headers)
+        self._received_nbytes += nbytes
+        self._state.counters.add(received_nbytes=nbytes)
+        self._store.add(shards)
+        if self._store.is_over_limit:
+            # The peer waits for the answer, and so do its producers: this is the back-pressure.
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._executor, self._store.make_room)
+        return {"status": "OK"}
+
+    # ------------------------------------------------------------------ barrier
+
+    async def barrier(self, run_ids: Sequence[int]) -> int:
+        """All input partitions were handed in: tell everybody, through the scheduler."""
+        self.raise_if_closed()
+        consistent = all(run_id == self.run_id for run_id in run_ids)
+        await self._worker.scheduler.shuffle_barrier(
+            id=self.id, run_id=self.run_id, consistent=consistent
+        )
+        return self.run_id
+
+    async def inputs_done(self) -> None:
+        """Handler: no task will add a partition any more; deliver what waits."""
+        self.raise_if_closed()
+        self.transferred = True
+        try:
+            await self._outbox.flush()
+        except Exception as error:
+            self._exception = error
+            raise
+
+    # ------------------------------------------------------------------ unpack
+
+    def get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> Any:
+        """Put an output partition together, on the worker that owns it."""
+        self.raise_if_closed()
+        owner = self._plan.worker_for[partition_id]
+        if owner != self.local_address:
+            sync(self._worker.loop, self._move_task, key, owner)
+        if not self.transferred:
+            raise RuntimeError("`get_output_partition` called before barrier task")
+        slot = self._plan.slot_of[partition_id]
+        with (
+            context_meter.meter("p2p-get-output-noncpu"),
+            context_meter.meter("p2p-get-output-cpu", func=thread_time),
+        ):
+            try:
+                self._store.seal()
+                pieces = self._store.pieces(slot)
+            except (IncompleteExchangeError, PartitionReleasedError) as error:
+                self.raise_if_closed()
+                sync(self._worker.loop, self._start_over, error)
+            frame = self._adapter.concatenate(pieces)
+        self._state.counters.add(partitions_out=1)
+        self._state.release_with(key, self._store, slot)
+        if self._store.is_over_limit:
+            self._store.make_room()
+        return frame
+
+    async def _move_task(self, key: Any, owner: str) -> None:
+        answer = await self._worker.scheduler.shuffle_restrict_task(
+            id=self.id, run_id=self.run_id, key=key, worker=owner
+        )
+        if answer["status"] == "error":
+            raise RuntimeError(answer["message"])
+        raise Reschedule()
+
+    async def _start_over(self, error: Exception) -> None:
+        """Ask for a new run of the whole shuffle: this one cannot answer any more.
+
+        Happens when an output that was already computed is wanted again, for instance because a
+        worker that held what was made of it died.
+        """
+        logger.warning("shuffle %s starts over: %s", self.id, error)
+        await self._worker.scheduler.shuffle_barrier(
+            id=self.id, run_id=self.run_id, consistent=False
+        )
+        raise Reschedule()
+
+    # ------------------------------------------------------------------ life
+
+    def raise_if_closed(self) -> None:
+        """Raise why the run ended, if it did."""
+        if self.closed:
+            if self._exception:
+                raise self._exception
+            raise ShuffleClosedError(f"{self} has already been closed")
+
+    def fail(self, exception: Exception) -> None:
+        """The scheduler gave this run up."""
+        if not self.closed:
+            self._exception = exception
+
+    async def close(self) -> None:
+        if self.closed:
+            await self._closed_event.wait()
+            return
+        self.closed = True
+        await self._outbox.close()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._store.close)
+        self._closed_event.set()
+
+    def heartbeat(self) -> dict[str, Any]:
+        """Progress, in the shape that distributed's dashboard draws."""
+        waiting = self._outbox.waiting_nbytes
+        return {
+            "disk": {
+                "memory": self._store.resident_nbytes,
+                "total": self._store.resident_nbytes + self._store.spilled_nbytes,
+                "buckets": 1,
+                "written": self._store.spilled_nbytes,
+                "read": self._state.counters.snapshot()["unspilled_nbytes"],
+                "diagnostics": {},
+                "memory_limit": self._state.limit_nbytes,
+            },
+            "comm": {
+                "memory": waiting,
+                "total": waiting + self._sent_nbytes,
+                "buckets": len(self._plan.workers),
+                "written": self._sent_nbytes,
+                "read": self._received_nbytes,
+                "diagnostics": {},
+                "memory_limit": 0,
+            },
+            "start": self.start_time,
+        }
+
+
+__all__ = ["ADAPTERS", "ExchangeRun", "ExchangeSpec", "P2PConsistencyError", "frame_kind"]

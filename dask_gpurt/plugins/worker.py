@@ -1,0 +1,131 @@
+"""What a worker has while the runtime is on: counters, the shard budget, and two hooks.
+
+`bootstrap()` makes the plugin that the scheduler sends to every worker. It is pickled by value and
+imports nothing of ours until it runs, so that a worker without the package stays up, says what is
+missing, and is left to stock Dask.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from distributed.diagnostics.plugin import WorkerPlugin
+
+import dask_gpurt
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.metrics import Counters
+from dask_gpurt.shuffle.shards import Budget, ShardStore
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+logger = logging.getLogger("dask_gpurt")
+
+NAME = "gpurt"
+
+
+class WorkerState:
+    """Everything of ours on one worker. Outlives the plugin while runs need it."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.counters = Counters()
+        self._worker = worker
+        self._budget: Budget | None = None
+        #: What an output task read, by its key, until its result is safe.
+        self._to_release: dict[Any, list[tuple[ShardStore, int]]] = {}
+
+    @property
+    def limit_nbytes(self) -> int:
+        return self._budget.limit_nbytes if self._budget is not None else 0
+
+    def budget(self, settings: ShuffleSettings) -> Budget:
+        """The budget that all runs of this worker share."""
+        if self._budget is None:
+            self._budget = Budget(0)
+        self._budget.limit_nbytes = settings.memory_nbytes(self._memory_limit_nbytes())
+        return self._budget
+
+    def _memory_limit_nbytes(self) -> int:
+        limit = self._worker.memory_manager.memory_limit
+        if limit:
+            return int(limit)
+        from distributed.system import MEMORY_LIMIT
+
+        return int(MEMORY_LIMIT)
+
+    def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
+        """Let go of a partition's shards once the result of task `key` is in memory."""
+        self._to_release.setdefault(key, []).append((store, slot))
+
+    def task_finished(self, key: Any) -> None:
+        for store, slot in self._to_release.pop(key, ()):
+            store.release(slot)
+
+    def report(self) -> dict[str, Any]:
+        return {"version": dask_gpurt.__version__, "counters": self.counters.snapshot()}
+
+
+_STATES: weakref.WeakKeyDictionary[Any, WorkerState] = weakref.WeakKeyDictionary()
+
+
+def state_of(worker: Worker) -> WorkerState:
+    """State of a worker, made on first use."""
+    state = _STATES.get(worker)
+    if state is None:
+        state = _STATES[worker] = WorkerState(worker)
+    return state
+
+
+def attach(worker: Worker) -> str:
+    """Called by the bootstrap on a worker that has the package. Returns our version."""
+    from dask_gpurt.plugins import shuffle_run  # noqa: F401 - so that the first shuffle is not late
+
+    state = state_of(worker)
+
+    async def gpurt_report() -> dict[str, Any]:
+        return state.report()
+
+    worker.handlers["gpurt_report"] = gpurt_report
+    return dask_gpurt.__version__
+
+
+def bootstrap(version: str) -> WorkerPlugin:
+    """Plugin that attaches the runtime to a worker, or says why it cannot.
+
+    The class is local so that it is pickled by value: a worker without this package can load it.
+    """
+
+    class GpurtWorker(WorkerPlugin):
+        name = "gpurt"
+
+        async def setup(self, worker: Any) -> None:
+            problem = None
+            found = None
+            self._state = None
+            try:
+                from dask_gpurt.plugins.worker import attach, state_of
+
+                found = attach(worker)
+                self._state = state_of(worker)
+            except ImportError as error:
+                problem = f"dask-gpurt cannot be imported there ({error})"
+            if found is not None and found != version:
+                problem = f"dask-gpurt {found} is installed there, not {version}"
+            if problem is not None:
+                import logging
+                import socket
+
+                problem = (
+                    f"worker {worker.address} on host {socket.gethostname()}: {problem}; "
+                    f"run `pip install dask-gpurt=={version}` on it"
+                )
+                logging.getLogger("dask_gpurt").error("%s", problem)
+            await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
+
+        def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+            if finish == "memory" and self._state is not None:
+                self._state.task_finished(key)
+
+    return GpurtWorker()

@@ -1,0 +1,40 @@
+"""What Dask runs when a client, scheduler or worker starts: reads the flag, and no more than that.
+
+Listed under `distributed.*.preload` by `gpurt.yaml`. With the flag off it returns at once and has
+imported nothing; this module is what every Dask program on an environment with the package pays.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import dask.config
+
+
+def _flag_is_set() -> bool:
+    flag = dask.config.get("gpurt.enabled", False)
+    return str(flag).strip().lower() in ("true", "yes", "on", "1")
+
+
+async def dask_setup(node: Any) -> None:
+    """Switch the runtime on if the flag is set where this client or scheduler runs."""
+    if not _flag_is_set():
+        return
+    # By name: importing the classes to compare with would cost every worker a scheduler.
+    role = {base.__name__ for base in type(node).__mro__}
+    try:
+        if "Client" in role:
+            from dask_gpurt.plugins import activation
+
+            await activation.on_connect(node)
+        elif "Scheduler" in role:
+            from dask_gpurt.plugins import scheduler_start
+
+            await scheduler_start.on_start(node)
+    except Exception as error:
+        from dask_gpurt.errors import ConfigError
+
+        if not isinstance(error, (ConfigError, ImportError)):
+            raise
+        logging.getLogger("dask_gpurt").error("dask_gpurt is not active: %s", error)

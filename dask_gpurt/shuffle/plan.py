@@ -1,0 +1,131 @@
+"""Who owns what: the map from output partitions to workers, and how shards are cut.
+
+Pure decisions over numbers. Knows nothing of frames (`frames`), of memory (`shuffle.shards`) or
+of the scheduler that made the assignment (`plugins`).
+
+Output partitions get *slots*: consecutive numbers in which each worker's partitions stand side by
+side. Grouping rows by slot therefore groups them by worker too, which is what makes one sort and
+one gather enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: A shard grows to about this size before the next one starts. Smaller shards are freed sooner
+#: (a shard lives until its last partition was read), larger ones cost less bookkeeping.
+SHARD_TARGET_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """Owners of the output partitions of one run.
+
+    Parameters
+    ----------
+    worker_for
+        Owner of each wanted output partition. Partitions that are not listed are dropped.
+    """
+
+    worker_for: Mapping[int, str]
+
+    @cached_property
+    def workers(self) -> tuple[str, ...]:
+        """Owners, in the order of their slots."""
+        return tuple(dict.fromkeys(self.worker_for[p] for p in self.partitions))
+
+    @cached_property
+    def partitions(self) -> tuple[int, ...]:
+        """Partition of each slot."""
+        rank: dict[str, int] = {}
+        for partition in sorted(self.worker_for):
+            rank.setdefault(self.worker_for[partition], len(rank))
+        return tuple(sorted(self.worker_for, key=lambda p: (rank[self.worker_for[p]], p)))
+
+    @cached_property
+    def slot_of(self) -> dict[int, int]:
+        return {partition: slot for slot, partition in enumerate(self.partitions)}
+
+    @property
+    def n_slots(self) -> int:
+        return len(self.partitions)
+
+    @cached_property
+    def slots_of_worker(self) -> dict[str, tuple[int, int]]:
+        """First slot, and one past the last, of each owner."""
+        ranges: dict[str, tuple[int, int]] = {}
+        for slot, partition in enumerate(self.partitions):
+            worker = self.worker_for[partition]
+            first, _ = ranges.get(worker, (slot, slot))
+            ranges[worker] = (first, slot + 1)
+        return ranges
+
+    @cached_property
+    def _slot_table(self) -> npt.NDArray[np.intp]:
+        # One entry more than the highest partition: out-of-range numbers are clipped onto it.
+        table = np.full(max(self.partitions, default=-1) + 2, -1, dtype=np.intp)
+        table[list(self.partitions)] = np.arange(self.n_slots)
+        return table
+
+    def slots(self, partitions: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+        """Slot of each row, given the output partition of each row.
+
+        Rows for partitions that nobody wants, and missing values, get -1: stock joins the
+        partition column with the owners and drops what finds none.
+        """
+        values = np.asarray(partitions)
+        table = self._slot_table
+        last = len(table) - 1
+        if values.dtype.kind in "iub":
+            codes = values.astype(np.intp, copy=False)
+            if values.dtype == np.uint64 and len(values) and values.max() > np.iinfo(np.intp).max:
+                codes = np.where(values > last, last, values).astype(np.intp)
+        else:
+            numbers = values.astype(np.float64)
+            whole = np.isfinite(numbers) & (numbers == np.floor(numbers))
+            codes = np.where(whole & (np.abs(numbers) <= last), numbers, last).astype(np.intp)
+        if len(codes) and (codes.min() < 0 or codes.max() > last):
+            codes = np.where((codes < 0) | (codes > last), last, codes)
+        return table[codes]
+
+
+def cut_shards(
+    rows_before_slot: Sequence[int], row_nbytes: float, target_nbytes: int = SHARD_TARGET_NBYTES
+) -> list[tuple[int, int]]:
+    """Cut consecutive slots into shards of about `target_nbytes`.
+
+    Parameters
+    ----------
+    rows_before_slot
+        Running total of rows, one entry more than there are slots.
+    row_nbytes
+        Bytes one row takes, estimated.
+
+    Returns
+    -------
+    list of (first slot, one past the last)
+        Covers every slot that has rows; a slot is never divided. Ranges neither begin nor end on
+        an empty slot.
+    """
+    cuts: list[tuple[int, int]] = []
+    limit = max(1.0, target_nbytes / max(row_nbytes, 1.0))
+    first: int | None = None
+    end = 0
+    for slot in range(len(rows_before_slot) - 1):
+        if rows_before_slot[slot + 1] == rows_before_slot[slot]:
+            continue
+        if first is None:
+            first = slot
+        end = slot + 1
+        if rows_before_slot[end] - rows_before_slot[first] >= limit:
+            cuts.append((first, end))
+            first = None
+    if first is not None:
+        cuts.append((first, end))
+    return cuts

@@ -1,0 +1,419 @@
+"""Shards of one run on one worker: kept in memory up to a limit, on disk beyond it.
+
+A *shard* is what one input partition has for a range of this worker's output partitions. The
+store takes shards from transfer tasks of its own worker and from peers, refuses duplicates, and
+hands out the pieces of an output partition in the order of the input partitions. Shards that are
+needed last are spilled first: outputs are read in ascending order of their slots. A shard is let
+go once the last of its partitions is done with.
+
+Locking: `_lock` guards the index and the accounting and is never held over I/O or a copy;
+`_spilling` lets one thread at a time write. A shard is reachable in memory or on disk at every
+instant.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from dask_gpurt.errors import (
+    IncompleteExchangeError,
+    PartitionReleasedError,
+    ProtocolError,
+    ShardStorageError,
+)
+from dask_gpurt.frames.port import FrameAdapter, Packed, Piece
+from dask_gpurt.metrics import Counters
+
+logger = logging.getLogger("dask_gpurt.shuffle")
+
+#: Spilling goes on until this share of the limit is left, so that it does not start over at once.
+LOW_WATER = 0.8
+
+
+class SpillFile:
+    """Shards written one after the other; removed with the last of them."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._end = 0
+        #: Shards that need the file, and one more while it is being written.
+        self._live = 1
+
+    def append(self, buffer: np.ndarray[Any, Any]) -> int:
+        """Write a buffer and return where it begins."""
+        first = self._end
+        view = memoryview(buffer)
+        position = first
+        while len(view):
+            written = os.pwrite(self._fd, view, position)
+            position += written
+            view = view[written:]
+        self._end = position
+        self._live += 1
+        return first
+
+    def read_into(self, buffer: np.ndarray[Any, Any], position: int) -> None:
+        view = memoryview(buffer)
+        while len(view):
+            count = os.preadv(self._fd, [view], position)
+            if not count:
+                raise ShardStorageError(f"{self.path} ended before its shard did")
+            position += count
+            view = view[count:]
+
+    def release(self) -> None:
+        """One shard less needs this file, or its writer is done."""
+        self._live -= 1
+        if not self._live:
+            self.remove()
+
+    def remove(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+
+class Budget:
+    """Memory that the shards of all runs on one worker may take together."""
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self.limit_nbytes = limit_nbytes
+        self._lock = threading.Lock()
+        self._used_nbytes = 0
+
+    @property
+    def used_nbytes(self) -> int:
+        return self._used_nbytes
+
+    def change(self, nbytes: int) -> None:
+        with self._lock:
+            self._used_nbytes += nbytes
+
+
+@dataclass(eq=False)
+class Shard:
+    """Rows of one input partition for consecutive output partitions of one worker."""
+
+    source: int
+    attempt: int
+    number: int
+    count: int
+    first_slot: int
+    rows_before_slot: list[int]
+    layout_key: bytes
+    body: Any = None
+    packed: Packed | None = None
+    on_disk: tuple[SpillFile, int] | None = None
+    packed_nbytes: int = 0
+    sections: tuple[int, int] = (0, 0)
+    nbytes: int = 0
+    unread: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = self.rows_before_slot
+        self.unread = sum(a != b for a, b in zip(rows, rows[1:], strict=False))
+        if self.body is not None:
+            self.nbytes = self.body.nbytes
+        elif self.packed is not None:
+            self.nbytes = self.packed.buffer.nbytes
+
+    @classmethod
+    def with_rows(cls, rows_per_slot: Sequence[int], **fields: Any) -> Shard:
+        return cls(rows_before_slot=[0, *accumulate(rows_per_slot)], **fields)
+
+    @property
+    def end_slot(self) -> int:
+        return self.first_slot + len(self.rows_before_slot) - 1
+
+    @property
+    def n_rows(self) -> int:
+        return self.rows_before_slot[-1]
+
+    @property
+    def is_resident(self) -> bool:
+        return self.body is not None or self.packed is not None
+
+    def rows_of(self, slot: int) -> tuple[int, int]:
+        position = slot - self.first_slot
+        return self.rows_before_slot[position], self.rows_before_slot[position + 1]
+
+
+class ShardStore:
+    """Shards of one run on one worker.
+
+    Parameters
+    ----------
+    adapter
+        Packs and unpacks the bodies.
+    slots
+        First slot of this worker's output partitions, and one past the last.
+    directory
+        Where shards are spilled to; made when the first one is.
+    budget
+        Memory that shards may take before some are spilled; shared by the runs of a worker.
+    """
+
+    def __init__(
+        self,
+        adapter: FrameAdapter,
+        slots: tuple[int, int],
+        directory: str,
+        budget: Budget,
+        counters: Counters,
+        open_file: Callable[[str], SpillFile] = SpillFile,
+    ) -> None:
+        self._adapter = adapter
+        self._slots = slots
+        self._directory = directory
+        self._budget = budget
+        self._counters = counters
+        self._open_file = open_file
+        self._lock = threading.Lock()
+        self._spilling = threading.Lock()
+        self._sources: dict[int, list[Shard]] = {}
+        self._firsts: dict[int, list[int]] | None = None
+        self._released: set[int] = set()
+        self._files: list[SpillFile] = []
+        self._can_spill = True
+        self._closed = False
+        self.resident_nbytes = 0
+        self.spilled_nbytes = 0
+
+    def _resident(self, nbytes: int) -> None:
+        self.resident_nbytes += nbytes
+        self._budget.change(nbytes)
+
+    def add(self, shards: Sequence[Shard]) -> None:
+        """Keep shards; those already here, and those of a second attempt, are dropped.
+
+        Raises
+        ------
+        ProtocolError
+            A shard covers slots that are not this worker's.
+        """
+        first, end = self._slots
+        for shard in shards:
+            if shard.first_slot < first or shard.end_slot > end:
+                raise ProtocolError(
+                    f"shard for slots {shard.first_slot}-{shard.end_slot} sent to the owner "
+                    f"of {first}-{end}"
+                )
+        with self._lock:
+            if self._closed:
+                return
+            for shard in shards:
+                known = self._sources.setdefault(shard.source, [])
+                # The first attempt wins: the task ran twice, and its rows must count once.
+                if known and (
+                    known[0].attempt != shard.attempt
+                    or any(other.number == shard.number for other in known)
+                ):
+                    continue
+                known.append(shard)
+                self._resident(shard.nbytes)
+
+    @property
+    def is_over_limit(self) -> bool:
+        over = self._budget.used_nbytes > self._budget.limit_nbytes
+        return over and self._can_spill and self.resident_nbytes > 0
+
+    def make_room(self) -> None:
+        """Spill until below the low-water mark. Writes; call from a thread."""
+        if not self.is_over_limit:
+            return
+        with self._spilling:
+            if not self.is_over_limit:
+                return
+            file: SpillFile | None = None
+            try:
+                for shard in self._victims():
+                    if shard.on_disk is None:
+                        if file is None:
+                            file = self._new_file()
+                        self._write(shard, file)
+                    self._evict(shard)
+                    if self._budget.used_nbytes <= LOW_WATER * self._budget.limit_nbytes:
+                        break
+            except OSError as error:
+                # Nothing is lost: the shard at hand is still in memory, as are those after it.
+                self._can_spill = False
+                logger.error(
+                    "cannot spill shuffle data to %s (%s); it stays in memory from here on. "
+                    "Free some space, or point Dask's temporary-directory to another disk.",
+                    self._directory,
+                    error,
+                )
+            finally:
+                if file is not None:
+                    with self._lock:
+                        file.release()
+
+    def _victims(self) -> list[Shard]:
+        with self._lock:
+            resident = [s for known in self._sources.values() for s in known if s.is_resident]
+        return sorted(resident, key=lambda shard: shard.first_slot, reverse=True)
+
+    def _new_file(self) -> SpillFile:
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        file = self._open_file(os.path.join(self._directory, f"{len(self._files):06d}.shards"))
+        with self._lock:
+            self._files.append(file)
+        return file
+
+    def _write(self, shard: Shard, file: SpillFile) -> None:
+        with self._lock:
+            packed, body = shard.packed, shard.body
+        if packed is None and body is not None:
+            packed = self._adapter.pack(body)
+        if packed is None:
+            return  # let go in the meantime
+        position = file.append(packed.buffer)
+        with self._lock:
+            if not shard.unread or self._closed:
+                file.release()
+                return
+            shard.on_disk = (file, position)
+            shard.sections = (packed.arrow_nbytes, packed.pickle_nbytes)
+            shard.packed_nbytes = packed.buffer.nbytes
+            self.spilled_nbytes += packed.buffer.nbytes
+        self._counters.add(spilled_nbytes=packed.buffer.nbytes)
+
+    def _evict(self, shard: Shard) -> None:
+        with self._lock:
+            if shard.is_resident and shard.on_disk is not None:
+                shard.body = shard.packed = None
+                self._resident(-shard.nbytes)
+
+    def seal(self) -> None:
+        """No more shards will come: check that none is missing, and order them.
+
+        Raises
+        ------
+        IncompleteExchangeError
+            An input partition announced more shards than came.
+        """
+        with self._lock:
+            if self._firsts is not None:
+                return
+            for source, known in self._sources.items():
+                if known and len(known) != known[0].count:
+                    raise IncompleteExchangeError(
+                        f"{len(known)} of {known[0].count} shards of input partition {source} "
+                        "arrived"
+                    )
+                known.sort(key=lambda shard: shard.first_slot)
+            self._sources = dict(sorted(self._sources.items()))
+            self._firsts = {
+                source: [shard.first_slot for shard in known]
+                for source, known in self._sources.items()
+            }
+
+    def pieces(self, slot: int) -> list[Piece]:
+        """What each input partition has for one output partition, in their order. May read.
+
+        Raises
+        ------
+        PartitionReleasedError
+            The partition was let go by `release`.
+        ShardStorageError
+            A spilled shard cannot be read back.
+        """
+        found: list[tuple[Shard, int, int]] = []
+        with self._lock:
+            if slot in self._released:
+                raise PartitionReleasedError(f"slot {slot} was let go")
+            assert self._firsts is not None, "pieces() before seal()"
+            for source, firsts in self._firsts.items():
+                position = bisect.bisect_right(firsts, slot) - 1
+                if position < 0:
+                    continue
+                shard = self._sources[source][position]
+                if slot < shard.end_slot:
+                    start, stop = shard.rows_of(slot)
+                    if stop > start:
+                        found.append((shard, start, stop))
+        return [Piece(self._body(shard), start, stop) for shard, start, stop in found]
+
+    def _body(self, shard: Shard) -> Any:
+        with self._lock:
+            body, packed, on_disk = shard.body, shard.packed, shard.on_disk
+        if body is not None:
+            return body
+        if packed is None:
+            if on_disk is None:
+                raise PartitionReleasedError("the run was closed while it was read")
+            packed = self._read(shard, on_disk)
+        body = self._adapter.unpack(shard.layout_key, packed)
+        with self._lock:
+            if shard.body is None and shard.unread:
+                if shard.packed is None:
+                    self._resident(shard.nbytes)
+                # The body's arrays are views of the packed buffer: one of the two is enough.
+                shard.body, shard.packed = body, None
+        return body
+
+    def _read(self, shard: Shard, on_disk: tuple[SpillFile, int]) -> Packed:
+        file, position = on_disk
+        buffer = np.empty(shard.packed_nbytes, dtype=np.uint8)
+        try:
+            file.read_into(buffer, position)
+        except ShardStorageError:
+            raise
+        except OSError as error:
+            raise ShardStorageError(f"cannot read {file.path}: {error}") from error
+        self._counters.add(unspilled_nbytes=buffer.nbytes)
+        return Packed(buffer, shard.n_rows, *shard.sections)
+
+    def release(self, slot: int) -> None:
+        """An output partition is safe elsewhere: let go of what only it needed."""
+        with self._lock:
+            if slot in self._released or self._firsts is None:
+                return
+            self._released.add(slot)
+            for source, firsts in self._firsts.items():
+                position = bisect.bisect_right(firsts, slot) - 1
+                if position < 0:
+                    continue
+                shard = self._sources[source][position]
+                if slot >= shard.end_slot:
+                    continue
+                start, stop = shard.rows_of(slot)
+                if stop == start:
+                    continue
+                shard.unread -= 1
+                if not shard.unread:
+                    self._drop(shard)
+
+    def _drop(self, shard: Shard) -> None:
+        if shard.is_resident:
+            self._resident(-shard.nbytes)
+        shard.body = shard.packed = None
+        if shard.on_disk is not None:
+            shard.on_disk[0].release()
+            shard.on_disk = None
+
+    def close(self) -> None:
+        """Let go of everything, files included."""
+        with self._lock:
+            self._closed = True
+            self._sources.clear()
+            self._firsts = {}
+            self._resident(-self.resident_nbytes)
+            files, self._files = self._files, []
+        for file in files:
+            file.remove()
+        with contextlib.suppress(OSError):
+            os.rmdir(self._directory)

@@ -1,0 +1,176 @@
+"""Queues in front of the peers: messages that grow while a peer is busy, and back-pressure.
+
+Producers are worker threads, senders are coroutines on the worker's event loop. While a peer is
+taking a message, whatever is put for it waits and leaves together in the next one, so the number
+of messages follows the bytes and not the number of shards. A producer is held back once too many
+bytes wait for one peer. How a message is sent is the caller's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+
+class Sized(Protocol):
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes on the wire."""
+
+
+T = TypeVar("T", bound=Sized)
+
+
+class _Peer(Generic[T]):
+    def __init__(self) -> None:
+        self.waiting: deque[T] = deque()
+        self.waiting_nbytes = 0
+        self.senders: set[asyncio.Task[None]] = set()
+
+
+class Outbox(Generic[T]):
+    """Outgoing shards of one run.
+
+    Parameters
+    ----------
+    send
+        Coroutine function that delivers a list of shards to a peer and returns once the peer has
+        them. Retries are its business; what it raises ends the outbox.
+    loop
+        Event loop that `send` runs on.
+    limit_nbytes
+        A producer waits while a peer has this much waiting.
+    message_nbytes
+        A message is closed once it reaches this size.
+    concurrency
+        Messages under way to one peer at a time. Two hide the wait for the acknowledgement.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[str, Sequence[T]], Awaitable[None]],
+        loop: asyncio.AbstractEventLoop,
+        *,
+        limit_nbytes: int,
+        message_nbytes: int,
+        concurrency: int = 2,
+    ) -> None:
+        self._send = send
+        self._loop = loop
+        self._limit_nbytes = limit_nbytes
+        self._message_nbytes = message_nbytes
+        self._concurrency = concurrency
+        self._peers: dict[str, _Peer[T]] = {}
+        # Guards the queues; held for moments only, never over a send.
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes that wait or are under way."""
+        with self._changed:
+            return sum(peer.waiting_nbytes for peer in self._peers.values())
+
+    def put(self, peer: str, shards: Sequence[T]) -> None:
+        """Queue shards for a peer. Blocks while too much waits for it; call from a thread.
+
+        Raises
+        ------
+        BaseException
+            Whatever `send` raised before, for this or any other peer.
+        """
+        nbytes = sum(shard.nbytes for shard in shards)
+        with self._changed:
+            state = self._peers.setdefault(peer, _Peer())
+            while state.waiting_nbytes >= self._limit_nbytes and not self._stopped:
+                self._changed.wait()
+            self._raise_if_failed()
+            if self._closed:
+                return
+            state.waiting.extend(shards)
+            state.waiting_nbytes += nbytes
+        self._loop.call_soon_threadsafe(self._wake, peer)
+
+    async def flush(self) -> None:
+        """Wait until everything put so far is delivered.
+
+        Raises
+        ------
+        BaseException
+            What `send` raised.
+        """
+        while True:
+            senders = [task for peer in self._peers.values() for task in peer.senders]
+            for name in list(self._peers):
+                self._wake(name)
+            if not senders and not any(peer.waiting for peer in self._peers.values()):
+                break
+            if self._failure is not None:
+                break
+            senders = [task for peer in self._peers.values() for task in peer.senders]
+            if senders:
+                await asyncio.wait(senders, return_when=asyncio.FIRST_COMPLETED)
+        self._raise_if_failed()
+
+    async def close(self) -> None:
+        """Stop sending, let blocked producers go, drop what waits."""
+        with self._changed:
+            self._closed = True
+            for peer in self._peers.values():
+                peer.waiting.clear()
+                peer.waiting_nbytes = 0
+            self._changed.notify_all()
+        senders = [task for peer in self._peers.values() for task in peer.senders]
+        for task in senders:
+            task.cancel()
+        if senders:
+            await asyncio.wait(senders)
+
+    @property
+    def _stopped(self) -> bool:
+        return self._closed or self._failure is not None
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _wake(self, name: str) -> None:
+        peer = self._peers[name]
+        with self._changed:
+            wanted = self._concurrency if peer.waiting and not self._stopped else 0
+        if len(peer.senders) < wanted:
+            task = self._loop.create_task(self._drain(name, peer))
+            peer.senders.add(task)
+            task.add_done_callback(peer.senders.discard)
+
+    async def _drain(self, name: str, peer: _Peer[T]) -> None:
+        while True:
+            message: list[T] = []
+            message_nbytes = 0
+            with self._changed:
+                while peer.waiting and message_nbytes < self._message_nbytes:
+                    shard = peer.waiting.popleft()
+                    message.append(shard)
+                    message_nbytes += shard.nbytes
+            if not message or self._stopped:
+                return
+            try:
+                await self._send(name, message)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                with self._changed:
+                    self._failure = self._failure or error
+                    self._changed.notify_all()
+                return
+            finally:
+                # Let go before the next message is waited for: these are the big buffers.
+                message.clear()
+                with self._changed:
+                    if not self._closed:
+                        peer.waiting_nbytes -= message_nbytes
+                    self._changed.notify_all()

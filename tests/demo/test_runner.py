@@ -1,0 +1,122 @@
+"""The runner alternates sides, checks every answer, and keeps to its time."""
+
+from __future__ import annotations
+
+import io
+
+import dask
+import pandas as pd
+import pytest
+from distributed import Client
+from rich.console import Console
+
+from dask_gpurt.demo.runner import Workload, print_table, run_demo
+
+ANSWER = pd.DataFrame({"x": [1, 2]})
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=120)
+
+
+def _workload(name: str, log: list[str], wrong_on: bool | None = None) -> Workload:
+    """A query which notes the side it ran on, and gives a wrong answer on one of them."""
+
+    def run() -> pd.DataFrame:
+        enabled = dask.config.get("gpurt.enabled")
+        log.append(f"{name}:{'enabled' if enabled else 'stock'}")
+        return ANSWER + 1 if wrong_on is not None and enabled == wrong_on else ANSWER.copy()
+
+    return Workload(name, f"title of {name}", "group", run, ANSWER.copy, ["x"])
+
+
+def test_sides_alternate_and_so_does_who_goes_first(client: Client, console: Console) -> None:
+    log: list[str] = []
+    workloads = [_workload("a", log), _workload("b", log)]
+    report = run_demo(client, client, workloads, repeats=2, console=console, n_warm_up=0)
+    sides = [entry.partition(":") for entry in log]
+    assert [name for name, _, _ in sides] == ["a", "a", "b", "b"] * 2
+    first = [side for _, _, side in sides][::2]
+    assert first == ["stock", "enabled", "enabled", "stock"]
+    assert report.agrees
+    assert [(len(row.stock_s), len(row.enabled_s)) for row in report.rows] == [(2, 2), (2, 2)]
+
+
+def test_warm_ups_are_not_timed(client: Client, console: Console) -> None:
+    log: list[str] = []
+    workloads = [_workload("a", log), _workload("b", log)]
+    report = run_demo(client, client, workloads, repeats=1, console=console, n_warm_up=1)
+    assert [row.warmed_up for row in report.rows] == [True, False]
+    assert len(log) == 6
+    assert [len(row.stock_s) for row in report.rows] == [1, 1]
+
+
+def test_past_the_deadline_every_answer_is_still_checked(client: Client, console: Console) -> None:
+    log: list[str] = []
+    workloads = [_workload("a", log), _workload("b", log, wrong_on=True)]
+    report = run_demo(client, client, workloads, repeats=5, console=console, deadline_s=0.0)
+    assert [len(row.stock_s) for row in report.rows] == [1, 1]
+    assert not any(row.warmed_up for row in report.rows)
+    assert [row.agrees for row in report.rows] == [True, False]
+
+
+@pytest.mark.parametrize(("wrong_on", "label"), [(True, "enabled"), (False, "stock")])
+def test_a_wrong_answer_says_on_which_side(
+    client: Client, console: Console, wrong_on: bool, label: str
+) -> None:
+    workloads = [_workload("a", [], wrong_on=wrong_on)]
+    report = run_demo(client, client, workloads, repeats=2, console=console)
+    assert not report.agrees
+    assert str(report.rows[0].difference).startswith(f"{label} against DuckDB: ")
+    print_table(report, console)
+    assert "differs" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_sides_must_agree_in_dtypes(client: Client, console: Console) -> None:
+    def run() -> pd.DataFrame:
+        return ANSWER.astype("float64" if dask.config.get("gpurt.enabled") else "int64")
+
+    workload = Workload("a", "", "group", run, ANSWER.copy, ["x"])
+    report = run_demo(client, client, [workload], repeats=1, console=console)
+    assert report.rows[0].difference == (
+        "enabled against stock: column 'x' holds float64, expected int64"
+    )
+
+
+def test_a_query_which_raises_does_not_end_the_run(client: Client, console: Console) -> None:
+    def run() -> pd.DataFrame:
+        raise ValueError("no such column\nand more")
+
+    failing = Workload("a", "", "group", run, ANSWER.copy, ["x"])
+    report = run_demo(client, client, [failing, _workload("b", [])], repeats=2, console=console)
+    assert report.rows[0].difference == "stock failed: ValueError: no such column"
+    assert report.rows[1].agrees and len(report.rows[1].stock_s) == 2
+    assert report.total_ratio > 0
+    print_table(report, console)
+
+
+def test_queries_run_on_the_client_of_their_side(client: Client, console: Console) -> None:
+    seen: set[Client] = set()
+
+    def run() -> pd.DataFrame:
+        seen.add(Client.current())
+        return ANSWER.copy()
+
+    run_demo(client, client, [Workload("a", "", "g", run, ANSWER.copy)], 1, console)
+    assert seen == {client}
+
+
+def test_counters_are_those_of_the_first_timed_run(client: Client, console: Console) -> None:
+    sent_nbytes = iter([100, 130, 1000, 1007])
+    workloads = [_workload("a", [])]
+    report = run_demo(
+        client,
+        client,
+        workloads,
+        repeats=2,
+        console=console,
+        read_totals=lambda _client: {"sent_nbytes": next(sent_nbytes)},
+    )
+    assert report.rows[0].stock_totals == {"sent_nbytes": 30}
+    assert report.rows[0].enabled_totals == {"sent_nbytes": 7}
