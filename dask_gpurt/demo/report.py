@@ -119,7 +119,8 @@ def html_page(report: Report) -> str:
 <h2>Speed-up per query</h2>
 <p class="faint">Stock time divided by the time with dask_gpurt. Right of the line at 1.0 the
 runtime was faster, left of it slower. Grey is no clear difference: within {SAME_WITHIN:.0%}, or
-the median of the faster side does not beat the best run of the other.{" " + TIMED_ONCE if report.min_runs == 1 else ""}</p>
+the median of the faster side does not beat the best run of the other.
+{TIMED_ONCE if report.min_runs == 1 else ""}</p>
 <div class="wide">{_chart(report.rows)}</div>
 <h2>All times</h2>
 <div class="wide">{_table(report)}</div>

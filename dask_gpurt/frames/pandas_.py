@@ -11,7 +11,7 @@ What a single column is made of is `frames.columns`' business.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ from dask_gpurt.frames.columns import (
     np_or_extension,
 )
 from dask_gpurt.frames.gather import Rows, gather_into
-from dask_gpurt.frames.port import Packed, Piece
+from dask_gpurt.frames.port import Empty, Packed, Piece, fresh
 
 try:
     from pandas.api.internals import create_dataframe_from_blocks
@@ -43,13 +43,6 @@ except ImportError:  # pandas before 3
 _ALIGNMENT = 8
 #: Assumed size of a Python object. Only shard sizes depend on it, never correctness.
 _OBJECT_NBYTES = 64
-
-Empty = Callable[[int], npt.NDArray[np.uint8]]
-
-
-def _empty(nbytes: int) -> npt.NDArray[np.uint8]:
-    return np.empty(nbytes, dtype=np.uint8)
-
 
 @dataclass(frozen=True)
 class Group:
@@ -176,10 +169,6 @@ class PandasBody:
     def nbytes(self) -> int:
         return self.held_nbytes
 
-    @property
-    def is_shared(self) -> bool:
-        return False
-
 
 class PandasPartition:
     """One input partition, its columns taken apart."""
@@ -201,7 +190,6 @@ class PandasPartition:
             )
         )
         self._n_rows = len(frame)
-        self._empty = adapter.empty
         self._table = self._arrow_table()
 
     @property
@@ -227,9 +215,9 @@ class PandasPartition:
             table = table.combine_chunks()
         return table
 
-    def gather(self, rows: Rows) -> PandasBody:
+    def gather(self, rows: Rows, empty: Empty = fresh) -> PandasBody:
         n_rows = len(rows)
-        buffer = self._empty(self.layout.fixed_nbytes(n_rows))
+        buffer = empty(self.layout.fixed_nbytes(n_rows))
         regions = self._gather_fixed(rows, buffer)
         batch = self._gather_arrow(rows)
         objects = self._gather_objects(rows)
@@ -237,10 +225,10 @@ class PandasPartition:
         held += _OBJECT_NBYTES * n_rows * len(objects)
         return PandasBody(self.layout, n_rows, regions, batch, objects, held)
 
-    def gather_packed(self, rows: Rows) -> Packed:
+    def gather_packed(self, rows: Rows, empty: Empty = fresh) -> Packed:
         batch = self._gather_arrow(rows)
         objects = self._gather_objects(rows)
-        buffer, packed = _reserve(self.layout, len(rows), batch, objects, self._empty)
+        buffer, packed = _reserve(self.layout, len(rows), batch, objects, empty)
         self._gather_fixed(rows, buffer)
         return packed
 
@@ -314,17 +302,12 @@ class PandasFrames:
         Label of the column that holds each row's output partition.
     drop_column
         Whether that column is left out of the output.
-    empty
-        Where memory for gathered rows comes from: bytes wanted to an array of them.
     """
 
-    def __init__(
-        self, meta: pd.DataFrame, column: Any, drop_column: bool, empty: Empty = _empty
-    ) -> None:
+    def __init__(self, meta: pd.DataFrame, column: Any, drop_column: bool) -> None:
         self._meta = meta
         self._column = column
         self._drop_column = drop_column
-        self.empty = empty
         self._result_meta = meta.drop(columns=column) if drop_column else meta
         self._layouts: dict[bytes, FrameLayout] = {}
         self._casts: dict[tuple[Any, ...], dict[int, Any]] = {}
@@ -360,7 +343,7 @@ class PandasFrames:
 
     def pack(self, body: PandasBody) -> Packed:
         layout = body.layout
-        buffer, packed = _reserve(layout, body.n_rows, body.batch, body.objects, self.empty)
+        buffer, packed = _reserve(layout, body.n_rows, body.batch, body.objects, fresh)
         targets = layout.regions(buffer, body.n_rows)
         for region, target in zip(body.regions, targets, strict=True):
             target[:] = region
@@ -410,7 +393,7 @@ class PandasFrames:
         for number, group in enumerate(layout.groups):
             views = [piece.body.regions[number][:, piece.start : piece.stop] for piece in pieces]
             n_rows = sum(view.shape[1] for view in views)
-            out = self.empty(len(group.members) * n_rows * group.dtype.itemsize)
+            out = fresh(len(group.members) * n_rows * group.dtype.itemsize)
             joined = out.view(group.dtype).reshape(len(group.members), n_rows)
             np.concatenate(views, axis=1, out=joined)
             if group.n_plain:

@@ -7,7 +7,7 @@ looks inside. `tests/conformance/frame_suite.py` is the suite every adapter has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.frames.gather import Rows
+
+#: Where memory comes from: bytes wanted to an uninitialised array of them.
+Empty = Callable[[int], npt.NDArray[np.uint8]]
+
+
+def fresh(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory from NumPy."""
+    return np.empty(nbytes, dtype=np.uint8)
 
 
 class Body(Protocol):
@@ -27,10 +35,6 @@ class Body(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether its memory also belongs to something else, so that a spill would not free it."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,10 @@ class OpenPartition(Protocol):
     def partition_numbers(self) -> npt.NDArray[Any]:
         """Output partition of each row."""
 
-    def gather(self, rows: Rows) -> Any:
-        """Body with the rows given: to stay in this process."""
+    def gather(self, rows: Rows, empty: Empty) -> Any:
+        """Body with the rows given, in memory from `empty`: to stay in this process."""
 
-    def gather_packed(self, rows: Rows) -> Packed:
+    def gather_packed(self, rows: Rows, empty: Empty) -> Packed:
         """The same rows as one buffer: to leave this process."""
 
 

@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -177,7 +178,8 @@ class ExchangeRun:
             "delay_min": parse_timedelta(dask.config.get(f"{retry_key}.delay.min")),
             "delay_max": parse_timedelta(dask.config.get(f"{retry_key}.delay.max")),
         }
-        state.counters.add(shuffle_runs=1)
+        self._lanes: set[tuple[int, int]] = set()
+        state.begin_run()
 
     def __repr__(self) -> str:
         return (
@@ -224,6 +226,8 @@ class ExchangeRun:
         rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
         before = offsets.tolist()
         attempt = random.getrandbits(64)
+        # Shards for the same partitions are let go at the same time: one lane of memory each.
+        pool = self._state.pool
         local: list[Shard] = []
         outgoing: dict[str, list[Outgoing]] = {}
         for worker, (first, end) in plan.slots_of_worker.items():
@@ -242,11 +246,11 @@ class ExchangeRun:
                             count=len(cuts),
                             first_slot=a,
                             layout_key=opened.layout_key,
-                            body=opened.gather(chosen),
+                            body=opened.gather(chosen, partial(pool.empty, lane=self._lane_of(a))),
                         )
                     )
                     continue
-                packed = opened.gather_packed(chosen)
+                packed = opened.gather_packed(chosen, partial(pool.empty, lane="outgoing"))
                 header = wire.ShardHeader(
                     opened.layout_key,
                     source,
@@ -261,6 +265,11 @@ class ExchangeRun:
                 )
                 outgoing.setdefault(worker, []).append(Outgoing(header, packed))
         return local, outgoing
+
+    def _lane_of(self, first_slot: int) -> tuple[int, int]:
+        lane = (self.run_id, first_slot)
+        self._lanes.add(lane)
+        return lane
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         header = wire.encode([shard.header for shard in shards])
@@ -412,8 +421,14 @@ class ExchangeRun:
         self.closed = True
         await self._outbox.close()
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._store.close)
+        await loop.run_in_executor(None, self._let_go)
         self._closed_event.set()
+
+    def _let_go(self) -> None:
+        self._store.close()
+        for lane in self._lanes:
+            self._state.pool.close_lane(lane)
+        self._state.end_run()
 
     def heartbeat(self) -> dict[str, Any]:
         """Progress, in the shape that distributed's dashboard draws."""

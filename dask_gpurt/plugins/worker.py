@@ -8,6 +8,7 @@ missing, and is left to stock Dask.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 import dask_gpurt
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.devices.malloc import PageKeeper
+from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 
@@ -25,6 +28,10 @@ logger = logging.getLogger("dask_gpurt")
 
 NAME = "gpurt"
 
+#: Share of a worker's memory that may stay with the pool, and with the allocator, between uses
+#: while shuffles run. Given back when the last one ends.
+KEEP_SHARE = 0.05
+
 
 class WorkerState:
     """Everything of ours on one worker. Outlives the plugin while runs need it."""
@@ -33,6 +40,11 @@ class WorkerState:
         self.counters = Counters()
         self._worker = worker
         self._budget: Budget | None = None
+        memory_nbytes = self._memory_limit_nbytes()
+        self.pool = HostPool(int(KEEP_SHARE * memory_nbytes))
+        self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
+        self._lock = threading.Lock()
+        self._n_runs = 0
         #: What an output task read, by its key, until its result is safe.
         self._to_release: dict[Any, list[tuple[ShardStore, int]]] = {}
 
@@ -54,6 +66,23 @@ class WorkerState:
         from distributed.system import MEMORY_LIMIT
 
         return int(MEMORY_LIMIT)
+
+    def begin_run(self) -> None:
+        """A shuffle run begins on this worker."""
+        self.counters.add(shuffle_runs=1)
+        self._pages.acquire()
+        with self._lock:
+            self._n_runs += 1
+
+    def end_run(self) -> None:
+        """A run ended. After the last one, memory that was only kept warm is given back."""
+        with self._lock:
+            self._n_runs -= 1
+            last = not self._n_runs
+        if last:
+            self.pool.close_lane("outgoing")
+            self.pool.trim()
+        self._pages.release()
 
     def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
         """Let go of a partition's shards once the result of task `key` is in memory."""
