@@ -1,145 +1,171 @@
-"""Host memory for shards: huge pages, kept warm, given back in the order shards die.
+"""Host memory for shards and outputs: huge pages, kept warm, never moved, soon used again.
 
-Most of the time of a naive exchange goes into page faults: the first touch of a fresh 4 KiB page
-costs several times what copying into it does. So memory comes in slabs of a few huge pages, and a
-slab whose buffers are all gone is handed out again while runs go on.
+Most of the time of a naive exchange goes into page faults: the first touch of a fresh page costs
+several times what copying into it does. So memory comes from a pool of pages (`devices.pages`)
+and goes back to it with the last view of a buffer.
 
-Buffers of one *lane* share slabs. Whoever asks puts what dies together into one lane (the shards
-for one range of output partitions), so that slabs empty one by one while outputs are read, and
-the memory of a shuffle shrinks as its result grows.
+Small buffers of one *lane* share pages. Whoever asks puts what dies together into one lane (the
+shards for one range of output partitions), so that pages come free one by one while outputs are
+read, and become the outputs: the memory of a shuffle's shards turns into the memory of its result.
 
-Covers host memory only; does not know what is in a buffer, nor any limit on it: that is
-`shuffle.shards`' budget.
+Covers host memory only. Sets no limit on what is in use: that is `shuffle.shards`' budget.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
-import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dask_gpurt.devices import pages
+
 Buffer = npt.NDArray[np.uint8]
 
-HUGE_PAGE_NBYTES = 2 << 20
-SLAB_NBYTES = 2 * HUGE_PAGE_NBYTES
 #: Buffers begin on cache lines, which also aligns every NumPy and Arrow type.
 _ALIGNMENT = 64
+#: Smaller buffers than this come from NumPy: a page is too coarse for them.
+_SMALLEST_NBYTES = 16 << 10
 
 
-class _Slab:
-    """A few huge pages, filled from the front; empty again once every buffer in it is gone."""
+class _Run:
+    """Contiguous pages that are in use; free again once everybody let go of them."""
 
-    def __init__(self) -> None:
-        # Private: shared anonymous memory gets no huge pages. Longer by one huge page, never
-        # touched, so that the part in use can begin on one.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, SLAB_NBYTES + HUGE_PAGE_NBYTES, flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # the kernel has none
-                pass
-        address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
-        self._start = -address % HUGE_PAGE_NBYTES
-        self._used_nbytes = 0
-        #: Buffers in use, and one more while the slab is being filled.
-        self.users = 1
+    __slots__ = ("address", "n_pages", "used_nbytes", "users")
 
-    def take(self, nbytes: int) -> Buffer | None:
-        if nbytes > SLAB_NBYTES - self._used_nbytes:
-            return None
-        first = self._start + self._used_nbytes
-        self._used_nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return np.frombuffer(self._memory, dtype=np.uint8, count=nbytes, offset=first)
+    def __init__(self, address: int, n_pages: int) -> None:
+        self.address = address
+        self.n_pages = n_pages
+        self.used_nbytes = 0
+        #: Buffers, and one more while a lane fills the run.
+        self.users = 0
 
-    def reset(self) -> None:
-        self._used_nbytes = 0
-        self.users = 1
+
+class _Lease:
+    """What NumPy holds on to while any view of a buffer is alive."""
+
+    __slots__ = ("__array_interface__", "_dead", "_run")
+
+    def __init__(self, run: _Run, address: int, nbytes: int, dead: Callable[[_Run], None]) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        self._run = run
+        self._dead = dead
+
+    def __del__(self) -> None:
+        self._dead(self._run)
 
 
 class HostPool:
-    """Buffers from warm huge pages.
+    """Buffers of warm huge pages.
 
     Parameters
     ----------
     keep_nbytes
-        Empty slabs beyond this are given back to the system at once.
+        Pages that nobody uses are given back to the system beyond this.
     """
 
     def __init__(self, keep_nbytes: int) -> None:
-        self._keep = max(0, keep_nbytes // SLAB_NBYTES)
+        self._keep_pages = max(0, keep_nbytes // pages.PAGE_NBYTES)
         self._lock = threading.Lock()
-        self._filling: dict[Hashable, _Slab] = {}
+        self._filling: dict[Hashable, _Run] = {}
         # A deque: buffers die in whatever thread lets go of them last, even inside `empty` when
         # the garbage collector runs there, so nothing that happens then may take the lock.
-        self._dead: deque[_Slab] = deque()
-        self._empty: list[_Slab] = []
+        self._dead: deque[_Run] = deque()
+        self._spare: list[int] = []
+        self._used_pages = 0
 
     def empty(self, nbytes: int, lane: Hashable = None) -> Buffer:
-        """Uninitialised bytes. They go back to the pool with the last view of them."""
-        if nbytes > SLAB_NBYTES // 2:
-            # Large enough for NumPy to ask for huge pages itself.
+        """Uninitialised bytes. They go back to the pool with the last view of them.
+
+        Raises
+        ------
+        MemoryError
+            The system has no more.
+        """
+        if nbytes < _SMALLEST_NBYTES:
             return np.empty(nbytes, dtype=np.uint8)
         with self._lock:
             self._collect()
-            slab = self._filling.get(lane)
-            buffer = slab.take(nbytes) if slab is not None else None
-            if buffer is None:
-                if slab is not None:
-                    self._dead.append(slab)
-                slab = self._filling[lane] = self._empty.pop() if self._empty else _Slab()
-                buffer = slab.take(nbytes)
-                assert buffer is not None
-            slab.users += 1
-        # `frombuffer` makes a root array: every view made of it, however indirectly, keeps it.
-        weakref.finalize(buffer, self._dead.append, slab).atexit = False
-        return buffer
+            if nbytes > pages.PAGE_NBYTES // 2:
+                run = self._new_run(-(-nbytes // pages.PAGE_NBYTES))
+                first = run.address
+            else:
+                run, first = self._share(nbytes, lane)
+            run.users += 1
+        return np.asarray(_Lease(run, first, nbytes, self._dead.append))
+
+    def _new_run(self, n_pages: int) -> _Run:
+        run = _Run(pages.build(n_pages, self._spare), n_pages)
+        self._used_pages += n_pages
+        return run
+
+    def _share(self, nbytes: int, lane: Hashable) -> tuple[_Run, int]:
+        run = self._filling.get(lane)
+        if run is None or nbytes > pages.PAGE_NBYTES - run.used_nbytes:
+            if run is not None:
+                self._dead.append(run)
+            run = self._filling[lane] = self._new_run(1)
+            run.users += 1
+        first = run.address + run.used_nbytes
+        run.used_nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return run, first
 
     def close_lane(self, lane: Hashable) -> None:
-        """Nothing more will be asked for in a lane: let its last slab go as well."""
+        """Nothing more will be asked for in a lane: let go of the page it was filling."""
         with self._lock:
-            slab = self._filling.pop(lane, None)
-            if slab is not None:
-                self._dead.append(slab)
+            run = self._filling.pop(lane, None)
+            if run is not None:
+                self._dead.append(run)
             self._collect()
 
     def trim(self) -> None:
-        """Give empty slabs back to the system."""
+        """Give back every page that nobody uses."""
         with self._lock:
             self._collect()
-            self._empty.clear()
+            while self._spare:
+                pages.give_back(self._spare.pop())
 
     @property
     def idle_nbytes(self) -> int:
-        """Bytes in slabs that nothing uses."""
+        """Bytes in pages that nobody uses."""
         with self._lock:
             self._collect()
-            return len(self._empty) * SLAB_NBYTES
+            return len(self._spare) * pages.PAGE_NBYTES
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes in pages that somebody uses."""
+        with self._lock:
+            self._collect()
+            return self._used_pages * pages.PAGE_NBYTES
 
     def _collect(self) -> None:
-        """Account for buffers that died since; the lock is held."""
+        """Account for what died since; the lock is held."""
         while True:
             try:
-                slab = self._dead.popleft()
+                run = self._dead.popleft()
             except IndexError:
                 return
-            slab.users -= 1
-            if not slab.users and len(self._empty) < self._keep:
-                slab.reset()
-                self._empty.append(slab)
+            run.users -= 1
+            if run.users:
+                continue
+            self._used_pages -= run.n_pages
+            for number in range(run.n_pages):
+                address = run.address + number * pages.PAGE_NBYTES
+                if len(self._spare) < self._keep_pages:
+                    self._spare.append(address)
+                else:
+                    pages.give_back(address)
 
 
-def huge_pages_available() -> str:
-    """What the kernel does about huge pages for memory that asks for them: for `doctor`."""
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
-            words: list[Any] = file.read().split()
-    except OSError:
-        return "unknown"
-    return next((str(w).strip("[]") for w in words if str(w).startswith("[")), "unknown")
+def pool_report(pool: HostPool) -> dict[str, Any]:
+    """What a pool holds, for `status`."""
+    return {"used_nbytes": pool.used_nbytes, "idle_nbytes": pool.idle_nbytes}

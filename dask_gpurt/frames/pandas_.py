@@ -33,7 +33,7 @@ from dask_gpurt.frames.columns import (
     np_or_extension,
 )
 from dask_gpurt.frames.gather import Rows, gather_into
-from dask_gpurt.frames.port import Empty, Packed, Piece, fresh
+from dask_gpurt.frames.port import Empty, Packed, Piece, Selection, fresh
 
 try:
     from pandas.api.internals import create_dataframe_from_blocks
@@ -215,50 +215,42 @@ class PandasPartition:
             table = table.combine_chunks()
         return table
 
-    def gather(self, rows: Rows, empty: Empty = fresh) -> PandasBody:
-        n_rows = len(rows)
-        buffer = empty(self.layout.fixed_nbytes(n_rows))
-        regions = self._gather_fixed(rows, buffer)
-        batch = self._gather_arrow(rows)
-        objects = self._gather_objects(rows)
-        held = buffer.nbytes + (batch.nbytes if batch is not None else 0)
-        held += _OBJECT_NBYTES * n_rows * len(objects)
-        return PandasBody(self.layout, n_rows, regions, batch, objects, held)
+    def gather(self, selections: Sequence[Selection]) -> list[PandasBody | Packed]:
+        batches = self._gather_arrow(selections)
+        shards: list[PandasBody | Packed] = []
+        regions = []
+        for selection, batch in zip(selections, batches, strict=True):
+            n_rows = len(selection.rows)
+            objects = [self._columns[n].objects.take(selection.rows) for n in self.layout.objects]
+            if selection.leaves:
+                packed = _reserve(self.layout, n_rows, batch, objects, selection.empty)
+                regions.append(self.layout.regions(packed.buffer, n_rows))
+                shards.append(packed)
+            else:
+                buffer = selection.empty(self.layout.fixed_nbytes(n_rows))
+                held = buffer.nbytes + (batch.nbytes if batch is not None else 0)
+                held += _OBJECT_NBYTES * n_rows * len(objects)
+                regions.append(self.layout.regions(buffer, n_rows))
+                shards.append(
+                    PandasBody(self.layout, n_rows, regions[-1], batch, objects, held)
+                )
+        for number, group in enumerate(self.layout.groups):
+            for position, (column, part) in enumerate(group.members):
+                values = self._columns[column].parts[part]
+                for selection, views in zip(selections, regions, strict=True):
+                    gather_into(values, selection.rows, views[number][position])
+        return shards
 
-    def gather_packed(self, rows: Rows, empty: Empty = fresh) -> Packed:
-        batch = self._gather_arrow(rows)
-        objects = self._gather_objects(rows)
-        buffer, packed = _reserve(self.layout, len(rows), batch, objects, empty)
-        self._gather_fixed(rows, buffer)
-        return packed
-
-    def _gather_fixed(
-        self, rows: Rows, buffer: npt.NDArray[np.uint8]
-    ) -> list[npt.NDArray[Any]]:
-        regions = self.layout.regions(buffer, len(rows))
-        for group, region in zip(self.layout.groups, regions, strict=True):
-            for position, (number, part) in enumerate(group.members):
-                gather_into(self._columns[number].parts[part], rows, region[position])
-        return regions
-
-    def _gather_arrow(self, rows: Rows) -> pa.RecordBatch | None:
-        if self._table is None:
-            return None
-        taken = self._table.take(pa.array(rows))
-        return _one_batch(taken)
-
-    def _gather_objects(self, rows: Rows) -> list[Any]:
-        return [self._columns[number].objects.take(rows) for number in self.layout.objects]
-
-
-def _one_batch(table: pa.Table) -> pa.RecordBatch:
-    batches = table.combine_chunks().to_batches()
-    if len(batches) == 1:
-        return batches[0]
-    # No rows at all (no batch), or more characters than 32-bit offsets can count.
-    return pa.RecordBatch.from_arrays(
-        [_one_array(column) for column in table.columns], names=table.column_names
-    )
+    def _gather_arrow(self, selections: Sequence[Selection]) -> list[pa.RecordBatch | None]:
+        table = self._table
+        if table is None:
+            return [None] * len(selections)
+        rows = [pa.array(selection.rows) for selection in selections]
+        taken = [[_one_array(column.take(r)) for r in rows] for column in table.columns]
+        return [
+            pa.RecordBatch.from_arrays([column[i] for column in taken], names=table.column_names)
+            for i in range(len(selections))
+        ]
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
@@ -273,7 +265,7 @@ def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:
 
 def _reserve(
     layout: FrameLayout, n_rows: int, batch: pa.RecordBatch | None, objects: list[Any], empty: Empty
-) -> tuple[npt.NDArray[np.uint8], Packed]:
+) -> Packed:
     """Buffer for a whole shard, its Arrow and pickle sections already written."""
     fixed_nbytes = layout.fixed_nbytes(n_rows)
     arrow_nbytes = 0
@@ -288,7 +280,7 @@ def _reserve(
         _write_stream(pa.FixedSizeBufferWriter(pa.py_buffer(section)), batch)
     if pickled:
         buffer[fixed_nbytes + arrow_nbytes :] = np.frombuffer(pickled, dtype=np.uint8)
-    return buffer, Packed(buffer, n_rows, arrow_nbytes, len(pickled))
+    return Packed(buffer, n_rows, arrow_nbytes, len(pickled))
 
 
 class PandasFrames:
@@ -343,8 +335,8 @@ class PandasFrames:
 
     def pack(self, body: PandasBody) -> Packed:
         layout = body.layout
-        buffer, packed = _reserve(layout, body.n_rows, body.batch, body.objects, fresh)
-        targets = layout.regions(buffer, body.n_rows)
+        packed = _reserve(layout, body.n_rows, body.batch, body.objects, fresh)
+        targets = layout.regions(packed.buffer, body.n_rows)
         for region, target in zip(body.regions, targets, strict=True):
             target[:] = region
         return packed
@@ -376,16 +368,16 @@ class PandasFrames:
         held = buffer.nbytes + _OBJECT_NBYTES * n_rows * len(objects)
         return PandasBody(layout, n_rows, regions, batch, objects, held)
 
-    def concatenate(self, pieces: Sequence[Piece]) -> pd.DataFrame:
+    def concatenate(self, pieces: Sequence[Piece], empty: Empty = fresh) -> pd.DataFrame:
         pieces = [piece for piece in pieces if piece.stop > piece.start]
         if not pieces:
             return self._result_meta.copy()
-        frames = [self._concatenate_alike(run) for run in _runs_of_one_shape(pieces)]
+        frames = [self._concatenate_alike(run, empty) for run in _runs_of_one_shape(pieces)]
         if len(frames) == 1:
             return frames[0]
         return self._reconciled(pd.concat(_with_common_categories(frames)), None)
 
-    def _concatenate_alike(self, pieces: list[Piece]) -> pd.DataFrame:
+    def _concatenate_alike(self, pieces: list[Piece], empty: Empty) -> pd.DataFrame:
         """One output partition out of pieces that only differ in their categories."""
         layout: FrameLayout = pieces[0].body.layout
         parts: dict[tuple[int, int], Part] = {}
@@ -393,7 +385,7 @@ class PandasFrames:
         for number, group in enumerate(layout.groups):
             views = [piece.body.regions[number][:, piece.start : piece.stop] for piece in pieces]
             n_rows = sum(view.shape[1] for view in views)
-            out = fresh(len(group.members) * n_rows * group.dtype.itemsize)
+            out = empty(len(group.members) * n_rows * group.dtype.itemsize)
             joined = out.view(group.dtype).reshape(len(group.members), n_rows)
             np.concatenate(views, axis=1, out=joined)
             if group.n_plain:

@@ -66,6 +66,15 @@ class Piece:
     stop: int
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Rows that become one shard, and where the memory for it comes from."""
+
+    rows: Rows
+    leaves: bool
+    empty: Empty = fresh
+
+
 class OpenPartition(Protocol):
     """One input partition, taken apart once, from which rows are then gathered."""
 
@@ -80,11 +89,12 @@ class OpenPartition(Protocol):
     def partition_numbers(self) -> npt.NDArray[Any]:
         """Output partition of each row."""
 
-    def gather(self, rows: Rows, empty: Empty) -> Any:
-        """Body with the rows given, in memory from `empty`: to stay in this process."""
+    def gather(self, selections: Sequence[Selection]) -> list[Any]:
+        """A `Packed` for each selection that leaves this process, a body for each that stays.
 
-    def gather_packed(self, rows: Rows, empty: Empty) -> Packed:
-        """The same rows as one buffer: to leave this process."""
+        All at once, so that a column can be gathered for every shard while it is in the cache:
+        gathering shard by shard reads each cache line of a column once a shard.
+        """
 
 
 class FrameAdapter(Protocol):
@@ -113,5 +123,5 @@ class FrameAdapter(Protocol):
             The layout or the lengths do not describe the buffer.
         """
 
-    def concatenate(self, pieces: Sequence[Piece]) -> Any:
+    def concatenate(self, pieces: Sequence[Piece], empty: Empty = fresh) -> Any:
         """Output partition made of the pieces, in their order; empty without any."""

@@ -15,7 +15,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from dask.utils import parse_timedelta
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import IncompleteExchangeError, PartitionReleasedError, ProtocolError
 from dask_gpurt.frames.gather import group_rows
-from dask_gpurt.frames.port import FrameAdapter, Packed
+from dask_gpurt.frames.port import FrameAdapter, Packed, Selection
 from dask_gpurt.plugins.seams import (
     DataFrameShuffleSpec,
     P2PConsistencyError,
@@ -62,6 +62,29 @@ class Outgoing:
     @property
     def nbytes(self) -> int:
         return self.packed.buffer.nbytes
+
+    def described(self) -> wire.ShardHeader:
+        """Header with the lengths of what was packed."""
+        packed = self.packed
+        return replace(
+            self.header,
+            buffer_nbytes=packed.buffer.nbytes,
+            arrow_nbytes=packed.arrow_nbytes,
+            pickle_nbytes=packed.pickle_nbytes,
+        )
+
+
+def _shard(header: wire.ShardHeader, **contents: Any) -> Shard:
+    return Shard.with_rows(
+        header.rows_per_slot,
+        source=header.source,
+        attempt=header.attempt,
+        number=header.number,
+        count=header.count,
+        first_slot=header.first_slot,
+        layout_key=header.layout_key,
+        **contents,
+    )
 
 
 @dataclass(frozen=True)
@@ -218,52 +241,40 @@ class ExchangeRun:
         self.raise_if_closed()
         return self.run_id
 
-    def _shards_of(
-        self, data: Any, source: int
-    ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
+    def _shards_of(self, data: Any, source: int) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
         opened = self._adapter.open(data)
-        plan = self._plan
+        plan, pool = self._plan, self._state.pool
         rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
         before = offsets.tolist()
         attempt = random.getrandbits(64)
-        # Shards for the same partitions are let go at the same time: one lane of memory each.
-        pool = self._state.pool
-        local: list[Shard] = []
-        outgoing: dict[str, list[Outgoing]] = {}
+        wanted: list[tuple[str, wire.ShardHeader]] = []
+        selections: list[Selection] = []
         for worker, (first, end) in plan.slots_of_worker.items():
+            leaves = worker != self.local_address
             cuts = cut_shards(before[first : end + 1], opened.row_nbytes)
             for number, (cut_first, cut_end) in enumerate(cuts):
                 a, b = first + cut_first, first + cut_end
-                per_slot = tuple(before[s + 1] - before[s] for s in range(a, b))
-                chosen = rows[before[a] : before[b]]
-                if worker == self.local_address:
-                    local.append(
-                        Shard.with_rows(
-                            per_slot,
-                            source=source,
-                            attempt=attempt,
-                            number=number,
-                            count=len(cuts),
-                            first_slot=a,
-                            layout_key=opened.layout_key,
-                            body=opened.gather(chosen, partial(pool.empty, lane=self._lane_of(a))),
-                        )
-                    )
-                    continue
-                packed = opened.gather_packed(chosen, partial(pool.empty, lane="outgoing"))
                 header = wire.ShardHeader(
-                    opened.layout_key,
-                    source,
-                    attempt,
-                    number,
-                    len(cuts),
-                    a,
-                    per_slot,
-                    packed.buffer.nbytes,
-                    packed.arrow_nbytes,
-                    packed.pickle_nbytes,
+                    layout_key=opened.layout_key,
+                    source=source,
+                    attempt=attempt,
+                    number=number,
+                    count=len(cuts),
+                    first_slot=a,
+                    rows_per_slot=tuple(before[s + 1] - before[s] for s in range(a, b)),
                 )
-                outgoing.setdefault(worker, []).append(Outgoing(header, packed))
+                # Shards for the same partitions are let go at the same time: a lane for each.
+                lane = "outgoing" if leaves else self._lane_of(a)
+                empty = partial(pool.empty, lane=lane)
+                wanted.append((worker, header))
+                selections.append(Selection(rows[before[a] : before[b]], leaves, empty))
+        local: list[Shard] = []
+        outgoing: dict[str, list[Outgoing]] = {}
+        for (worker, header), gathered in zip(wanted, opened.gather(selections), strict=True):
+            if isinstance(gathered, Packed):
+                outgoing.setdefault(worker, []).append(Outgoing(header, gathered))
+            else:
+                local.append(_shard(header, body=gathered))
         return local, outgoing
 
     def _lane_of(self, first_slot: int) -> tuple[int, int]:
@@ -272,7 +283,7 @@ class ExchangeRun:
         return lane
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
-        header = wire.encode([shard.header for shard in shards])
+        header = wire.encode([shard.described() for shard in shards])
         nbytes = sum(shard.nbytes for shard in shards)
 
         async def once() -> Any:
@@ -305,22 +316,17 @@ class ExchangeRun:
         if len(headers) != len(payload):
             raise ProtocolError(f"{len(payload)} buffers for {len(headers)} shards")
         shards = []
+        pool = self._state.pool
         for header, buffer in zip(headers, payload, strict=True):
             array = np.frombuffer(buffer, dtype=np.uint8)
             if array.nbytes != header.buffer_nbytes:
                 raise ProtocolError(f"{array.nbytes} bytes came of {header.buffer_nbytes}")
-            shards.append(
-                Shard.with_rows(
-                    header.rows_per_slot,
-                    source=header.source,
-                    attempt=header.attempt,
-                    number=header.number,
-                    count=header.count,
-                    first_slot=header.first_slot,
-                    layout_key=header.layout_key,
-                    packed=Packed(array, header.n_rows, header.arrow_nbytes, header.pickle_nbytes),
-                )
-            )
+            # Out of the message's memory and into ours: a warm copy, after which the pages of
+            # this shard come free together with its neighbours in time, and serve as outputs.
+            kept = pool.empty(array.nbytes, self._lane_of(header.first_slot))
+            np.copyto(kept, array)
+            packed = Packed(kept, header.n_rows, header.arrow_nbytes, header.pickle_nbytes)
+            shards.append(_shard(header, packed=packed))
         nbytes = sum(header.buffer_nbytes for header in headers)
         self._received_nbytes += nbytes
         self._state.counters.add(received_nbytes=nbytes)
@@ -373,7 +379,7 @@ class ExchangeRun:
             except (IncompleteExchangeError, PartitionReleasedError) as error:
                 self.raise_if_closed()
                 sync(self._worker.loop, self._start_over, error)
-            frame = self._adapter.concatenate(pieces)
+            frame = self._adapter.concatenate(pieces, self._state.pool.empty)
         self._state.counters.add(partitions_out=1)
         self._state.release_with(key, self._store, slot)
         if self._store.is_over_limit:
@@ -421,14 +427,11 @@ class ExchangeRun:
         self.closed = True
         await self._outbox.close()
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._let_go)
-        self._closed_event.set()
-
-    def _let_go(self) -> None:
-        self._store.close()
+        await loop.run_in_executor(None, self._store.close)
         for lane in self._lanes:
             self._state.pool.close_lane(lane)
         self._state.end_run()
+        self._closed_event.set()
 
     def heartbeat(self) -> dict[str, Any]:
         """Progress, in the shape that distributed's dashboard draws."""

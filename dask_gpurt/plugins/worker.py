@@ -7,8 +7,8 @@ missing, and is left to stock Dask.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,10 @@ logger = logging.getLogger("dask_gpurt")
 
 NAME = "gpurt"
 
-#: Share of a worker's memory that may stay with the pool, and with the allocator, between uses
-#: while shuffles run. Given back when the last one ends.
-KEEP_SHARE = 0.05
+#: Share of a worker's memory that may stay with the pool, and with the allocator, between uses.
+KEEP_SHARE = 0.1
+#: How long warm memory is kept after the last run, in case another follows.
+IDLE_S = 10.0
 
 
 class WorkerState:
@@ -43,8 +44,9 @@ class WorkerState:
         memory_nbytes = self._memory_limit_nbytes()
         self.pool = HostPool(int(KEEP_SHARE * memory_nbytes))
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
-        self._lock = threading.Lock()
         self._n_runs = 0
+        self._is_warm = False
+        self._cooling: asyncio.TimerHandle | None = None
         #: What an output task read, by its key, until its result is safe.
         self._to_release: dict[Any, list[tuple[ShardStore, int]]] = {}
 
@@ -68,21 +70,30 @@ class WorkerState:
         return int(MEMORY_LIMIT)
 
     def begin_run(self) -> None:
-        """A shuffle run begins on this worker."""
+        """A shuffle run begins on this worker. On the event loop."""
         self.counters.add(shuffle_runs=1)
-        self._pages.acquire()
-        with self._lock:
-            self._n_runs += 1
+        self._n_runs += 1
+        if self._cooling is not None:
+            self._cooling.cancel()
+            self._cooling = None
+        if not self._is_warm:
+            self._is_warm = True
+            self._pages.acquire()
 
     def end_run(self) -> None:
-        """A run ended. After the last one, memory that was only kept warm is given back."""
-        with self._lock:
-            self._n_runs -= 1
-            last = not self._n_runs
-        if last:
+        """A run ended. Some time after the last one, warm memory is given back. On the loop."""
+        self._n_runs -= 1
+        if not self._n_runs:
             self.pool.close_lane("outgoing")
+            self._cooling = self._worker.loop.asyncio_loop.call_later(IDLE_S, self.cool_down)
+
+    def cool_down(self) -> None:
+        """Give back memory that was only kept warm."""
+        self._cooling = None
+        if self._is_warm and not self._n_runs:
+            self._is_warm = False
             self.pool.trim()
-        self._pages.release()
+            self._pages.release()
 
     def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
         """Let go of a partition's shards once the result of task `key` is in memory."""

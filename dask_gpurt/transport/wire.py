@@ -65,9 +65,9 @@ class ShardHeader:
     count: int
     first_slot: int
     rows_per_slot: tuple[int, ...]
-    buffer_nbytes: int
-    arrow_nbytes: int
-    pickle_nbytes: int
+    buffer_nbytes: int = 0
+    arrow_nbytes: int = 0
+    pickle_nbytes: int = 0
 
     @property
     def n_rows(self) -> int:
