@@ -18,6 +18,8 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
+from dask_gpurt.frames.gather import Counting
+
 Part = npt.NDArray[Any]
 
 
@@ -71,9 +73,16 @@ class Column:
     """One column taken apart. Nothing is copied: the arrays are the frame's own memory."""
 
     layout: Layout
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Part | Counting] = field(default_factory=list)
     arrow: pa.ChunkedArray | None = None
     objects: Any = None
+
+
+def decompose_index(level: pd.Index) -> Column:
+    """Take an index, or one level of it, apart."""
+    if isinstance(level, pd.RangeIndex):
+        return Column(Layout("plain", ("<i8",)), [Counting(level.start, level.step)])
+    return decompose(np_or_extension(level))
 
 
 def decompose(values: Any, expected: Any = None) -> Column:

@@ -71,8 +71,25 @@ def group_rows(slots: Rows, n_slots: int) -> tuple[Rows, Rows]:
     return rows, offsets
 
 
-def gather_into(values: npt.NDArray[Any], rows: Rows, out: npt.NDArray[Any]) -> None:
+class Counting:
+    """Values `start + step * row`, never written down: what most indexes are."""
+
+    dtype = np.dtype(np.int64)
+
+    def __init__(self, start: int, step: int) -> None:
+        self.start = start
+        self.step = step
+
+
+def gather_into(values: npt.NDArray[Any] | Counting, rows: Rows, out: npt.NDArray[Any]) -> None:
     """Write `values[rows]` into `out`, both one-dimensional and of one dtype."""
+    if isinstance(values, Counting):
+        if values.step == 1:
+            np.add(rows, values.start, out=out)
+        else:
+            np.multiply(rows, values.step, out=out)
+            out += values.start
+        return
     kernel = _TAKE.get(values.dtype.itemsize)
     if kernel is None or not values.dtype.isnative or values.dtype.kind == "V":
         # "clip" writes straight into `out`; the default mode goes through a temporary.

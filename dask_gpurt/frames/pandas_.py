@@ -30,6 +30,7 @@ from dask_gpurt.frames.columns import (
     compose,
     compose_categorical,
     decompose,
+    decompose_index,
     np_or_extension,
 )
 from dask_gpurt.frames.gather import Rows, gather_into
@@ -181,7 +182,7 @@ class PandasPartition:
             if isinstance(index, pd.MultiIndex)
             else [index]
         )
-        self._columns: list[Column] = taken + [decompose(np_or_extension(lv)) for lv in levels]
+        self._columns: list[Column] = taken + [decompose_index(level) for level in levels]
         self.layout = adapter.interned(
             FrameLayout(
                 tuple(column.layout for column in taken),

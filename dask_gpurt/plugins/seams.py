@@ -9,6 +9,8 @@ distributed, and the one method that is replaced on a live scheduler. Each has a
 | `ShuffleSchedulerPlugin._retrieve_spec` | our spec takes the place of the stock one when a run
 is created; the control plane stays distributed's | `SpecSwap.remove` |
 | handler `shuffle_get_or_create` | waits for workers that are just joining | `SpecSwap.remove` |
+| `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run` | a task finds a run of ours
+that is up without asking the event loop, which may be busy | `RunLookup.remove` |
 | `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
 """
 
@@ -37,12 +39,14 @@ from distributed.utils_comm import retry
 from packaging.version import Version
 
 if TYPE_CHECKING:
-    from distributed import Client, Scheduler
+    from distributed import Client, Scheduler, Worker
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 __all__ = [
     "DataFrameShuffleSpec",
     "P2PConsistencyError",
     "Reschedule",
+    "RunLookup",
     "ShuffleClosedError",
     "ShuffleId",
     "ShuffleSchedulerPlugin",
@@ -125,6 +129,46 @@ class SpecSwap:
     def active_run_ids(self) -> dict[str, int]:
         """Run id of each shuffle that is going on."""
         return {id: state.run_id for id, state in self._plugin.active_shuffles.items()}
+
+
+class RunLookup:
+    """Lets task threads find a live run themselves; for anything else they ask the loop, as stock.
+
+    Parameters
+    ----------
+    worker
+        A live worker.
+    is_ours
+        Whether a run may be found this way.
+    """
+
+    def __init__(self, worker: Worker, is_ours: Callable[[Any], bool]) -> None:
+        self._plugin: ShuffleWorkerPlugin = worker.plugins["shuffle"]  # type: ignore[assignment]
+        plugin, kind = self._plugin, type(self._plugin)
+
+        def live_run(shuffle_id: ShuffleId) -> Any:
+            manager = plugin.shuffle_runs
+            run = manager._active_runs.get(shuffle_id)
+            if run is None or manager.closed or run.closed or run._exception or not is_ours(run):
+                return None
+            return run
+
+        def get_or_create_shuffle(shuffle_id: ShuffleId) -> Any:
+            return live_run(shuffle_id) or kind.get_or_create_shuffle(plugin, shuffle_id)
+
+        def get_shuffle_run(shuffle_id: ShuffleId, run_id: int) -> Any:
+            run = live_run(shuffle_id)
+            if run is not None and run.run_id == run_id:
+                return run
+            return kind.get_shuffle_run(plugin, shuffle_id, run_id)
+
+        plugin.get_or_create_shuffle = get_or_create_shuffle  # type: ignore[method-assign]
+        plugin.get_shuffle_run = get_shuffle_run  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the stock methods back."""
+        for name in ("get_or_create_shuffle", "get_shuffle_run"):
+            vars(self._plugin).pop(name, None)
 
 
 def refuse_work(client: Client, error: Exception) -> None:

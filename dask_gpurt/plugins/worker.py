@@ -118,17 +118,31 @@ def state_of(worker: Worker) -> WorkerState:
     return state
 
 
-def attach(worker: Worker) -> str:
-    """Called by the bootstrap on a worker that has the package. Returns our version."""
-    from dask_gpurt.plugins import shuffle_run  # noqa: F401 - so that the first shuffle is not late
+class Attachment:
+    """The runtime on one worker, for as long as the plugin is registered."""
 
-    state = state_of(worker)
+    version = dask_gpurt.__version__
 
-    async def gpurt_report() -> dict[str, Any]:
-        return state.report()
+    def __init__(self, worker: Worker) -> None:
+        from dask_gpurt.plugins.seams import RunLookup
+        from dask_gpurt.plugins.shuffle_run import ExchangeRun
 
-    worker.handlers["gpurt_report"] = gpurt_report
-    return dask_gpurt.__version__
+        self._worker = worker
+        self.state = state = state_of(worker)
+        self._lookup = RunLookup(worker, lambda run: isinstance(run, ExchangeRun))
+
+        async def gpurt_report() -> dict[str, Any]:
+            return state.report()
+
+        worker.handlers["gpurt_report"] = gpurt_report
+
+    def task_finished(self, key: Any) -> None:
+        self.state.task_finished(key)
+
+    def detach(self) -> None:
+        """Leave the worker as stock has it. Runs that are under way go on."""
+        self._lookup.remove()
+        self._worker.handlers.pop("gpurt_report", None)
 
 
 def bootstrap(version: str) -> WorkerPlugin:
@@ -142,17 +156,16 @@ def bootstrap(version: str) -> WorkerPlugin:
 
         async def setup(self, worker: Any) -> None:
             problem = None
-            found = None
-            self._state = None
+            self._attachment = None
             try:
-                from dask_gpurt.plugins.worker import attach, state_of
+                from dask_gpurt.plugins.worker import Attachment
 
-                found = attach(worker)
-                self._state = state_of(worker)
+                if Attachment.version != version:
+                    problem = f"dask-gpurt {Attachment.version} is installed there, not {version}"
+                else:
+                    self._attachment = Attachment(worker)
             except ImportError as error:
                 problem = f"dask-gpurt cannot be imported there ({error})"
-            if found is not None and found != version:
-                problem = f"dask-gpurt {found} is installed there, not {version}"
             if problem is not None:
                 import logging
                 import socket
@@ -165,7 +178,11 @@ def bootstrap(version: str) -> WorkerPlugin:
             await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
 
         def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-            if finish == "memory" and self._state is not None:
-                self._state.task_finished(key)
+            if finish == "memory" and self._attachment is not None:
+                self._attachment.task_finished(key)
+
+        def teardown(self, worker: Any) -> None:
+            if self._attachment is not None:
+                self._attachment.detach()
 
     return GpurtWorker()

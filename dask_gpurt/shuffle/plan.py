@@ -67,6 +67,10 @@ class ExchangePlan:
         return ranges
 
     @cached_property
+    def _slots_are_partitions(self) -> bool:
+        return self.partitions == tuple(range(self.n_slots))
+
+    @cached_property
     def _slot_table(self) -> npt.NDArray[np.intp]:
         # One entry more than the highest partition: out-of-range numbers are clipped onto it.
         table = np.full(max(self.partitions, default=-1) + 2, -1, dtype=np.intp)
@@ -80,6 +84,10 @@ class ExchangePlan:
         partition column with the owners and drops what finds none.
         """
         values = np.asarray(partitions)
+        if values.dtype == np.intp and self._slots_are_partitions:
+            # Most shuffles: the number of a partition is its slot, and all are in range.
+            if not len(values) or (values.min() >= 0 and values.max() < self.n_slots):
+                return values
         table = self._slot_table
         last = len(table) - 1
         if values.dtype.kind in "iub":
