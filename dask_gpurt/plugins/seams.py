@@ -8,7 +8,10 @@ distributed, and the one method that is replaced on a live scheduler. Each has a
 |---|---|---|
 | `ShuffleSchedulerPlugin._retrieve_spec` | our spec takes the place of the stock one when a run
 is created; the control plane stays distributed's | `SpecSwap.remove` |
-| handler `shuffle_get_or_create` | waits for workers that are just joining | `SpecSwap.remove` |
+| handler `shuffle_get_or_create` | waits for workers that are just joining, and sends output tasks
+to the owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock
+lets each run once in the wrong place to find out | `SpecSwap.remove` |
+| `Task.func`, `Task.args` | which partition an output task reads, fused or not | |
 | `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run` | a task finds a run of ours
 that is up without asking the event loop, which may be busy | `RunLookup.remove` |
 | `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
@@ -21,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import distributed
+from dask._task_spec import Task
 from distributed.core import clean_exception
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter, thread_time
@@ -28,12 +32,14 @@ from distributed.protocol import to_serialize
 from distributed.shuffle._core import (
     ShuffleId,
     ShuffleSpec,
+    barrier_key,
     handle_transfer_errors,
     handle_unpack_errors,
 )
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
+from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
-from distributed.shuffle._shuffle import DataFrameShuffleSpec
+from distributed.shuffle._shuffle import DataFrameShuffleSpec, shuffle_unpack
 from distributed.utils import sync
 from distributed.utils_comm import retry
 from packaging.version import Version
@@ -111,14 +117,29 @@ class SpecSwap:
         def retrieve_spec(shuffle_id: ShuffleId) -> ShuffleSpec[Any]:
             return replace(retrieve(plugin, shuffle_id))
 
-        async def get_or_create(**kwargs: Any) -> Any:
+        async def get_or_create(shuffle_id: ShuffleId, **kwargs: Any) -> Any:
             await ready()
-            answer = stock_handler(**kwargs)
-            return await answer if inspect.isawaitable(answer) else answer
+            is_new = shuffle_id not in plugin.active_shuffles
+            answer = stock_handler(shuffle_id=shuffle_id, **kwargs)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            if is_new and shuffle_id in plugin.active_shuffles:
+                self._place_outputs(shuffle_id)
+            return answer
 
         # On the instance, so that taking it back is deleting it.
         self._plugin._retrieve_spec = retrieve_spec  # type: ignore[method-assign]
         scheduler.handlers["shuffle_get_or_create"] = get_or_create
+
+    def _place_outputs(self, shuffle_id: ShuffleId) -> None:
+        run_spec = self._plugin.active_shuffles[shuffle_id].run_spec
+        barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
+        for task in barrier.dependents:
+            partitions = partitions_read(task.run_spec, shuffle_id)
+            owners = {run_spec.worker_for.get(partition) for partition in partitions}
+            owner = owners.pop() if len(owners) == 1 else None
+            if owner is not None and not task.worker_restrictions:
+                self._plugin._set_restriction(task, owner)
 
     def remove(self) -> None:
         """Give the stock method and handler back."""
@@ -129,6 +150,24 @@ class SpecSwap:
     def active_run_ids(self) -> dict[str, int]:
         """Run id of each shuffle that is going on."""
         return {id: state.run_id for id, state in self._plugin.active_shuffles.items()}
+
+
+def partitions_read(task: Any, shuffle_id: ShuffleId) -> set[int]:
+    """Output partitions of a shuffle that a task reads, itself or in a task fused into it."""
+    found: set[int] = set()
+    stack = [task]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, dict):
+            stack.extend(one.values())
+        elif isinstance(one, Task):
+            if one.func is shuffle_unpack and one.args[0] == shuffle_id:
+                found.add(one.args[1])
+            elif one.func is merge_unpack and shuffle_id in one.args[:2]:
+                found.add(one.args[2])
+            else:
+                stack.extend(arg for arg in one.args if isinstance(arg, (dict, Task)))
+    return found
 
 
 class RunLookup:
