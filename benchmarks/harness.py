@@ -112,9 +112,7 @@ def compare(
             nbytes = sum(
                 int(n)
                 for one in persisted
-                for n in client.gather(
-                    client.map(_nbytes, client.futures_of(one))
-                )
+                for n in client.gather(client.map(_nbytes, client.futures_of(one)))
             )
     timing = Timing(name, nbytes, target=target)
 

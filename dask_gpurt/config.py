@@ -11,7 +11,7 @@ import difflib
 import logging
 import pathlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -59,6 +59,14 @@ class Settings:
     enabled: bool
     strict: bool
     shuffle: ShuffleSettings
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values, for a message."""
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> Settings:
+        return Settings(**{**plain, "shuffle": ShuffleSettings(**plain["shuffle"])})
 
 
 @lru_cache(1)

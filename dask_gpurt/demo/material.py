@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,7 +117,7 @@ def write_parts(table: pa.Table, directory: Path, n_files: int) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     bounds = [table.num_rows * i // n_files for i in range(n_files + 1)]
-    for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (start, stop) in enumerate(pairwise(bounds)):
         pq.write_table(table.slice(start, stop - start), directory / part_name(i))
 
 

@@ -50,7 +50,16 @@ def q2(tables: TpchTables) -> pd.DataFrame:
     offers = part.merge(offers, left_on="p_partkey", right_on="ps_partkey")
     lowest = offers.groupby("p_partkey")["ps_supplycost"].min().reset_index()
     best = offers.merge(lowest, on=["p_partkey", "ps_supplycost"])
-    columns = "s_acctbal s_name n_name p_partkey p_mfgr s_address s_phone s_comment".split()
+    columns = [
+        "s_acctbal",
+        "s_name",
+        "n_name",
+        "p_partkey",
+        "p_mfgr",
+        "s_address",
+        "s_phone",
+        "s_comment",
+    ]
     return (
         best[columns]
         .compute()
@@ -222,9 +231,18 @@ def q10(tables: TpchTables) -> pd.DataFrame:
     joined = joined.merge(returned, left_on="o_orderkey", right_on="l_orderkey")
     joined = joined.merge(tables.nation, left_on="c_nationkey", right_on="n_nationkey")
     joined = joined.assign(revenue=joined.l_extendedprice * (1 - joined.l_discount))
-    keys = "c_custkey c_name c_acctbal c_phone n_name c_address c_comment".split()
+    keys = ["c_custkey", "c_name", "c_acctbal", "c_phone", "n_name", "c_address", "c_comment"]
     totals = joined.groupby(keys)["revenue"].sum().reset_index()
-    columns = "c_custkey c_name revenue c_acctbal n_name c_address c_phone c_comment".split()
+    columns = [
+        "c_custkey",
+        "c_name",
+        "revenue",
+        "c_acctbal",
+        "n_name",
+        "c_address",
+        "c_phone",
+        "c_comment",
+    ]
     return (
         totals.compute()
         .sort_values("revenue", ascending=False)

@@ -181,7 +181,7 @@ def _pack_index(index: pd.Index) -> bytes:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-        packed = b"A" + str(index.dtype).encode() + b"\0" + sink.getvalue().to_pybytes()
+        packed: bytes = b"A" + str(index.dtype).encode() + b"\0" + sink.getvalue().to_pybytes()
         back = _unpack_index(packed)
     except (pa.ArrowException, TypeError, ValueError, AttributeError):
         return b"P" + pickle.dumps(index, protocol=5)
@@ -283,7 +283,7 @@ def _is_masked(values: Any) -> bool:
 
 def _is_arrow(dtype: Any) -> bool:
     if isinstance(dtype, pd.StringDtype):
-        return dtype.storage == "pyarrow"
+        return bool(dtype.storage == "pyarrow")
     return isinstance(dtype, pd.ArrowDtype)
 
 

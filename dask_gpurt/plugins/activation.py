@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dask_gpurt")
 
 
+def _scheduler(client: Client) -> Any:
+    """The scheduler's handlers, as coroutine functions."""
+    if client.scheduler is None:
+        raise ActivationError("this client is not connected to a scheduler")
+    return client.scheduler
+
+
 async def activate(client: Client, settings: config.Settings) -> None:
     """Register the runtime on the cluster of a client.
 
@@ -35,17 +42,25 @@ async def activate(client: Client, settings: config.Settings) -> None:
 
     if reason := seams.unsupported_reason():
         raise ActivationError(f"{reason}; stock Dask runs")
+    status = await _status(client)
+    if status["active"]:
+        problem = await _scheduler(client).gpurt_configure(
+            settings=settings.to_plain(), version=dask_gpurt.__version__
+        )
+        if problem is not None:
+            raise ActivationError(f"{problem}; install the same version. Settings are unchanged.")
+        return
     plugin = GpurtScheduler(settings, dask_gpurt.__version__)
     try:
-        await client.scheduler.register_scheduler_plugin(
+        await _scheduler(client).register_scheduler_plugin(
             plugin=dumps(plugin), name=NAME, idempotent=False
         )
     except ImportError as error:
         raise ActivationError(
-            f"the scheduler at {client.scheduler.address} has no dask-gpurt ({error}); "
+            f"the scheduler at {_scheduler(client).address} has no dask-gpurt ({error}); "
             f"run `pip install dask-gpurt=={dask_gpurt.__version__}` there. Stock Dask runs."
         ) from error
-    status = await client.scheduler.gpurt_status()
+    status = await _status(client)
     if not status["active"]:
         raise ActivationError(f"{status['reason']}; stock Dask runs")
 
@@ -75,7 +90,7 @@ async def _disable(client: Client) -> None:
     seams.allow_work(client)
     status = await _status(client)
     if status["active"]:
-        await client.scheduler.gpurt_disable()
+        await _scheduler(client).gpurt_disable()
 
 
 def disable(client: Client) -> Any:
@@ -94,7 +109,7 @@ async def _knows_us(client: Client) -> bool:
 async def _status(client: Client) -> dict[str, Any]:
     status: dict[str, Any]
     if await _knows_us(client):
-        status = await client.scheduler.gpurt_status()
+        status = await _scheduler(client).gpurt_status()
     else:
         status = {
             "active": False,

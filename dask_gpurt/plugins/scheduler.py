@@ -51,13 +51,6 @@ class GpurtScheduler(SchedulerPlugin):
         self.version = version
 
     async def start(self, scheduler: Scheduler) -> None:
-        previous = scheduler.plugins.get(NAME)
-        if isinstance(previous, GpurtScheduler) and previous.is_active:
-            # A second client with the flag: its settings hold from here on. What workers said,
-            # and what was counted, stays true.
-            previous.settings = self.settings
-            self.__dict__ = previous.__dict__
-            return
         self.scheduler = scheduler
         self.is_active = False
         self.inactive_reason: str | None = self._unusable()
@@ -72,6 +65,7 @@ class GpurtScheduler(SchedulerPlugin):
             return
         scheduler.handlers["gpurt_worker_ready"] = self.worker_ready
         scheduler.handlers["gpurt_disable"] = self.disable
+        scheduler.handlers["gpurt_configure"] = self.configure
         self._swap = seams.SpecSwap(scheduler, self._choose, self._everyone_reported)
         self.is_active = True
         await scheduler.register_worker_plugin(
@@ -87,6 +81,16 @@ class GpurtScheduler(SchedulerPlugin):
             )
         return seams.unsupported_reason()
 
+    async def configure(self, settings: dict[str, Any], version: str) -> str | None:
+        """Handler: another client with the flag came; its settings hold for runs to come.
+
+        Returns why not, if they cannot.
+        """
+        if version != self.version:
+            return f"the cluster runs dask-gpurt {self.version}, this client has {version}"
+        self.settings = Settings.from_plain(settings)
+        return None
+
     async def disable(self) -> None:
         """Handler: stock behaviour from here on. Runs that are under way end on our data plane."""
         if not self.is_active:
@@ -95,7 +99,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off.
-        for name in ("gpurt_worker_ready", "gpurt_disable"):
+        for name in ("gpurt_worker_ready", "gpurt_disable", "gpurt_configure"):
             self.scheduler.handlers.pop(name, None)
         await self.scheduler.unregister_worker_plugin(None, name=NAME)
         self.scheduler.remove_plugin(NAME)
@@ -162,7 +166,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def status(self) -> dict[str, Any]:
         """Handler: what is active here, what fell back and why, and each worker's report."""
-        workers: dict[str, Any] = {address: None for address in self.scheduler.workers}
+        workers: dict[str, Any] = dict.fromkeys(self.scheduler.workers)
         if self.is_active and self.ready:
             answers = await self.scheduler.broadcast(
                 msg={"op": "gpurt_report"}, workers=sorted(self.ready), on_error="return"

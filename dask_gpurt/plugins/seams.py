@@ -19,6 +19,7 @@ that is up without asking the event loop, which may be busy | `RunLookup.remove`
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ __all__ = [
     "SpecSwap",
     "allow_work",
     "clean_exception",
+    "event_loop",
     "context_meter",
     "handle_transfer_errors",
     "handle_unpack_errors",
@@ -208,6 +210,12 @@ class RunLookup:
         """Give the stock methods back."""
         for name in ("get_or_create_shuffle", "get_shuffle_run"):
             vars(self._plugin).pop(name, None)
+
+
+def event_loop(worker: Worker) -> asyncio.AbstractEventLoop:
+    """The asyncio loop that a worker runs on."""
+    loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+    return loop
 
 
 def refuse_work(client: Client, error: Exception) -> None:

@@ -34,6 +34,7 @@ from dask_gpurt.plugins.seams import (
     ShuffleClosedError,
     clean_exception,
     context_meter,
+    event_loop,
     retry,
     sync,
     thread_time,
@@ -189,7 +190,7 @@ class ExchangeRun:
         )
         self._outbox: Outbox[Outgoing] = Outbox(
             self._send,
-            worker.loop.asyncio_loop,
+            event_loop(worker),
             limit_nbytes=spec.settings.in_flight_nbytes,
             message_nbytes=spec.settings.message_nbytes,
         )
@@ -291,7 +292,7 @@ class ExchangeRun:
             return await self._worker.rpc(address).shuffle_receive(
                 data={
                     "header": header,
-                    "payload": [to_serialize(memoryview(s.packed.buffer)) for s in shards],
+                    "payload": [to_serialize(s.packed.buffer.data) for s in shards],
                 },
                 shuffle_id=self.id,
                 run_id=self.run_id,

@@ -19,6 +19,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
+from dask_gpurt.plugins.seams import RunLookup, event_loop
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class WorkerState:
         self._n_runs -= 1
         if not self._n_runs:
             self.pool.close_lane("outgoing")
-            self._cooling = self._worker.loop.asyncio_loop.call_later(IDLE_S, self.cool_down)
+            self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
 
     def cool_down(self) -> None:
         """Give back memory that was only kept warm."""
@@ -124,7 +125,6 @@ class Attachment:
     version = dask_gpurt.__version__
 
     def __init__(self, worker: Worker) -> None:
-        from dask_gpurt.plugins.seams import RunLookup
         from dask_gpurt.plugins.shuffle_run import ExchangeRun
 
         self._worker = worker

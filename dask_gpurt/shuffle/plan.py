@@ -84,9 +84,9 @@ class ExchangePlan:
         partition column with the owners and drops what finds none.
         """
         values = np.asarray(partitions)
-        if values.dtype == np.intp and self._slots_are_partitions:
+        if values.dtype == np.intp and len(values) and self._slots_are_partitions:
             # Most shuffles: the number of a partition is its slot, and all are in range.
-            if not len(values) or (values.min() >= 0 and values.max() < self.n_slots):
+            if values.min() >= 0 and values.max() < self.n_slots:
                 return values
         table = self._slot_table
         last = len(table) - 1

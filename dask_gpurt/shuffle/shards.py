@@ -20,7 +20,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ class SpillFile:
     def append(self, buffer: np.ndarray[Any, Any]) -> int:
         """Write a buffer and return where it begins."""
         first = self._end
-        view = memoryview(buffer)
+        view = buffer.data
         position = first
         while len(view):
             written = os.pwrite(self._fd, view, position)
@@ -64,7 +64,7 @@ class SpillFile:
         return first
 
     def read_into(self, buffer: np.ndarray[Any, Any], position: int) -> None:
-        view = memoryview(buffer)
+        view = buffer.data
         while len(view):
             count = os.preadv(self._fd, [view], position)
             if not count:
@@ -124,7 +124,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         rows = self.rows_before_slot
-        self.unread = sum(a != b for a, b in zip(rows, rows[1:], strict=False))
+        self.unread = sum(a != b for a, b in pairwise(rows))
         if self.body is not None:
             self.nbytes = self.body.nbytes
         elif self.packed is not None:
@@ -232,8 +232,6 @@ class ShardStore:
 
     def make_room(self) -> None:
         """Spill until below the low-water mark. Writes; call from a thread."""
-        if not self.is_over_limit:
-            return
         with self._spilling:
             if not self.is_over_limit:
                 return

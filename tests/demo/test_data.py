@@ -152,4 +152,4 @@ def test_parts_cover_all_rows_once(tmp_path: Path) -> None:
     material.write_parts(table, tmp_path / "t", 3)
     parts = [pq.read_table(file)["x"].to_pylist() for file in _files(tmp_path / "t")]
     assert [len(part) for part in parts] == [3, 3, 4]
-    assert sum(parts, []) == list(range(10))
+    assert [x for part in parts for x in part] == list(range(10))

@@ -1,0 +1,69 @@
+# Everything runs in virtual environments of its own; nothing is installed outside this folder.
+#   make demo    stock Dask against the runtime, on real data, in about five minutes
+#   make test    the test suite, against both supported ends of dask and distributed
+#   make check   style, types, and which module may import which
+#   make bench   the benchmarks behind docs/performance.md
+
+PYTHON ?= python3
+OLDEST := 2026.7.1
+NEWEST := 2026.8.0
+VENV := .venv
+VENV_NEWEST := .venv-newest
+SOURCES := setup.cfg pyproject.toml $(shell find dask_gpurt -name '*.py' -o -name '*.yaml')
+JOBS ?= 2
+
+.PHONY: demo test test-oldest test-newest check bench clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/dask gpurt demo
+
+test: test-oldest test-newest
+
+# The slow, process-heavy tests run once, on the oldest version; what touches private names of
+# dask and distributed, and every shuffle, runs on both.
+test-oldest: $(VENV)/installed
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests
+
+test-newest: $(VENV_NEWEST)/installed
+	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \
+	    tests/plugins tests/integration tests/frames
+
+check: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy dask_gpurt
+	$(VENV)/bin/python -m pytest -q tests/test_architecture.py
+
+bench: $(VENV)/installed
+	mkdir -p benchmarks/results
+	$(VENV)/bin/python -m benchmarks.shuffle --json benchmarks/results/shuffle.json
+	$(VENV)/bin/python -m benchmarks.merge --json benchmarks/results/merge.json
+	$(VENV)/bin/python -m benchmarks.set_index --json benchmarks/results/set_index.json
+	$(VENV)/bin/python -m benchmarks.memory --json benchmarks/results/memory.json
+
+# `python -m venv` needs Debian's python3-venv; where it is missing, virtualenv from pip will do.
+define make_venv
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1) || \
+	    ($(PYTHON) -m pip install --user --break-system-packages virtualenv && \
+	     $(PYTHON) -m virtualenv $(1))
+	$(1)/bin/python -m pip install --quiet --upgrade pip
+endef
+
+# The package is installed, not linked: Dask finds its defaults under the environment's prefix,
+# where only an installation puts them.
+$(VENV)/installed: $(SOURCES)
+	$(call make_venv,$(VENV))
+	$(VENV)/bin/python -m pip install --quiet \
+	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test]"
+	$(VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	touch $@
+
+$(VENV_NEWEST)/installed: $(SOURCES)
+	$(call make_venv,$(VENV_NEWEST))
+	$(VENV_NEWEST)/bin/python -m pip install --quiet \
+	    "dask[dataframe]==$(NEWEST)" "distributed==$(NEWEST)" ".[test]"
+	$(VENV_NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV_NEWEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,162 @@
+"""Joining what pieces of several shards have of one column, and the frame made of it.
+
+The rules for what differs between input partitions live here: categories, types that a partition
+widened, strings that one of them had none of. They follow what stock Dask makes of the same input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+
+from dask_gpurt.frames.columns import Part, categories_of, compose_categorical
+from dask_gpurt.frames.port import Piece
+
+try:
+    from pandas.api.internals import create_dataframe_from_blocks
+except ImportError:  # pandas before 3
+    create_dataframe_from_blocks = None  # type: ignore[assignment]
+
+
+def runs_of_one_shape(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    run: list[Piece] = []
+    for piece in pieces:
+        if run:
+            ours, theirs = run[-1].body.layout, piece.body.layout
+            if ours is not theirs and ours.shape != theirs.shape:
+                yield run
+                run = []
+        run.append(piece)
+    yield run
+
+
+def join_arrow(arrays: list[pa.Array], pieces: list[Piece]) -> pa.Array:
+    slices = [a.slice(p.start, p.stop - p.start) for a, p in zip(arrays, pieces, strict=True)]
+    if len(slices) == 1:
+        # Arrow hands a single array back as it is, and with it the whole shard's memory.
+        slices.append(slices[0].slice(0, 0))
+    return pa.concat_arrays(slices)
+
+
+def join_objects(arrays: list[Any], pieces: list[Piece]) -> Any:
+    slices = [a[p.start : p.stop] for a, p in zip(arrays, pieces, strict=True)]
+    if all(isinstance(s, np.ndarray) for s in slices):
+        return np.concatenate(slices)
+    return type(slices[0])._concat_same_type(slices)
+
+
+def join_categorical(
+    number: int, codes: Part, pieces: list[Piece], expected: Any
+) -> pd.Categorical:
+    """Categorical out of joined codes, over the union of the pieces' categories.
+
+    Categories that only some partitions have are appended in the order of the input partitions;
+    stock appends them in the order in which shards happened to arrive.
+    """
+    details = [piece.body.layout.all[number].detail for piece in pieces]
+    layouts = [piece.body.layout.all[number] for piece in pieces]
+    if all(detail == details[0] for detail in details):
+        categories = categories_of(layouts[0], expected)
+        dtype = pd.CategoricalDtype(categories, ordered=details[0][0])
+        return compose_categorical(codes, dtype)
+    first = 0
+    same: list[pd.Categorical] = []
+    for piece, layout in zip(pieces, layouts, strict=True):
+        last = first + piece.stop - piece.start
+        dtype = pd.CategoricalDtype(categories_of(layout, expected), ordered=layout.detail[0])
+        same.append(compose_categorical(codes[first:last], dtype))
+        first = last
+    return _union(same)
+
+
+def _union(categoricals: Sequence[Any]) -> pd.Categorical:
+    from pandas.api.types import union_categoricals
+
+    ordered = all(c.ordered for c in categoricals)
+    merged = union_categoricals(categoricals, ignore_order=True)
+    if ordered:
+        merged = merged.as_ordered()
+    return merged
+
+
+def with_common_categories(frames: list[pd.DataFrame]) -> list[pd.DataFrame]:
+    """Frames whose categorical columns share their categories: else pandas makes objects."""
+    n_columns = frames[0].shape[1]
+    for position in range(n_columns):
+        dtypes = [frame.dtypes.iloc[position] for frame in frames]
+        if not all(isinstance(dtype, pd.CategoricalDtype) for dtype in dtypes):
+            continue
+        if all(dtype == dtypes[0] for dtype in dtypes):
+            continue
+        dtype = _union([frame.iloc[:, position] for frame in frames]).dtype
+        for number, frame in enumerate(frames):
+            frame = frame.copy(deep=False)
+            frame.isetitem(position, frame.iloc[:, position].astype(dtype))
+            frames[number] = frame
+    return frames
+
+
+def frame_of_blocks(
+    blocks: list[tuple[Any, npt.NDArray[np.intp]]], index: pd.Index, columns: pd.Index
+) -> pd.DataFrame:
+    if create_dataframe_from_blocks is not None:
+        return create_dataframe_from_blocks(blocks, index=index, columns=columns)
+    arrays: dict[int, Any] = {}
+    for values, placement in blocks:
+        rows = values if getattr(values, "ndim", 1) == 2 else [values]
+        arrays.update(zip(placement.tolist(), rows, strict=True))
+    frame = pd.DataFrame({i: arrays[i] for i in range(len(columns))}, index=index, copy=False)
+    frame.columns = columns
+    return frame
+
+
+def casts_between(actual: pd.Series, expected: pd.Series) -> dict[int, Any]:
+    """Type that each column has to be cast to, by position; columns that stay are left out.
+
+    A partition may have found a wider type than the plan knew of (a missing value among
+    integers); stock then keeps the common type of both.
+    """
+    casts = {}
+    for position, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        target = _common_type(one, other)
+        if target is not None:
+            casts[position] = target
+    return casts
+
+
+def with_casts(frame: pd.DataFrame, casts: dict[int, Any]) -> pd.DataFrame:
+    frame = frame.copy(deep=False)
+    for position, target in casts.items():
+        frame.isetitem(position, _cast(frame.iloc[:, position], target))
+    return frame
+
+
+def _cast(column: pd.Series, target: Any) -> pd.Series:
+    try:
+        return column.astype(target)
+    except (TypeError, ValueError):
+        if isinstance(target, pd.StringDtype):
+            return column  # objects that are no strings stay what they are
+        raise
+
+
+def _common_type(actual: Any, expected: Any) -> Any:
+    """Type to cast to, or None where the column stays as it is."""
+    if actual == expected:
+        return None
+    if isinstance(expected, pd.StringDtype) and (
+        isinstance(actual, pd.StringDtype) or actual == np.dtype(object)
+    ):
+        return expected
+    if isinstance(actual, pd.CategoricalDtype) and isinstance(expected, pd.CategoricalDtype):
+        # Meta need not know the categories.
+        return None
+    from pandas.core.dtypes.cast import find_common_type
+
+    common = find_common_type([actual, expected])
+    return None if common == actual else common

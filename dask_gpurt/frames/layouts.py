@@ -1,0 +1,126 @@
+"""How a whole frame is carried: every column's layout, and where each part lies in a buffer.
+
+Columns of one NumPy type share one two-dimensional region, so that a thousand columns cost little
+more than one. Values only: what a layout describes is gathered and joined by `frames.pandas_`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from dask_gpurt.frames.columns import Layout
+
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parts of one NumPy type, which travel as the rows of one two-dimensional array.
+
+    `members` are (column, part) pairs; columns count on into the index levels. The first
+    `n_plain` of them are whole columns and become one block of the result.
+    """
+
+    dtype: np.dtype[Any]
+    members: tuple[tuple[int, int], ...]
+    n_plain: int
+
+
+@dataclass(frozen=True)
+class FrameLayout:
+    """How every column and index level of a frame is carried."""
+
+    columns: tuple[Layout, ...]
+    index: tuple[Layout, ...]
+    index_names: tuple[Any, ...]
+
+    @cached_property
+    def key(self) -> bytes:
+        names: list[Any] = []
+        for name in self.index_names:
+            plain = name is None or type(name) in (str, int)
+            names.append([plain, name if plain else pickle.dumps(name, protocol=5)])
+        return msgpack.packb(  # type: ignore[no-any-return]
+            [[c.to_plain() for c in self.columns], [i.to_plain() for i in self.index], names]
+        )
+
+    @staticmethod
+    def from_key(key: bytes) -> FrameLayout:
+        try:
+            columns, index, names = msgpack.unpackb(key)
+            return FrameLayout(
+                tuple(Layout.from_plain(column) for column in columns),
+                tuple(Layout.from_plain(level) for level in index),
+                tuple(name if plain else pickle.loads(name) for plain, name in names),
+            )
+        except (TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
+            raise ValueError(f"not the layout of a pandas frame: {error}") from error
+
+    @cached_property
+    def all(self) -> tuple[Layout, ...]:
+        return self.columns + self.index
+
+    @cached_property
+    def shape(self) -> tuple[Any, ...]:
+        """Everything but the categories: frames of one shape are concatenated directly."""
+
+        def without_categories(layout: Layout) -> Any:
+            detail = layout.detail[:1] if layout.kind == "categorical" else layout.detail
+            children = tuple(without_categories(child) for child in layout.children)
+            return (layout.kind, layout.parts, detail, children)
+
+        return (tuple(without_categories(layout) for layout in self.all), self.index_names)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        plain: dict[str, list[tuple[int, int]]] = {}
+        other: dict[str, list[tuple[int, int]]] = {}
+        n_columns = len(self.columns)
+        for number, layout in enumerate(self.all):
+            is_column = layout.kind == "plain" and number < n_columns
+            for part, dtype in enumerate(layout.parts):
+                (plain if is_column else other).setdefault(dtype, []).append((number, part))
+        dtypes = sorted(plain.keys() | other.keys(), key=lambda d: (-np.dtype(d).itemsize, d))
+        return tuple(
+            Group(
+                np.dtype(dtype),
+                tuple(plain.get(dtype, []) + other.get(dtype, [])),
+                len(plain.get(dtype, [])),
+            )
+            for dtype in dtypes
+        )
+
+    @cached_property
+    def arrow(self) -> tuple[int, ...]:
+        return tuple(n for n, layout in enumerate(self.all) if layout.arrow)
+
+    @cached_property
+    def objects(self) -> tuple[int, ...]:
+        return tuple(n for n, layout in enumerate(self.all) if layout.objects)
+
+    def fixed_nbytes(self, n_rows: int) -> int:
+        return sum(
+            _aligned(len(group.members) * n_rows * group.dtype.itemsize) for group in self.groups
+        )
+
+    def regions(self, buffer: npt.NDArray[np.uint8], n_rows: int) -> list[npt.NDArray[Any]]:
+        """Two-dimensional views of each group, laid out one after the other in `buffer`."""
+        views = []
+        first = 0
+        for group in self.groups:
+            nbytes = len(group.members) * n_rows * group.dtype.itemsize
+            view = buffer[first : first + nbytes].view(group.dtype)
+            views.append(view.reshape(len(group.members), n_rows))
+            first += _aligned(nbytes)
+        return views
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
