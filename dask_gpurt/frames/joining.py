@@ -116,47 +116,48 @@ def frame_of_blocks(
 
 
 def casts_between(actual: pd.Series, expected: pd.Series) -> dict[int, Any]:
-    """Type that each column has to be cast to, by position; columns that stay are left out.
-
-    A partition may have found a wider type than the plan knew of (a missing value among
-    integers); stock then keeps the common type of both.
-    """
-    casts = {}
-    for position, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        target = _common_type(one, other)
-        if target is not None:
-            casts[position] = target
-    return casts
+    """Type that the meta expects of each column that has another, by position."""
+    pairs = enumerate(zip(actual, expected, strict=True))
+    return {
+        position: wanted for position, (found, wanted) in pairs if not _are_alike(found, wanted)
+    }
 
 
 def with_casts(frame: pd.DataFrame, casts: dict[int, Any]) -> pd.DataFrame:
+    """Frame with the columns of `casts` brought to what stock makes of them.
+
+    That is not always what the meta expects: a partition may have found a wider type than the plan
+    knew of (a missing value among integers), and then the common type of both is kept.
+    """
     frame = frame.copy(deep=False)
-    for position, target in casts.items():
-        frame.isetitem(position, _cast(frame.iloc[:, position], target))
+    for position, expected in casts.items():
+        frame.isetitem(position, _reconciled(frame.iloc[:, position], expected))
     return frame
 
 
-def _cast(column: pd.Series, target: Any) -> pd.Series:
-    try:
-        return column.astype(target)
-    except (TypeError, ValueError):
-        if isinstance(target, pd.StringDtype):
-            return column  # objects that are no strings stay what they are
-        raise
+def _are_alike(found: Any, expected: Any) -> bool:
+    both = (found, expected)
+    # Meta need not know the categories.
+    return found == expected or all(isinstance(dtype, pd.CategoricalDtype) for dtype in both)
 
 
-def _common_type(actual: Any, expected: Any) -> Any:
-    """Type to cast to, or None where the column stays as it is."""
-    if actual == expected:
-        return None
+def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
     if isinstance(expected, pd.StringDtype) and (
-        isinstance(actual, pd.StringDtype) or actual == np.dtype(object)
+        isinstance(column.dtype, pd.StringDtype) or column.dtype == np.dtype(object)
     ):
-        return expected
-    if isinstance(actual, pd.CategoricalDtype) and isinstance(expected, pd.CategoricalDtype):
-        # Meta need not know the categories.
-        return None
+        try:
+            return column.astype(expected)
+        except (TypeError, ValueError):
+            return column  # objects that are no strings stay what they are
+    if column.dtype == np.dtype(object):
+        # One partition had objects where others had values. Stock goes through Arrow, which looks
+        # at the values that are left.
+        try:
+            values = pa.array(column, from_pandas=True).to_pandas()
+        except pa.ArrowException:
+            return column
+        column = pd.Series(values.array, index=column.index, copy=False)
     from pandas.core.dtypes.cast import find_common_type
 
-    common = find_common_type([actual, expected])
-    return None if common == actual else common
+    common = find_common_type([column.dtype, expected])
+    return column if common == column.dtype else column.astype(common)

@@ -1,0 +1,50 @@
+"""Fixtures of the whole suite: clusters with and without the runtime, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import dask
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A client of a stock cluster and one of a cluster with the runtime on."""
+
+    stock: Client
+    enabled: Client
+
+
+@contextlib.contextmanager
+def two_clusters(n_workers: int) -> Iterator[Sides]:
+    """Two clusters in this process, whose workers talk over real sockets."""
+    options = {
+        "n_workers": n_workers,
+        "threads_per_worker": 1,
+        "processes": False,
+        "protocol": "tcp://",
+        "dashboard_address": ":0",
+        "silence_logs": logging.CRITICAL,
+    }
+    with (
+        dask.config.set({"gpurt.enabled": False}),
+        LocalCluster(**options) as one,
+        LocalCluster(**options) as other,
+        Client(one, set_as_default=False) as stock,
+        Client(other, set_as_default=False) as enabled,
+    ):
+        dask_gpurt.enable(enabled)
+        yield Sides(stock, enabled)
+
+
+@pytest.fixture(scope="session")
+def sides() -> Iterator[Sides]:
+    with two_clusters(3) as clients:
+        yield clients
