@@ -11,6 +11,8 @@ from typing import Any
 
 import dask.config
 
+_said: set[str] = set()
+
 
 def _flag_is_set() -> bool:
     flag = dask.config.get("gpurt.enabled", False)
@@ -37,4 +39,7 @@ async def dask_setup(node: Any) -> None:
 
         if not isinstance(error, (ConfigError, ImportError)):
             raise
-        logging.getLogger("dask_gpurt").error("dask_gpurt is not active: %s", error)
+        # A scheduler and a client in one process would say the same twice.
+        if str(error) not in _said:
+            _said.add(str(error))
+            logging.getLogger("dask_gpurt").error("dask_gpurt is not active: %s", error)

@@ -108,6 +108,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def worker_ready(self, worker: str, problem: str | None) -> None:
         """Handler: the bootstrap ran on a worker."""
+        self.not_ready.pop(worker, None)
         if problem is None:
             self.ready.add(worker)
         else:
@@ -130,7 +131,9 @@ class GpurtScheduler(SchedulerPlugin):
             async with asyncio.timeout(JOIN_TIMEOUT_S), self._all_reported:
                 await self._all_reported.wait_for(lambda: not self._silent())
         except TimeoutError:
-            logger.warning("no word from %s; not waiting longer", sorted(self._silent()))
+            for worker in sorted(self._silent()):
+                self.not_ready[worker] = f"no word from worker {worker} in {JOIN_TIMEOUT_S:g} s"
+                logger.warning("%s", self.not_ready[worker])
 
     # ------------------------------------------------------------------ runs
 

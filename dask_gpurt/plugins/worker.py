@@ -155,8 +155,15 @@ def bootstrap(version: str) -> WorkerPlugin:
         name = "gpurt"
 
         async def setup(self, worker: Any) -> None:
+            import asyncio
+
             problem = None
             self._attachment = None
+            # A joining worker sets its plugins up concurrently, and ours may come before stock's.
+            for _ in range(1000):
+                if "shuffle" in worker.plugins:
+                    break
+                await asyncio.sleep(0)
             try:
                 from dask_gpurt.plugins.worker import Attachment
 
@@ -166,6 +173,8 @@ def bootstrap(version: str) -> WorkerPlugin:
                     self._attachment = Attachment(worker)
             except ImportError as error:
                 problem = f"dask-gpurt cannot be imported there ({error})"
+            except Exception as error:
+                problem = f"dask-gpurt {version} failed there ({error!r})"
             if problem is not None:
                 import logging
                 import socket

@@ -1,0 +1,171 @@
+"""``dask gpurt``: run a script with the runtime on, look for what is wrong, see what it does.
+
+Parses command lines and nothing else. Dask loads this module for every ``dask --help``, so that
+everything but click is imported inside the commands; the work is done in `dask_gpurt.command`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 88}
+
+#: What a bad address, a missing file or a wrong option exits with.
+_BAD_USAGE = 2
+
+
+def _fail(command: str, error: Exception) -> int:
+    click.echo(f"dask gpurt {command}: {error}", err=True)
+    return _BAD_USAGE
+
+
+@click.group(context_settings=_CONTEXT)
+@click.version_option(package_name="dask-gpurt", prog_name="dask-gpurt")
+def gpurt() -> None:
+    """Faster shuffles for Dask, without changing a line of the program."""
+
+
+@gpurt.command(context_settings={**_CONTEXT, "allow_interspersed_args": False})
+@click.option("--n-workers", type=click.IntRange(1), metavar="N", help="Worker processes.")
+@click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads of each worker.")
+@click.option(
+    "--progress/--no-progress",
+    "progress",
+    default=None,
+    help="Show progress on stderr; by default if that is a terminal.",
+)
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the closing report to FILE as JSON, too.",
+)
+@click.option("--strict", is_flag=True, help="An error where stock Dask would do the work.")
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT names a module.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    n_workers: int | None,
+    threads: int | None,
+    progress: bool | None,
+    report: Path | None,
+    strict: bool,
+    is_module: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Run SCRIPT as it is, with the runtime on. Options after SCRIPT are the script's own.
+
+    A script that starts a Dask client of its own keeps it. For one that does not, a cluster of
+    this machine's size is started when it first computes something; --n-workers and --threads
+    are for that one.
+    """
+    from dask_gpurt.command.run import Options, run_script
+    from dask_gpurt.command.script import ScriptError
+
+    options = Options(
+        n_workers=n_workers,
+        threads_per_worker=threads,
+        progress=progress,
+        report_path=report,
+        strict=strict,
+    )
+    try:
+        code = run_script(script, list(args), is_module=is_module, options=options)
+    except ScriptError as error:
+        code = _fail("run", error)
+    sys.exit(code)
+
+
+_scheduler = click.option("--scheduler", metavar="ADDR", help="Such as tcp://10.0.0.1:8786.")
+_scheduler_file = click.option(
+    "--scheduler-file", type=click.Path(path_type=Path), metavar="FILE", help="Names the scheduler."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@gpurt.command(context_settings=_CONTEXT)
+@_scheduler
+@_scheduler_file
+@_json
+def doctor(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> None:
+    """Say what is installed, what is switched on, what is wrong, and what to do about it.
+
+    Exits with 0 if there is no problem, 1 if there is one, and 2 if the scheduler does not answer.
+    """
+    from dask_gpurt.command.doctor import examine
+
+    sys.exit(examine(scheduler, scheduler_file, as_json))
+
+
+@gpurt.command(context_settings=_CONTEXT)
+@_scheduler
+@_scheduler_file
+@_json
+def status(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> None:
+    """Show what the runtime does on a running cluster."""
+    from dask_gpurt.command.connect import ConnectError
+    from dask_gpurt.command.status import show
+
+    try:
+        code = show(scheduler, scheduler_file, as_json)
+    except ConnectError as error:
+        code = _fail("status", error)
+    sys.exit(code)
+
+
+@gpurt.command(context_settings=_CONTEXT)
+@click.option(
+    "--scale",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="TPC-H scale factor; 1 is about a gigabyte of text.",
+)
+@click.option("--quick", is_flag=True, help="Less data, each query once: within a minute.")
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where the data is kept; the user's cache directory by default.",
+)
+@click.option(
+    "--out-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    help="Where report.json and report.html go; the current directory by default.",
+)
+@click.option("--queries", metavar="LIST", help="Such as 1,3,9 or q3,weather; all by default.")
+@_json
+def demo(
+    scale: float,
+    quick: bool,
+    cache_dir: Path | None,
+    out_dir: Path,
+    queries: str | None,
+    as_json: bool,
+) -> None:
+    """Compare stock Dask with Dask and this runtime, on real data."""
+    from dask_gpurt.demo.command import main
+
+    names = None
+    if queries is not None:
+        names = [name.strip() for name in queries.split(",") if name.strip()]
+        if not names:
+            raise click.BadParameter("names no query", param_hint="--queries")
+    sys.exit(
+        main(
+            scale=scale,
+            quick=quick,
+            cache_dir=cache_dir,
+            out_dir=out_dir,
+            json_output=as_json,
+            queries=names,
+        )
+    )
+
+
+if __name__ == "__main__":
+    gpurt(prog_name="dask gpurt")

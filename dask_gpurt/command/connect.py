@@ -1,0 +1,149 @@
+"""A short look at a running cluster, from outside and without changing it.
+
+For `dask gpurt doctor` and `dask gpurt status`: connects with the flag off, so that asking does not
+switch anything on, and gives up soon, in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dask.config
+
+import dask_gpurt
+from dask_gpurt.command.observe import quiet_preloads, scheduler_address
+from dask_gpurt.errors import GpurtError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+CONNECT_TIMEOUT_S = 5.0
+#: How long an answer may take once connected: workers that are busy answer late.
+ANSWER_TIMEOUT_S = 20.0
+
+
+class ConnectError(GpurtError, ValueError):
+    """No scheduler was named, or there is none where it should be."""
+
+
+def address_of(scheduler: str | None, scheduler_file: Path | None) -> str | None:
+    """Address that the options name, if they name one.
+
+    Raises
+    ------
+    ConnectError
+        They name two, or the file does not hold one.
+    """
+    if scheduler_file is None:
+        return scheduler
+    if scheduler is not None:
+        raise ConnectError("give --scheduler or --scheduler-file, not both")
+    try:
+        return str(json.loads(scheduler_file.read_text(encoding="utf-8"))["address"])
+    except OSError as error:
+        raise ConnectError(f"cannot read {scheduler_file}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConnectError(f"{scheduler_file} is not a scheduler file") from error
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[Client]:
+    """A client that is closed afterwards.
+
+    Raises
+    ------
+    ConnectError
+        No scheduler answers there.
+    """
+    from distributed import Client
+
+    quiet_preloads()
+    settings = {
+        "gpurt.enabled": False,
+        # Once connected, a scheduler that says no more must not hold us up either.
+        "distributed.comm.timeouts.connect": f"{CONNECT_TIMEOUT_S}s",
+    }
+    # What else is to be said about a failure, distributed logs with a traceback.
+    with dask.config.set(settings), _silent("distributed", "tornado", "asyncio"):
+        try:
+            # First without a client: one that never connected cannot be closed in silence.
+            asyncio.run(_knock(address))
+            client = Client(  # type: ignore[no-untyped-call]
+                address, timeout=CONNECT_TIMEOUT_S, set_as_default=False
+            )
+        except Exception as error:
+            raise ConnectError(f"no scheduler answers at {address}: {_brief(error)}") from error
+        try:
+            yield client
+        finally:
+            with contextlib.suppress(Exception):
+                client.close(timeout=CONNECT_TIMEOUT_S)  # type: ignore[no-untyped-call]
+
+
+async def _knock(address: str) -> None:
+    from distributed.core import rpc
+
+    scheduler = rpc(address, timeout=CONNECT_TIMEOUT_S)  # type: ignore[no-untyped-call]
+    async with asyncio.timeout(CONNECT_TIMEOUT_S), scheduler:
+        kind = (await scheduler.identity())["type"]
+    if kind != "Scheduler":
+        raise ValueError(f"that is a {kind}")
+
+
+def ask(client: Client) -> dict[str, Any]:
+    """Status and versions of a cluster.
+
+    Raises
+    ------
+    ConnectError
+        It does not answer in time.
+    """
+
+    address = scheduler_address(client)
+
+    async def both() -> tuple[Any, Any]:
+        status = await dask_gpurt.status(client)
+        versions: Any = client.get_versions()
+        return status, await versions
+
+    try:
+        status, versions = client.sync(  # type: ignore[no-untyped-call]
+            both, callback_timeout=ANSWER_TIMEOUT_S
+        )
+    except Exception as error:
+        why = _brief(error)
+        raise ConnectError(f"the scheduler at {address} does not answer: {why}") from error
+    return {"scheduler": address, **status, "versions": versions}
+
+
+def _brief(error: BaseException) -> str:
+    """The first line of what went wrong in the end, or what it is called."""
+    if isinstance(error, TimeoutError):
+        return "it took too long"
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    if isinstance(root, (TimeoutError, asyncio.CancelledError)) or "Timed out" in str(root):
+        return "it took too long"
+    if isinstance(root, OSError) and root.strerror:
+        return root.strerror
+    return next(iter(str(root).strip().splitlines()), "") or type(root).__name__
+
+
+@contextlib.contextmanager
+def _silent(*names: str) -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,136 @@
+"""``dask gpurt doctor``: what was found, here and on a cluster, and what to do about it.
+
+The local half is `dask_gpurt.command.findings`; the cluster is asked here, without switching
+anything on there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import dask_gpurt
+from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
+from dask_gpurt.command.findings import Finding, Level, local_findings
+from dask_gpurt.command.report import advice, times
+
+_BAD_USAGE = 2
+
+#: Packages whose versions matter between processes that send each other data.
+_COMPARED = ("python", "dask", "distributed", "pandas", "numpy")
+
+
+def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> int:
+    """Look at everything and print what was found.
+
+    Returns
+    -------
+    int
+        0 without problems, 1 with one, 2 if the scheduler that was asked for does not answer.
+    """
+    # A finding says what is wrong with a setting; the warning would say it again.
+    logging.getLogger("dask_gpurt").setLevel(logging.ERROR)
+    findings = local_findings()
+    failure: ConnectError | None = None
+    try:
+        address = address_of(scheduler, scheduler_file)
+        if address is not None:
+            with connected(address) as client:
+                findings += cluster_findings(ask(client))
+    except ConnectError as error:
+        failure = error
+        remedy = "check the address, and that the scheduler runs and can be reached from here"
+        findings.append(Finding("problem", "cluster", str(error), remedy))
+    n_problems = sum(finding.level == "problem" for finding in findings)
+    if as_json:
+        found = {"problems": n_problems, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(found, indent=2))
+    else:
+        print(as_text(findings, n_problems))
+    if failure is not None:
+        print(f"dask gpurt doctor: {failure}", file=sys.stderr)
+        return _BAD_USAGE
+    return 1 if n_problems else 0
+
+
+def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
+    """What a cluster's status says.
+
+    Parameters
+    ----------
+    found
+        Of `dask_gpurt.command.connect.ask`.
+    """
+    findings = [Finding("ok", "cluster", f"reachable at {found['scheduler']}")]
+    if found["active"]:
+        text = f"on, dask_gpurt {found['version']} on host {found['host']}"
+        findings.append(Finding("ok", "runtime", text))
+    else:
+        never = "version" not in found
+        remedy = (
+            "set DASK_GPURT__ENABLED=true where the program runs that connects to it"
+            if never
+            else "dask_gpurt.enable(client), once the reason is gone"
+        )
+        level: Level = "problem" if "not one this dask_gpurt" in str(found["reason"]) else "note"
+        findings.append(Finding(level, "runtime", f"off: {found['reason']}", remedy))
+    findings += _versions(found)
+    for worker, report in sorted(found["workers"].items()):
+        if problem := found["not_ready"].get(worker):
+            findings.append(Finding("problem", "worker", problem, advice(problem)))
+        elif report:
+            findings.append(Finding("ok", "worker", f"{worker}: on, {report['version']}"))
+        elif found["active"]:
+            text = f"{worker} has not said that it is ready"
+            findings.append(Finding("note", "worker", text, advice("no word from worker")))
+    for one in found["fallbacks"]:
+        text = f"{one['what']} ran on stock Dask {times(one['count'])}: {one['why']}"
+        findings.append(Finding("note", "fallback", text, advice(one["why"])))
+    if found["active"] and not found["fallbacks"]:
+        findings.append(Finding("ok", "fallback", "nothing was left to stock Dask"))
+    return findings
+
+
+def _versions(found: Mapping[str, Any]) -> list[Finding]:
+    """Where another version runs than here."""
+    findings = []
+    ours = found.get("version")
+    if ours is not None and ours != dask_gpurt.__version__:
+        text = f"the scheduler has dask_gpurt {ours}, this is {dask_gpurt.__version__}"
+        remedy = f"pip install dask-gpurt=={dask_gpurt.__version__} there"
+        findings.append(Finding("problem", "versions", text, remedy))
+    versions = found["versions"]
+    here = _packages(versions["client"])
+    others = {"the scheduler": versions["scheduler"], **versions["workers"]}
+    for who, theirs in others.items():
+        packages = _packages(theirs or {})
+        for name in _COMPARED:
+            if packages.get(name) != here.get(name):
+                text = f"{who} has {name} {packages.get(name)}, here it is {here.get(name)}"
+                remedy = "use one environment for clients, scheduler and workers"
+                findings.append(Finding("note", "versions", text, remedy))
+    if not findings:
+        findings.append(Finding("ok", "versions", "the same on scheduler and workers as here"))
+    return findings
+
+
+def _packages(one: Mapping[str, Any]) -> dict[str, str]:
+    host = {name: str(value).split(".final")[0] for name, value in one.get("host", {}).items()}
+    return {"python": host.get("python", ""), **one.get("packages", {})}
+
+
+def as_text(findings: list[Finding], n_problems: int) -> str:
+    """The findings for a terminal."""
+    width = max(len(finding.what) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<7}  {finding.what:<{width}}  {finding.text}")
+        if finding.remedy:
+            lines.append(f"{'':<7}  {'':<{width}}  -> {finding.remedy}")
+    end = {0: "no problems", 1: "1 problem"}.get(n_problems, f"{n_problems} problems")
+    return "\n".join([*lines, "", end])

@@ -1,0 +1,141 @@
+"""A local cluster in a process of its own, for a script that starts none.
+
+The scheduler and the nannies are not in the script's process for one reason above all: worker
+processes import the main module of the process that starts them, and a script without a client
+has no `if __name__ == "__main__":` to keep that from running it again. The rest comes with it:
+Ctrl-C does not reach the workers, and the scheduler has an interpreter lock of its own.
+
+Both sides are here: `EmbeddedCluster` in the script's process, `serve` in the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import dask.config
+
+from dask_gpurt.errors import GpurtError
+
+#: How long closing may take before the processes are killed.
+CLOSE_TIMEOUT_S = 10.0
+
+# `-c` leaves the process without a main module for workers to import. The script's search path
+# comes first: with it, this package is found the way it was found there.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from dask_gpurt.command.embedded import serve; serve(int(sys.argv.pop(1)))"
+)
+
+
+class EmbeddedClusterError(GpurtError, RuntimeError):
+    """The cluster for a script did not start."""
+
+
+class EmbeddedCluster:
+    """A running cluster of worker processes on this machine.
+
+    Parameters
+    ----------
+    n_workers, threads_per_worker
+        None leaves it to `LocalCluster`, which takes what this process may use of the machine.
+
+    Raises
+    ------
+    EmbeddedClusterError
+        It did not start.
+    """
+
+    def __init__(self, n_workers: int | None, threads_per_worker: int | None) -> None:
+        import cloudpickle
+
+        settings = {key: value for key, value in dask.config.config.items() if key != "scheduler"}
+        order = cloudpickle.dumps((settings, n_workers, threads_per_worker))
+        answer_fd, their_fd = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), str(their_fd)],
+                # The other side reads its order there, and then until this process is done or
+                # gone. Standard output stays the script's: what tasks print belongs there.
+                stdin=subprocess.PIPE,
+                pass_fds=(their_fd,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(answer_fd)
+            raise EmbeddedClusterError(f"no cluster could be started: {error}") from error
+        finally:
+            os.close(their_fd)
+        with os.fdopen(answer_fd) as answer:
+            try:
+                assert self._process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.write(order)
+                    self._process.stdin.flush()
+                told: dict[str, str] = json.loads(answer.read() or "{}")
+            except BaseException:
+                # Ctrl-C while it starts.
+                self._kill()
+                raise
+        if "address" not in told:
+            self.close()
+            why = told.get("error", f"its process ended with {self._process.returncode}")
+            raise EmbeddedClusterError(f"no cluster could be started: {why}")
+        self.address = told["address"]
+
+    def close(self) -> None:
+        """End the processes. Doing so twice changes nothing."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except BaseException as error:
+            self._kill()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+
+    def _kill(self) -> None:
+        # The session is its own, and holds all workers.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def serve(answer_fd: int) -> None:
+    """Be the other process: start the cluster, say where it is, and stay until told to go."""
+    os.set_inheritable(answer_fd, False)
+    settings, n_workers, threads_per_worker = pickle.load(sys.stdin.buffer)
+    dask.config.update(dask.config.config, settings, priority="new")
+
+    told: dict[str, Any]
+    with contextlib.ExitStack() as stack:
+        try:
+            from distributed import LocalCluster
+
+            cluster = stack.enter_context(
+                LocalCluster(  # type: ignore[no-untyped-call]
+                    n_workers=n_workers,
+                    threads_per_worker=threads_per_worker,
+                    processes=True,
+                    # With None the scheduler would still take port 8787, and say so if it cannot.
+                    dashboard_address="127.0.0.1:0",
+                    scheduler_kwargs={"dashboard": False},
+                    # Every shuffle is announced as a warning.
+                    silence_logs=logging.ERROR,
+                )
+            )
+            told = {"address": cluster.scheduler_address}
+        except Exception as error:
+            told = {"error": f"{type(error).__name__}: {error}"}
+        with os.fdopen(answer_fd, "w") as answer:
+            json.dump(told, answer)
+        if "address" in told:
+            sys.stdin.buffer.read()

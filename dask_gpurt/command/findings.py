@@ -1,0 +1,210 @@
+"""What can be said of this environment without talking to a cluster: the doctor's local half.
+
+Each function looks at one thing and returns what it found. Packages are looked up, not imported;
+configuration files are read, not changed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import dask.config
+import yaml
+
+from dask_gpurt import config
+from dask_gpurt.errors import ConfigError
+
+Level = Literal["ok", "note", "problem"]
+
+_NEEDED = ("dask", "distributed", "pandas", "pyarrow", "numpy", "dask-gpurt")
+#: What the GPU path will use; wheels are named after the CUDA version they are for.
+_OPTIONAL = ("cudf", "cupy", "rmm", "ucxx", "nvcomp")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes
+    ----------
+    what
+        What was looked at, in a word or two.
+    text
+        What was found.
+    remedy
+        What to do about it; empty if nothing.
+    """
+
+    level: Level
+    what: str
+    text: str
+    remedy: str = ""
+
+
+def local_findings() -> list[Finding]:
+    """Everything that can be found out here."""
+    return [
+        *packages(),
+        support(),
+        flag(),
+        settings(),
+        *preloads(),
+        *unknown_keys(),
+        huge_pages(),
+        gpu(),
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def packages() -> list[Finding]:
+    """Versions of what this package needs, and of what it could use."""
+    found = [Finding("ok", "python", f"{platform.python_version()} at {sys.executable}")]
+    for name in _NEEDED:
+        version = _version(name)
+        if version is not None:
+            found.append(Finding("ok", name, version))
+        elif name == "dask-gpurt":
+            text = "runs from a directory, without being installed"
+            remedy = "pip install dask-gpurt, for Dask to find its defaults and commands"
+            found.append(Finding("note", name, text, remedy))
+        else:
+            found.append(Finding("problem", name, "not installed", f"pip install {name}"))
+    for name in _OPTIONAL:
+        wheels = {
+            "nvcomp": ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12"),
+            "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        }.get(name, (f"{name}-cu13", f"{name}-cu12", name))
+        versions = [version for wheel in wheels if (version := _version(wheel))]
+        found.append(Finding("ok", name, versions[0] if versions else "not installed (optional)"))
+    return found
+
+
+def support() -> Finding:
+    """Whether this distributed is one the package was tested with."""
+    from dask_gpurt.plugins import seams
+
+    reason = seams.unsupported_reason()
+    if reason is None:
+        return Finding("ok", "support", "this version of distributed is supported")
+    oldest, first_unknown = seams.TESTED
+    versions = f">={oldest},<{first_unknown}"
+    remedy = f"pip install 'dask{versions}' 'distributed{versions}'"
+    return Finding("problem", "support", f"{reason}; stock Dask runs", remedy)
+
+
+def flag() -> Finding:
+    """Whether the flag is set, and where."""
+    value = dask.config.get("gpurt.enabled", None)
+    name = _variable("gpurt.enabled")
+    if name is not None:
+        where = f"the environment variable {name}"
+    else:
+        files = [path for path in _files_with("gpurt.enabled") if not _is_ours(path)]
+        where = str(files[-1]) if files else ""
+    if not where:
+        text = "not set: Dask runs as it does without dask_gpurt"
+        remedy = "set DASK_GPURT__ENABLED=true, or start the program with `dask gpurt run`"
+        return Finding("note", "flag", text, remedy)
+    if str(value).strip().lower() in ("true", "yes", "on", "1"):
+        return Finding("ok", "flag", f"on, by {where}")
+    remedy = f"set it to true in {where}" if name is None else f"set {name}=true"
+    return Finding("note", "flag", f"off, by {where} ({value!r})", remedy)
+
+
+def settings() -> Finding:
+    """Whether all settings have values that can be used."""
+    try:
+        config.read()
+    except ConfigError as error:
+        return Finding("problem", "settings", str(error), "correct that value")
+    return Finding("ok", "settings", "all values can be used")
+
+
+def preloads() -> list[Finding]:
+    """Whether Dask will load us where clients, schedulers and workers start."""
+    found = []
+    kept = config.preloads()
+    missing = [role for role, is_there in kept.items() if not is_there]
+    if not missing:
+        return [Finding("ok", "preload", "listed for clients, schedulers and workers")]
+    if not any(_is_ours(path) for path in _files_with("gpurt.enabled")):
+        text = f"Dask does not find {config.DEFAULTS_PATH.name}, which lists {config.PRELOAD}"
+        directory = Path(sys.prefix) / "etc" / "dask"
+        remedy = f"install dask-gpurt with pip, or copy {config.DEFAULTS_PATH} into {directory}"
+        return [Finding("problem", "preload", text, remedy)]
+    for role in missing:
+        key = f"distributed.{role}.preload"
+        name = _variable(key)
+        if name is not None:
+            where = f"the environment variable {name}"
+        else:
+            files = [path for path in _files_with(key) if not _is_ours(path)]
+            where = str(files[-1]) if files else "the configuration"
+        # Only a worker's preload has nothing to do: its part comes from the scheduler.
+        level: Level = "note" if role == "worker" else "problem"
+        text = f"{where} replaces the list {key}, which has lost {config.PRELOAD}"
+        remedy = f"add {config.PRELOAD} to {key} there, and [] to {key}-argv if that is set"
+        found.append(Finding(level, "preload", text, remedy))
+    return found
+
+
+def unknown_keys() -> list[Finding]:
+    """Settings that nothing reads."""
+    found = []
+    for key, suggestion in config.unknown_keys():
+        hint = f"did you mean gpurt.{suggestion}?" if suggestion else "remove it"
+        found.append(Finding("problem", "settings", f"nothing reads gpurt.{key}", hint))
+    return found
+
+
+def huge_pages() -> Finding:
+    """What the kernel does for buffers that ask for huge pages."""
+    from dask_gpurt.devices import pages
+
+    policy = pages.system_policy()
+    if policy in ("always", "madvise"):
+        return Finding("ok", "huge pages", f"{policy}: shuffle buffers get them")
+    path = "/sys/kernel/mm/transparent_hugepage/enabled"
+    remedy = f"as root: echo madvise > {path}"
+    return Finding("note", "huge pages", f"{policy}: shuffles work, and take longer", remedy)
+
+
+def gpu() -> Finding:
+    """Whether data can be moved between GPUs."""
+    text = "not built yet in this version: pandas runs, on CPUs, and cuDF is left to stock Dask"
+    return Finding("note", "gpu", text)
+
+
+def _variable(key: str) -> str | None:
+    """Environment variable that sets a key, as Dask reads them."""
+    wanted = key.replace("-", "_").replace(".", "__")
+    for name in os.environ:
+        if name.startswith("DASK_") and name[5:].lower() == wanted:
+            return name
+    return None
+
+
+def _files_with(key: str) -> list[Path]:
+    """Configuration files that set a key; the last one counts."""
+    return list(dask.config.paths_containing_key(key, paths=dask.config.paths))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a configuration file is our defaults, wherever they were installed."""
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(content, dict) and content.get("gpurt") == config.defaults()

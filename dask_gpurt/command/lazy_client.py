@@ -1,0 +1,139 @@
+"""Stands in for a Dask client until something is computed; then there is one, with its cluster.
+
+`LazyClient` is put into Dask's configuration as `scheduler`. Dask asks it for its `get` when a
+computation starts, and takes the real client's from it. Some decisions come before that: what a
+shuffle is made of is decided by whether there is a default client, which `default_client` below
+therefore answers for. The cluster is `dask_gpurt.command.embedded`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import dask.config
+
+from dask_gpurt.errors import GpurtError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from dask_gpurt.command.embedded import EmbeddedCluster
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class LazyClient(str):
+    """Starts a cluster and a client for it on first use.
+
+    It is an empty string to everyone but Dask's scheduler lookup, which goes by the name of the
+    class. Configuration is sent to other processes as JSON or as a pickle, and arrives there as a
+    setting that is not set.
+    """
+
+    _start: Callable[[], EmbeddedCluster]
+    _lock: threading.Lock
+    _cluster: EmbeddedCluster | None
+    _own: Client | None
+
+    def __new__(cls, start: Callable[[], EmbeddedCluster]) -> LazyClient:
+        self = super().__new__(cls, "")
+        self._start = start
+        self._lock = threading.Lock()
+        self._cluster = None
+        self._own = None
+        return self
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ("",)
+
+    # Equal only to itself: to compare with an empty string is not to ask for one.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @property
+    def own(self) -> Client | None:
+        """The client that was started here, if one was and is still open."""
+        client = self._own
+        return client if client is not None and client.status == "running" else None
+
+    def client(self) -> Client:
+        """The client to compute with: the script's own if it has one that is current."""
+        from distributed import Client, get_client
+
+        try:
+            current: Client = get_client()
+            return current
+        except ValueError:
+            pass
+        with self._lock:
+            # Another thread may have waited here for the same.
+            if (client := self.own) is not None:
+                return client
+            self._close()
+            self._cluster = self._start()
+            try:
+                self._own = Client(self._cluster.address)  # type: ignore[no-untyped-call]
+            except Exception as error:
+                self._close()
+                raise GpurtError(f"the cluster for this script does not answer: {error}") from error
+            return self._own
+
+    @property
+    def get(self) -> Any:
+        """The method that Dask computes with, bound to the real client."""
+        return self.client().get
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether that is a client for coroutines. Dask asks before it takes `get`."""
+        return bool(self.client().asynchronous)
+
+    def close(self) -> None:
+        """End what was started here. A later computation starts it again."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        client, cluster = self._own, self._cluster
+        self._own = self._cluster = None
+        try:
+            if client is not None:
+                client.close(timeout=CLOSE_TIMEOUT_S)  # type: ignore[no-untyped-call]
+        finally:
+            if cluster is not None:
+                cluster.close()
+
+
+def install(lazy: LazyClient) -> None:
+    """Make Dask compute with this client where the script names no other way.
+
+    `distributed.default_client` is replaced: with the stock one a `persist`, a `sort_values` or a
+    rechunk that comes before the first computation would be planned for threads of one process,
+    and never become a shuffle between workers.
+    """
+    import distributed
+
+    stock = distributed.default_client
+
+    def default_client(c: Client | None = None) -> Any:
+        scheduler = dask.config.get("scheduler", None)
+        if c is None and scheduler is lazy:
+            return lazy.client()
+        client: Client = stock(c)  # type: ignore[no-untyped-call]
+        ways = (None, "dask.distributed", "distributed")
+        if c is None and client is lazy.own and scheduler not in ways:
+            # The script chose threads or the like for a while. Without this runtime there would
+            # be no client at all, and what is planned now must run there.
+            raise ValueError(f"the scheduler is {scheduler!r}")
+        return client
+
+    distributed.default_client = default_client
+    dask.config.set({"scheduler": lazy})

@@ -1,0 +1,308 @@
+"""Keeps what the runtime counted, however the script ends its clients and clusters.
+
+A preload of clients, listed for one process by `dask_gpurt.command.run`: every client that the
+process makes is read at its start, every half second, and once more before it or its cluster
+closes. In any other process (workers inherit the list) there is no recorder, and nothing is done.
+
+Works from `dask_gpurt.status`; what comes of it is `dask_gpurt.command.report`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import dask.config
+
+import dask_gpurt
+from dask_gpurt import metrics
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+PRELOAD = "dask_gpurt.command.observe"
+
+#: How often a cluster is asked while the script goes on.
+INTERVAL_S = 0.5
+#: How long one answer may take. A reading that comes too late is one less.
+READ_TIMEOUT_S = 3.0
+
+
+@dataclass
+class ClusterRecord:
+    """What is known of one cluster. Counts are as the cluster has them, from when it started."""
+
+    address: str
+    is_active: bool = False
+    reason: str | None = None
+    runs: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    not_ready: dict[str, str] = field(default_factory=dict)
+    #: Last counters of every worker there ever was: one that is gone did move what it moved.
+    workers: dict[str, dict[str, int]] = field(default_factory=dict)
+    tasks_done: int = 0
+    tasks_total: int = 0
+
+    def absorb(self, status: dict[str, Any]) -> None:
+        """Take in a reading. They may come in any order: counters only grow."""
+        self.is_active = self.is_active or status["active"]
+        self.reason = status.get("reason")
+        self.runs |= Counter(status["runs"])
+        self.fallbacks |= Counter(
+            {(one["what"], one["why"]): one["count"] for one in status["fallbacks"]}
+        )
+        self.not_ready.update(status.get("not_ready", {}))
+        for worker, report in status["workers"].items():
+            if report:
+                known = self.workers.setdefault(worker, {})
+                for name, value in report["counters"].items():
+                    known[name] = max(value, known.get(name, 0))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Sum over all clusters, of what happened since the script began to use them."""
+
+    totals: dict[str, int]
+    runs: dict[str, int]
+    fallbacks: list[dict[str, Any]]
+    clusters: list[dict[str, Any]]
+    not_ready: dict[str, str]
+    tasks_done: int
+    tasks_total: int
+
+
+class Recorder:
+    """Reads every cluster this process has a client of.
+
+    Parameters
+    ----------
+    on_first
+        Called once, when there is something to watch.
+    with_tasks
+        Whether tasks are counted too, which progress needs and the report does not.
+    """
+
+    def __init__(self, on_first: Callable[[], None], with_tasks: bool) -> None:
+        self._on_first = on_first
+        self._with_tasks = with_tasks
+        self._lock = threading.Lock()
+        self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
+        self._polls: weakref.WeakKeyDictionary[Client, asyncio.Task[None]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._records: dict[str, ClusterRecord] = {}
+        self._before: dict[str, ClusterRecord] = {}
+
+    async def begin(self, client: Client) -> None:
+        """A client has connected. On its event loop."""
+        address = scheduler_address(client)
+        with self._lock:
+            is_first = not self._records
+            is_known = address in self._records
+            self._records.setdefault(address, ClusterRecord(address))
+            # What an older cluster did before it was met is not this script's.
+            before = self._before.setdefault(address, ClusterRecord(address))
+            self._clients.add(client)
+        await self.read(client, None if is_known else before)
+        self._polls[client] = asyncio.create_task(self._poll(weakref.ref(client)))
+        if is_first:
+            self._on_first()
+
+    async def end(self, client: Client) -> None:
+        """A client is about to close. On its event loop."""
+        with self._lock:
+            self._clients.discard(client)
+        if (poll := self._polls.pop(client, None)) is not None:
+            poll.cancel()
+        await self.read(client)
+
+    async def read(self, client: Client, before: ClusterRecord | None = None) -> None:
+        """Take in what a client's cluster says now; nothing, if it does not answer."""
+        try:
+            address = scheduler_address(client)
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                status = await dask_gpurt.status(client)
+                tasks = None
+                if self._with_tasks:
+                    tasks = await client.run_on_scheduler(  # type: ignore[no-untyped-call]
+                        _task_counter()
+                    )
+        except Exception:
+            # Whatever it is: a script must not fail for being watched.
+            return
+        with self._lock:
+            record = self._records[address]
+            record.absorb(status)
+            if before is not None:
+                before.absorb(status)
+            if tasks is not None:
+                record.tasks_done, record.tasks_total = tasks
+
+    async def _poll(self, find: weakref.ref[Client]) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            client = find()
+            if client is None or client.status in ("closing", "closed"):
+                return
+            await self.read(client)
+            del client
+
+    def clients_of(self, cluster: Any) -> list[Client]:
+        """Open clients of a cluster object."""
+        with self._lock:
+            clients = [client for client in self._clients if client.status == "running"]
+        address = cluster.scheduler_address
+        return [client for client in clients if scheduler_address(client) == address]
+
+    def finish(self) -> None:
+        """Read all clients that are still open."""
+        with self._lock:
+            clients = [client for client in self._clients if client.status == "running"]
+        for client in clients:
+            self.read_from_outside(client)
+
+    def read_from_outside(self, client: Client) -> None:
+        """Like `read`, from a thread that is not the client's event loop."""
+        # A client for coroutines whose loop has stopped, or runs in this thread, cannot be asked.
+        loop: Any = client.loop
+        if client.asynchronous or loop is None or not loop.asyncio_loop.is_running():
+            return
+        try:
+            client.sync(  # type: ignore[no-untyped-call]
+                self.read, client, callback_timeout=2 * READ_TIMEOUT_S
+            )
+        except Exception:
+            return
+
+    def snapshot(self) -> Snapshot:
+        """What happened so far."""
+        with self._lock:
+            pairs = [(record, self._before[address]) for address, record in self._records.items()]
+            runs: Counter[str] = Counter()
+            fallbacks: Counter[tuple[str, str]] = Counter()
+            not_ready: dict[str, str] = {}
+            counters = []
+            for record, before in pairs:
+                runs += record.runs - before.runs
+                fallbacks += record.fallbacks - before.fallbacks
+                not_ready |= record.not_ready
+                for worker, values in record.workers.items():
+                    base = before.workers.get(worker, {})
+                    counters.append({name: n - base.get(name, 0) for name, n in values.items()})
+            return Snapshot(
+                totals=metrics.total(counters),
+                runs={"gpurt": runs["gpurt"], "stock": runs["stock"]},
+                fallbacks=[
+                    {"what": what, "why": why, "count": count}
+                    for (what, why), count in fallbacks.items()
+                ],
+                clusters=[
+                    {
+                        "scheduler": record.address,
+                        "active": record.is_active,
+                        "reason": None if record.is_active else record.reason,
+                        "workers": len(record.workers),
+                    }
+                    for record, _ in pairs
+                ],
+                not_ready=not_ready,
+                tasks_done=sum(record.tasks_done for record, _ in pairs),
+                tasks_total=sum(record.tasks_total for record, _ in pairs),
+            )
+
+
+def scheduler_address(client: Client) -> str:
+    """Address of the scheduler that a client is connected to."""
+    scheduler: Any = client.scheduler
+    return str(scheduler.address)
+
+
+def _task_counter() -> Callable[..., tuple[int, int]]:
+    # Local, so that it is pickled by value: the scheduler may lack this package.
+    def count(dask_scheduler: Any) -> tuple[int, int]:
+        open_states = ("waiting", "processing", "queued", "no-worker")
+        total = to_do = 0
+        for prefix in dask_scheduler.task_prefixes.values():
+            total += sum(prefix.states.values())
+            to_do += sum(prefix.states.get(state, 0) for state in open_states)
+        return total - to_do, total
+
+    return count
+
+
+_recorder: Recorder | None = None
+
+
+def install(recorder: Recorder) -> None:
+    """Have every client of this process recorded.
+
+    Closing a cluster, or shutting it down through a client, takes its counters along before any
+    client closes. These two methods of distributed are therefore wrapped, for this process.
+    """
+    from distributed import Client
+    from distributed.deploy.cluster import Cluster
+
+    global _recorder
+    _recorder = recorder
+    quiet_preloads()
+    preload, argv = "distributed.client.preload", "distributed.client.preload-argv"
+    names = list(dask.config.get(preload, None) or [])
+    given = list(dask.config.get(argv, None) or [])
+    # One list of arguments for all preloads, or one for each.
+    if len(given) == len(names) and not any(isinstance(one, str) for one in given):
+        given.append([])
+    dask.config.set({preload: [*names, PRELOAD], argv: given})
+    _read_before(Cluster, "close", recorder.clients_of)
+    _read_before(Client, "shutdown", lambda client: [client])
+
+
+def quiet_preloads() -> None:
+    """Keep distributed from logging several lines about preloads whenever a client starts."""
+    logger = logging.getLogger("distributed.preloading")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)
+
+
+def _read_before(owner: Any, name: str, clients_of: Callable[[Any], list[Client]]) -> None:
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert _recorder is not None
+        try:
+            clients = clients_of(self)
+        except Exception:
+            clients = []
+        if not getattr(self, "asynchronous", False):
+            for client in clients:
+                _recorder.read_from_outside(client)
+            return method(self, *args, **kwargs)
+
+        async def read_and_close() -> Any:
+            for client in clients:
+                await _recorder.read(client)
+            return await method(self, *args, **kwargs)
+
+        return read_and_close() if clients else method(self, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+async def dask_setup(client: Client) -> None:
+    """Run by Dask when a client has connected."""
+    if _recorder is not None:
+        await _recorder.begin(client)
+
+
+async def dask_teardown(client: Client) -> None:
+    """Run by Dask before a client closes."""
+    if _recorder is not None:
+        await _recorder.end(client)

@@ -1,0 +1,110 @@
+"""One line on stderr that says how far the computation is.
+
+Drawn by a thread of its own from snapshots, only while tasks are waiting or running, and wiped
+afterwards. Nothing of the script's is redirected or wrapped: what it prints appears as it would.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from dask.utils import format_bytes, format_time
+
+from dask_gpurt.command.observe import Snapshot
+
+INTERVAL_S = 0.5
+
+_WIPE = "\r\x1b[2K"
+_BAR_WIDTH = 24
+
+
+class Progress:
+    """A progress line.
+
+    Parameters
+    ----------
+    snapshot
+        Called whenever the line is drawn.
+    stream
+        Where it is drawn; standard error as it is now.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot], stream: TextIO | None = None) -> None:
+        self._snapshot = snapshot
+        self._stream = stream or sys.stderr
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._start_s = time.monotonic()
+        self._is_drawn = False
+
+    def start(self) -> None:
+        """Begin to draw."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="gpurt-progress", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Wipe the line and draw no more."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _loop(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                self._draw()
+                self._stopped.wait(INTERVAL_S)
+            self._wipe()
+        except (OSError, ValueError):
+            # The terminal is gone, or the script closed stderr.
+            return
+
+    def _draw(self) -> None:
+        now = self._snapshot()
+        if now.tasks_done >= now.tasks_total:
+            # Idle: the script may be asking a question in this line.
+            self._wipe()
+            return
+        width = shutil.get_terminal_size().columns - 1
+        self._stream.write(_WIPE + _line(now, time.monotonic() - self._start_s, width) + "\r")
+        self._stream.flush()
+        self._is_drawn = True
+
+    def _wipe(self) -> None:
+        if self._is_drawn:
+            self._stream.write(_WIPE)
+            self._stream.flush()
+            self._is_drawn = False
+
+
+def _line(now: Snapshot, elapsed_s: float, width: int) -> str:
+    words = [
+        f"{now.tasks_done}/{now.tasks_total} tasks",
+        f"{format_bytes(now.totals['sent_nbytes'])} moved",
+    ]
+    if now.totals["spilled_nbytes"]:
+        words.append(f"{format_bytes(now.totals['spilled_nbytes'])} spilled")
+    words.append(format_time(elapsed_s))
+    text = ", ".join(words)
+    if len(text) + _BAR_WIDTH + 1 > width:
+        return text[:width]
+    return f"{_bar(now.tasks_done, now.tasks_total)} {text}"
+
+
+def _bar(done: int, total: int) -> str:
+    try:
+        from rich.console import Console
+        from rich.progress_bar import ProgressBar
+    except ImportError:
+        filled = _BAR_WIDTH * done // total
+        return "#" * filled + "-" * (_BAR_WIDTH - filled)
+    # Only ever drawn where a terminal is, or where a caller insists on one.
+    console = Console(width=_BAR_WIDTH, force_terminal=True)
+    with console.capture() as captured:
+        console.print(ProgressBar(total=total, completed=done, width=_BAR_WIDTH), end="")
+    return captured.get().rstrip("\n")

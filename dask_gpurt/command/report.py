@@ -1,0 +1,84 @@
+"""What `dask gpurt run` says at the end, for people and as JSON.
+
+Turns a `Snapshot` into text; asks nobody anything. `advice` is the doctor's as well.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dask.utils import format_bytes
+
+import dask_gpurt
+from dask_gpurt.command.observe import Snapshot
+
+
+def as_dict(snapshot: Snapshot, wall_s: float, exit_code: int, notes: list[str]) -> dict[str, Any]:
+    """The report, as `--report` writes it."""
+    return {
+        "dask_gpurt": dask_gpurt.__version__,
+        "exit_code": exit_code,
+        "wall_s": round(wall_s, 3),
+        "sent_nbytes": snapshot.totals["sent_nbytes"],
+        "local_nbytes": snapshot.totals["local_nbytes"],
+        "spilled_nbytes": snapshot.totals["spilled_nbytes"],
+        "totals": snapshot.totals,
+        "runs": snapshot.runs,
+        "fallbacks": snapshot.fallbacks,
+        "not_ready": snapshot.not_ready,
+        "clusters": snapshot.clusters,
+        "notes": notes,
+    }
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write the report as JSON."""
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report for a terminal."""
+    seconds = f"dask gpurt: {report['wall_s']:.1f} s"
+    lines = []
+    if not report["clusters"]:
+        lines.append(f"{seconds}; nothing ran on a cluster")
+    else:
+        runs = report["runs"]
+        lines += [
+            seconds,
+            f"  moved between workers  {format_bytes(report['sent_nbytes'])}",
+            f"  stayed on its worker   {format_bytes(report['local_nbytes'])}",
+            f"  spilled to disk        {format_bytes(report['spilled_nbytes'])}",
+            f"  shuffles               {runs['gpurt']} with dask_gpurt, {runs['stock']} with"
+            " stock Dask",
+        ]
+    for cluster in report["clusters"]:
+        if not cluster["active"]:
+            why = cluster["reason"] or "it did not say why"
+            lines.append(f"  not active on {cluster['scheduler']}: {why}")
+    for one in report["fallbacks"]:
+        lines.append(f"  stock Dask: {one['what']} ({times(one['count'])}): {one['why']}")
+    named = {one["why"] for one in report["fallbacks"]}
+    lines += [f"  {problem}" for problem in report["not_ready"].values() if problem not in named]
+    lines += [f"  {note}" for note in report["notes"]]
+    return "\n".join(lines)
+
+
+def times(count: int) -> str:
+    """`once`, or how many times."""
+    return "once" if count == 1 else f"{count} times"
+
+
+def advice(why: str) -> str:
+    """What can be done about a fallback."""
+    if "pip install" in why:
+        return "do what it says, and start that worker again"
+    if "arrays" in why:
+        return "nothing: such a rechunk runs as it does without dask_gpurt"
+    if "no adapter" in why:
+        return "use pandas DataFrames, or leave this one to stock Dask"
+    if "no word from worker" in why:
+        return "look into the log of that worker, or start it again"
+    return "see the logs of the scheduler and the workers"

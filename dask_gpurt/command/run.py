@@ -1,0 +1,140 @@
+"""``dask gpurt run``: a script as it is, with the runtime on, and a report at the end.
+
+Puts together what the other modules of this package do: the script is run by `script`, computes
+on the cluster of `lazy_client` if it has none, is watched by `observe` and shown by `progress`.
+All output of ours goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import dask.config
+
+from dask_gpurt import config
+from dask_gpurt.command import lazy_client, observe, report
+from dask_gpurt.command.embedded import EmbeddedCluster
+from dask_gpurt.command.progress import Progress
+from dask_gpurt.command.script import (
+    INTERRUPTED,
+    ScriptError,
+    exit_code,
+    find_module,
+    find_script,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line said before the script.
+
+    Attributes
+    ----------
+    n_workers, threads_per_worker
+        Of the cluster for a script that starts none; None is as many as fit.
+    progress
+        None is only on a terminal.
+    """
+
+    n_workers: int | None = None
+    threads_per_worker: int | None = None
+    progress: bool | None = None
+    report_path: Path | None = None
+    strict: bool = False
+
+
+def run_script(
+    name: str, args: list[str], is_module: bool = False, options: Options | None = None
+) -> int | str | None:
+    """Run a script or a module. The process is to end afterwards: it becomes the script's.
+
+    Returns
+    -------
+    int or str or None
+        What the script wants the process to exit with, as `sys.exit` takes it.
+
+    Raises
+    ------
+    ScriptError
+        Nothing was run: there is no such script, or the report could not be written.
+    """
+    options = options or Options()
+    script = (find_module if is_module else find_script)(name, args)
+    if options.report_path is not None and not options.report_path.absolute().parent.is_dir():
+        raise ScriptError(f"cannot write {options.report_path}: there is no such directory")
+    # Not from the script's directory on: that may have been changed by the end.
+    report_path = options.report_path.absolute() if options.report_path else None
+    notes: list[str] = []
+    _switch_on(options.strict)
+
+    show = sys.stderr.isatty() if options.progress is None else options.progress
+    recorder = observe.Recorder(lambda: progress.start() if show else None, with_tasks=show)
+    progress = Progress(recorder.snapshot)
+    observe.install(recorder)
+    lazy = lazy_client.LazyClient(
+        lambda: EmbeddedCluster(options.n_workers, options.threads_per_worker)
+    )
+    if configured := dask.config.get("scheduler", None):
+        notes.append(f"no cluster is started: Dask is configured to use {configured!r}")
+    else:
+        lazy_client.install(lazy)
+
+    # The module that runs until now keeps its globals only as long as somebody holds it.
+    ours = sys.modules["__main__"]
+    module = script.enter()
+    start_s = time.perf_counter()
+    asked = script.run(module)
+    wall_s = time.perf_counter() - start_s
+    del ours
+    for stream in (sys.stdout, sys.stderr):
+        # What goes wrong there is said by the interpreter when it ends.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    try:
+        recorder.finish()
+        lazy.close()
+        progress.stop()
+        asked = _conclude(recorder, wall_s, asked, notes, report_path)
+    except KeyboardInterrupt:
+        asked = INTERRUPTED
+    return asked
+
+
+def _switch_on(is_strict: bool) -> None:
+    settings = {"gpurt.enabled": True}
+    os.environ["DASK_GPURT__ENABLED"] = "true"
+    if is_strict:
+        settings["gpurt.strict"] = True
+        os.environ["DASK_GPURT__STRICT"] = "true"
+    dask.config.set(settings)
+    preload = "distributed.client.preload"
+    if not config.preloads()["client"]:
+        # A list of the user's has replaced ours.
+        dask.config.set({preload: [config.PRELOAD, *(dask.config.get(preload, None) or [])]})
+        argv = list(dask.config.get(f"{preload}-argv", None) or [])
+        if argv and not any(isinstance(one, str) for one in argv):
+            dask.config.set({f"{preload}-argv": [[], *argv]})
+
+
+def _conclude(
+    recorder: observe.Recorder,
+    wall_s: float,
+    asked: int | str | None,
+    notes: list[str],
+    path: Path | None,
+) -> int | str | None:
+    found = report.as_dict(recorder.snapshot(), wall_s, exit_code(asked), notes)
+    if path is not None:
+        try:
+            report.write(found, path)
+        except OSError as error:
+            found["notes"].append(f"the report was not written: {error}")
+    # The script may have closed stderr, or put something else in its place.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(report.as_text(found), file=sys.stderr, flush=True)
+    return asked

@@ -1,0 +1,152 @@
+"""Runs a Python script or module as `__main__`, so that it cannot tell who started it.
+
+What `python SCRIPT ARGS` and `python -m MODULE ARGS` set up before the first line, and what they
+do with an uncaught exception after the last. Knows nothing of Dask. `dask_gpurt.command.run` is
+the user.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import io
+import os
+import sys
+from dataclasses import dataclass
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from dask_gpurt.errors import GpurtError
+
+#: What a shell reports for a program that Ctrl-C ended.
+INTERRUPTED = 130
+
+
+class ScriptError(GpurtError, ValueError):
+    """There is no such script, or what to run it with makes no sense; says so in one line."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """Something to run, found but not yet compiled."""
+
+    path: str
+    argv: list[str]
+    directory: str
+    spec: ModuleSpec | None = None
+
+    def _code(self) -> CodeType:
+        if self.spec is None:
+            with io.open_code(self.path) as file:
+                return compile(file.read(), self.path, "exec", dont_inherit=True)
+        assert isinstance(self.spec.loader, InspectLoader)
+        code = self.spec.loader.get_code(self.spec.name)
+        assert code is not None
+        return code
+
+    def _module(self) -> ModuleType:
+        module = ModuleType("__main__")
+        module.__file__ = self.path
+        module.__spec__ = self.spec
+        if self.spec is None:
+            module.__loader__ = SourceFileLoader("__main__", self.path)
+        else:
+            module.__loader__ = self.spec.loader
+            module.__package__ = self.spec.parent
+        values: dict[str, Any] = vars(module)
+        values["__cached__"] = self.spec.cached if self.spec else None
+        values["__builtins__"] = builtins
+        values["__annotations__"] = {}
+        return module
+
+    def enter(self) -> ModuleType:
+        """Set sys.argv, sys.path and `__main__` as the interpreter would for this script."""
+        sys.argv[:] = self.argv
+        if not sys.flags.safe_path:
+            sys.path[0] = self.directory
+        module = self._module()
+        # For good: threads, exit handlers and child processes of the script look it up too.
+        sys.modules["__main__"] = module
+        return module
+
+    def run(self, module: ModuleType) -> int | str | None:
+        """Run to the end; return what the interpreter would be asked to exit with."""
+        try:
+            exec(self._code(), vars(module))
+        except SystemExit as stop:
+            return stop.code
+        except KeyboardInterrupt as error:
+            _show(error)
+            return INTERRUPTED
+        except BaseException as error:
+            _show(error)
+            return 1
+        return None
+
+
+def find_script(name: str, args: list[str]) -> Script:
+    """The script in a file.
+
+    Raises
+    ------
+    ScriptError
+        There is no such file.
+    """
+    path = Path(name)
+    if not path.is_file():
+        why = "is a directory" if path.is_dir() else "there is no such file"
+        raise ScriptError(f"cannot run {name}: {why}")
+    if not os.access(path, os.R_OK):
+        raise ScriptError(f"cannot run {name}: it cannot be read")
+    # As the interpreter has it: the script's path is absolute with links kept, the directory that
+    # imports look into is where a link leads.
+    return Script(os.path.abspath(name), [name, *args], os.path.dirname(os.path.realpath(name)))
+
+
+def find_module(name: str, args: list[str]) -> Script:
+    """The script that a module, or the `__main__` of a package, is.
+
+    Raises
+    ------
+    ScriptError
+        There is no such module, or it is not Python code.
+    """
+    directory = os.getcwd()
+    if not sys.flags.safe_path:
+        # Modules of the current directory are found from here on, as with `python -m`.
+        sys.path[0] = directory
+    spec = _spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _spec(f"{name}.__main__")
+    if spec is None:
+        raise ScriptError(f"cannot run {name}: there is no such module")
+    if not isinstance(spec.loader, InspectLoader) or spec.origin is None:
+        raise ScriptError(f"cannot run {name}: it is not a module of Python code")
+    return Script(spec.origin, [spec.origin, *args], directory, spec)
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def exit_code(asked: int | str | None) -> int:
+    """Exit status that the interpreter makes of what `sys.exit` was given."""
+    if asked is None:
+        return 0
+    return asked if isinstance(asked, int) else 1
+
+
+def _show(error: BaseException) -> None:
+    """Print an uncaught exception as the interpreter does, without the frames of this module."""
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    error.__traceback__ = traceback
+    # The script may have put in a hook of its own.
+    sys.excepthook(type(error), error, traceback)

@@ -1,0 +1,109 @@
+"""Schedulers, workers and programs as processes of their own, as a user starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from distributed import Client
+
+TIMEOUT_S = 90
+
+#: Started before the real command: makes this package look as if it were not installed.
+WITHOUT_PACKAGE = "import sys; sys.modules['dask_gpurt'] = None\n"
+#: ... or makes distributed look like a release that nobody tested.
+FUTURE_DISTRIBUTED = "import distributed; distributed.__version__ = '2031.1.0'\n"
+
+
+def environment(**more: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("DASK_GPURT")}
+    return {**inherited, **more}
+
+
+def run_program(source: str, *, directory: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a program from a file, as `python program.py`."""
+    path = directory / "program.py"
+    path.write_text(textwrap.dedent(source))
+    return subprocess.run(
+        [sys.executable, str(path)],
+        cwd=directory,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+class CommandLineCluster:
+    """`dask scheduler` and `dask worker`, started one by one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file = directory / "scheduler.json"
+        self._processes: list[subprocess.Popen[str]] = []
+        self.logs: list[Path] = []
+
+    def start(self, what: str, *arguments: str, before: str = "", **env: str) -> subprocess.Popen:
+        # Like `dask scheduler ...`, with something done first in the same process.
+        program = before + f"import sys; from dask.cli import run_cli; sys.argv = {['dask', what]}"
+        program += f" + {list(arguments)}; run_cli()"
+        log = self._directory / f"{what}-{len(self._processes)}.log"
+        self.logs.append(log)
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                cwd=self._directory,
+                env=environment(**env),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        self._processes.append(process)
+        return process
+
+    def scheduler(self, before: str = "", **env: str) -> subprocess.Popen:
+        if before:
+            # Where the package is missing, so is the YAML that lists its preload.
+            env = {"DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "[]", **env}
+        arguments = ["--port", "0", "--dashboard-address", ":0", "--host", "127.0.0.1"]
+        arguments += ["--scheduler-file", str(self._file)]
+        return self.start("scheduler", *arguments, before=before, **env)
+
+    def worker(self, *arguments: str, before: str = "", **env: str) -> subprocess.Popen:
+        if before:
+            env = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "[]", **env}
+        options = ["--scheduler-file", str(self._file), "--nthreads", "1", "--no-dashboard"]
+        return self.start("worker", *options, *arguments, before=before, **env)
+
+    def client(self, **options: object) -> Client:
+        return Client(scheduler_file=str(self._file), set_as_default=False, **options)
+
+    def log_text(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs)
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        for process in self._processes:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def command_line_cluster(directory: Path) -> Iterator[CommandLineCluster]:
+    cluster = CommandLineCluster(directory)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()

@@ -1,0 +1,338 @@
+"""One flag, on real clusters: who sees it, when, and what happens where it cannot work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import dask
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from dask_gpurt.errors import ActivationError, StrictFallbackError
+from tests.integration.comparing import collection, partitions, runs
+from tests.integration.processes import (
+    FUTURE_DISTRIBUTED,
+    WITHOUT_PACKAGE,
+    command_line_cluster,
+    environment,
+    run_program,
+)
+
+PROGRAM = """
+import dask, pandas as pd, dask.dataframe as dd
+from distributed import Client, LocalCluster
+
+def main():
+    {before}
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster:
+        with Client(cluster) as client:
+            frame = dd.from_pandas(pd.DataFrame({{"a": range(1000)}}), npartitions=4)
+            print("SUM", frame.shuffle("a").a.sum().compute())
+            import dask_gpurt
+            status = dask_gpurt.status(client)
+            print("RUNS", status["runs"]["gpurt"], status["runs"]["stock"], status["active"])
+
+if __name__ == "__main__":
+    main()
+"""
+ON = "DASK_GPURT__ENABLED"
+
+
+def shuffled():
+    frames = [pd.DataFrame({"a": range(i, 100 + i), "b": 1.5}) for i in range(4)]
+    return collection(frames).shuffle("a", npartitions=3)
+
+
+def flagged():
+    return dask.config.set({"gpurt.enabled": True})
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with command_line_cluster(tmp_path) as started:
+        yield started
+
+
+@pytest.mark.cluster
+class TestFlag:
+    def test_environment(self, tmp_path):
+        done = run_program(PROGRAM.format(before=""), directory=tmp_path, **{ON: "true"})
+        assert "SUM 499500\nRUNS 1 0 True" in done.stdout, done.stderr
+
+    def test_yaml(self, tmp_path):
+        folder = tmp_path / "config"
+        folder.mkdir()
+        (folder / "mine.yaml").write_text("gpurt:\n  enabled: true\n")
+        done = run_program(PROGRAM.format(before=""), directory=tmp_path, DASK_CONFIG=str(folder))
+        assert "RUNS 1 0 True" in done.stdout, done.stderr
+
+    def test_config_set(self, tmp_path):
+        before = 'dask.config.set({"gpurt.enabled": True})'
+        done = run_program(PROGRAM.format(before=before), directory=tmp_path)
+        assert "RUNS 1 0 True" in done.stdout, done.stderr
+
+    def test_off(self, tmp_path):
+        done = run_program(PROGRAM.format(before=""), directory=tmp_path)
+        assert "SUM 499500\nRUNS 0 0 False" in done.stdout, done.stderr
+
+    def test_wrong_setting_is_one_line_and_stock_runs(self, tmp_path):
+        env = {ON: "true", "DASK_GPURT__SHUFFLE__IN_FLIGHT": "plenty"}
+        done = run_program(PROGRAM.format(before=""), directory=tmp_path, **env)
+        assert "RUNS 0 0 False" in done.stdout, done.stderr
+        assert done.stderr.count("gpurt.shuffle.in-flight") == 1
+        assert "Traceback" not in done.stderr
+
+    def test_scheduler_s_own_configuration(self, cluster):
+        cluster.scheduler(**{ON: "true"})
+        cluster.worker("--no-nanny")
+        with cluster.client() as client:
+            client.wait_for_workers(1)
+            assert len(partitions(client, shuffled())) == 3
+            assert runs(client) == {"gpurt": 1, "stock": 0}
+            # A client with the flag on top changes nothing, and nobody complains.
+            with flagged(), cluster.client():
+                assert dask_gpurt.status(client)["active"]
+        assert "already contains a plugin" not in cluster.log_text()
+
+
+@pytest.mark.cluster
+class TestRunningCluster:
+    def test_life_of_a_cluster(self, cluster):
+        """A cluster that was running, workers that join, one that dies, and a restart."""
+        cluster.scheduler()
+        cluster.worker("--name", "first")
+        with cluster.client() as stock_client:
+            stock_client.wait_for_workers(1)
+            expected = partitions(stock_client, shuffled())
+            assert not dask_gpurt.status(stock_client)["active"]
+            with flagged(), cluster.client() as client:
+
+                def check(n_workers):
+                    before = runs(client)
+                    client.wait_for_workers(n_workers)
+                    for got, want in zip(partitions(client, shuffled()), expected, strict=True):
+                        pd.testing.assert_frame_equal(got, want)
+                    after = runs(client)
+                    assert after == {"gpurt": before["gpurt"] + 1, "stock": before["stock"]}
+
+                check(1)
+                cluster.worker("--name", "second")
+                check(2)
+                # The nanny starts a worker that was killed again.
+                victim, pid = next(iter(client.run(os.getpid).items()))
+                os.kill(pid, signal.SIGKILL)
+                client.sync(_until, client, lambda workers: victim not in workers)
+                check(2)
+                client.restart()
+                check(2)
+                # The other client never saw the flag; the runtime is the cluster's.
+                before = runs(client)
+                partitions(stock_client, shuffled())
+                assert runs(client)["gpurt"] == before["gpurt"] + 1
+
+                dask_gpurt.disable(client)
+                for got, want in zip(partitions(client, shuffled()), expected, strict=True):
+                    pd.testing.assert_frame_equal(got, want)
+                status = dask_gpurt.status(stock_client)
+                assert (status["active"], status["reason"]) == (False, "disabled by a client")
+                assert status["runs"]["gpurt"] == before["gpurt"] + 1
+                assert _leftovers(client) == {"scheduler": [], "worker": []}
+                dask_gpurt.disable(client)
+
+                dask_gpurt.enable(client)
+                dask_gpurt.enable(client)
+                assert len(partitions(client, shuffled())) == 3
+                assert runs(client)["gpurt"] == 1
+
+    def test_asynchronous_client(self):
+        async def main():
+            options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+            async with (
+                LocalCluster(asynchronous=True, **options) as local,
+                Client(local, asynchronous=True, set_as_default=False) as client,
+            ):
+                assert (await dask_gpurt.status(client))["active"]
+                with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+                    parts = await client.gather(client.compute(shuffled().to_delayed()))
+                assert (await dask_gpurt.status(client))["runs"] == {"gpurt": 1, "stock": 0}
+                await dask_gpurt.disable(client)
+                assert not (await dask_gpurt.status(client))["active"]
+                await dask_gpurt.enable(client)
+                assert (await dask_gpurt.status(client))["active"]
+                return sum(map(len, parts))
+
+        import asyncio
+
+        with flagged():
+            assert asyncio.run(main()) == 400
+
+
+@pytest.mark.cluster
+class TestWhereItCannotWork:
+    def test_scheduler_without_the_package(self, cluster, caplog):
+        cluster.scheduler(before=WITHOUT_PACKAGE)
+        cluster.worker("--no-nanny")
+        with flagged(), cluster.client() as client:
+            (record,) = [r for r in caplog.records if r.name == "dask_gpurt"]
+            assert "has no dask-gpurt" in record.message
+            assert f"pip install dask-gpurt=={dask_gpurt.__version__}" in record.message
+            assert client.scheduler.address in record.message
+            client.wait_for_workers(1)
+            assert len(partitions(client, shuffled())) == 3
+            assert not dask_gpurt.status(client)["active"]
+
+    def test_strict_refuses_work_instead(self, cluster):
+        cluster.scheduler(before=WITHOUT_PACKAGE)
+        cluster.worker("--no-nanny")
+        with dask.config.set({"gpurt.enabled": True, "gpurt.strict": True}):
+            with cluster.client() as client:
+                client.wait_for_workers(1)
+                with pytest.raises(StrictFallbackError, match="pip install dask-gpurt"):
+                    client.submit(sum, [1, 2])
+                dask_gpurt.disable(client)
+                assert client.submit(sum, [1, 2]).result() == 3
+
+    def test_worker_without_the_package(self, cluster):
+        cluster.scheduler()
+        cluster.worker("--no-nanny", "--name", "with")
+        cluster.worker("--no-nanny", "--name", "without", before=WITHOUT_PACKAGE)
+        with cluster.client() as client:
+            client.wait_for_workers(2)
+            dask_gpurt.enable(client)
+            assert len(partitions(client, shuffled())) == 3
+            status = dask_gpurt.status(client)
+            assert status["runs"] == {"gpurt": 0, "stock": 1}
+            ((address, problem),) = status["not_ready"].items()
+            assert address in problem and "pip install dask-gpurt" in problem
+            # One that joins now is not kept from joining either.
+            cluster.worker("--no-nanny", "--name", "late", before=WITHOUT_PACKAGE)
+            client.wait_for_workers(3)
+            assert len(dask_gpurt.status(client)["not_ready"]) == 2
+            # With the last of them gone, everybody who is left can.
+            for worker in status["workers"]:
+                if worker == address:
+                    client.retire_workers([worker])
+            late = [a for a in dask_gpurt.status(client)["not_ready"]]
+            client.retire_workers(late)
+            assert len(partitions(client, shuffled())) == 3
+            assert runs(client) == {"gpurt": 1, "stock": 1}
+
+    def test_unsupported_distributed(self, cluster):
+        cluster.scheduler(before=FUTURE_DISTRIBUTED, **{ON: "true"})
+        cluster.worker("--no-nanny")
+        with cluster.client() as client:
+            client.wait_for_workers(1)
+            assert len(partitions(client, shuffled())) == 3
+            status = dask_gpurt.status(client)
+            assert not status["active"]
+            assert "2031.1.0" in status["reason"]
+            with pytest.raises(ActivationError, match="2031"):
+                dask_gpurt.enable(client)
+        assert cluster.log_text().count("dask_gpurt is off") <= 2
+
+    def test_unsupported_kind_is_an_error_when_strict(self, sides):
+        import dask.array as da
+
+        with LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as local:
+            with dask.config.set({"gpurt.enabled": True, "gpurt.strict": True}):
+                with Client(local, set_as_default=False) as client, client.as_current():
+                    x = da.ones((8, 8), chunks=(2, 8)).rechunk((8, 2), method="p2p")
+                    with pytest.raises(RuntimeError) as caught:
+                        x.sum().compute()
+        assert isinstance(caught.value.__cause__, StrictFallbackError)
+
+
+class TestCostWhenOff:
+    def test_nothing_of_ours_is_imported(self):
+        source = """
+import sys
+from distributed import Client, LocalCluster
+with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as c, Client(c):
+    print(sorted(m for m in sys.modules if m.startswith("dask_gpurt")))
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", source],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.strip() == "['dask_gpurt', 'dask_gpurt.preload']", done.stderr
+
+    def test_under_20_ms(self):
+        """Reading our YAML and importing the preload, in a fresh interpreter that has dask."""
+        source = """
+import time, pathlib, dask.config, yaml, sys
+path = next(p for p in pathlib.Path(sys.prefix, "etc/dask").glob("gpurt.yaml"))
+began = time.perf_counter()
+yaml.safe_load(path.read_text())
+import dask_gpurt.preload
+dask_gpurt.preload._flag_is_set()
+print(time.perf_counter() - began)
+"""
+        times = [
+            float(
+                subprocess.run(
+                    [sys.executable, "-c", source],
+                    env=environment(),
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
+                    check=True,
+                ).stdout
+            )
+            for _ in range(3)
+        ]
+        assert min(times) < 0.020
+
+    def test_importing_the_package_loads_nothing_heavy(self):
+        source = "import sys, os; e = dict(os.environ); import dask_gpurt; "
+        source += "assert e == dict(os.environ); "
+        source += "print([m for m in ('dask', 'distributed', 'pandas', 'numpy', 'pyarrow', 'cupy') "
+        source += "if m in sys.modules])"
+        done = subprocess.run(
+            [sys.executable, "-c", source],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.strip() == "[]"
+
+
+async def _until(client, condition):
+    """Wait for the scheduler's workers to fulfil a condition; it is asked, nobody sleeps."""
+    while not condition((await client.scheduler.identity(n_workers=-1))["workers"]):
+        pass
+
+
+def _leftovers(client):
+    """What a disabled runtime left on the live objects it had changed."""
+
+    def on_scheduler(dask_scheduler):
+        plugin = dask_scheduler.plugins["shuffle"]
+        handler = dask_scheduler.handlers["shuffle_get_or_create"]
+        left = [name for name in ("_retrieve_spec",) if name in vars(plugin)]
+        left += [] if handler == plugin.get_or_create else ["handler"]
+        return left + [name for name in dask_scheduler.plugins if name == "gpurt"]
+
+    def on_worker(dask_worker):
+        plugin = dask_worker.plugins["shuffle"]
+        names = ("get_or_create_shuffle", "get_shuffle_run")
+        left = [name for name in names if name in vars(plugin)]
+        return left + [name for name in dask_worker.plugins if name == "gpurt"]
+
+    workers = client.run(on_worker)
+    return {
+        "scheduler": client.run_on_scheduler(on_scheduler),
+        "worker": sorted({name for names in workers.values() for name in names}),
+    }

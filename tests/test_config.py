@@ -1,0 +1,403 @@
+"""Settings: what the defaults are, what may be written, and what is said about the rest."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import dask.config
+import pytest
+import yaml
+
+from dask_gpurt import config
+from dask_gpurt.config import Settings, ShuffleSettings
+from dask_gpurt.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+DEFAULTS = Settings(
+    enabled=False,
+    strict=False,
+    shuffle=ShuffleSettings(memory=0.3, message_nbytes=16 * MIB, in_flight_nbytes=64 * MIB),
+)
+
+
+@pytest.fixture(autouse=True)
+def pristine():
+    """Dask's configuration as it is where nobody has set anything of ours."""
+    with dask.config.set(gpurt=copy.deepcopy(dict(config.defaults()))):
+        yield
+
+
+@pytest.fixture
+def warnings(caplog):
+    """What was logged about settings so far."""
+    caplog.set_level(logging.WARNING, "dask_gpurt")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def _environment(**variables):
+    """The `gpurt` section of a program with these environment variables."""
+    env = {f"DASK_{name}": value for name, value in variables.items()}
+    return dask.config.collect(paths=[str(config.DEFAULTS_PATH)], env=env)["gpurt"]
+
+
+# ------------------------------------------------------------------ defaults and schema
+
+
+def _leaves(section, prefix=""):
+    found = {}
+    for name, value in section.items():
+        if isinstance(value, dict):
+            found |= _leaves(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _schema_leaves(section, prefix=""):
+    found = {}
+    for name, entry in section["properties"].items():
+        if "properties" in entry:
+            found |= _schema_leaves(entry, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = entry
+    return found
+
+
+def _schema_sections(section):
+    yield section
+    for entry in section["properties"].values():
+        if "properties" in entry:
+            yield from _schema_sections(entry)
+
+
+def test_defaults_and_schema_have_the_same_keys():
+    assert set(_leaves(config.defaults())) == set(_schema_leaves(config.schema()))
+
+
+def test_every_key_has_a_type_and_a_description():
+    for key, entry in _schema_leaves(config.schema()).items():
+        assert entry.get("type"), key
+        assert entry.get("description", "").strip().endswith("."), key
+
+
+def test_every_section_is_closed_and_described():
+    for section in _schema_sections(config.schema()):
+        assert section["type"] == "object"
+        assert section["additionalProperties"] is False
+        assert section["description"].strip()
+
+
+def test_defaults_have_the_types_of_the_schema():
+    types = {"boolean": bool, "string": str, "number": (int, float), "integer": int}
+    defaults = _leaves(config.defaults())
+    for key, entry in _schema_leaves(config.schema()).items():
+        names = [entry["type"]] if isinstance(entry["type"], str) else entry["type"]
+        assert any(isinstance(defaults[key], types[name]) for name in names), key
+        if isinstance(defaults[key], bool):
+            assert names == ["boolean"], key
+
+
+def test_every_setting_is_read():
+    """One that nobody reads would be ignored without a word."""
+    changed = {"enabled": True, "strict": True}
+    changed |= {"shuffle.memory": 0.5, "shuffle.message-size": 5, "shuffle.in-flight": 6}
+    assert set(changed) == set(_leaves(config.defaults()))
+    for key, value in changed.items():
+        with dask.config.set({f"gpurt.{key}": value}):
+            assert config.read() != DEFAULTS, key
+
+
+def test_the_defaults_file_lists_the_preload_for_every_role():
+    distributed = yaml.safe_load(config.DEFAULTS_PATH.read_text())["distributed"]
+    assert set(distributed) == {"client", "scheduler", "worker"}
+    for role in distributed.values():
+        assert role == {"preload": [config.PRELOAD], "preload-argv": [[]]}
+
+
+# ------------------------------------------------------------------ reading
+
+
+def test_reading_the_defaults(warnings):
+    assert config.read() == DEFAULTS
+    assert warnings() == []
+
+
+def test_reading_where_dask_found_no_defaults(warnings):
+    with dask.config.set(gpurt={}):
+        assert config.read() == DEFAULTS
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("section", [{"strict": True}, {"shuffle": {"memory": 0.5}}])
+def test_reading_half_a_section(section):
+    with dask.config.set(gpurt=section):
+        settings = config.read()
+    assert settings.strict == section.get("strict", False)
+    assert settings.shuffle.memory == section.get("shuffle", {}).get("memory", 0.3)
+    assert settings.shuffle.message_nbytes == 16 * MIB
+
+
+@pytest.mark.parametrize("section", [None, {"shuffle": None}])
+def test_an_empty_section_of_a_file_means_the_defaults(warnings, section):
+    """`gpurt:` with everything below it commented out."""
+    with dask.config.set(gpurt=section):
+        assert config.read() == DEFAULTS
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("section", [1, "yes", True, ["enabled"]])
+def test_a_section_that_is_none_is_refused(section):
+    with dask.config.set(gpurt=section), pytest.raises(ConfigError, match="gpurt"):
+        config.read()
+
+
+@pytest.mark.parametrize("key", ["enabled", "strict"])
+@pytest.mark.parametrize(
+    ("value", "meaning"),
+    [
+        *[(value, True) for value in (True, "true", "True", "YES", " on ", 1, "1")],
+        *[(value, False) for value in (False, "false", "no", "Off", 0, "0")],
+    ],
+)
+def test_flags(key, value, meaning):
+    with dask.config.set({f"gpurt.{key}": value}):
+        settings = config.read()
+    assert getattr(settings, key) is meaning
+    other = {"enabled": "strict", "strict": "enabled"}[key]
+    assert getattr(settings, other) is False
+
+
+@pytest.mark.parametrize("key", ["enabled", "strict"])
+@pytest.mark.parametrize("value", ["maybe", "", None, 2, -1, 0.5, [], {"on": 1}])
+def test_flags_that_are_neither(key, value):
+    with (
+        dask.config.set({f"gpurt.{key}": value}),
+        pytest.raises(ConfigError, match=rf"gpurt\.{key} is .*true or false"),
+    ):
+        config.read()
+
+
+SIZES = {"shuffle.message-size": "message_nbytes", "shuffle.in-flight": "in_flight_nbytes"}
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [("1 MiB", MIB), ("2MB", 2_000_000), ("1.5 KiB", 1536), ("77", 77), (1234, 1234), (1e6, 10**6)],
+)
+def test_sizes(key, value, nbytes):
+    with dask.config.set({f"gpurt.{key}": value}):
+        shuffle = config.read().shuffle
+    assert getattr(shuffle, SIZES[key]) == nbytes
+    assert type(getattr(shuffle, SIZES[key])) is int
+    (other,) = set(SIZES.values()) - {SIZES[key]}
+    assert getattr(shuffle, other) == getattr(DEFAULTS.shuffle, other)
+
+
+NO_SIZES = [
+    "much",
+    "",
+    None,
+    0,
+    -1,
+    "0",
+    "-4 MiB",
+    0.4,
+    [],
+    {"a": 1},
+    True,
+    float("nan"),
+    float("inf"),
+    "1e999 MiB",
+]
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("value", NO_SIZES, ids=repr)
+def test_sizes_that_are_none(key, value):
+    with (
+        dask.config.set({f"gpurt.{key}": value}),
+        pytest.raises(ConfigError, match=rf"gpurt\.{key} is .*a size"),
+    ):
+        config.read()
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (0.3, 30 * GIB),
+        ("0.25", 25 * GIB),
+        (1, 100 * GIB),
+        (1.0, 100 * GIB),
+        ("4 GiB", 4 * GIB),
+        ("500MB", 500_000_000),
+        (12345678, 12345678),
+        ("12345678", 12345678),
+    ],
+)
+def test_memory_is_a_share_or_a_size(value, nbytes):
+    with dask.config.set({"gpurt.shuffle.memory": value}):
+        settings = config.read()
+    found = settings.shuffle.memory_nbytes(100 * GIB)
+    assert found == nbytes
+    assert type(found) is int
+
+
+NO_MEMORY = [
+    "much",
+    "",
+    None,
+    0,
+    -0.1,
+    "0",
+    "-4 GiB",
+    [],
+    {"a": 1},
+    True,
+    float("nan"),
+    float("inf"),
+    "nan",
+    "inf",
+    "1e999",
+]
+
+
+@pytest.mark.parametrize("value", NO_MEMORY, ids=repr)
+def test_memory_that_is_neither(value):
+    with (
+        dask.config.set({"gpurt.shuffle.memory": value}),
+        pytest.raises(ConfigError, match=r"gpurt\.shuffle\.memory is"),
+    ):
+        config.read()
+
+
+# ------------------------------------------------------------------ keys that nothing reads
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("enable", "enabled"),
+        ("shuffle.mesage-size", "shuffle.message-size"),
+        ("shuffle.in_flihgt", "shuffle.in-flight"),
+        ("shufle.memory", "shuffle.memory"),
+    ],
+)
+def test_a_misspelt_key_is_named_with_what_was_meant(warnings, key, suggestion):
+    with dask.config.set({f"gpurt.{key}": 1}):
+        assert config.read() == DEFAULTS
+    (message,) = warnings()
+    assert f"gpurt.{key.replace('_', '-')} " in message
+    assert f"did you mean gpurt.{suggestion}?" in message
+
+
+def test_a_key_that_resembles_none_is_named_alone(warnings):
+    with dask.config.set({"gpurt.zzz": 1}):
+        config.read()
+    (message,) = warnings()
+    assert "gpurt.zzz" in message
+    assert "did you mean" not in message
+
+
+def test_each_unknown_key_is_named(warnings):
+    with dask.config.set({"gpurt.zzz": 1, "gpurt.shuffle.yyy": 2}):
+        config.read()
+        assert [key for key, _ in config.unknown_keys()] == ["shuffle.yyy", "zzz"]
+    assert len(warnings()) == 2
+
+
+# ------------------------------------------------------------------ environment variables
+
+
+def test_environment_variables(warnings):
+    section = _environment(
+        GPURT__ENABLED="true",
+        GPURT__STRICT="1",
+        GPURT__SHUFFLE__MEMORY="0.5",
+        GPURT__SHUFFLE__MESSAGE_SIZE="1 MiB",
+        GPURT__SHUFFLE__IN_FLIGHT="2000000",
+    )
+    with dask.config.set(gpurt=section):
+        assert config.read() == Settings(True, True, ShuffleSettings(0.5, MIB, 2_000_000))
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("word", ["True", "TRUE", "yes", "on"])
+def test_spellings_of_the_flag(word):
+    with dask.config.set(gpurt=_environment(GPURT__ENABLED=word)):
+        assert config.read().enabled is True
+
+
+def test_environment_variables_where_dask_found_no_defaults(warnings):
+    section = dask.config.collect(paths=[], env={"DASK_GPURT__SHUFFLE__MESSAGE_SIZE": "1 MiB"})
+    with dask.config.set(gpurt=section["gpurt"]):
+        assert config.read().shuffle.message_nbytes == MIB
+    assert warnings() == []
+
+
+def test_a_misspelt_environment_variable(warnings):
+    with dask.config.set(gpurt=_environment(GPURT__SHUFFLE__MESAGE_SIZE="1 MiB")):
+        config.read()
+    (message,) = warnings()
+    assert "did you mean gpurt.shuffle.message-size?" in message
+
+
+# ------------------------------------------------------------------ on the way to a cluster
+
+
+def test_settings_survive_the_way_to_a_cluster():
+    settings = Settings(True, True, ShuffleSettings(5e9, 7, 11))
+    plain = settings.to_plain()
+    assert _leaves(plain) == {
+        "enabled": True,
+        "strict": True,
+        "shuffle.memory": 5e9,
+        "shuffle.message_nbytes": 7,
+        "shuffle.in_flight_nbytes": 11,
+    }
+    assert Settings.from_plain(plain) == settings
+    assert Settings.from_plain(pickle.loads(pickle.dumps(plain))) == settings
+
+
+def test_settings_do_not_change_once_they_are_read():
+    settings = config.read()
+    with dask.config.set({"gpurt.strict": True}):
+        assert settings.strict is False
+    with pytest.raises(AttributeError):
+        settings.strict = True
+
+
+# ------------------------------------------------------------------ preloads
+
+ROLES = ("client", "scheduler", "worker")
+
+
+def _preloads(**lists):
+    return dask.config.set({f"distributed.{role}.preload": value for role, value in lists.items()})
+
+
+def test_preloads_that_are_all_there():
+    with _preloads(**{role: [config.PRELOAD] for role in ROLES}):
+        assert config.preloads() == dict.fromkeys(ROLES, True)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("replacement", [["my_module"], [], None])
+def test_a_preload_that_somebody_replaced(role, replacement):
+    lists = {name: [config.PRELOAD] for name in ROLES} | {role: replacement}
+    with _preloads(**lists):
+        assert config.preloads() == dict.fromkeys(ROLES, True) | {role: False}
+
+
+def test_a_preload_beside_one_of_the_users():
+    with _preloads(**{role: ["my_module", config.PRELOAD] for role in ROLES}):
+        assert config.preloads() == dict.fromkeys(ROLES, True)
+
+
+def test_preloads_that_were_never_there():
+    with dask.config.set(distributed={}):
+        assert config.preloads() == dict.fromkeys(ROLES, False)
