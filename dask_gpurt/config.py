@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import pathlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -107,8 +108,14 @@ def read() -> Settings:
 
 def unknown_keys() -> list[tuple[str, str | None]]:
     """Keys under `gpurt.` that nothing reads, each with the known key it resembles."""
+    section = dask.config.get("gpurt", None)
+    if not isinstance(section, Mapping | None):
+        raise ConfigError(f"gpurt is {section!r}; it may be a section of settings")
     known = {_normal(key) for key in _flatten(defaults())}
-    given = {_normal(key) for key in _flatten(dask.config.get("gpurt", {}))}
+    sections = {_normal(name) for name, value in defaults().items() if isinstance(value, Mapping)}
+    given = {_normal(key) for key in _flatten(section or {})}
+    # A section whose settings are all commented out is `None`.
+    given -= {name for name in sections if (section or {}).get(name, 0) is None}
     found = []
     for key in sorted(given - known):
         close = difflib.get_close_matches(key, known, n=1)
@@ -161,8 +168,10 @@ def _flag(key: str) -> bool:
 def _nbytes(key: str) -> int:
     value = _get(key)
     try:
-        nbytes = parse_bytes(value)
-    except (ValueError, TypeError, AttributeError):
+        # `parse_bytes` takes nothing for one byte, and true as well.
+        blank = isinstance(value, bool) or value == ""
+        nbytes = 0 if blank else parse_bytes(value)
+    except (ValueError, TypeError, AttributeError, OverflowError):
         nbytes = 0
     if nbytes <= 0:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a size such as '16 MiB'")
@@ -172,9 +181,9 @@ def _nbytes(key: str) -> int:
 def _memory(key: str) -> float:
     value = _get(key)
     try:
-        amount = float(value)
+        amount = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return float(_nbytes(key))
-    if amount <= 0:
+    if not 0 < amount < math.inf:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a share (0.3) or a size ('4 GiB')")
     return amount

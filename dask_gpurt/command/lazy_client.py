@@ -8,10 +8,12 @@ therefore answers for. The cluster is `dask_gpurt.command.embedded`.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import dask
 import dask.config
 
 from dask_gpurt.errors import GpurtError
@@ -124,12 +126,13 @@ def install(lazy: LazyClient) -> None:
     stock = distributed.default_client
 
     def default_client(c: Client | None = None) -> Any:
-        scheduler = dask.config.get("scheduler", None)
-        if c is None and scheduler is lazy:
+        if c is not None:
+            return c
+        scheduler = _scheduler_argument() or dask.config.get("scheduler", None)
+        if scheduler is lazy:
             return lazy.client()
-        client: Client = stock(c)  # type: ignore[no-untyped-call]
-        ways = (None, "dask.distributed", "distributed")
-        if c is None and client is lazy.own and scheduler not in ways:
+        client = stock()  # type: ignore[no-untyped-call]
+        if client is lazy.own and not _is_distributed(scheduler):
             # The script chose threads or the like for a while. Without this runtime there would
             # be no client at all, and what is planned now must run there.
             raise ValueError(f"the scheduler is {scheduler!r}")
@@ -137,3 +140,27 @@ def install(lazy: LazyClient) -> None:
 
     distributed.default_client = default_client
     dask.config.set({"scheduler": lazy})
+
+
+def _is_distributed(scheduler: Any) -> bool:
+    if scheduler is None or "Client" in type(scheduler).__name__:
+        return True
+    return scheduler in ("dask.distributed", "distributed")
+
+
+def _scheduler_argument() -> Any:
+    """The `scheduler=` of the computation that is being planned, if it has one.
+
+    Nothing that Dask asks on the way to a plan is told about it, so that only the call itself
+    knows. A plan for workers would fail on the threads that the script asked for.
+    """
+    computing = {dask.compute.__code__, dask.persist.__code__}
+    if (frames := sys.modules.get("dask.dataframe")) is not None:
+        computing.add(frames.DataFrame.persist.__code__)
+    frame = sys._getframe()
+    while frame is not None and frame.f_code not in computing:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return None
+    found = frame.f_locals
+    return found["scheduler"] if "scheduler" in found else found["kwargs"].get("scheduler")

@@ -118,11 +118,16 @@ class Recorder:
 
     async def end(self, client: Client) -> None:
         """A client is about to close. On its event loop."""
-        with self._lock:
-            self._clients.discard(client)
         if (poll := self._polls.pop(client, None)) is not None:
             poll.cancel()
-        await self.read(client)
+        if client in self._clients:
+            self.let_go(client)
+            await self.read(client)
+
+    def let_go(self, client: Client) -> None:
+        """Ask this client no more: its cluster closes, or closed before it."""
+        with self._lock:
+            self._clients.discard(client)
 
     async def read(self, client: Client, before: ClusterRecord | None = None) -> None:
         """Take in what a client's cluster says now; nothing, if it does not answer."""
@@ -150,7 +155,7 @@ class Recorder:
         while True:
             await asyncio.sleep(INTERVAL_S)
             client = find()
-            if client is None or client.status in ("closing", "closed"):
+            if client is None or client not in self._clients:
                 return
             await self.read(client)
             del client
@@ -284,11 +289,13 @@ def _read_before(owner: Any, name: str, clients_of: Callable[[Any], list[Client]
         if not getattr(self, "asynchronous", False):
             for client in clients:
                 _recorder.read_from_outside(client)
+                _recorder.let_go(client)
             return method(self, *args, **kwargs)
 
         async def read_and_close() -> Any:
             for client in clients:
                 await _recorder.read(client)
+                _recorder.let_go(client)
             return await method(self, *args, **kwargs)
 
         return read_and_close() if clients else method(self, *args, **kwargs)

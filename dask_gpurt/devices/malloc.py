@@ -20,6 +20,8 @@ _M_MMAP_THRESHOLD = -3
 #: Largest value that glibc accepts on 64-bit machines.
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 _DEFAULT_THRESHOLD = 128 << 10
+#: `mallopt` takes a C int, the environment a size.
+_LARGEST_INT = 2**31 - 1
 
 
 class PageKeeper:
@@ -32,7 +34,7 @@ class PageKeeper:
     """
 
     def __init__(self, keep_nbytes: int, mallopt: Callable[[int, int], int] | None = None) -> None:
-        self._keep_nbytes = min(keep_nbytes, 2**31 - 1)
+        self._keep_nbytes = min(keep_nbytes, _LARGEST_INT)
         self._mallopt = mallopt or _glibc_mallopt()
         self._lock = threading.Lock()
         self._users = 0
@@ -61,7 +63,7 @@ class PageKeeper:
 
 def _environment(name: str, default: int) -> int:
     try:
-        return int(os.environ[name])
+        return min(int(os.environ[name]), _LARGEST_INT)
     except (KeyError, ValueError):
         return default
 

@@ -87,18 +87,24 @@ def build(n_pages: int, spare: list[int]) -> int:
     library = _library()
     first = _reserve(n_pages)
     moved = min(n_pages, len(spare))
-    for number in range(moved):
-        source = spare.pop()
-        target = first + number * PAGE_NBYTES
-        answer = library.mremap(source, PAGE_NBYTES, PAGE_NBYTES, _MREMAP_MAYMOVE_FIXED, target)
-        _checked(answer, "mremap")
-    if moved < n_pages:
-        start = first + moved * PAGE_NBYTES
-        nbytes = (n_pages - moved) * PAGE_NBYTES
-        flags = _PRIVATE | _MAP_FIXED
-        _checked(library.mmap(start, nbytes, _PROT_READ_WRITE, flags, -1, 0), "mmap")
-        # Advice: where the kernel has no huge pages, small ones do.
-        library.madvise(start, nbytes, _MADV_HUGEPAGE)
+    try:
+        for number in range(moved):
+            target = first + number * PAGE_NBYTES
+            answer = library.mremap(
+                spare[-1], PAGE_NBYTES, PAGE_NBYTES, _MREMAP_MAYMOVE_FIXED, target
+            )
+            _checked(answer, "mremap")
+            spare.pop()
+        if moved < n_pages:
+            start = first + moved * PAGE_NBYTES
+            nbytes = (n_pages - moved) * PAGE_NBYTES
+            flags = _PRIVATE | _MAP_FIXED
+            _checked(library.mmap(start, nbytes, _PROT_READ_WRITE, flags, -1, 0), "mmap")
+            # Advice: where the kernel has no huge pages, small ones do.
+            library.madvise(start, nbytes, _MADV_HUGEPAGE)
+    except (MemoryError, OSError):
+        library.munmap(first, n_pages * PAGE_NBYTES)
+        raise
     return first
 
 

@@ -238,6 +238,8 @@ class ShardStore:
             file: SpillFile | None = None
             try:
                 for shard in self._victims():
+                    if self._closed:
+                        break
                     if shard.on_disk is None:
                         if file is None:
                             file = self._new_file()
@@ -291,7 +293,7 @@ class ShardStore:
 
     def _evict(self, shard: Shard) -> None:
         with self._lock:
-            if shard.is_resident and shard.on_disk is not None:
+            if shard.is_resident and shard.on_disk is not None and not self._closed:
                 shard.body = shard.packed = None
                 self._resident(-shard.nbytes)
 
@@ -333,6 +335,8 @@ class ShardStore:
         with self._lock:
             if slot in self._released:
                 raise PartitionReleasedError(f"slot {slot} was let go")
+            if self._closed:
+                raise PartitionReleasedError("the run was closed")
             assert self._firsts is not None, "pieces() before seal()"
             for source, firsts in self._firsts.items():
                 position = bisect.bisect_right(firsts, slot) - 1
@@ -356,7 +360,7 @@ class ShardStore:
             packed = self._read(shard, on_disk)
         body = self._adapter.unpack(shard.layout_key, packed)
         with self._lock:
-            if shard.body is None and shard.unread:
+            if shard.body is None and shard.unread and not self._closed:
                 if shard.packed is None:
                     self._resident(shard.nbytes)
                 # The body's arrays are views of the packed buffer: one of the two is enough.
@@ -366,12 +370,18 @@ class ShardStore:
     def _read(self, shard: Shard, on_disk: tuple[SpillFile, int]) -> Packed:
         file, position = on_disk
         buffer = np.empty(shard.packed_nbytes, dtype=np.uint8)
+        failure: OSError | None = None
         try:
             file.read_into(buffer, position)
-        except ShardStorageError:
-            raise
         except OSError as error:
-            raise ShardStorageError(f"cannot read {file.path}: {error}") from error
+            failure = error
+        if self._closed:
+            # The file went away meanwhile, and its descriptor may be another file's.
+            raise PartitionReleasedError("the run was closed while it was read") from failure
+        if isinstance(failure, ShardStorageError):
+            raise failure
+        if failure is not None:
+            raise ShardStorageError(f"cannot read {file.path}: {failure}") from failure
         self._counters.add(unspilled_nbytes=buffer.nbytes)
         return Packed(buffer, shard.n_rows, *shard.sections)
 
@@ -410,8 +420,10 @@ class ShardStore:
             self._sources.clear()
             self._firsts = {}
             self._resident(-self.resident_nbytes)
+        # A spill that is under way ends first: its file must not be closed under it.
+        with self._spilling:
             files, self._files = self._files, []
-        for file in files:
-            file.remove()
-        with contextlib.suppress(OSError):
-            os.rmdir(self._directory)
+            for file in files:
+                file.remove()
+            with contextlib.suppress(OSError):
+                os.rmdir(self._directory)

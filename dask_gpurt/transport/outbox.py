@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from dask_gpurt.errors import ExchangeError
+
 
 class Sized(Protocol):
     @property
@@ -104,14 +106,16 @@ class Outbox(Generic[T]):
             What `send` raised.
         """
         while True:
-            senders = [task for peer in self._peers.values() for task in peer.senders]
+            senders = self._senders()
             for name in list(self._peers):
                 self._wake(name)
-            if not senders and not any(peer.waiting for peer in self._peers.values()):
+            with self._changed:
+                is_waiting = any(peer.waiting for peer in self._peers.values())
+            if not senders and not is_waiting:
                 break
             if self._failure is not None:
                 break
-            senders = [task for peer in self._peers.values() for task in peer.senders]
+            senders = self._senders()
             if senders:
                 await asyncio.wait(senders, return_when=asyncio.FIRST_COMPLETED)
         self._raise_if_failed()
@@ -124,15 +128,25 @@ class Outbox(Generic[T]):
                 peer.waiting.clear()
                 peer.waiting_nbytes = 0
             self._changed.notify_all()
-        senders = [task for peer in self._peers.values() for task in peer.senders]
+        senders = self._senders()
         for task in senders:
             task.cancel()
         if senders:
             await asyncio.wait(senders)
 
+    def _senders(self) -> list[asyncio.Task[None]]:
+        with self._changed:  # producers add peers
+            return [task for peer in self._peers.values() for task in peer.senders]
+
     @property
     def _stopped(self) -> bool:
         return self._closed or self._failure is not None
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if not self._closed:
+                self._failure = self._failure or error
+            self._changed.notify_all()
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:
@@ -148,6 +162,15 @@ class Outbox(Generic[T]):
             task.add_done_callback(peer.senders.discard)
 
     async def _drain(self, name: str, peer: _Peer[T]) -> None:
+        try:
+            await self._send_all(name, peer)
+        finally:
+            # Now, and not in a callback: a wake-up in between would take this for a sender.
+            task = asyncio.current_task()
+            assert task is not None
+            peer.senders.discard(task)
+
+    async def _send_all(self, name: str, peer: _Peer[T]) -> None:
         while True:
             message: list[T] = []
             message_nbytes = 0
@@ -161,11 +184,11 @@ class Outbox(Generic[T]):
             try:
                 await self._send(name, message)
             except asyncio.CancelledError:
+                # Unless `close` did it, a message was given up that nobody else will send.
+                self._fail(ExchangeError(f"sending to {name} was cancelled"))
                 raise
             except BaseException as error:
-                with self._changed:
-                    self._failure = self._failure or error
-                    self._changed.notify_all()
+                self._fail(error)
                 return
             finally:
                 # Let go before the next message is waited for: these are the big buffers.
