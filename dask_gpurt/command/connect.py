@@ -70,7 +70,7 @@ def connected(address: str) -> Iterator[Client]:
         "distributed.comm.timeouts.connect": f"{CONNECT_TIMEOUT_S}s",
     }
     # What else is to be said about a failure, distributed logs with a traceback.
-    with dask.config.set(settings), _silent("distributed", "tornado", "asyncio"):
+    with dask.config.set(settings), silent("distributed", "tornado", "asyncio"):
         try:
             # First without a client: one that never connected cannot be closed in silence.
             asyncio.run(_knock(address))
@@ -137,7 +137,8 @@ def _brief(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _silent(*names: str) -> Iterator[None]:
+def silent(*names: str) -> Iterator[None]:
+    """Keep loggers from saying anything for a while."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:

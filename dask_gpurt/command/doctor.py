@@ -7,7 +7,6 @@ anything on there.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import dask_gpurt
-from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
+from dask_gpurt.command.connect import ConnectError, address_of, ask, connected, silent
 from dask_gpurt.command.findings import Finding, Level, local_findings
 from dask_gpurt.command.report import advice, times
 
@@ -34,8 +33,8 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
         0 without problems, 1 with one, 2 if the scheduler that was asked for does not answer.
     """
     # A finding says what is wrong with a setting; the warning would say it again.
-    logging.getLogger("dask_gpurt").setLevel(logging.ERROR)
-    findings = local_findings()
+    with silent("dask_gpurt"):
+        findings = local_findings()
     failure: ConnectError | None = None
     try:
         address = address_of(scheduler, scheduler_file)

@@ -18,14 +18,17 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import dask.config
 
 from dask_gpurt.errors import GpurtError
 
-#: How long closing may take before the processes are killed.
-CLOSE_TIMEOUT_S = 10.0
+#: How long tasks that still run hold up the end of the workers.
+GRACE_S = 2.0
+#: How much longer the process that kills them may take for it.
+CLOSE_TIMEOUT_S = 5.0
 
 # `-c` leaves the process without a main module for workers to import. The script's search path
 # comes first: with it, this package is found the way it was found there.
@@ -40,7 +43,7 @@ class EmbeddedClusterError(GpurtError, RuntimeError):
 
 
 class EmbeddedCluster:
-    """A running cluster of worker processes on this machine.
+    """A running cluster of worker processes on this machine. It ends with this process, too.
 
     Parameters
     ----------
@@ -55,6 +58,8 @@ class EmbeddedCluster:
 
     def __init__(self, n_workers: int | None, threads_per_worker: int | None) -> None:
         import cloudpickle
+
+        self.grace_s = GRACE_S
 
         settings = {key: value for key, value in dask.config.config.items() if key != "scheduler"}
         order = cloudpickle.dumps((settings, n_workers, threads_per_worker))
@@ -96,7 +101,7 @@ class EmbeddedCluster:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(CLOSE_TIMEOUT_S)
+            self._process.wait(self.grace_s + CLOSE_TIMEOUT_S if self.grace_s else 0)
         except BaseException as error:
             self._kill()
             if not isinstance(error, subprocess.TimeoutExpired):
@@ -139,3 +144,7 @@ def serve(answer_fd: int) -> None:
             json.dump(told, answer)
         if "address" in told:
             sys.stdin.buffer.read()
+            # A task that never ends must not keep its worker. The group is this session's own.
+            watchdog = threading.Timer(GRACE_S, os.killpg, (os.getpgrp(), signal.SIGKILL))
+            watchdog.daemon = True
+            watchdog.start()

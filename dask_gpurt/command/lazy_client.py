@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import dask
 import dask.config
+from dask.base import compute, persist
 
 from dask_gpurt.errors import GpurtError
 
@@ -57,6 +57,9 @@ class LazyClient(str):
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -98,9 +101,17 @@ class LazyClient(str):
         """Whether that is a client for coroutines. Dask asks before it takes `get`."""
         return bool(self.client().asynchronous)
 
-    def close(self) -> None:
-        """End what was started here. A later computation starts it again."""
+    def close(self, at_once: bool = False) -> None:
+        """End what was started here. A later computation starts it again.
+
+        Parameters
+        ----------
+        at_once
+            Do not wait for tasks that run.
+        """
         with self._lock:
+            if at_once and self._cluster is not None:
+                self._cluster.grace_s = 0.0
             self._close()
 
     def _close(self) -> None:
@@ -130,7 +141,10 @@ def install(lazy: LazyClient) -> None:
             return c
         scheduler = _scheduler_argument() or dask.config.get("scheduler", None)
         if scheduler is lazy:
-            return lazy.client()
+            # Dask only wants to know whether there is one, and starting it can wait until
+            # something is computed. Whoever else asks is going to use it.
+            asker = str(sys._getframe(1).f_globals.get("__name__"))
+            return lazy if asker.split(".")[0] == "dask" else lazy.client()
         client = stock()  # type: ignore[no-untyped-call]
         if client is lazy.own and not _is_distributed(scheduler):
             # The script chose threads or the like for a while. Without this runtime there would
@@ -154,7 +168,7 @@ def _scheduler_argument() -> Any:
     Nothing that Dask asks on the way to a plan is told about it, so that only the call itself
     knows. A plan for workers would fail on the threads that the script asked for.
     """
-    computing = {dask.compute.__code__, dask.persist.__code__}
+    computing = {compute.__code__, persist.__code__}
     if (frames := sys.modules.get("dask.dataframe")) is not None:
         computing.add(frames.DataFrame.persist.__code__)
     frame = sys._getframe()

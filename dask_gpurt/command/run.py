@@ -8,6 +8,7 @@ All output of ours goes to stderr.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -91,13 +92,16 @@ def run_script(
     asked = script.run(module)
     wall_s = time.perf_counter() - start_s
     del ours
+    if asked == INTERRUPTED:
+        # As clients close, asyncio would print a traceback for every task that was given up.
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     for stream in (sys.stdout, sys.stderr):
         # What goes wrong there is said by the interpreter when it ends.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     try:
         recorder.finish()
-        lazy.close()
+        lazy.close(at_once=asked == INTERRUPTED)
         progress.stop()
         asked = _conclude(recorder, wall_s, asked, notes, report_path)
     except KeyboardInterrupt:

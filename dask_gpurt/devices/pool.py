@@ -70,9 +70,13 @@ class HostPool:
     ----------
     keep_nbytes
         Pages that nobody uses are given back to the system beyond this.
+    lane_pages
+        Pages that the buffers of a lane share at a time. More of them waste less at their ends,
+        and come free later.
     """
 
-    def __init__(self, keep_nbytes: int) -> None:
+    def __init__(self, keep_nbytes: int, lane_pages: int = 4) -> None:
+        self._lane_pages = lane_pages
         self._keep_pages = max(0, keep_nbytes // pages.PAGE_NBYTES)
         self._lock = threading.Lock()
         self._filling: dict[Hashable, _Run] = {}
@@ -85,6 +89,11 @@ class HostPool:
     def empty(self, nbytes: int, lane: Hashable = None) -> Buffer:
         """Uninitialised bytes. They go back to the pool with the last view of them.
 
+        Parameters
+        ----------
+        lane
+            Buffers of one lane share pages, unless they are large.
+
         Raises
         ------
         MemoryError
@@ -94,13 +103,27 @@ class HostPool:
             return np.empty(nbytes, dtype=np.uint8)
         with self._lock:
             self._collect()
-            if nbytes > pages.PAGE_NBYTES // 2:
+            if nbytes > self._lane_pages * pages.PAGE_NBYTES // 2:
                 run = self._new_run(-(-nbytes // pages.PAGE_NBYTES))
                 first = run.address
             else:
                 run, first = self._share(nbytes, lane)
             run.users += 1
         return np.asarray(_Lease(run, first, nbytes, self._dead.append))
+
+    def empty_alone(self, nbytes: int) -> Buffer:
+        """Uninitialised bytes that share their pages with nothing, for what is kept for long.
+
+        From NumPy where pages would mostly be wasted.
+        """
+        n_pages = -(-nbytes // pages.PAGE_NBYTES)
+        if n_pages * pages.PAGE_NBYTES - nbytes > nbytes // 8:
+            return np.empty(nbytes, dtype=np.uint8)
+        with self._lock:
+            self._collect()
+            run = self._new_run(n_pages)
+            run.users += 1
+        return np.asarray(_Lease(run, run.address, nbytes, self._dead.append))
 
     def _new_run(self, n_pages: int) -> _Run:
         run = _Run(pages.build(n_pages, self._spare), n_pages)
@@ -109,10 +132,12 @@ class HostPool:
 
     def _share(self, nbytes: int, lane: Hashable) -> tuple[_Run, int]:
         run = self._filling.get(lane)
-        if run is None or nbytes > pages.PAGE_NBYTES - run.used_nbytes:
+        if run is None or nbytes > run.n_pages * pages.PAGE_NBYTES - run.used_nbytes:
+            # A lane that goes on gets more at a time: less is lost where one run ends.
+            n_pages = 1 if run is None and nbytes <= pages.PAGE_NBYTES else self._lane_pages
             if run is not None:
                 self._dead.append(run)
-            run = self._filling[lane] = self._new_run(1)
+            run = self._filling[lane] = self._new_run(n_pages)
             run.users += 1
         first = run.address + run.used_nbytes
         run.used_nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

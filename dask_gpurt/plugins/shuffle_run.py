@@ -380,7 +380,7 @@ class ExchangeRun:
             except (IncompleteExchangeError, PartitionReleasedError) as error:
                 self.raise_if_closed()
                 sync(self._worker.loop, self._start_over, error)
-            frame = self._adapter.concatenate(pieces, self._state.pool.empty)
+            frame = self._adapter.concatenate(pieces, self._state.pool.empty_alone)
         self._state.counters.add(partitions_out=1)
         self._state.release_with(key, self._store, slot)
         if self._store.is_over_limit:

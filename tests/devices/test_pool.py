@@ -22,7 +22,7 @@ MANY = 64 * PAGE_NBYTES
 @pytest.fixture
 def pool():
     """Keeps whatever comes back to it."""
-    pool = HostPool(MANY)
+    pool = HostPool(MANY, lane_pages=1)
     yield pool
     pool.trim()
 
@@ -113,7 +113,7 @@ class Walk:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("keep_pages", [0, 4, 64])
 def test_live_buffers_never_overlap(seed, keep_pages):
-    pool = HostPool(keep_pages * PAGE_NBYTES)
+    pool = HostPool(keep_pages * PAGE_NBYTES, lane_pages=1)
     walk = Walk(pool, seed, ["a", "b", None])
     for _ in range(150):
         walk.step()
@@ -262,7 +262,7 @@ def test_the_pages_of_what_died_first_are_not_waited_for(pool):
 
 
 def test_no_more_is_kept_than_was_said():
-    pool = HostPool(2 * PAGE_NBYTES + 1)
+    pool = HostPool(2 * PAGE_NBYTES + 1, lane_pages=1)
     large, small = pool.empty(4 * PAGE_NBYTES), pool.empty(PAGE_NBYTES)
     del large
     assert _pages(pool) == (1, 2)
@@ -273,7 +273,7 @@ def test_no_more_is_kept_than_was_said():
 
 @pytest.mark.parametrize("keep_nbytes", [0, PAGE_NBYTES - 1, -1])
 def test_a_pool_that_keeps_nothing(keep_nbytes):
-    pool = HostPool(keep_nbytes)
+    pool = HostPool(keep_nbytes, lane_pages=1)
     buffer = pool.empty(3 * PAGE_NBYTES)
     buffer[:] = 1
     del buffer
@@ -286,7 +286,7 @@ def test_what_is_not_kept_is_given_back(monkeypatch):
     monkeypatch.setattr(
         pages, "give_back", lambda address: (given_back.append(address), give_back(address))
     )
-    pool = HostPool(PAGE_NBYTES)
+    pool = HostPool(PAGE_NBYTES, lane_pages=1)
     buffer = pool.empty(3 * PAGE_NBYTES)
     expected = {_address(buffer) + number * PAGE_NBYTES for number in range(3)}
     del buffer
@@ -311,7 +311,7 @@ def test_trimming_gives_back_what_is_idle_and_nothing_else(pool):
 
 
 def test_two_pools_have_nothing_in_common():
-    first, second = HostPool(MANY), HostPool(MANY)
+    first, second = HostPool(MANY, lane_pages=1), HostPool(MANY)
     buffer = first.empty(PAGE_NBYTES)
     assert _pages(first) == (1, 0)
     assert _pages(second) == (0, 0)
@@ -321,7 +321,7 @@ def test_two_pools_have_nothing_in_common():
 
 
 def test_a_buffer_outlives_its_pool():
-    buffer = HostPool(0).empty(PAGE_NBYTES)
+    buffer = HostPool(0, lane_pages=1).empty(PAGE_NBYTES)
     gc.collect()
     buffer[:] = 1
     assert buffer.all()
@@ -385,3 +385,29 @@ def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
         gc.enable()
     assert len(made) == 1
     assert _pages(pool) == (1, 2)
+
+
+def test_a_lane_that_goes_on_gets_more_pages_at_a_time():
+    pool = HostPool(1 << 30, lane_pages=4)
+    buffers = [pool.empty(PAGE_NBYTES * 5 // 8, lane="a")]
+    assert _pages(pool) == (1, 0)
+    buffers += [pool.empty(PAGE_NBYTES * 5 // 8, lane="a") for _ in range(6)]
+    # Six of them fill all but a quarter of a page of the four that came next.
+    assert _pages(pool) == (5, 0)
+    buffers.append(pool.empty(PAGE_NBYTES * 5 // 8, lane="a"))
+    assert _pages(pool) == (9, 0)
+    del buffers[1:7]
+    assert _pages(pool) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "n_pages"),
+    [(PAGE_NBYTES, 1), (PAGE_NBYTES + 1, 0), (PAGE_NBYTES // 2, 0), (10 * PAGE_NBYTES + 1, 11)],
+)
+def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
+    pool = HostPool(1 << 30)
+    buffer = pool.empty_alone(nbytes)
+    buffer[:] = 3
+    assert (buffer.nbytes, _pages(pool)) == (nbytes, (n_pages, 0))
+    del buffer
+    assert _pages(pool) == (0, n_pages)

@@ -69,7 +69,7 @@ class CommandLineCluster:
         return process
 
     def scheduler(self, before: str = "", **env: str) -> subprocess.Popen:
-        if before:
+        if before == WITHOUT_PACKAGE:
             # Where the package is missing, so is the YAML that lists its preload.
             env = {"DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "[]", **env}
         arguments = ["--port", "0", "--dashboard-address", ":0", "--host", "127.0.0.1"]
@@ -77,7 +77,7 @@ class CommandLineCluster:
         return self.start("scheduler", *arguments, before=before, **env)
 
     def worker(self, *arguments: str, before: str = "", **env: str) -> subprocess.Popen:
-        if before:
+        if before == WITHOUT_PACKAGE:
             env = {"DASK_DISTRIBUTED__WORKER__PRELOAD": "[]", **env}
         options = ["--scheduler-file", str(self._file), "--nthreads", "1", "--no-dashboard"]
         return self.start("worker", *options, *arguments, before=before, **env)

@@ -217,8 +217,7 @@ class TestWhereItCannotWork:
             for worker in status["workers"]:
                 if worker == address:
                     client.retire_workers([worker])
-            late = [a for a in dask_gpurt.status(client)["not_ready"]]
-            client.retire_workers(late)
+            client.retire_workers(list(dask_gpurt.status(client)["not_ready"]))
             assert len(partitions(client, shuffled())) == 3
             assert runs(client) == {"gpurt": 1, "stock": 1}
 
@@ -238,14 +237,16 @@ class TestWhereItCannotWork:
     def test_unsupported_kind_is_an_error_when_strict(self, sides):
         import dask.array as da
 
-        with LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
-        ) as local:
-            with dask.config.set({"gpurt.enabled": True, "gpurt.strict": True}):
-                with Client(local, set_as_default=False) as client, client.as_current():
-                    x = da.ones((8, 8), chunks=(2, 8)).rechunk((8, 2), method="p2p")
-                    with pytest.raises(RuntimeError) as caught:
-                        x.sum().compute()
+        with (
+            LocalCluster(
+                n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+            ) as local,
+            dask.config.set({"gpurt.enabled": True, "gpurt.strict": True}),
+        ):
+            with Client(local, set_as_default=False) as client, client.as_current():
+                x = da.ones((8, 8), chunks=(2, 8)).rechunk((8, 2), method="p2p")
+                with pytest.raises(RuntimeError) as caught:
+                    x.sum().compute()
         assert isinstance(caught.value.__cause__, StrictFallbackError)
 
 

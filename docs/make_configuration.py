@@ -1,0 +1,152 @@
+"""Writes docs/configuration.md from the schema and the defaults of the package.
+
+    python docs/make_configuration.py            rewrites the page
+    python docs/make_configuration.py --check    exits with 1 if the page is not up to date
+
+Reads `dask_gpurt/gpurt-schema.yaml` and `dask_gpurt/gpurt.yaml`; needs PyYAML and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SCHEMA = ROOT / "dask_gpurt" / "gpurt-schema.yaml"
+DEFAULTS = ROOT / "dask_gpurt" / "gpurt.yaml"
+PAGE = ROOT / "docs" / "configuration.md"
+
+BEFORE = """\
+# Configuration
+
+<!-- Written by docs/make_configuration.py from the schema and the defaults. Do not edit. -->
+
+All settings are under `gpurt.` in [Dask's configuration](https://docs.dask.org/en/stable/configuration.html):
+a YAML file that Dask reads, an environment variable, or `dask.config.set` before the client is made.
+
+"""
+
+AFTER = """\
+## Three ways to set a key
+
+In a YAML file that Dask reads, such as `~/.config/dask/gpurt-mine.yaml`:
+
+```yaml
+gpurt:
+  enabled: true
+  shuffle:
+    memory: 0.4
+```
+
+In the environment: `DASK_`, then the key in capitals, with two underscores for a dot and one for a hyphen:
+
+```bash
+export DASK_GPURT__ENABLED=true
+export DASK_GPURT__SHUFFLE__MEMORY=0.4
+```
+
+In the program, before the client is made:
+
+```python
+import dask
+
+dask.config.set({"gpurt.enabled": True, "gpurt.shuffle.memory": 0.4})
+```
+
+## Which process's settings count
+
+Settings are read once, where the flag was seen: by the client as it connects, or by `dask_gpurt.enable(client)`.
+They travel to the scheduler and govern the whole cluster, for shuffles that start afterwards. A later client with
+the flag brings its own settings, which then hold for everybody. A scheduler that has the flag in its own
+configuration starts with its own settings. What `gpurt.*` says on a worker is not read.
+
+A key that nothing reads is named in a warning. A value that cannot be used is named in an error line, and stock
+Dask runs.
+
+## If you set a preload list of your own
+
+Dask finds us through three lists, which the installed defaults set:
+
+```yaml
+@PRELOADS@```
+
+Dask does not join lists: the last file that sets one wins. Two consequences.
+
+- A file of yours (in `~/.config/dask`, or wherever `DASK_CONFIG` points) or an environment variable that sets
+  `distributed.client.preload` or `distributed.scheduler.preload` replaces our entry, and the flag does nothing.
+  Add `dask_gpurt.preload` to your list:
+
+  ```yaml
+  distributed:
+    client:
+      preload: [my_company.preload, dask_gpurt.preload]
+      preload-argv: [[], []]
+  ```
+
+  If you set `preload-argv`, it needs one entry for each preload. The worker's list does not matter for us: a worker
+  gets its part from the scheduler.
+- A list in `/etc/dask` is replaced by ours, because Dask reads the environment's `etc/dask` after it. Set the joined
+  list in a file that Dask reads later, such as one in `~/.config/dask`.
+
+`dask gpurt doctor` names the file or variable that replaced our entry. `dask gpurt run` adds the entry by itself.
+`dask_gpurt.enable(client)` does not need it.
+"""
+
+
+def keys(section: Mapping[str, Any], prefix: str = "gpurt.") -> Iterator[tuple[str, Any]]:
+    """Every key that has a value, with its schema."""
+    for name, schema in section["properties"].items():
+        if "properties" in schema:
+            yield from keys(schema, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", schema
+
+
+def variable(key: str) -> str:
+    """Environment variable that sets a key."""
+    return "DASK_" + key.upper().replace("-", "_").replace(".", "__")
+
+
+def page() -> str:
+    """The whole page."""
+    schema = yaml.safe_load(SCHEMA.read_text())["properties"]["gpurt"]
+    defaults = yaml.safe_load(DEFAULTS.read_text())
+    parts = [BEFORE, "## Keys\n\n"]
+    for key, about in keys(schema):
+        default: Any = defaults
+        for name in key.split("."):
+            default = default[name]
+        kinds = about["type"] if isinstance(about["type"], list) else [about["type"]]
+        value = yaml.safe_dump(default).splitlines()[0]
+        parts.append(
+            f"### `{key}`\n\n{' '.join(about['description'].split())}\n\n"
+            f"| | |\n|---|---|\n| default | `{value}` |\n| type | {' or '.join(kinds)} |\n"
+            f"| environment | `{variable(key)}` |\n\n"
+        )
+    preloads = yaml.safe_dump({"distributed": defaults["distributed"]}, default_flow_style=None)
+    parts.append(AFTER.replace("@PRELOADS@", preloads))
+    return "".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the page, or say whether it is up to date."""
+    parser = argparse.ArgumentParser(description="Write docs/configuration.md.")
+    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    options = parser.parse_args(arguments)
+    wanted = page()
+    if not options.check:
+        PAGE.write_text(wanted)
+        return 0
+    if PAGE.exists() and PAGE.read_text() == wanted:
+        return 0
+    print("docs/configuration.md is stale: run python docs/make_configuration.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Runs the command in processes of its own, as a user would, and plain Python next to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: Far more than anything here takes: a test that waits for it has found a hang.
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a process."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Shell:
+    """Starts processes in a directory of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        # The flag of whoever runs the tests is not what is tested.
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.upper().startswith("DASK_GPURT__")
+        }
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def python(self, *args: str, stdin: str = "", env: Mapping[str, str] | None = None) -> Outcome:
+        done = subprocess.run(
+            [sys.executable, *args],
+            input=stdin.encode(),
+            capture_output=True,
+            cwd=self.directory,
+            env={**self.env, **(env or {})},
+            timeout=TIMEOUT_S,
+        )
+        return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    def gpurt(self, *args: str, stdin: str = "", env: Mapping[str, str] | None = None) -> Outcome:
+        return self.python("-m", "dask_gpurt.cli", *args, stdin=stdin, env=env)
+
+    def run(self, *args: str, stdin: str = "") -> tuple[Outcome, dict[str, Any]]:
+        """`dask gpurt run` with a report."""
+        path = self.directory / "report.json"
+        outcome = self.gpurt("run", "--report", str(path), *args, stdin=stdin)
+        return outcome, json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+@pytest.fixture
+def user_yaml(shell: Shell, tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a configuration file where Dask looks for a user's."""
+    if "DASK_CONFIG" in os.environ:
+        pytest.skip("DASK_CONFIG is set, and what it names counts more than a user's files")
+    shell.env["HOME"] = str(tmp_path / "home")
+
+    def write(text: str) -> Path:
+        return shell.write("home/.config/dask/mine.yaml", text)
+
+    return write

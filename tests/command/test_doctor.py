@@ -1,0 +1,260 @@
+"""`dask gpurt doctor` and `status`: what they find here, on a live cluster, and nowhere."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dask_gpurt
+from dask_gpurt.cli import gpurt
+from dask_gpurt.command import connect, findings
+from dask_gpurt.command.doctor import cluster_findings, examine
+from dask_gpurt.command.status import show
+from tests.command.conftest import Outcome, Shell
+from tests.conftest import Sides
+
+CLIENT_PRELOAD = "distributed:\n  client:\n    preload: [json]\n"
+
+
+def found(outcome: Outcome, what: str) -> list[dict[str, Any]]:
+    assert "Traceback" not in outcome.err
+    return [one for one in outcome.json["findings"] if one["what"] == what]
+
+
+def test_nothing_is_wrong(shell: Shell) -> None:
+    outcome = shell.gpurt("doctor", "--json")
+    assert outcome.code == 0, outcome.out
+    assert outcome.err == ""
+    (flag,) = found(outcome, "flag")
+    assert flag["level"] == "note"
+    assert "not set" in flag["text"]
+    assert "DASK_GPURT__ENABLED=true" in flag["remedy"]
+    for name in ("python", "dask", "distributed", "pandas", "pyarrow", "numpy"):
+        assert found(outcome, name)[0]["level"] == "ok"
+    for name in ("cudf", "cupy", "rmm", "ucxx", "nvcomp"):
+        assert found(outcome, name)[0]["level"] == "ok"
+    assert "not built yet" in found(outcome, "gpu")[0]["text"]
+    assert found(outcome, "huge pages")
+    assert found(outcome, "support")[0]["level"] == "ok"
+    text = shell.gpurt("doctor").out
+    assert text.endswith("no problems\n")
+    assert "-> set DASK_GPURT__ENABLED=true" in text
+
+
+@pytest.mark.parametrize(("value", "level", "state"), [("true", "ok", "on"), ("0", "note", "off")])
+def test_flag_by_environment(shell: Shell, value: str, level: str, state: str) -> None:
+    (flag,) = found(shell.gpurt("doctor", "--json", env={"DASK_GPURT__ENABLED": value}), "flag")
+    assert flag["level"] == level
+    assert flag["text"].startswith(f"{state}, by the environment variable DASK_GPURT__ENABLED")
+
+
+def test_flag_by_file(shell: Shell, user_yaml: Callable[[str], Path]) -> None:
+    path = user_yaml("gpurt:\n  enabled: true\n")
+    outcome = shell.gpurt("doctor", "--json")
+    assert outcome.code == 0
+    (flag,) = found(outcome, "flag")
+    assert (flag["level"], flag["text"]) == ("ok", f"on, by {path}")
+
+
+def test_preload_list_replaced_by_file(shell: Shell, user_yaml: Callable[[str], Path]) -> None:
+    path = user_yaml(CLIENT_PRELOAD)
+    outcome = shell.gpurt("doctor", "--json")
+    assert outcome.code == 1
+    (preload,) = found(outcome, "preload")
+    assert preload["level"] == "problem"
+    assert str(path) in preload["text"]
+    assert "distributed.client.preload" in preload["text"]
+    assert "add dask_gpurt.preload" in preload["remedy"]
+
+
+def test_preload_list_replaced_by_environment(shell: Shell) -> None:
+    name = "DASK_DISTRIBUTED__SCHEDULER__PRELOAD"
+    outcome = shell.gpurt("doctor", "--json", env={name: '["json"]'})
+    assert outcome.code == 1
+    assert name in found(outcome, "preload")[0]["text"]
+
+
+def test_run_puts_a_replaced_preload_back(shell: Shell) -> None:
+    shell.write("show.py", "import dask; print(dask.config.get('distributed.client.preload'))")
+    shell.env["DASK_DISTRIBUTED__CLIENT__PRELOAD"] = '["json"]'
+    shell.env["DASK_DISTRIBUTED__CLIENT__PRELOAD_ARGV"] = "[[]]"
+    names = ["dask_gpurt.preload", "json", "dask_gpurt.command.observe"]
+    assert shell.gpurt("run", "show.py").out.strip() == str(names)
+
+
+def test_unknown_key_and_bad_value(shell: Shell) -> None:
+    env = {"DASK_GPURT__SHUFFLE__MEMROY": "0.5", "DASK_GPURT__SHUFFLE__IN_FLIGHT": "many"}
+    outcome = shell.gpurt("doctor", "--json", env=env)
+    assert (outcome.code, outcome.json["problems"], outcome.err) == (1, 2, "")
+    value, key = found(outcome, "settings")
+    assert "gpurt.shuffle.in-flight is 'many'" in value["text"]
+    assert "gpurt.shuffle.memroy" in key["text"]
+    assert key["remedy"] == "did you mean gpurt.shuffle.memory?"
+
+
+def test_unsupported_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dask_gpurt.plugins import seams
+
+    monkeypatch.setattr(seams, "unsupported_reason", lambda: "distributed 1 is too old")
+    finding = findings.support()
+    assert finding.level == "problem"
+    assert "pip install" in finding.remedy
+
+
+@pytest.mark.parametrize("policy", ["never", "unknown"])
+def test_no_huge_pages(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    from dask_gpurt.devices import pages
+
+    monkeypatch.setattr(pages, "system_policy", lambda: policy)
+    assert findings.huge_pages().level == "note"
+
+
+# ------------------------------------------------------------------ no cluster
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("status",),
+        ("status", "--scheduler", "a:b:c"),
+        ("status", "--scheduler", "no://a:1"),
+        ("status", "--scheduler", "tcp://127.0.0.1:1"),
+        ("status", "--scheduler-file", "no.json"),
+        ("status", "--scheduler-file", "empty.json"),
+        ("status", "--scheduler", "a", "--scheduler-file", "empty.json"),
+        ("doctor", "--scheduler", "a:b:c"),
+        ("doctor", "--scheduler-file", "no.json"),
+    ],
+)
+def test_no_such_scheduler(
+    shell: Shell,
+    args: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.chdir(shell.directory)
+    shell.write("empty.json", "{}")
+    with pytest.raises(SystemExit) as exit:
+        gpurt.main(list(args))
+    printed = capsys.readouterr()
+    assert exit.value.code == 2
+    assert printed.err.startswith(f"dask gpurt {args[0]}: ")
+    assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["status", "doctor"])
+def test_nothing_comes_after_the_line(shell: Shell, command: str) -> None:
+    """A client that never connected may complain once more when the interpreter ends."""
+    outcome = shell.gpurt(command, "--scheduler", "a:b:c")
+    assert outcome.code == 2
+    assert len(outcome.err.splitlines()) == 1
+    assert "Traceback" not in outcome.out
+
+
+@pytest.mark.parametrize("option", ["--bad", "--scheduler"])
+@pytest.mark.parametrize("command", ["status", "doctor"])
+def test_wrong_option(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        gpurt.main([command, option])
+    assert exit.value.code == 2
+    assert option in capsys.readouterr().err
+
+
+def test_scheduler_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert examine(address, None, as_json=False) == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"dask gpurt doctor: no scheduler answers at {address}: it took too long\n"
+    )
+    # What was found here is said all the same.
+    assert "pandas" in printed.out
+    assert "-> check the address" in printed.out
+
+
+# ------------------------------------------------------------------ a live cluster
+
+
+@pytest.mark.cluster
+def test_status_of_an_enabled_cluster(
+    sides: Sides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = sides.enabled.scheduler.address
+    file = tmp_path / "scheduler.json"
+    file.write_text(json.dumps({"address": address}))
+    assert show(None, file, as_json=True) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["active"]
+    assert len(printed["workers"]) == 3
+    assert printed["totals"].keys() >= {"sent_nbytes"}
+    assert show(address, None, as_json=False) == 0
+    text = capsys.readouterr().out
+    assert "shuffle bytes sent to other workers" in text
+    assert all(worker in text for worker in printed["workers"])
+
+
+@pytest.mark.cluster
+def test_doctor_on_an_enabled_cluster(shell: Shell, sides: Sides) -> None:
+    outcome = shell.gpurt("doctor", "--json", "--scheduler", sides.enabled.scheduler.address)
+    assert outcome.code == 0, outcome.out
+    assert outcome.err == ""
+    assert found(outcome, "runtime")[0]["level"] == "ok"
+    assert len(found(outcome, "worker")) == 3
+    assert found(outcome, "versions")[0]["level"] == "ok"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("command", ["doctor", "status"])
+def test_asking_switches_nothing_on(shell: Shell, sides: Sides, command: str) -> None:
+    address = sides.stock.scheduler.address
+    env = {"DASK_GPURT__ENABLED": "true"}
+    outcome = shell.gpurt(command, "--scheduler", address, env=env)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "off: not switched on for this cluster" in outcome.out
+    assert not dask_gpurt.status(sides.stock)["active"]
+
+
+@pytest.mark.cluster
+def test_a_worker_is_no_scheduler(sides: Sides, capsys: pytest.CaptureFixture[str]) -> None:
+    worker = next(iter(dask_gpurt.status(sides.enabled)["workers"]))
+    with pytest.raises(connect.ConnectError, match="that is a Worker"):
+        show(worker, None, as_json=True)
+
+
+def test_every_remedy_of_a_cluster_in_trouble() -> None:
+    side = {"host": {"python": "3.11.7.final.0"}, "packages": {"dask": "1", "pandas": "3"}}
+    other = {"host": {"python": "3.12.1.final.0"}, "packages": {"dask": "1", "pandas": "2"}}
+    problem = "worker tcp://b: dask-gpurt cannot be imported there; run `pip install dask-gpurt`"
+    why = "arrays are not carried yet"
+    told = cluster_findings(
+        {
+            "scheduler": "tcp://s",
+            "active": True,
+            "version": "0.0.1",
+            "host": "h",
+            "workers": {"tcp://a": None, "tcp://b": None},
+            "not_ready": {"tcp://b": problem},
+            "fallbacks": [{"what": "array rechunk", "why": why, "count": 2}],
+            "versions": {"client": side, "scheduler": side, "workers": {"tcp://b": other}},
+        }
+    )
+    levels = [(one.level, one.what) for one in told if one.level != "ok"]
+    assert levels == [
+        ("problem", "versions"),
+        ("note", "versions"),
+        ("note", "versions"),
+        ("note", "worker"),
+        ("problem", "worker"),
+        ("note", "fallback"),
+    ]
+    assert all(one.remedy for one in told if one.level != "ok")

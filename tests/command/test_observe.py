@@ -1,0 +1,160 @@
+"""What is remembered of clusters, what is said of it, and the line that is drawn meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client
+
+import dask_gpurt
+from dask_gpurt.command import report
+from dask_gpurt.command.observe import ClusterRecord, Recorder, Snapshot
+from dask_gpurt.command.progress import Progress
+from dask_gpurt.metrics import MEANING
+from tests.conftest import Sides
+
+
+def status(workers: dict[str, int], **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"active": True, "reason": None, "runs": {"gpurt": 0, "stock": 0}}
+    counters = {name: {"counters": {"sent_nbytes": sent}} for name, sent in workers.items()}
+    return {**found, "fallbacks": [], "workers": counters, **more}
+
+
+def test_workers_that_are_gone_still_count() -> None:
+    record = ClusterRecord("tcp://s")
+    record.absorb(status({"a": 5, "b": 7}))
+    record.absorb(status({"b": 9}))
+    late = status({"b": 8})
+    late["workers"]["c"] = None
+    record.absorb(late)
+    assert record.workers == {"a": {"sent_nbytes": 5}, "b": {"sent_nbytes": 9}}
+
+
+def snapshot(**more: Any) -> Snapshot:
+    values: dict[str, Any] = {
+        "totals": dict.fromkeys(MEANING, 0),
+        "runs": {"gpurt": 0, "stock": 0},
+        "fallbacks": [],
+        "clusters": [{"scheduler": "tcp://s", "active": True, "reason": None, "workers": 2}],
+        "not_ready": {},
+        "tasks_done": 0,
+        "tasks_total": 0,
+    }
+    return Snapshot(**{**values, **more})
+
+
+@pytest.mark.cluster
+def test_only_what_is_new_is_counted(sides: Sides) -> None:
+    """A cluster that was there before, and did something, brings none of that along."""
+    import dask
+
+    before = dask_gpurt.status(sides.enabled)
+    seen = threading.Event()
+    recorder = Recorder(seen.set, with_tasks=True)
+
+    async def watch(client: Client) -> None:
+        await recorder.begin(client)
+
+    sides.enabled.sync(watch, sides.enabled)
+    assert seen.is_set()
+    assert set(recorder.snapshot().totals.values()) == {0}
+    frame = dask.datasets.timeseries(end="2000-01-04", freq="1h")
+    # Tasks are forgotten with the last future that wants them.
+    future = sides.enabled.compute(frame.shuffle("id", shuffle_method="p2p"))
+    future.result()
+    recorder.finish()
+    now = recorder.snapshot()
+    after = dask_gpurt.status(sides.enabled)
+    for name in MEANING:
+        assert now.totals[name] == after["totals"][name] - before["totals"][name]
+    assert now.runs["gpurt"] == 1
+    assert now.tasks_total >= now.tasks_done > 0
+    sides.enabled.sync(recorder.end, sides.enabled)
+
+
+def test_a_client_that_fails_is_ignored() -> None:
+    class Broken:
+        scheduler = None
+
+    asyncio.run(Recorder(lambda: None, with_tasks=True).read(Broken()))  # type: ignore[arg-type]
+
+
+def test_report_names_everything_once(tmp_path: Path) -> None:
+    fallbacks = [
+        {"what": "array rechunk", "why": "arrays are not carried yet", "count": 2},
+        {"what": "shuffle of pandas", "why": "worker x: pip install", "count": 1},
+    ]
+    clusters = [{"scheduler": "tcp://s", "active": False, "reason": "too old", "workers": 0}]
+    one = snapshot(fallbacks=fallbacks, clusters=clusters, not_ready={"x": "worker x: pip install"})
+    found = report.as_dict(one, 1.25, 3, ["a note"])
+    text = report.as_text(found)
+    for part in ("1.2 s", "2 times", "arrays are not", "once", "tcp://s: too old", "a note"):
+        assert part in text
+    assert text.count("pip install") == 1
+    report.write(found, tmp_path / "r.json")
+    assert '"exit_code": 3' in (tmp_path / "r.json").read_text()
+    assert "nothing ran" in report.as_text(report.as_dict(snapshot(clusters=[]), 0, 0, []))
+
+
+@pytest.mark.parametrize(
+    "why", ["pip install x", "arrays are", "no adapter", "no word from worker"]
+)
+def test_advice(why: str) -> None:
+    assert report.advice(why) != report.advice("something else")
+
+
+class Terminal(io.StringIO):
+    """Says when something was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = threading.Event()
+
+    def write(self, text: str) -> int:
+        if "tasks" in text:
+            self.drawn.set()
+        return super().write(text)
+
+
+@pytest.mark.parametrize("columns", ["200", "30"])
+def test_progress_is_drawn_and_wiped(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    totals = {**dict.fromkeys(MEANING, 0), "sent_nbytes": 3 << 20, "spilled_nbytes": 1 << 20}
+    terminal = Terminal()
+    progress = Progress(lambda: snapshot(tasks_done=3, tasks_total=8, totals=totals), terminal)
+    progress.start()
+    assert terminal.drawn.wait(30)
+    progress.stop()
+    text = terminal.getvalue()
+    assert "3/8 tasks, 3.00 MiB moved" in text
+    assert ("1.00 MiB spilled" in text) == (columns == "200")
+    assert text.endswith("\r\x1b[2K")
+    assert "\n" not in text
+
+
+def test_progress_shows_nothing_while_idle() -> None:
+    terminal = io.StringIO()
+    asked = threading.Event()
+
+    def idle() -> Snapshot:
+        asked.set()
+        return snapshot(tasks_done=4, tasks_total=4)
+
+    progress = Progress(idle, terminal)
+    progress.start()
+    assert asked.wait(30)
+    progress.stop()
+    assert terminal.getvalue() == ""
+
+
+def test_progress_survives_a_closed_stream() -> None:
+    terminal = Terminal()
+    terminal.close()
+    progress = Progress(lambda: snapshot(tasks_done=1, tasks_total=2), terminal)
+    progress.start()
+    progress.stop()

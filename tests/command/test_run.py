@@ -1,0 +1,200 @@
+"""`dask gpurt run` with real clusters: its own, and those that scripts start and end themselves."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from dask_gpurt.command.lazy_client import LazyClient
+from tests.command.conftest import TIMEOUT_S, Shell
+
+pytestmark = pytest.mark.cluster
+
+FRAME = """
+import sys
+import dask, numpy as np, pandas as pd, dask.dataframe as dd
+n = 20_000
+df = dd.from_pandas(pd.DataFrame({"a": np.arange(n) % 97, "b": np.arange(n)}), npartitions=4)
+total = n * (n - 1) // 2
+"""
+
+
+def test_script_without_a_client(shell: Shell) -> None:
+    # No `if __name__ == "__main__"`: workers must not run this file again.
+    shell.write(
+        "script.py",
+        FRAME
+        + """
+from dask.utils import get_default_shuffle_method
+import helper
+print("once")
+kept = df.shuffle("a").persist()
+assert type(next(iter(kept.dask.values()))).__name__ != "DataFrame"
+assert kept.b.sum().compute() == total
+assert get_default_shuffle_method() == "p2p"
+assert len(kept) == n
+assert df.set_index("a").map_partitions(len).compute().sum() == n
+assert len(df.merge(df, on="b").compute()) == n
+def through_main(part):
+    helper.shout()
+    return part
+import dask.array as da
+x = da.ones((200, 200), chunks=(200, 10)).rechunk((10, 200))
+assert x.sum().compute() == 40_000
+assert len(df.partitions[:1].map_partitions(through_main, meta=df._meta).compute()) == n // 4
+print(input())
+""",
+    )
+    shell.write("helper.py", "def shout():\n    print('from a task', flush=True)\n")
+    outcome, report = shell.run("--n-workers", "2", "--progress", "script.py", stdin="a line\n")
+    assert (outcome.code, report["exit_code"]) == (0, 0), outcome.err
+    assert sorted(outcome.out.splitlines()) == ["a line", "from a task", "once"]
+    assert report["runs"]["gpurt"] >= 2
+    assert report["runs"]["stock"] == 1
+    (fallback,) = report["fallbacks"]
+    assert (fallback["what"], fallback["count"]) == ("array rechunk", 1)
+    assert fallback["why"] in outcome.err.partition("dask gpurt: ")[2]
+    assert report["sent_nbytes"] > 0
+    assert report["local_nbytes"] > 0
+    assert report["wall_s"] > 0
+    (cluster,) = report["clusters"]
+    assert cluster["active"]
+    assert cluster["workers"] == 2
+    assert "moved between workers" in outcome.err
+
+
+def test_script_that_asks_for_threads(shell: Shell) -> None:
+    shell.write(
+        "script.py",
+        FRAME
+        + """
+def length(df, **how):
+    return len(df.shuffle("a").compute(**how))
+assert length(df, scheduler="threads") == n
+assert len(df.shuffle("a").persist(scheduler="sync").compute(scheduler="sync")) == n
+import distributed
+df.shuffle("a").optimize()
+try:
+    distributed.get_client()
+except ValueError:
+    print("no cluster")
+assert distributed.default_client() is distributed.get_client()
+assert length(df) == n
+print(type(distributed.get_client()).__name__)
+assert length(df, scheduler="threads") == n
+with dask.config.set(scheduler="sync"):
+    assert length(df.sort_values("b")) == n
+""",
+    )
+    outcome, report = shell.run("--n-workers", "1", "--threads", "2", "script.py")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.splitlines() == ["no cluster", "Client"]
+    assert report["runs"] == {"gpurt": 1, "stock": 0}
+
+
+@pytest.mark.parametrize("ending", ["with", "cluster first", "shutdown", "left open"])
+def test_script_with_its_own_cluster(shell: Shell, ending: str) -> None:
+    shell.write(
+        "script.py",
+        FRAME
+        + """
+from distributed import Client, LocalCluster
+def work():
+    assert df.shuffle("a").b.sum().compute() == total
+if __name__ == "__main__":
+    cluster = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0")
+    client = Client(cluster)
+    work()
+    if sys.argv[1] == "with":
+        with cluster, client:
+            pass
+    elif sys.argv[1] == "cluster first":
+        cluster.close()
+    elif sys.argv[1] == "shutdown":
+        client.shutdown()
+    print("done")
+""",
+    )
+    outcome, report = shell.run("script.py", ending)
+    assert (outcome.code, outcome.out) == (0, "done\n"), outcome.err
+    # Nothing is read after the cluster is gone, and nothing is missing for it.
+    assert report["runs"] == {"gpurt": 1, "stock": 0}
+    totals = report["totals"]
+    assert totals["partitions_in"] == totals["partitions_out"] == 4
+    assert totals["sent_nbytes"] == totals["received_nbytes"] > 0
+    assert len(report["clusters"]) == 1
+
+
+RECHUNK = """
+import dask.array as da
+x = da.ones((200, 200), chunks=(200, 10)).rechunk((10, 200))
+print(x.sum().compute())
+"""
+
+
+def test_strict_refuses(shell: Shell) -> None:
+    shell.write("rechunk.py", RECHUNK)
+    outcome, report = shell.run("--strict", "--n-workers", "1", "rechunk.py")
+    assert outcome.code == report["exit_code"] == 1
+    assert "gpurt.strict" in outcome.err
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left(shell: Shell, number: signal.Signals) -> None:
+    shell.write(
+        "stuck.py",
+        "import dask, threading\ndef wait():\n    print('waits', flush=True)\n"
+        "    threading.Event().wait()\ndask.delayed(wait)().compute()\n",
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dask_gpurt.cli", "run", "--n-workers", "1", "stuck.py"],
+        cwd=shell.directory,
+        env=shell.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(number)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    _, alive = psutil.wait_procs(children, timeout=TIMEOUT_S)
+    assert not alive
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in err
+
+
+def test_configured_scheduler_is_respected(shell: Shell) -> None:
+    shell.write(
+        "sum.py", "import dask, os\nprint(dask.delayed(os.getpid)().compute() == os.getpid())"
+    )
+    shell.env["DASK_SCHEDULER"] = "threads"
+    outcome, report = shell.run("sum.py")
+    assert outcome.out == "True\n"
+    assert report["clusters"] == []
+    assert "'threads'" in outcome.err
+
+
+def test_lazy_client_is_nothing_elsewhere() -> None:
+    def start() -> None:
+        raise AssertionError("started")
+
+    lazy = LazyClient(start)  # type: ignore[arg-type]
+    assert lazy
+    assert lazy != ""
+    assert json.loads(json.dumps({"scheduler": lazy})) == {"scheduler": ""}
+    copy = pickle.loads(pickle.dumps(lazy))
+    assert type(copy) is str
+    assert copy == ""
+    lazy.close()

@@ -1,0 +1,194 @@
+"""Workers that die, outputs wanted twice, disks that fill up: equal results or one clear error.
+
+What breaks, breaks from inside a task, at a place the test chose, once: nothing here depends on
+timing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster, get_worker
+
+import dask_gpurt
+from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.shuffle import shards
+from tests.integration.comparing import collection, runs
+
+N_PARTITIONS = 12
+ROWS = 5_000
+
+
+def frame(number):
+    rng = np.random.default_rng(number)
+    return pd.DataFrame(
+        {
+            "key": rng.integers(0, 1000, ROWS),
+            "origin": number * ROWS + np.arange(ROWS),
+            "text": pd.array(rng.choice(["a", "bb"], ROWS), dtype="str"),
+        }
+    )
+
+
+def inputs():
+    return collection([frame(number) for number in range(N_PARTITIONS)])
+
+
+def assert_all_rows_are_there(parts):
+    joined = pd.concat(parts).sort_values("origin", ignore_index=True)
+    source = pd.concat([frame(number) for number in range(N_PARTITIONS)], ignore_index=True)
+    pd.testing.assert_frame_equal(joined, source)
+    keys = [set(part["key"]) for part in parts]
+    assert sum(map(len, keys)) == len(set().union(*keys))
+
+
+def once(flag):
+    """True for the first caller in any process."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def die_once(part, flag):
+    """Kill the worker, once, as soon as it has a part in a run."""
+    if len(part) and get_worker().plugins["shuffle"].shuffle_runs._active_runs and once(flag):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return part
+
+
+@pytest.fixture
+def processes():
+    options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with LocalCluster(silence_logs=50, **options) as local:
+        with Client(local, set_as_default=False) as client:
+            dask_gpurt.enable(client)
+            yield client
+
+
+def compute(client, lazy, **options):
+    with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        return client.gather(client.compute(lazy.to_delayed(), **options))
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["transfer", "unpack"])
+def test_worker_killed(processes, tmp_path, when):
+    """In the middle of the run; the nanny brings the worker back, and the shuffle starts over."""
+    flag = str(tmp_path / "died")
+    lazy = inputs()
+    killer = {"flag": flag, "meta": lazy._meta}
+    if when == "transfer":
+        lazy = lazy.map_partitions(die_once, **killer).shuffle("key", npartitions=5)
+    else:
+        lazy = lazy.shuffle("key", npartitions=5).map_partitions(die_once, **killer)
+    assert_all_rows_are_there(compute(processes, lazy))
+    assert os.path.exists(flag)
+    assert runs(processes) == {"gpurt": 2, "stock": 0}
+
+
+@pytest.fixture
+def in_process():
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    # Silencing distributed's logs would silence the fixture that captures ours.
+    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
+    with local, Client(local, set_as_default=False) as client:
+        yield client
+
+
+def read_again_once(part, flag):
+    """Ask for a partition whose result is in memory, as if that had been lost with its worker."""
+    if len(part) and once(flag):
+        (run,) = get_worker().plugins["shuffle"].shuffle_runs._active_runs.values()
+        released = next(iter(run._store._released))
+        run.get_output_partition(run._plan.partitions[released], key=None)
+        pytest.fail("a partition that was let go was read")
+    return part
+
+
+def test_output_wanted_again_after_it_was_let_go(in_process, tmp_path):
+    dask_gpurt.enable(in_process)
+    lazy = inputs().shuffle("key", npartitions=6)
+    lazy = lazy.map_partitions(read_again_once, str(tmp_path / "again"), meta=lazy._meta)
+    assert_all_rows_are_there(compute(in_process, lazy))
+    assert runs(in_process) == {"gpurt": 2, "stock": 0}
+
+
+def fail_once(part, flag):
+    if len(part) and once(flag):
+        raise RuntimeError("flaky")
+    return part
+
+
+def test_retried_output_reads_its_shards_again(in_process, tmp_path):
+    """A task that fails after it read its partition finds it where it was: nothing starts over."""
+    dask_gpurt.enable(in_process)
+    lazy = inputs().shuffle("key", npartitions=4)
+    lazy = lazy.map_partitions(fail_once, str(tmp_path / "failed"), meta=lazy._meta)
+    assert_all_rows_are_there(compute(in_process, lazy, retries=1))
+    assert runs(in_process) == {"gpurt": 1, "stock": 0}
+
+
+def directories(client):
+    def find(dask_worker):
+        return [n for n in os.listdir(dask_worker.local_directory) if n.startswith("gpurt-")]
+
+    return [name for names in client.run(find).values() for name in names]
+
+
+def test_shards_spill_and_leave_nothing_behind(in_process):
+    with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
+        dask_gpurt.enable(in_process)
+        assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=4)))
+    totals = dask_gpurt.status(in_process)["totals"]
+    assert totals["spilled_nbytes"] > 100_000
+    assert totals["unspilled_nbytes"] >= totals["spilled_nbytes"]
+    in_process.sync(_runs_are_closed, in_process)
+    assert directories(in_process) == []
+
+
+async def _runs_are_closed(client):
+    """The run is closed on the workers some time after its last output; asked for, not waited."""
+
+    def n_runs(dask_worker):
+        return len(dask_worker.plugins["shuffle"].shuffle_runs._runs)
+
+    while any((await client.run(n_runs)).values()):
+        pass
+
+
+def test_full_disk_keeps_shards_in_memory(in_process, monkeypatch, caplog):
+    class FullDisk(shards.SpillFile):
+        def append(self, buffer):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shards.ShardStore.__init__, "__defaults__", (FullDisk,))
+    with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
+        dask_gpurt.enable(in_process)
+        assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=4)))
+    told = [r.getMessage() for r in caplog.records if "cannot spill" in r.getMessage()]
+    assert 1 <= len(told) <= 2  # once a worker, and both are in this process
+    assert "temporary-directory" in told[0]
+    assert dask_gpurt.status(in_process)["totals"]["spilled_nbytes"] == 0
+
+
+def test_memory_is_given_back(in_process):
+    """After the last run, and once it is clear that no other follows, nothing is kept warm."""
+    dask_gpurt.enable(in_process)
+    assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=4)))
+    in_process.sync(_runs_are_closed, in_process)
+
+    def cool_down(dask_worker):
+        state = state_of(dask_worker)
+        state.cool_down()
+        return state.pool.idle_nbytes, state.pool.used_nbytes, state._budget.used_nbytes
+
+    assert set(in_process.run(cool_down).values()) == {(0, 0, 0)}

@@ -1,0 +1,157 @@
+"""Contracts with the private parts of dask and distributed: what must still be there, and work."""
+
+from __future__ import annotations
+
+import inspect
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from dask._task_spec import Task
+from distributed.shuffle._core import ShuffleRun
+from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
+
+from dask_gpurt.plugins import seams
+from dask_gpurt.plugins.shuffle_run import ADAPTERS, ExchangeRun, ExchangeSpec, frame_kind
+from tests.integration.comparing import collection
+
+
+def test_this_distributed_is_supported():
+    assert seams.unsupported_reason() is None
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("2026.7.0", False),
+        ("2026.7.1", True),
+        ("2026.8.0", True),
+        ("2026.8.0+12.gabc", True),
+        ("2026.8.3", True),
+        ("2026.9.0", False),
+        ("2027.1.0", False),
+    ],
+)
+def test_version_gate(version, supported):
+    reason = seams.unsupported_reason(version)
+    assert (reason is None) == supported
+    assert supported or version in reason
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_scheduler_plugin_has_what_we_replace():
+    assert parameters(ShuffleSchedulerPlugin._retrieve_spec) == ["self", "shuffle_id"]
+    assert parameters(ShuffleSchedulerPlugin._set_restriction) == ["self", "ts", "worker"]
+    assert "_retrieve_spec" in inspect.getsource(ShuffleSchedulerPlugin._create)
+    assert "create_new_run" in inspect.getsource(ShuffleSchedulerPlugin._create)
+
+
+def test_worker_plugin_has_what_we_replace():
+    assert parameters(ShuffleWorkerPlugin.get_or_create_shuffle) == ["self", "shuffle_id"]
+    assert parameters(ShuffleWorkerPlugin.get_shuffle_run) == ["self", "shuffle_id", "run_id"]
+    assert {"_active_runs", "closed"} <= set(_ShuffleRunManager.__annotations__)
+
+
+def test_run_has_everything_distributed_asks_of_one():
+    """Every attribute of a run that the control plane uses, read off its source."""
+    import re
+
+    source = inspect.getsource(_ShuffleRunManager) + inspect.getsource(ShuffleWorkerPlugin)
+    used = set(re.findall(r"shuffle_run\.(\w+)", source)) - {"run_spec"}
+    assert {"add_partition", "barrier", "close", "fail", "receive", "inputs_done"} <= used
+    made = inspect.getsource(ExchangeRun.__init__)
+    for name in used:
+        assert hasattr(ExchangeRun, name) or f"self.{name} =" in made or f"self.{name}:" in made
+
+
+def test_methods_take_what_stock_s_take():
+    for name in ("add_partition", "barrier", "receive", "get_output_partition", "fail"):
+        stock = parameters(getattr(ShuffleRun, name))
+        ours = parameters(getattr(ExchangeRun, name))
+        assert ours[: len(stock)] == stock or "kwargs" in ours
+
+
+def test_spec_carries_every_field_of_stock_s():
+    stock = seams.DataFrameShuffleSpec(
+        id="x",
+        disk=True,
+        npartitions=4,
+        column="c",
+        meta=pd.DataFrame({"c": [1]}),
+        parts_out=4,
+        drop_column=True,
+    )
+    ours = ExchangeSpec.replacing(stock, frame_kind(stock.meta), settings=None)
+    for field in stock.__dataclass_fields__:
+        assert getattr(ours, field) is getattr(stock, field)
+    assert list(ours.output_partitions) == [0, 1, 2, 3]
+    assert frame_kind(stock.meta) in ADAPTERS
+
+
+def graph_of(lazy):
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        return lazy.optimize().__dask_graph__()
+
+
+def test_partitions_read_by_plain_and_fused_tasks():
+    frames = [pd.DataFrame({"a": np.arange(10), "b": 1.0}) for _ in range(3)]
+    plain = graph_of(collection(frames).shuffle("a", npartitions=4))
+    fused = graph_of(collection(frames).shuffle("a", npartitions=4)["b"] + 1)
+    for graph in (plain, fused):
+        barrier = next(t for t in graph.values() if "Barrier" in type(t).__name__)
+        outputs = [t for t in graph.values() if barrier.key in getattr(t, "dependencies", ())]
+        read = [seams.partitions_read(task, barrier.spec.id) for task in outputs]
+        assert sorted(read, key=min) == [{0}, {1}, {2}, {3}]
+        assert seams.partitions_read(outputs[0], "another") == set()
+
+
+def test_partitions_read_by_a_merge():
+    left = collection([pd.DataFrame({"a": np.arange(10), "b": 1.0}) for _ in range(3)])
+    right = collection([pd.DataFrame({"a": np.arange(10), "c": 2.0}) for _ in range(3)])
+    graph = graph_of(left.merge(right, on="a", shuffle_method="p2p", broadcast=False))
+    barriers = [t for t in graph.values() if "Barrier" in type(t).__name__]
+    assert len(barriers) == 2
+    for barrier in barriers:
+        outputs = [t for t in graph.values() if barrier.key in getattr(t, "dependencies", ())]
+        read = [seams.partitions_read(task, barrier.spec.id) for task in outputs]
+        assert sorted(read, key=min) == [{i} for i in range(len(outputs))]
+
+
+def test_partitions_read_by_anything_else():
+    assert seams.partitions_read(Task("k", sum, [1]), "x") == set()
+    assert seams.partitions_read(None, "x") == set()
+
+
+def test_handlers_are_where_we_replace_them(sides):
+    def names(dask_scheduler):
+        return sorted(name for name in dask_scheduler.handlers if name.startswith("shuffle_"))
+
+    expected = ["shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task"]
+    assert sides.stock.run_on_scheduler(names) == expected
+
+
+def test_no_output_task_runs_in_the_wrong_place_first(sides):
+    def count_moves(dask_scheduler):
+        stock = dask_scheduler.handlers["shuffle_restrict_task"]
+        dask_scheduler.extensions["moves"] = []
+
+        def counted(**kwargs):
+            dask_scheduler.extensions["moves"].append(kwargs["key"])
+            return stock(**kwargs)
+
+        dask_scheduler.handlers["shuffle_restrict_task"] = counted
+
+    def moves(dask_scheduler):
+        return len(dask_scheduler.extensions.pop("moves"))
+
+    client = sides.enabled
+    frames = [pd.DataFrame({"a": np.arange(100), "b": 1.0}) for _ in range(6)]
+    client.run_on_scheduler(count_moves)
+    with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        assert (collection(frames).shuffle("a")["b"] * 2).sum().compute() == 1200.0
+    assert client.run_on_scheduler(moves) == 0

@@ -1,0 +1,134 @@
+"""Which room may import what, read off the imports; and the sizes a module may have."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1] / "dask_gpurt"
+MODULES = sorted(ROOT.rglob("*.py"))
+
+#: Modules that touch a clock, a loop, a thread, the system or a log.
+IMPURE = {
+    "asyncio",
+    "logging",
+    "os",
+    "random",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+}
+
+DASK = {"dask", "distributed"}
+FRAMES = {"msgpack", "numpy", "pandas", "pyarrow"}
+
+#: Room: rooms it may import besides itself, third-party packages, impure standard library.
+RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
+    "__init__": ({"plugins"}, set(), set()),
+    "errors": (set(), set(), set()),
+    "metrics": (set(), set(), {"threading"}),
+    "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
+    "devices": (set(), {"numpy"}, {"os", "threading"}),
+    "frames": (set(), FRAMES, set()),
+    "transport": ({"errors"}, {"numpy"}, {"asyncio", "threading"}),
+    "shuffle": (
+        {"errors", "frames", "metrics"},
+        {"numpy"},
+        {"logging", "os", "threading"},
+    ),
+    "plugins": (
+        {"", "config", "devices", "errors", "frames", "metrics", "shuffle", "transport"},
+        DASK | {"numpy", "packaging"},
+        IMPURE,
+    ),
+    "preload": ({"errors", "plugins"}, {"dask"}, {"logging"}),
+    "cli": ({"", "command", "demo", "errors"}, {"click"}, IMPURE),
+    "command": (
+        {"", "config", "demo", "devices", "errors", "metrics", "plugins"},
+        DASK | {"click", "cloudpickle", "rich", "yaml"},
+        IMPURE,
+    ),
+    "demo": (
+        {"", "errors"},
+        DASK | {"duckdb", "numpy", "pandas", "psutil", "pyarrow", "rich"},
+        IMPURE,
+    ),
+}
+
+#: What may only be named in one module.
+ONLY_IN = {
+    "distributed.shuffle": {"plugins/seams.py"},
+    "dask._task_spec": {"plugins/seams.py"},
+    "pandas._libs": {"frames/gather.py"},
+    "ctypes": {"devices/malloc.py", "devices/pages.py"},
+}
+
+
+def name_of(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def room_of(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: pathlib.Path, *, typing_only: bool = False) -> list[str]:
+    tree = ast.parse(path.read_text())
+    hidden: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            hidden.update(child for statement in node.body for child in ast.walk(statement))
+    found = []
+    for node in ast.walk(tree):
+        if node in hidden and not typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports(path):
+    room = room_of(path)
+    assert room in RULES, f"{room} has no rule: add one, with a reason to be"
+    rooms, third_party, impure = RULES[room]
+    names = {p.name.removesuffix(".py") for p in ROOT.iterdir()}
+    for imported in imports(path):
+        first, *rest = imported.split(".")
+        if first == "dask_gpurt":
+            target = rest[0] if rest and rest[0] in names else ""
+            assert target in rooms | {room}, f"{room} may not import {imported}"
+        elif first in IMPURE:
+            assert first in impure, f"{room} decides only: no {first}"
+        elif first not in sys.stdlib_module_names:
+            assert first in third_party, f"{room} may not import {first}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_private_things_have_one_door(path):
+    for imported in imports(path):
+        for private, allowed in ONLY_IN.items():
+            if imported == private or imported.startswith(private + "."):
+                assert name_of(path) in allowed, f"{imported} belongs into {allowed}"
+
+
+def test_only_config_reads_our_settings():
+    readers = {name_of(p) for p in MODULES if 'config.get("gpurt.' in p.read_text()}
+    # The preload reads the flag by itself, so that a program without it pays for nothing else.
+    assert readers == {"preload.py"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_modules_stay_small_and_say_what_they_do(path):
+    source = path.read_text()
+    assert source.count("\n") <= 500
+    assert path.name not in ("utils.py", "helpers.py", "common.py")
+    if source.strip():
+        assert ast.get_docstring(ast.parse(source)), "no module docstring"

@@ -1,0 +1,110 @@
+"""The documentation: what is generated is fresh, and what is named is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import re
+import xml.etree.ElementTree
+
+import pytest
+
+from dask_gpurt.cli import gpurt
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+#: A path below this repository: starts in one of its folders, or names a file at its top.
+FOLDERS = ("dask_gpurt/", "tests/", "docs/", "benchmarks/")
+TOP_FILE = re.compile(r"(Makefile|setup\.cfg|pyproject\.toml|ruff\.toml|LICENSE|[A-Z]+\.md)")
+
+
+def name_of(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def prose(page: pathlib.Path) -> str:
+    return FENCED.sub("", page.read_text())
+
+
+def commands(page: pathlib.Path) -> str:
+    """Everything that is set as code: blocks and spans, one a line."""
+    text = page.read_text()
+    return "\n".join([*FENCED.findall(text), *SPAN.findall(FENCED.sub("", text))])
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    headings = re.findall(r"^#+ +(.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+def generator():
+    path = ROOT / "docs" / "make_configuration.py"
+    spec = importlib.util.spec_from_file_location("make_configuration", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_configuration_page_is_up_to_date():
+    assert generator().main(["--check"]) == 0
+
+
+def test_a_stale_configuration_page_is_noticed(tmp_path, monkeypatch, capsys):
+    module = generator()
+    monkeypatch.setattr(module, "PAGE", tmp_path / "configuration.md")
+    assert module.main(["--check"]) == 1
+    assert "stale" in capsys.readouterr().err
+    assert module.main([]) == 0
+    assert module.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{name_of(page)} links to {target}"
+        if anchor:
+            assert anchor in anchors(found), f"{name_of(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page):
+    for span in SPAN.findall(prose(page)):
+        if (span.startswith(FOLDERS) and " " not in span) or TOP_FILE.fullmatch(span):
+            assert list(ROOT.glob(span)), f"{name_of(page)} names {span}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_that_are_named_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = commands(page)
+    for target in re.findall(r"\bmake ([a-z][a-z-]*)", code):
+        assert target in targets, f"{name_of(page)}: make {target}"
+    for command in re.findall(r"\bdask gpurt ([a-z]+)", code):
+        assert command in gpurt.commands, f"{name_of(page)}: dask gpurt {command}"
+
+
+def test_decisions_are_numbered_without_gaps_and_listed():
+    pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert [page.name[:4] for page in pages] == [f"{n + 1:04d}" for n in range(len(pages))]
+    architecture = (ROOT / "docs" / "architecture.md").read_text()
+    for page in pages:
+        assert f"decisions/{page.name}" in architecture
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name_of)
+def test_pictures_are_self_contained(picture):
+    tree = xml.etree.ElementTree.parse(picture)
+    for element in tree.iter():
+        for name, value in element.attrib.items():
+            if name.endswith("href"):
+                assert value.startswith("#"), value
+    assert "url(http" not in picture.read_text()
