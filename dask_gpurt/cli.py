@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 
+from dask_gpurt import __version__
+
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 88}
 
 #: What a bad address, a missing file or a wrong option exits with.
@@ -23,7 +25,7 @@ def _fail(command: str, error: Exception) -> int:
 
 
 @click.group(context_settings=_CONTEXT)
-@click.version_option(package_name="dask-gpurt", prog_name="dask-gpurt")
+@click.version_option(__version__, prog_name="dask-gpurt")
 def gpurt() -> None:
     """Faster shuffles for Dask, without changing a line of the program."""
 

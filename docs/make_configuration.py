@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,8 +27,9 @@ BEFORE = """\
 
 <!-- Written by docs/make_configuration.py from the schema and the defaults. Do not edit. -->
 
-All settings are under `gpurt.` in [Dask's configuration](https://docs.dask.org/en/stable/configuration.html):
-a YAML file that Dask reads, an environment variable, or `dask.config.set` before the client is made.
+All settings are under `gpurt.` in [Dask's
+configuration](https://docs.dask.org/en/stable/configuration.html): a YAML file that Dask reads,
+an environment variable, or `dask.config.set` before the client is made.
 
 """
 
@@ -43,7 +45,8 @@ gpurt:
     memory: 0.4
 ```
 
-In the environment: `DASK_`, then the key in capitals, with two underscores for a dot and one for a hyphen:
+In the environment: `DASK_`, then the key in capitals, with two underscores for a dot and one for
+a hyphen:
 
 ```bash
 export DASK_GPURT__ENABLED=true
@@ -60,13 +63,14 @@ dask.config.set({"gpurt.enabled": True, "gpurt.shuffle.memory": 0.4})
 
 ## Which process's settings count
 
-Settings are read once, where the flag was seen: by the client as it connects, or by `dask_gpurt.enable(client)`.
-They travel to the scheduler and govern the whole cluster, for shuffles that start afterwards. A later client with
-the flag brings its own settings, which then hold for everybody. A scheduler that has the flag in its own
-configuration starts with its own settings. What `gpurt.*` says on a worker is not read.
+Settings are read once, where the flag was seen: by the client as it connects, or by
+`dask_gpurt.enable(client)`. They travel to the scheduler and govern the whole cluster, for
+shuffles that start afterwards. A later client with the flag brings its own settings, which then
+hold for everybody. A scheduler that has the flag in its own configuration starts with its own
+settings. What `gpurt.*` says on a worker is not read.
 
-A key that nothing reads is named in a warning. A value that cannot be used is named in an error line, and stock
-Dask runs.
+A key that nothing reads is named in a warning. A value that cannot be used is named in an error
+line, and stock Dask runs.
 
 ## If you set a preload list of your own
 
@@ -82,14 +86,11 @@ Dask does not join lists: the last file that sets one wins. Two consequences.
   Add `dask_gpurt.preload` to your list:
 
   ```yaml
-  distributed:
-    client:
-      preload: [my_company.preload, dask_gpurt.preload]
-      preload-argv: [[], []]
+  distributed: client: preload: [my_company.preload, dask_gpurt.preload] preload-argv: [[], []]
   ```
 
-  If you set `preload-argv`, it needs one entry for each preload. The worker's list does not matter for us: a worker
-  gets its part from the scheduler.
+  If `preload-argv` is a list of lists, it needs one for each preload. The worker's list does not matter for us: a
+  worker gets its part from the scheduler.
 - A list in `/etc/dask` is replaced by ours, because Dask reads the environment's `etc/dask` after it. Set the joined
   list in a file that Dask reads later, such as one in `~/.config/dask`.
 
@@ -123,8 +124,9 @@ def page() -> str:
             default = default[name]
         kinds = about["type"] if isinstance(about["type"], list) else [about["type"]]
         value = yaml.safe_dump(default).splitlines()[0]
+        sentence = textwrap.fill(" ".join(about["description"].split()), 110)
         parts.append(
-            f"### `{key}`\n\n{' '.join(about['description'].split())}\n\n"
+            f"### `{key}`\n\n{sentence}\n\n"
             f"| | |\n|---|---|\n| default | `{value}` |\n| type | {' or '.join(kinds)} |\n"
             f"| environment | `{variable(key)}` |\n\n"
         )

@@ -14,6 +14,7 @@ import dask_gpurt
 from dask_gpurt.cli import gpurt
 from dask_gpurt.command import connect, findings
 from dask_gpurt.command.doctor import cluster_findings, examine
+from dask_gpurt.command.observe import scheduler_address
 from dask_gpurt.command.status import show
 from tests.command.conftest import Outcome, Shell
 from tests.conftest import Sides
@@ -189,7 +190,7 @@ def test_scheduler_that_does_not_answer(
 def test_status_of_an_enabled_cluster(
     sides: Sides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    address = sides.enabled.scheduler.address
+    address = scheduler_address(sides.enabled)
     file = tmp_path / "scheduler.json"
     file.write_text(json.dumps({"address": address}))
     assert show(None, file, as_json=True) == 0
@@ -205,7 +206,7 @@ def test_status_of_an_enabled_cluster(
 
 @pytest.mark.cluster
 def test_doctor_on_an_enabled_cluster(shell: Shell, sides: Sides) -> None:
-    outcome = shell.gpurt("doctor", "--json", "--scheduler", sides.enabled.scheduler.address)
+    outcome = shell.gpurt("doctor", "--json", "--scheduler", scheduler_address(sides.enabled))
     assert outcome.code == 0, outcome.out
     assert outcome.err == ""
     assert found(outcome, "runtime")[0]["level"] == "ok"
@@ -216,7 +217,7 @@ def test_doctor_on_an_enabled_cluster(shell: Shell, sides: Sides) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("command", ["doctor", "status"])
 def test_asking_switches_nothing_on(shell: Shell, sides: Sides, command: str) -> None:
-    address = sides.stock.scheduler.address
+    address = scheduler_address(sides.stock)
     env = {"DASK_GPURT__ENABLED": "true"}
     outcome = shell.gpurt(command, "--scheduler", address, env=env)
     assert (outcome.code, outcome.err) == (0, "")

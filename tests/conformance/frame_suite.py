@@ -1,0 +1,152 @@
+"""The suite that every frame adapter has to pass. Subclass it and say how to make frames.
+
+What goes through the adapter is compared with what the frame's own library makes of the same rows,
+so the suite knows nothing of layouts, buffers or batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dask_gpurt.frames.gather import group_rows
+from dask_gpurt.frames.port import Packed, Piece, Selection
+
+
+class FrameSuite:
+    """Set `adapter`, `frame`, `rows_of` and `assert_equal` in a subclass."""
+
+    n_slots = 5
+
+    def adapter(self, frame: Any) -> Any:
+        """Adapter for frames like this one, whose column `slot` holds the output partition."""
+        raise NotImplementedError
+
+    def frame(self, rows: int, seed: int) -> Any:
+        """Frame with a column `slot` of numbers from 0 to `n_slots` - 1."""
+        raise NotImplementedError
+
+    def rows_of(self, frame: Any, slot: int) -> Any:
+        """What the library itself selects: rows of one slot, without the column `slot`."""
+        raise NotImplementedError
+
+    def assert_equal(self, got: Any, expected: Any) -> None:
+        raise NotImplementedError
+
+    def shards(self, adapter, frame, *, leaves):
+        opened = adapter.open(frame)
+        rows, offsets = group_rows(opened.partition_numbers().astype(np.intp), self.n_slots)
+        selections = [
+            Selection(rows[offsets[slot] : offsets[slot + 1]], leaves)
+            for slot in range(self.n_slots)
+        ]
+        gathered = opened.gather(selections)
+        if leaves:
+            assert all(isinstance(one, Packed) for one in gathered)
+            gathered = [adapter.unpack(opened.layout_key, one) for one in gathered]
+        return [(body, len(s.rows)) for body, s in zip(gathered, selections, strict=True)]
+
+    @pytest.mark.parametrize("leaves", [False, True])
+    @pytest.mark.parametrize("rows", [0, 1, 200])
+    def test_gather_and_concatenate(self, rows, leaves):
+        frame = self.frame(rows, 0)
+        adapter = self.adapter(frame)
+        for slot, (body, n_rows) in enumerate(self.shards(adapter, frame, leaves=leaves)):
+            if n_rows:
+                got = adapter.concatenate([Piece(body, 0, n_rows)])
+                self.assert_equal(got, self.rows_of(frame, slot))
+
+    def test_packed_and_unpacked_bodies_are_the_same(self):
+        frame = self.frame(100, 1)
+        adapter = self.adapter(frame)
+        for slot, (body, n_rows) in enumerate(self.shards(adapter, frame, leaves=False)):
+            again = adapter.unpack(body.layout_key, adapter.pack(body))
+            self.assert_equal(
+                adapter.concatenate([Piece(again, 0, n_rows)]), self.rows_of(frame, slot)
+            )
+
+    def test_pieces_keep_their_order_and_their_bounds(self):
+        frames = [self.frame(60, seed) for seed in range(3)]
+        adapter = self.adapter(frames[0])
+        bodies = [self.shards(adapter, frame, leaves=bool(i % 2)) for i, frame in enumerate(frames)]
+        for slot in range(self.n_slots):
+            mine = [shards[slot] for shards in bodies]
+            halves = [Piece(b, n // 3, n - n // 4) for b, n in mine]
+            expected = [
+                self.rows_of(frame, slot)[n // 3 : n - n // 4]
+                for frame, (_, n) in zip(frames, mine, strict=True)
+            ]
+            self.assert_equal(adapter.concatenate(halves), self.joined(expected))
+
+    def joined(self, frames: list[Any]) -> Any:
+        """What the library itself makes of frames one below the other."""
+        raise NotImplementedError
+
+    def test_memory_comes_from_where_it_is_said(self):
+        frame = self.frame(5_000, 2)
+        adapter = self.adapter(frame)
+        handed_out = []
+
+        def empty(nbytes):
+            handed_out.append(np.empty(nbytes, dtype=np.uint8))
+            return handed_out[-1]
+
+        opened = adapter.open(frame)
+        rows = np.arange(5_000, dtype=np.intp)
+        (packed,) = opened.gather([Selection(rows, True, empty)])
+        assert packed.buffer.base is handed_out[0] or packed.buffer is handed_out[0]
+        body = adapter.unpack(opened.layout_key, packed)
+        n_before = len(handed_out)
+        adapter.concatenate([Piece(body, 0, 5_000)], empty)
+        assert len(handed_out) > n_before
+
+    def test_result_does_not_hold_on_to_the_shard(self):
+        """Else memory would stay until the last output of a whole worker is gone."""
+        frame = self.frame(5_000, 3)
+        adapter = self.adapter(frame)
+        opened = adapter.open(frame)
+        rows = np.arange(5_000, dtype=np.intp)
+        (packed,) = opened.gather([Selection(rows, True)])
+        result = adapter.concatenate([Piece(adapter.unpack(opened.layout_key, packed), 0, 2_000)])
+        before = result.copy()
+        packed.buffer[:] = 255
+        self.assert_equal(result, before)
+
+    def test_nothing_makes_an_empty_frame(self):
+        frame = self.frame(10, 4)
+        got = self.adapter(frame).concatenate([])
+        assert len(got) == 0
+        assert list(got.columns) == list(self.rows_of(frame, 0).columns)
+
+    def test_wrong_kind_and_wrong_columns_are_refused(self):
+        frame = self.frame(10, 5)
+        adapter = self.adapter(frame)
+        with pytest.raises(TypeError):
+            adapter.open([1, 2, 3])
+        with pytest.raises(ValueError, match="columns"):
+            adapter.open(frame[["slot"]])
+
+    @pytest.mark.parametrize("change", ["short", "long", "rows", "arrow", "pickle", "layout"])
+    def test_buffers_that_do_not_fit_are_refused(self, change):
+        frame = self.frame(100, 6)
+        adapter = self.adapter(frame)
+        opened = adapter.open(frame)
+        (good,) = opened.gather([Selection(np.arange(100, dtype=np.intp), True)])
+        key, buffer, rows = opened.layout_key, good.buffer, good.n_rows
+        sections = [good.arrow_nbytes, good.pickle_nbytes]
+        if change == "short":
+            buffer = buffer[:-8]
+        elif change == "long":
+            buffer = np.concatenate([buffer, buffer[:8]])
+        elif change == "rows":
+            rows += 1
+        elif change == "arrow":
+            sections[0] += 8
+        elif change == "pickle":
+            sections[1] += 8
+        else:
+            key = key[:-3]
+        with pytest.raises(ValueError):
+            adapter.unpack(key, Packed(buffer, rows, *sections))

@@ -1,0 +1,181 @@
+"""The pandas adapter: the conformance suite over several kinds of frames, and pandas' own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.frames import gather, joining
+from dask_gpurt.frames.gather import Counting, gather_into, group_rows
+from dask_gpurt.frames.layouts import FrameLayout
+from dask_gpurt.frames.pandas_ import PandasFrames
+from dask_gpurt.frames.port import Piece, Selection
+from tests.conformance.frame_suite import FrameSuite
+
+
+class PandasSuite(FrameSuite):
+    def adapter(self, frame):
+        return PandasFrames(frame.iloc[:0], "slot", drop_column=True)
+
+    def frame(self, rows, seed):
+        rng = np.random.default_rng(seed)
+        made = pd.DataFrame({"slot": rng.integers(0, self.n_slots, rows)})
+        return self.filled(made, rng, rows)
+
+    def filled(self, made, rng, rows):
+        raise NotImplementedError
+
+    def rows_of(self, frame, slot):
+        chosen = frame[frame["slot"] == slot].drop(columns="slot")
+        if isinstance(chosen.index, pd.RangeIndex):
+            chosen.index = pd.Index(chosen.index.to_numpy())
+        return chosen
+
+    def joined(self, frames):
+        return pd.concat(frames)
+
+    def assert_equal(self, got, expected):
+        pd.testing.assert_frame_equal(got, expected)
+
+
+class TestNumbers(PandasSuite):
+    def filled(self, made, rng, rows):
+        return made.assign(
+            a=rng.random(rows),
+            b=rng.random(rows).astype("f4"),
+            c=rng.integers(0, 9, rows),
+            d=rng.integers(0, 9, rows).astype("i1"),
+            e=rng.random(rows) > 0.5,
+            f=rng.random(rows) * 1j,
+            g=np.arange(rows).astype("M8[ns]"),
+        )
+
+
+class TestMixed(PandasSuite):
+    def filled(self, made, rng, rows):
+        return made.assign(
+            text=pd.array(rng.choice(["", "a", "bcd", None], rows), dtype="str"),
+            zone=pd.DatetimeIndex(np.arange(rows).astype("M8[s]"), tz="UTC"),
+            mode=pd.Categorical(rng.choice(["p", "q"], rows), categories=["p", "q"]),
+            maybe=pd.array(np.where(rng.random(rows) > 0.5, 1, None), dtype="Int64"),
+            amount=pd.Series(rng.integers(0, 9, rows), dtype=pd.ArrowDtype(pa.int32())).array,
+            span=pd.arrays.IntervalArray.from_breaks(np.arange(rows + 1.0)),
+            month=pd.arrays.PeriodArray(np.arange(rows), dtype="period[M]"),
+        )
+
+
+class TestObjects(PandasSuite):
+    def filled(self, made, rng, rows):
+        values = pd.Series([{"n": i} if i % 3 else i for i in range(rows)], dtype=object)
+        return made.assign(thing=values.array, holes=pd.arrays.SparseArray(np.arange(rows) % 2))
+
+
+class TestIndexed(PandasSuite):
+    def filled(self, made, rng, rows):
+        made = made.assign(value=rng.random(rows))
+        names = pd.array([f"r{i}" for i in range(rows)], dtype="str")
+        return made.set_index(pd.MultiIndex.from_arrays([np.arange(rows), names], names=["n", "s"]))
+
+
+class TestNothingButTheIndex(PandasSuite):
+    def filled(self, made, rng, rows):
+        return made.set_index(pd.Index(rng.random(rows), name="x"))
+
+    def test_wrong_kind_and_wrong_columns_are_refused(self):
+        with pytest.raises(ValueError, match="columns"):
+            self.adapter(self.frame(3, 0)).open(pd.DataFrame({"other": [1]}))
+
+
+class TestManyShapesOfOneColumn:
+    def test_partitions_of_several_types_are_joined_in_order(self):
+        parts = [
+            pd.DataFrame({"slot": 0, "v": pd.Series([1, 2])}),
+            pd.DataFrame({"slot": 0, "v": pd.Series([1.5])}),
+            pd.DataFrame({"slot": 0, "v": pd.Series([3], dtype="i4")}),
+        ]
+        adapter = PandasFrames(parts[0].iloc[:0], "slot", drop_column=True)
+        pieces = []
+        for part in parts:
+            opened = adapter.open(part)
+            (body,) = opened.gather([Selection(np.arange(len(part)), False)])
+            pieces.append(Piece(body, 0, len(part)))
+        got = adapter.concatenate(pieces)
+        assert got["v"].tolist() == [1.0, 2.0, 1.5, 3.0]
+        assert got["v"].dtype == np.float64
+
+    def test_columns_in_another_order_follow_the_meta(self):
+        meta = pd.DataFrame({"slot": [0], "a": [1], "b": ["x"]}).iloc[:0]
+        adapter = PandasFrames(meta, "slot", drop_column=True)
+        opened = adapter.open(pd.DataFrame({"b": ["y"], "slot": [0], "a": [2]}))
+        (body,) = opened.gather([Selection(np.arange(1), False)])
+        assert adapter.concatenate([Piece(body, 0, 1)]).to_dict("list") == {"a": [2], "b": ["y"]}
+
+    def test_without_pandas_block_constructor(self, monkeypatch):
+        """pandas before version 3 has none: columns are put together one by one."""
+        monkeypatch.setattr(joining, "create_dataframe_from_blocks", None)
+        suite = TestMixed()
+        suite.test_pieces_keep_their_order_and_their_bounds()
+
+
+@given(st.lists(st.integers(-1, 6), max_size=300))
+def test_group_rows_is_a_stable_sort(slots):
+    codes = np.array(slots, dtype=np.intp)
+    rows, offsets = group_rows(codes, 7)
+    for slot in range(7):
+        assert rows[offsets[slot] : offsets[slot + 1]].tolist() == [
+            row for row, code in enumerate(slots) if code == slot
+        ]
+
+
+@pytest.mark.parametrize("n_slots", [7, 70_000])
+def test_group_rows_without_pandas_kernel(monkeypatch, n_slots):
+    codes = np.random.default_rng(0).integers(-1, n_slots, 5_000)
+    fast = group_rows(codes, n_slots)
+    monkeypatch.setattr(gather, "_GROUPSORT", None)
+    slow = group_rows(codes, n_slots)
+    for one, other in zip(fast, slow, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["i1", "u2", "i4", "f2", "f4", "f8", "?", "c8", "c16", "M8[ns]", ">i8", ">f4"]
+)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_gather_into(monkeypatch, dtype, kernels):
+    if not kernels:
+        monkeypatch.setattr(gather, "_TAKE", {})
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 100, (2, 50)).astype(dtype)
+    values.flags.writeable = False
+    rows = rng.integers(0, 50, 20)
+    for source in (values[0], values[:, 3], values[0, ::2]):
+        chosen = rows % len(source)
+        out = np.zeros(20, dtype=dtype)
+        gather_into(source, chosen, out)
+        np.testing.assert_array_equal(out, source[chosen])
+
+
+@pytest.mark.parametrize(("start", "step"), [(0, 1), (5, 1), (7, 3), (10, -2)])
+def test_gather_from_counting(start, step):
+    rows = np.array([4, 0, 2])
+    out = np.zeros(3, dtype=np.int64)
+    gather_into(Counting(start, step), rows, out)
+    assert out.tolist() == [start + step * row for row in (4, 0, 2)]
+
+
+@given(st.binary(max_size=80))
+def test_a_layout_of_any_bytes_is_a_layout_or_a_value_error(key):
+    try:
+        FrameLayout.from_key(key)
+    except ValueError:
+        pass
+
+
+def test_a_layout_comes_back_from_its_key():
+    frame = TestMixed().frame(10, 0)
+    layout = PandasFrames(frame.iloc[:0], "slot", drop_column=True).open(frame).layout
+    assert FrameLayout.from_key(layout.key) == layout
