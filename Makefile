@@ -26,7 +26,7 @@ test-oldest: $(VENV)/installed
 
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \
-	    tests/plugins tests/integration tests/frames
+	    tests/plugins tests/integration tests/frames tests/command
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .

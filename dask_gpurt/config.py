@@ -125,7 +125,7 @@ def unknown_keys() -> list[tuple[str, str | None]]:
 
 def preloads() -> dict[str, bool]:
     """Whether our preload is still in the list of each role: a user's own list replaces it."""
-    roles = ("client", "scheduler", "worker")
+    roles = ("client", "scheduler")
     return {
         role: PRELOAD in (dask.config.get(f"distributed.{role}.preload", None) or [])
         for role in roles

@@ -1,7 +1,8 @@
-"""What Dask runs when a client, scheduler or worker starts: reads the flag, and no more than that.
+"""What Dask runs when a client or scheduler starts: reads the flag, and no more than that.
 
 Listed under `distributed.*.preload` by `gpurt.yaml`. With the flag off it returns at once and has
 imported nothing; this module is what every Dask program on an environment with the package pays.
+Workers need no preload: their part comes from the scheduler, and one without the package stays up.
 """
 
 from __future__ import annotations
@@ -12,6 +13,15 @@ from typing import Any
 import dask.config
 
 _said: set[str] = set()
+
+
+def _is_about_others(record: logging.LogRecord) -> bool:
+    return __name__ not in record.getMessage()
+
+
+# distributed logs several lines about each preload whenever a client starts. A program that never
+# asked for this package should not read about it.
+logging.getLogger("distributed.preloading").addFilter(_is_about_others)
 
 
 def _flag_is_set() -> bool:

@@ -74,28 +74,32 @@ line, and stock Dask runs.
 
 ## If you set a preload list of your own
 
-Dask finds us through three lists, which the installed defaults set:
+Dask finds us through lists of preloads, which the installed defaults set:
 
 ```yaml
 @PRELOADS@```
 
+Workers need none: a worker gets its part from the scheduler.
+
 Dask does not join lists: the last file that sets one wins. Two consequences.
 
-- A file of yours (in `~/.config/dask`, or wherever `DASK_CONFIG` points) or an environment variable that sets
-  `distributed.client.preload` or `distributed.scheduler.preload` replaces our entry, and the flag does nothing.
-  Add `dask_gpurt.preload` to your list:
+- A file of yours (in `~/.config/dask`, or wherever `DASK_CONFIG` points) or an environment
+  variable that sets `distributed.client.preload` or `distributed.scheduler.preload` replaces our
+  entry, and the flag does nothing. Add `dask_gpurt.preload` to your list:
 
   ```yaml
-  distributed: client: preload: [my_company.preload, dask_gpurt.preload] preload-argv: [[], []]
+  distributed:
+    client:
+      preload: [my_company.preload, dask_gpurt.preload]
+      preload-argv: [[], []]
   ```
 
-  If `preload-argv` is a list of lists, it needs one for each preload. The worker's list does not matter for us: a
-  worker gets its part from the scheduler.
-- A list in `/etc/dask` is replaced by ours, because Dask reads the environment's `etc/dask` after it. Set the joined
-  list in a file that Dask reads later, such as one in `~/.config/dask`.
+  If `preload-argv` is a list of lists, it needs one for each preload.
+- A list in `/etc/dask` is replaced by ours, because Dask reads the environment's `etc/dask` after
+  it. Set the joined list in a file that Dask reads later, such as one in `~/.config/dask`.
 
-`dask gpurt doctor` names the file or variable that replaced our entry. `dask gpurt run` adds the entry by itself.
-`dask_gpurt.enable(client)` does not need it.
+`dask gpurt doctor` names the file or variable that replaced our entry. `dask gpurt run` adds the
+entry by itself. `dask_gpurt.enable(client)` does not need it.
 """
 
 

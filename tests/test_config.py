@@ -113,9 +113,9 @@ def test_every_setting_is_read():
 
 def test_the_defaults_file_lists_the_preload_for_every_role():
     distributed = yaml.safe_load(config.DEFAULTS_PATH.read_text())["distributed"]
-    assert set(distributed) == {"client", "scheduler", "worker"}
+    assert set(distributed) == {"client", "scheduler"}
     for role in distributed.values():
-        assert role == {"preload": [config.PRELOAD], "preload-argv": [[]]}
+        assert role == {"preload": [config.PRELOAD]}
 
 
 # ------------------------------------------------------------------ reading
@@ -373,7 +373,7 @@ def test_settings_do_not_change_once_they_are_read():
 
 # ------------------------------------------------------------------ preloads
 
-ROLES = ("client", "scheduler", "worker")
+ROLES = ("client", "scheduler")
 
 
 def _preloads(**lists):

@@ -138,7 +138,7 @@ def preloads() -> list[Finding]:
     kept = config.preloads()
     missing = [role for role, is_there in kept.items() if not is_there]
     if not missing:
-        return [Finding("ok", "preload", "listed for clients, schedulers and workers")]
+        return [Finding("ok", "preload", "listed for clients and schedulers")]
     if not any(_is_ours(path) for path in _files_with("gpurt.enabled")):
         text = f"Dask does not find {config.DEFAULTS_PATH.name}, which lists {config.PRELOAD}"
         directory = Path(sys.prefix) / "etc" / "dask"
@@ -152,11 +152,9 @@ def preloads() -> list[Finding]:
         else:
             files = [path for path in _files_with(key) if not _is_ours(path)]
             where = str(files[-1]) if files else "the configuration"
-        # Only a worker's preload has nothing to do: its part comes from the scheduler.
-        level: Level = "note" if role == "worker" else "problem"
         text = f"{where} replaces the list {key}, which has lost {config.PRELOAD}"
         remedy = f"add {config.PRELOAD} to {key} there, and [] to {key}-argv if that is set"
-        found.append(Finding(level, "preload", text, remedy))
+        found.append(Finding("problem", "preload", text, remedy))
     return found
 
 
