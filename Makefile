@@ -1,4 +1,4 @@
-# Everything runs in virtual environments of its own; nothing is installed outside this folder.
+# Everything runs in virtual environments of its own, in this folder.
 #   make demo    stock Dask against the runtime, on real data, in about five minutes
 #   make test    the test suite, against both supported ends of dask and distributed
 #   make check   style, types, and which module may import which

@@ -2,7 +2,9 @@
 
 How noise is handled: both clusters live for the whole run, inputs are in memory on both, each
 workload is run once untimed on both, then stock and enabled take turns, the one that goes first
-alternating, and medians are compared. A single time means nothing on a shared machine; the ratio
+alternating, and medians are compared. Before each run what the last one left for the disk is
+written: stock shuffles through files, and the kernel would write them on the other side's time.
+A single time means nothing on a shared machine; the ratio
 of medians of interleaved runs does.
 """
 
@@ -150,7 +152,7 @@ def _nbytes(frame: Any) -> int:
 
 
 def _settle(client: Client) -> None:
-    """Wait until the cluster has let go of the last result."""
+    """Wait until the cluster has let go of the last result, and the disk has what it wrote."""
 
     async def until_idle(dask_scheduler: Any) -> None:
         import asyncio
@@ -162,6 +164,7 @@ def _settle(client: Client) -> None:
             await asyncio.sleep(0.005)
 
     client.run_on_scheduler(until_idle)
+    os.sync()
 
 
 def machine() -> dict[str, Any]:

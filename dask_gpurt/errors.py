@@ -1,4 +1,4 @@
-"""Everything this package raises on purpose.
+"""What the runtime raises on purpose; commands have errors of their own beside their code.
 
 ::
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -171,9 +172,9 @@ def _scheduler_argument() -> Any:
     computing = {compute.__code__, persist.__code__}
     if (frames := sys.modules.get("dask.dataframe")) is not None:
         computing.add(frames.DataFrame.persist.__code__)
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code not in computing:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return None
     found = frame.f_locals

@@ -83,6 +83,7 @@ class HostPool:
         # A deque: buffers die in whatever thread lets go of them last, even inside `empty` when
         # the garbage collector runs there, so nothing that happens then may take the lock.
         self._dead: deque[_Run] = deque()
+        self._is_cold = False
         self._spare: list[int] = []
         self._used_pages = 0
 
@@ -109,7 +110,7 @@ class HostPool:
             else:
                 run, first = self._share(nbytes, lane)
             run.users += 1
-        return np.asarray(_Lease(run, first, nbytes, self._dead.append))
+        return np.asarray(_Lease(run, first, nbytes, self._die))
 
     def empty_alone(self, nbytes: int) -> Buffer:
         """Uninitialised bytes that share their pages with nothing, for what is kept for long.
@@ -123,9 +124,10 @@ class HostPool:
             self._collect()
             run = self._new_run(n_pages)
             run.users += 1
-        return np.asarray(_Lease(run, run.address, nbytes, self._dead.append))
+        return np.asarray(_Lease(run, run.address, nbytes, self._die))
 
     def _new_run(self, n_pages: int) -> _Run:
+        self._is_cold = False
         run = _Run(pages.build(n_pages, self._spare), n_pages)
         self._used_pages += n_pages
         return run
@@ -152,8 +154,12 @@ class HostPool:
             self._collect()
 
     def trim(self) -> None:
-        """Give back every page that nobody uses."""
+        """Give back every page that nobody uses, and from now on those that come free.
+
+        Until the next buffer is asked for: then pages are kept warm again.
+        """
         with self._lock:
+            self._is_cold = True
             self._collect()
             while self._spare:
                 pages.give_back(self._spare.pop())
@@ -172,6 +178,18 @@ class HostPool:
             self._collect()
             return self._used_pages * pages.PAGE_NBYTES
 
+    def _die(self, run: _Run) -> None:
+        """A buffer of this run is gone. Called by the garbage collector, anywhere."""
+        self._dead.append(run)
+        # While the pool is in use, the next request collects. Otherwise nobody would: results that
+        # outlived their shuffle would stay resident after they were dropped. The lock is only
+        # tried, since whoever lets go of the buffer may be holding it.
+        if self._is_cold and self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
     def _collect(self) -> None:
         """Account for what died since; the lock is held."""
         while True:
@@ -185,7 +203,7 @@ class HostPool:
             self._used_pages -= run.n_pages
             for number in range(run.n_pages):
                 address = run.address + number * pages.PAGE_NBYTES
-                if len(self._spare) < self._keep_pages:
+                if len(self._spare) < self._keep_pages and not self._is_cold:
                     self._spare.append(address)
                 else:
                     pages.give_back(address)

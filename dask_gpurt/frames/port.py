@@ -115,7 +115,7 @@ class FrameAdapter(Protocol):
         """One buffer of a body, to be written to disk."""
 
     def unpack(self, layout_key: bytes, packed: Packed) -> Any:
-        """Body over the memory of `packed`; the inverse of `gather_packed` and `pack`.
+        """Body over the memory of `packed`; the inverse of `pack`.
 
         Raises
         ------

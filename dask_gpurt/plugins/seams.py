@@ -1,8 +1,8 @@
 """Every private name of dask and distributed that this package touches.
 
-Three things only: the version gate, names that other modules import from here instead of from
-distributed, and the one method that is replaced on a live scheduler. Each has a contract test in
-`tests/plugins/test_seams.py`, which fails when distributed moves it.
+The version gate, names that other modules import from here instead of from distributed, and what
+is replaced on live schedulers, workers and clients, each of it reversible. Contract tests in
+`tests/plugins/test_seams.py` fail when distributed moves any of it.
 
 | what | why | taken back by |
 |---|---|---|

@@ -392,7 +392,9 @@ class ExchangeRun:
             id=self.id, run_id=self.run_id, key=key, worker=owner
         )
         if answer["status"] == "error":
-            raise RuntimeError(answer["message"])
+            _, error, traceback = clean_exception(**answer)
+            assert error is not None
+            raise error.with_traceback(traceback)
         raise Reschedule()
 
     async def _start_over(self, error: Exception) -> None:
@@ -443,7 +445,7 @@ class ExchangeRun:
                 "total": self._store.resident_nbytes + self._store.spilled_nbytes,
                 "buckets": 1,
                 "written": self._store.spilled_nbytes,
-                "read": self._state.counters.snapshot()["unspilled_nbytes"],
+                "read": self._store.unspilled_nbytes,
                 "diagnostics": {},
                 "memory_limit": self._state.limit_nbytes,
             },

@@ -32,7 +32,7 @@ NAME = "gpurt"
 #: Share of a worker's memory that may stay with the pool, and with the allocator, between uses.
 KEEP_SHARE = 0.1
 #: How long warm memory is kept after the last run, in case another follows.
-IDLE_S = 10.0
+IDLE_S = 60.0
 
 
 class WorkerState:
@@ -100,9 +100,12 @@ class WorkerState:
         """Let go of a partition's shards once the result of task `key` is in memory."""
         self._to_release.setdefault(key, []).append((store, slot))
 
-    def task_finished(self, key: Any) -> None:
-        for store, slot in self._to_release.pop(key, ()):
-            store.release(slot)
+    def task_left(self, key: Any, state: str) -> None:
+        """A task went to another state: its result is safe in memory, or it will not come."""
+        read = self._to_release.pop(key, ())
+        if state == "memory":
+            for store, slot in read:
+                store.release(slot)
 
     def report(self) -> dict[str, Any]:
         return {"version": dask_gpurt.__version__, "counters": self.counters.snapshot()}
@@ -136,8 +139,8 @@ class Attachment:
 
         worker.handlers["gpurt_report"] = gpurt_report
 
-    def task_finished(self, key: Any) -> None:
-        self.state.task_finished(key)
+    def task_left(self, key: Any, state: str) -> None:
+        self.state.task_left(key, state)
 
     def detach(self) -> None:
         """Leave the worker as stock has it. Runs that are under way go on."""
@@ -187,8 +190,9 @@ def bootstrap(version: str) -> WorkerPlugin:
             await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
 
         def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-            if finish == "memory" and self._attachment is not None:
-                self._attachment.task_finished(key)
+            ended = finish in ("memory", "error", "released", "rescheduled", "forgotten")
+            if ended and self._attachment is not None:
+                self._attachment.task_left(key, finish)
 
         def teardown(self, worker: Any) -> None:
             if self._attachment is not None:

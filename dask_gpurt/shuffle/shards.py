@@ -191,6 +191,7 @@ class ShardStore:
         self._closed = False
         self.resident_nbytes = 0
         self.spilled_nbytes = 0
+        self.unspilled_nbytes = 0
 
     def _resident(self, nbytes: int) -> None:
         self.resident_nbytes += nbytes
@@ -382,6 +383,7 @@ class ShardStore:
             raise failure
         if failure is not None:
             raise ShardStorageError(f"cannot read {file.path}: {failure}") from failure
+        self.unspilled_nbytes += buffer.nbytes
         self._counters.add(unspilled_nbytes=buffer.nbytes)
         return Packed(buffer, shard.n_rows, *shard.sections)
 

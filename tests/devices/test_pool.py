@@ -411,3 +411,31 @@ def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
     assert (buffer.nbytes, _pages(pool)) == (nbytes, (n_pages, 0))
     del buffer
     assert _pages(pool) == (0, n_pages)
+
+
+def test_what_dies_after_trimming_goes_back_at_once():
+    """A result that outlives its shuffle: nobody asks the pool for anything when it is dropped."""
+    pool = HostPool(1 << 30)
+    kept = pool.empty_alone(4 * PAGE_NBYTES)
+    pool.trim()
+    del kept
+    assert not pool._dead
+    assert _pages(pool) == (0, 0)
+
+
+def test_pages_are_kept_warm_again_once_the_pool_is_used():
+    pool = HostPool(1 << 30)
+    pool.trim()
+    buffer = pool.empty_alone(4 * PAGE_NBYTES)
+    del buffer
+    assert _pages(pool) == (0, 4)
+
+
+def test_a_buffer_that_dies_while_the_lock_is_held_is_not_waited_for():
+    pool = HostPool(1 << 30)
+    buffer = pool.empty_alone(PAGE_NBYTES)
+    pool.trim()
+    with pool._lock:
+        del buffer
+    assert len(pool._dead) == 1
+    assert _pages(pool) == (0, 0)
