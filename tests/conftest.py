@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,13 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
+
+
+def pytest_configure() -> None:
+    # A suite that a shell runs in the background has interrupts ignored, and so would have every
+    # program it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ GIB = 1 << 30
 DEFAULTS = Settings(
     enabled=False,
     strict=False,
-    shuffle=ShuffleSettings(memory=0.3, message_nbytes=16 * MIB, in_flight_nbytes=64 * MIB),
+    shuffle=ShuffleSettings(memory=0.3, message_nbytes=8 * MIB, in_flight_nbytes=32 * MIB),
 )
 
 
@@ -138,7 +138,7 @@ def test_reading_half_a_section(section):
         settings = config.read()
     assert settings.strict == section.get("strict", False)
     assert settings.shuffle.memory == section.get("shuffle", {}).get("memory", 0.3)
-    assert settings.shuffle.message_nbytes == 16 * MIB
+    assert settings.shuffle.message_nbytes == 8 * MIB
 
 
 @pytest.mark.parametrize("section", [None, {"shuffle": None}])

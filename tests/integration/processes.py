@@ -91,7 +91,7 @@ class CommandLineCluster:
     def stop(self) -> None:
         for process in reversed(self._processes):
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)
         for process in self._processes:
             try:
                 process.wait(15)
