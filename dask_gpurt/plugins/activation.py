@@ -50,6 +50,8 @@ async def activate(client: Client, settings: config.Settings) -> None:
         if problem is not None:
             raise ActivationError(f"{problem}; install the same version. Settings are unchanged.")
         return
+    if status.get("unusable"):
+        raise ActivationError(f"{status['unusable']}; stock Dask runs")
     plugin = GpurtScheduler(settings, dask_gpurt.__version__)
     try:
         await _scheduler(client).register_scheduler_plugin(

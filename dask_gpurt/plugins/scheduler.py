@@ -180,6 +180,7 @@ class GpurtScheduler(SchedulerPlugin):
         return {
             "active": self.is_active,
             "reason": self.inactive_reason,
+            "unusable": self._unusable(),
             "version": dask_gpurt.__version__,
             "host": socket.gethostname(),
             "strict": self.settings.strict,

@@ -404,9 +404,13 @@ class ExchangeRun:
         worker that held what was made of it died.
         """
         logger.warning("shuffle %s starts over: %s", self.id, error)
-        await self._worker.scheduler.shuffle_barrier(
-            id=self.id, run_id=self.run_id, consistent=False
-        )
+        try:
+            await self._worker.scheduler.shuffle_barrier(
+                id=self.id, run_id=self.run_id, consistent=False
+            )
+        except (KeyError, ValueError):
+            # The scheduler has given this run up by itself, or has a newer one already.
+            logger.info("shuffle %s [%s] is over", self.id, self.run_id)
         raise Reschedule()
 
     # ------------------------------------------------------------------ life

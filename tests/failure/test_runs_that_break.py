@@ -17,6 +17,7 @@ import pytest
 from distributed import Client, LocalCluster, get_worker
 
 import dask_gpurt
+from dask_gpurt.plugins.shuffle_run import ExchangeRun
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import shards
 from tests.integration.comparing import collection, runs
@@ -104,21 +105,21 @@ def in_process():
         yield client
 
 
-def read_again_once(part, flag):
-    """Ask for a partition whose result is in memory, as if that had been lost with its worker."""
-    if len(part) and once(flag):
-        (run,) = get_worker().plugins["shuffle"].shuffle_runs._active_runs.values()
-        released = next(iter(run._store._released))
-        run.get_output_partition(run._plan.partitions[released], key=None)
-        pytest.fail("a partition that was let go was read")
-    return part
+def test_output_wanted_again_after_it_was_let_go(in_process, tmp_path, monkeypatch):
+    """As if the result had been lost with the worker that held it, while the run goes on."""
+    read = ExchangeRun.get_output_partition
 
+    def read_again_once(run, partition_id, key, **kwargs):
+        frame = read(run, partition_id, key, **kwargs)
+        if once(tmp_path / "again"):
+            run._store.release(run._plan.slot_of[partition_id])
+            read(run, partition_id, key, **kwargs)
+            pytest.fail("a partition that was let go was read")
+        return frame
 
-def test_output_wanted_again_after_it_was_let_go(in_process, tmp_path):
+    monkeypatch.setattr(ExchangeRun, "get_output_partition", read_again_once)
     dask_gpurt.enable(in_process)
-    lazy = inputs().shuffle("key", npartitions=6)
-    lazy = lazy.map_partitions(read_again_once, str(tmp_path / "again"), meta=lazy._meta)
-    assert_all_rows_are_there(compute(in_process, lazy))
+    assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=6)))
     assert runs(in_process) == {"gpurt": 2, "stock": 0}
 
 
