@@ -37,7 +37,7 @@ from distributed.shuffle._core import (
     handle_transfer_errors,
     handle_unpack_errors,
 )
-from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
+from distributed.shuffle._exceptions import ShuffleClosedError
 from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleSpec, shuffle_unpack
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataFrameShuffleSpec",
-    "P2PConsistencyError",
     "Reschedule",
     "RunLookup",
     "ShuffleClosedError",
@@ -147,11 +146,6 @@ class SpecSwap:
         """Give the stock method and handler back."""
         vars(self._plugin).pop("_retrieve_spec", None)
         self._scheduler.handlers["shuffle_get_or_create"] = self._stock_handler
-
-    @property
-    def active_run_ids(self) -> dict[str, int]:
-        """Run id of each shuffle that is going on."""
-        return {id: state.run_id for id, state in self._plugin.active_shuffles.items()}
 
 
 def partitions_read(task: Any, shuffle_id: ShuffleId) -> set[int]:

@@ -29,7 +29,6 @@ from dask_gpurt.frames.gather import group_rows
 from dask_gpurt.frames.port import FrameAdapter, Packed, Selection
 from dask_gpurt.plugins.seams import (
     DataFrameShuffleSpec,
-    P2PConsistencyError,
     Reschedule,
     ShuffleClosedError,
     clean_exception,
@@ -464,6 +463,3 @@ class ExchangeRun:
             },
             "start": self.start_time,
         }
-
-
-__all__ = ["ADAPTERS", "ExchangeRun", "ExchangeSpec", "P2PConsistencyError", "frame_kind"]
