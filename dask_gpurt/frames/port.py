@@ -97,19 +97,8 @@ class OpenPartition(Protocol):
         """
 
 
-class FrameAdapter(Protocol):
-    """What the exchange asks of one kind of data."""
-
-    def open(self, frame: Any) -> OpenPartition:
-        """Take an input partition apart.
-
-        Raises
-        ------
-        TypeError
-            `frame` is of another kind.
-        ValueError
-            Its columns are not those of the shuffle's meta.
-        """
+class BodyAdapter(Protocol):
+    """What it takes to send or spill a body, and to read it again."""
 
     def pack(self, body: Any) -> Packed:
         """One buffer of a body, to be written to disk."""
@@ -121,6 +110,21 @@ class FrameAdapter(Protocol):
         ------
         ValueError
             The layout or the lengths do not describe the buffer.
+        """
+
+
+class FrameAdapter(BodyAdapter, Protocol):
+    """What the exchange asks of one kind of data."""
+
+    def open(self, frame: Any) -> OpenPartition:
+        """Take an input partition apart.
+
+        Raises
+        ------
+        TypeError
+            `frame` is of another kind.
+        ValueError
+            Its columns are not those of the shuffle's meta.
         """
 
     def concatenate(self, pieces: Sequence[Piece], empty: Empty = fresh) -> Any:

@@ -20,7 +20,7 @@ import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import StrictFallbackError
 from dask_gpurt.plugins import seams
-from dask_gpurt.plugins.shuffle_run import ADAPTERS, ExchangeSpec, frame_kind
+from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
 from dask_gpurt.plugins.worker import NAME, bootstrap
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class GpurtScheduler(SchedulerPlugin):
         if why is None:
             assert isinstance(stock, seams.DataFrameShuffleSpec)
             self.runs["gpurt"] += 1
-            return ExchangeSpec.replacing(stock, frame_kind(stock.meta), self.settings.shuffle)
+            return FrameSpec.replacing(stock, frame_kind(stock.meta), self.settings.shuffle)
         if self.settings.strict:
             raise StrictFallbackError(
                 f"{what} would run on stock Dask: {why}. Set gpurt.strict to false to allow that."

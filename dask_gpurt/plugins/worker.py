@@ -128,7 +128,7 @@ class Attachment:
     version = dask_gpurt.__version__
 
     def __init__(self, worker: Worker) -> None:
-        from dask_gpurt.plugins.shuffle_run import ExchangeRun
+        from dask_gpurt.plugins.exchange_run import ExchangeRun
 
         self._worker = worker
         self.state = state = state_of(worker)

@@ -31,7 +31,7 @@ from dask_gpurt.errors import (
     ProtocolError,
     ShardStorageError,
 )
-from dask_gpurt.frames.port import FrameAdapter, Packed, Piece
+from dask_gpurt.frames.port import BodyAdapter, Packed, Piece
 from dask_gpurt.metrics import Counters
 
 logger = logging.getLogger("dask_gpurt.shuffle")
@@ -168,7 +168,7 @@ class ShardStore:
 
     def __init__(
         self,
-        adapter: FrameAdapter,
+        adapter: BodyAdapter,
         slots: tuple[int, int],
         directory: str,
         budget: Budget,

@@ -17,7 +17,7 @@ import pytest
 from distributed import Client, LocalCluster, get_worker
 
 import dask_gpurt
-from dask_gpurt.plugins.shuffle_run import ExchangeRun
+from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import shards
 from tests.integration.comparing import collection, runs

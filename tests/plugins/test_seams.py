@@ -14,7 +14,8 @@ from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
 
 from dask_gpurt.plugins import seams
-from dask_gpurt.plugins.shuffle_run import ADAPTERS, ExchangeRun, ExchangeSpec, frame_kind
+from dask_gpurt.plugins.exchange_run import ExchangeRun
+from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
 from tests.integration.comparing import collection
 
 
@@ -86,7 +87,7 @@ def test_spec_carries_every_field_of_stock_s():
         parts_out=4,
         drop_column=True,
     )
-    ours = ExchangeSpec.replacing(stock, frame_kind(stock.meta), settings=None)
+    ours = FrameSpec.replacing(stock, frame_kind(stock.meta), settings=None)
     for field in stock.__dataclass_fields__:
         assert getattr(ours, field) is getattr(stock, field)
     assert list(ours.output_partitions) == [0, 1, 2, 3]

@@ -1,10 +1,10 @@
-"""A DataFrame shuffle run on our data plane, under distributed's control plane.
+"""A shuffle run on our data plane, under distributed's control plane, whatever it carries.
 
-`ExchangeSpec` takes the place of the stock spec when a run is created; on each worker it makes an
-`ExchangeRun`, which distributed's shuffle plugin then drives exactly as it drives its own: the
-run ids, the barrier, the restarts and the refusal of stale runs are distributed's. What moves is
-ours: `shuffle.plan` says where rows go, `frames` takes partitions apart and puts them together,
-`shuffle.shards` keeps what arrives, `transport` sends.
+On each worker distributed's shuffle plugin drives an `ExchangeRun` exactly as it drives its own:
+the run ids, the barrier, the restarts and the refusal of stale runs are distributed's. What moves
+is ours: `shuffle.plan` says who owns what, `shuffle.shards` keeps what arrives, `transport` sends.
+How an input partition is cut, and an output put together, is the business of a subclass
+(`frame_run`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -25,12 +23,11 @@ from dask.utils import parse_timedelta
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import IncompleteExchangeError, PartitionReleasedError, ProtocolError
-from dask_gpurt.frames.gather import group_rows
-from dask_gpurt.frames.port import FrameAdapter, Packed, Selection
+from dask_gpurt.frames.port import BodyAdapter, Packed, Piece
 from dask_gpurt.plugins.seams import (
-    DataFrameShuffleSpec,
     Reschedule,
     ShuffleClosedError,
+    ShuffleSpec,
     clean_exception,
     context_meter,
     event_loop,
@@ -39,15 +36,14 @@ from dask_gpurt.plugins.seams import (
     thread_time,
     to_serialize,
 )
-from dask_gpurt.shuffle.plan import ExchangePlan, cut_shards
+from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.shuffle.plan import ExchangePlan
 from dask_gpurt.shuffle.shards import Shard, ShardStore
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.outbox import Outbox
 
 if TYPE_CHECKING:
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
-
-    from dask_gpurt.plugins.worker import WorkerState
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
@@ -74,7 +70,8 @@ class Outgoing:
         )
 
 
-def _shard(header: wire.ShardHeader, **contents: Any) -> Shard:
+def shard_of(header: wire.ShardHeader, **contents: Any) -> Shard:
+    """The shard that a header announces."""
     return Shard.with_rows(
         header.rows_per_slot,
         source=header.source,
@@ -87,84 +84,29 @@ def _shard(header: wire.ShardHeader, **contents: Any) -> Shard:
     )
 
 
-@dataclass(frozen=True)
-class ExchangeSpec(DataFrameShuffleSpec):
-    """The stock description of a shuffle, run on our data plane.
-
-    Attributes
-    ----------
-    frame_kind
-        Name of the frame adapter, a key of `ADAPTERS`.
-    settings
-        As the client that switched the runtime on had them.
-    """
-
-    frame_kind: str
-    settings: ShuffleSettings
-
-    @classmethod
-    def replacing(
-        cls, stock: DataFrameShuffleSpec, frame_kind: str, settings: ShuffleSettings
-    ) -> ExchangeSpec:
-        return cls(
-            id=stock.id,
-            disk=stock.disk,
-            npartitions=stock.npartitions,
-            column=stock.column,
-            meta=stock.meta,
-            parts_out=stock.parts_out,
-            drop_column=stock.drop_column,
-            frame_kind=frame_kind,
-            settings=settings,
-        )
-
-    def create_run_on_worker(  # type: ignore[override]
-        self,
-        run_id: int,
-        span_id: str | None,
-        worker_for: dict[int, str],
-        plugin: ShuffleWorkerPlugin,
-    ) -> ExchangeRun:
-        from dask_gpurt.plugins.worker import state_of
-
-        return ExchangeRun(self, run_id, span_id, worker_for, plugin, state_of(plugin.worker))
-
-
-def _open_pandas(spec: ExchangeSpec) -> FrameAdapter:
-    from dask_gpurt.frames.pandas_ import PandasFrames
-
-    return PandasFrames(spec.meta, spec.column, spec.drop_column)
-
-
-#: Frame adapters by the full name of the type of a shuffle's meta. Subclasses carry state that an
-#: adapter of their base would lose, so names are matched exactly.
-ADAPTERS: dict[str, Callable[[ExchangeSpec], FrameAdapter]] = {
-    "pandas.DataFrame": _open_pandas,
-    "pandas.core.frame.DataFrame": _open_pandas,
-}
-
-
-def frame_kind(meta: Any) -> str:
-    """Name that `ADAPTERS` knows a kind of frame by."""
-    return f"{type(meta).__module__}.{type(meta).__qualname__}"
-
-
 class ExchangeRun:
-    """One attempt at one shuffle, on one worker.
+    """One attempt at one shuffle, on one worker; a subclass knows the kind of data.
 
     Has the interface of distributed's `ShuffleRun`. `add_partition` and `get_output_partition`
     run in task threads, everything else on the worker's event loop.
+
+    Parameters
+    ----------
+    adapter
+        Packs, unpacks and joins what this run carries.
     """
 
     def __init__(
         self,
-        spec: ExchangeSpec,
+        spec: ShuffleSpec[Any],
+        settings: ShuffleSettings,
+        adapter: BodyAdapter,
         run_id: int,
         span_id: str | None,
-        worker_for: dict[int, str],
+        worker_for: dict[Any, str],
         plugin: ShuffleWorkerPlugin,
-        state: WorkerState,
     ) -> None:
+        state = state_of(plugin.worker)
         worker = plugin.worker
         self.id = spec.id
         self.run_id = run_id
@@ -179,19 +121,19 @@ class ExchangeRun:
         self._executor = plugin._executor
         self._state = state
         self._plan = ExchangePlan(worker_for)
-        self._adapter = ADAPTERS[spec.frame_kind](spec)
+        self._adapter = adapter
         self._store = ShardStore(
             self._adapter,
             self._plan.slots_of_worker.get(self.local_address, (0, 0)),
             os.path.join(worker.local_directory, f"gpurt-shuffle-{self.id}-{run_id}"),
-            state.budget(spec.settings),
+            state.budget(settings),
             state.counters,
         )
         self._outbox: Outbox[Outgoing] = Outbox(
             self._send,
             event_loop(worker),
-            limit_nbytes=spec.settings.in_flight_nbytes,
-            message_nbytes=spec.settings.message_nbytes,
+            limit_nbytes=settings.in_flight_nbytes,
+            message_nbytes=settings.message_nbytes,
         )
         self._received_nbytes = 0
         self._sent_nbytes = 0
@@ -219,7 +161,7 @@ class ExchangeRun:
 
     # ------------------------------------------------------------------ transfer
 
-    def add_partition(self, data: Any, partition_id: int, **kwargs: Any) -> int:
+    def add_partition(self, data: Any, partition_id: Any, **kwargs: Any) -> int:
         """Take an input partition apart and send its rows to their owners."""
         self.raise_if_closed()
         if self.transferred:
@@ -241,43 +183,13 @@ class ExchangeRun:
         self.raise_if_closed()
         return self.run_id
 
-    def _shards_of(self, data: Any, source: int) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
-        opened = self._adapter.open(data)
-        plan, pool = self._plan, self._state.pool
-        rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
-        before = offsets.tolist()
-        attempt = random.getrandbits(64)
-        wanted: list[tuple[str, wire.ShardHeader]] = []
-        selections: list[Selection] = []
-        for worker, (first, end) in plan.slots_of_worker.items():
-            leaves = worker != self.local_address
-            cuts = cut_shards(before[first : end + 1], opened.row_nbytes)
-            for number, (cut_first, cut_end) in enumerate(cuts):
-                a, b = first + cut_first, first + cut_end
-                header = wire.ShardHeader(
-                    layout_key=opened.layout_key,
-                    source=source,
-                    attempt=attempt,
-                    number=number,
-                    count=len(cuts),
-                    first_slot=a,
-                    rows_per_slot=tuple(before[s + 1] - before[s] for s in range(a, b)),
-                )
-                # Shards for the same partitions are let go at the same time: a lane for each.
-                lane = "outgoing" if leaves else self._lane_of(a)
-                empty = partial(pool.empty, lane=lane)
-                wanted.append((worker, header))
-                selections.append(Selection(rows[before[a] : before[b]], leaves, empty))
-        local: list[Shard] = []
-        outgoing: dict[str, list[Outgoing]] = {}
-        for (worker, header), gathered in zip(wanted, opened.gather(selections), strict=True):
-            if isinstance(gathered, Packed):
-                outgoing.setdefault(worker, []).append(Outgoing(header, gathered))
-            else:
-                local.append(_shard(header, body=gathered))
-        return local, outgoing
+    def _shards_of(
+        self, data: Any, partition_id: Any
+    ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
+        """Shards of an input partition that stay here, and those that leave, by their receiver."""
+        raise NotImplementedError
 
-    def _lane_of(self, first_slot: int) -> tuple[int, int]:
+    def lane_of(self, first_slot: int) -> tuple[int, int]:
         lane = (self.run_id, first_slot)
         self._lanes.add(lane)
         return lane
@@ -323,10 +235,10 @@ class ExchangeRun:
                 raise ProtocolError(f"{array.nbytes} bytes came of {header.buffer_nbytes}")
             # Out of the message's memory and into ours: a warm copy, after which the pages of
             # this shard come free together with its neighbours in time, and serve as outputs.
-            kept = pool.empty(array.nbytes, self._lane_of(header.first_slot))
+            kept = pool.empty(array.nbytes, self.lane_of(header.first_slot))
             np.copyto(kept, array)
             packed = Packed(kept, header.n_rows, header.arrow_nbytes, header.pickle_nbytes)
-            shards.append(_shard(header, packed=packed))
+            shards.append(shard_of(header, packed=packed))
         nbytes = sum(header.buffer_nbytes for header in headers)
         self._received_nbytes += nbytes
         self._state.counters.add(received_nbytes=nbytes)
@@ -360,7 +272,7 @@ class ExchangeRun:
 
     # ------------------------------------------------------------------ unpack
 
-    def get_output_partition(self, partition_id: int, key: Any, **kwargs: Any) -> Any:
+    def get_output_partition(self, partition_id: Any, key: Any, **kwargs: Any) -> Any:
         """Put an output partition together, on the worker that owns it."""
         self.raise_if_closed()
         owner = self._plan.worker_for[partition_id]
@@ -379,12 +291,16 @@ class ExchangeRun:
             except (IncompleteExchangeError, PartitionReleasedError) as error:
                 self.raise_if_closed()
                 sync(self._worker.loop, self._start_over, error)
-            frame = self._adapter.concatenate(pieces, self._state.pool.empty_alone)
+            result = self._assemble(partition_id, pieces)
         self._state.counters.add(partitions_out=1)
         self._state.release_with(key, self._store, slot)
         if self._store.is_over_limit:
             self._store.make_room()
-        return frame
+        return result
+
+    def _assemble(self, partition_id: Any, pieces: Sequence[Piece]) -> Any:
+        """Output partition made of its pieces, which come in the order of their sources."""
+        raise NotImplementedError
 
     async def _move_task(self, key: Any, owner: str) -> None:
         answer = await self._worker.scheduler.shuffle_restrict_task(

@@ -1,0 +1,142 @@
+"""DataFrame shuffles: the spec that takes the place of the stock one, and the run it makes.
+
+Rows are grouped by the worker and partition they go to (`shuffle.plan`, `frames.gather`) and cut
+into shards; everything after that is `exchange_run`'s. Which kinds of frame can be carried is said
+here, in `ADAPTERS`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.frames.gather import group_rows
+from dask_gpurt.frames.port import FrameAdapter, Packed, Piece, Selection
+from dask_gpurt.plugins.exchange_run import ExchangeRun, Outgoing, shard_of
+from dask_gpurt.plugins.seams import DataFrameShuffleSpec
+from dask_gpurt.shuffle.plan import cut_shards
+from dask_gpurt.shuffle.shards import Shard
+from dask_gpurt.transport import wire
+
+if TYPE_CHECKING:
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+
+@dataclass(frozen=True)
+class FrameSpec(DataFrameShuffleSpec):
+    """The stock description of a shuffle, run on our data plane.
+
+    Attributes
+    ----------
+    frame_kind
+        Name of the frame adapter, a key of `ADAPTERS`.
+    settings
+        As the client that switched the runtime on had them.
+    """
+
+    frame_kind: str
+    settings: ShuffleSettings
+
+    @classmethod
+    def replacing(
+        cls, stock: DataFrameShuffleSpec, frame_kind: str, settings: ShuffleSettings
+    ) -> FrameSpec:
+        return cls(
+            id=stock.id,
+            disk=stock.disk,
+            npartitions=stock.npartitions,
+            column=stock.column,
+            meta=stock.meta,
+            parts_out=stock.parts_out,
+            drop_column=stock.drop_column,
+            frame_kind=frame_kind,
+            settings=settings,
+        )
+
+    def create_run_on_worker(  # type: ignore[override]
+        self,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[int, str],
+        plugin: ShuffleWorkerPlugin,
+    ) -> FrameRun:
+        return FrameRun(self, run_id, span_id, worker_for, plugin)
+
+
+def _open_pandas(spec: FrameSpec) -> FrameAdapter:
+    from dask_gpurt.frames.pandas_ import PandasFrames
+
+    return PandasFrames(spec.meta, spec.column, spec.drop_column)
+
+
+#: Frame adapters by the full name of the type of a shuffle's meta. Subclasses carry state that an
+#: adapter of their base would lose, so names are matched exactly.
+ADAPTERS: dict[str, Callable[[FrameSpec], FrameAdapter]] = {
+    "pandas.DataFrame": _open_pandas,
+    "pandas.core.frame.DataFrame": _open_pandas,
+}
+
+
+def frame_kind(meta: Any) -> str:
+    """Name that `ADAPTERS` knows a kind of frame by."""
+    return f"{type(meta).__module__}.{type(meta).__qualname__}"
+
+
+class FrameRun(ExchangeRun):
+    """One attempt at the shuffle of a DataFrame, on one worker."""
+
+    def __init__(
+        self,
+        spec: FrameSpec,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[int, str],
+        plugin: ShuffleWorkerPlugin,
+    ) -> None:
+        self._frames = ADAPTERS[spec.frame_kind](spec)
+        super().__init__(spec, spec.settings, self._frames, run_id, span_id, worker_for, plugin)
+
+    def _shards_of(
+        self, data: Any, partition_id: int
+    ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
+        opened = self._frames.open(data)
+        plan, pool = self._plan, self._state.pool
+        rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
+        before = offsets.tolist()
+        attempt = random.getrandbits(64)
+        wanted: list[tuple[str, wire.ShardHeader]] = []
+        selections: list[Selection] = []
+        for worker, (first, end) in plan.slots_of_worker.items():
+            leaves = worker != self.local_address
+            cuts = cut_shards(before[first : end + 1], opened.row_nbytes)
+            for number, (cut_first, cut_end) in enumerate(cuts):
+                a, b = first + cut_first, first + cut_end
+                header = wire.ShardHeader(
+                    layout_key=opened.layout_key,
+                    source=partition_id,
+                    attempt=attempt,
+                    number=number,
+                    count=len(cuts),
+                    first_slot=a,
+                    rows_per_slot=tuple(before[s + 1] - before[s] for s in range(a, b)),
+                )
+                # Shards for the same partitions are let go at the same time: a lane for each.
+                lane = "outgoing" if leaves else self.lane_of(a)
+                empty = partial(pool.empty, lane=lane)
+                wanted.append((worker, header))
+                selections.append(Selection(rows[before[a] : before[b]], leaves, empty))
+        local: list[Shard] = []
+        outgoing: dict[str, list[Outgoing]] = {}
+        for (worker, header), gathered in zip(wanted, opened.gather(selections), strict=True):
+            if isinstance(gathered, Packed):
+                outgoing.setdefault(worker, []).append(Outgoing(header, gathered))
+            else:
+                local.append(shard_of(header, body=gathered))
+        return local, outgoing
+
+    def _assemble(self, partition_id: int, pieces: Sequence[Piece]) -> Any:
+        return self._frames.concatenate(pieces, self._state.pool.empty_alone)
