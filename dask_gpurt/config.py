@@ -36,12 +36,15 @@ class ShuffleSettings:
 
     Attributes
     ----------
+    transport
+        `auto`, or `comm` for Dask's own connections alone.
     memory
         Share of the worker's memory limit (at most 1.0), or bytes.
     message_nbytes, in_flight_nbytes
         Size of a message, and what may wait for one peer.
     """
 
+    transport: str
     memory: float
     message_nbytes: int
     in_flight_nbytes: int
@@ -99,6 +102,7 @@ def read() -> Settings:
         enabled=_flag("enabled"),
         strict=_flag("strict"),
         shuffle=ShuffleSettings(
+            transport=_choice("shuffle.transport"),
             memory=_memory("shuffle.memory"),
             message_nbytes=_nbytes("shuffle.message-size"),
             in_flight_nbytes=_nbytes("shuffle.in-flight"),
@@ -163,6 +167,16 @@ def _flag(key: str) -> bool:
         return words[str(value).strip().lower()]
     except KeyError:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be true or false") from None
+
+
+def _choice(key: str) -> str:
+    value = _get(key)
+    section = schema()
+    for name in key.split("."):
+        section = section["properties"][name]
+    if value not in section["enum"]:
+        raise ConfigError(f"gpurt.{key} is {value!r}; it may be {' or '.join(section['enum'])}")
+    return str(value)
 
 
 def _nbytes(key: str) -> int:

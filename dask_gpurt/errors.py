@@ -7,6 +7,7 @@
     │   └── StrictFallbackError             ... and `gpurt.strict` forbids going on without it
     ├── ConfigError (ValueError)            a `gpurt.*` setting that makes no sense
     ├── ProtocolError (ValueError)          bytes from a peer that are not what was agreed
+    ├── LinkError (ConnectionError)         a path between two workers that cannot be used
     ├── ExchangeError (RuntimeError)        a shuffle run that cannot go on
     │   ├── IncompleteExchangeError         shards that were announced and never came
     │   └── PartitionReleasedError          an output partition asked for after it was let go
@@ -36,6 +37,10 @@ class ConfigError(GpurtError, ValueError):
 
 class ProtocolError(GpurtError, ValueError):
     """A peer sent something that is not a message of this version."""
+
+
+class LinkError(GpurtError, ConnectionError):
+    """A path between two workers cannot be used, or not any more."""
 
 
 class ExchangeError(GpurtError, RuntimeError):

@@ -126,7 +126,8 @@ def page() -> str:
         default: Any = defaults
         for name in key.split("."):
             default = default[name]
-        kinds = about["type"] if isinstance(about["type"], list) else [about["type"]]
+        kinds = [f"`{value}`" for value in about["enum"]] if "enum" in about else about["type"]
+        kinds = kinds if isinstance(kinds, list) else [kinds]
         value = yaml.safe_dump(default).splitlines()[0]
         sentence = textwrap.fill(" ".join(about["description"].split()), 110)
         parts.append(

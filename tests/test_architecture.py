@@ -34,7 +34,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
     "devices": (set(), {"numpy"}, {"os", "threading"}),
     "frames": (set(), FRAMES, set()),
-    "transport": ({"errors"}, {"numpy"}, {"asyncio", "threading"}),
+    "transport": ({"errors"}, {"numpy"}, {"asyncio", "os", "threading"}),
     "shuffle": (
         {"errors", "frames", "metrics"},
         {"numpy"},

@@ -20,7 +20,9 @@ GIB = 1 << 30
 DEFAULTS = Settings(
     enabled=False,
     strict=False,
-    shuffle=ShuffleSettings(memory=0.3, message_nbytes=8 * MIB, in_flight_nbytes=32 * MIB),
+    shuffle=ShuffleSettings(
+        transport="auto", memory=0.3, message_nbytes=8 * MIB, in_flight_nbytes=32 * MIB
+    ),
 )
 
 
@@ -104,7 +106,12 @@ def test_defaults_have_the_types_of_the_schema():
 def test_every_setting_is_read():
     """One that nobody reads would be ignored without a word."""
     changed = {"enabled": True, "strict": True}
-    changed |= {"shuffle.memory": 0.5, "shuffle.message-size": 5, "shuffle.in-flight": 6}
+    changed |= {
+        "shuffle.transport": "comm",
+        "shuffle.memory": 0.5,
+        "shuffle.message-size": 5,
+        "shuffle.in-flight": 6,
+    }
     assert set(changed) == set(_leaves(config.defaults()))
     for key, value in changed.items():
         with dask.config.set({f"gpurt.{key}": value}):
@@ -322,7 +329,7 @@ def test_environment_variables(warnings):
         GPURT__SHUFFLE__IN_FLIGHT="2000000",
     )
     with dask.config.set(gpurt=section):
-        assert config.read() == Settings(True, True, ShuffleSettings(0.5, MIB, 2_000_000))
+        assert config.read() == Settings(True, True, ShuffleSettings("auto", 0.5, MIB, 2_000_000))
     assert warnings() == []
 
 
@@ -350,11 +357,12 @@ def test_a_misspelt_environment_variable(warnings):
 
 
 def test_settings_survive_the_way_to_a_cluster():
-    settings = Settings(True, True, ShuffleSettings(5e9, 7, 11))
+    settings = Settings(True, True, ShuffleSettings("comm", 5e9, 7, 11))
     plain = settings.to_plain()
     assert _leaves(plain) == {
         "enabled": True,
         "strict": True,
+        "shuffle.transport": "comm",
         "shuffle.memory": 5e9,
         "shuffle.message_nbytes": 7,
         "shuffle.in_flight_nbytes": 11,

@@ -1,9 +1,13 @@
-"""Huge pages from the system, stitched and cut without copying.
+"""Pages from the system, stitched and cut without copying.
 
-A page here is 2 MiB of private anonymous memory on a 2 MiB boundary, which the kernel backs with
-one huge page where it has any. Pages are fungible: moving one to another address (`mremap`) moves
-an entry of the page table, not its bytes. That is how pages left behind by many small buffers
-become one large contiguous buffer without a single page fault.
+A page here is 2 MiB on a 2 MiB boundary. Pages are fungible: moving one to another address
+(`mremap`) moves an entry of the page table, not its bytes. That is how pages left behind by many
+small buffers become one large contiguous buffer without a single page fault.
+
+`PrivatePages` are anonymous memory, which the kernel backs with huge pages where it has any.
+`SharedPages` belong to a nameless file in memory that another process can open and read: that is
+how shards change hands on one host. Nothing has to be cleaned up after a process that dies: the
+memory goes with the last descriptor.
 
 Linux only, through the C library. Knows nothing of who uses a page (`devices.pool`).
 """
@@ -25,6 +29,8 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MREMAP_MAYMOVE_FIXED = 1 | 2
 _MADV_HUGEPAGE = 14
+_FALLOC_KEEP_SIZE = 1
+_FALLOC_PUNCH_HOLE = 2
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -38,6 +44,7 @@ def _library() -> Any:
     library.mremap.argtypes = [address, size, size, number, address]
     library.mremap.restype = address
     library.madvise.argtypes = [address, size, number]
+    library.fallocate.argtypes = [number, number, ctypes.c_long, ctypes.c_long]
     return library
 
 
@@ -64,53 +71,135 @@ def _reserve(n_pages: int) -> int:
     return first
 
 
-def build(n_pages: int, spare: list[int]) -> int:
-    """Contiguous pages, made of spare ones as far as they go.
+class PrivatePages:
+    """Pages of this process alone."""
 
-    Parameters
-    ----------
-    spare
-        Addresses of pages that nobody uses; those taken are removed from the end.
+    def build(self, n_pages: int, spare: list[int]) -> int:
+        """Contiguous pages, made of spare ones as far as they go.
 
-    Returns
-    -------
-    int
-        Address of the first page.
+        Parameters
+        ----------
+        spare
+            Addresses of pages that nobody uses; those taken are removed from the end.
+
+        Returns
+        -------
+        int
+            Address of the first page.
+
+        Raises
+        ------
+        MemoryError
+            The system has no more.
+        """
+        if n_pages == 1 and spare:
+            return spare.pop()
+        library = _library()
+        first = _reserve(n_pages)
+        moved = min(n_pages, len(spare))
+        try:
+            for number in range(moved):
+                target = first + number * PAGE_NBYTES
+                answer = library.mremap(
+                    spare[-1], PAGE_NBYTES, PAGE_NBYTES, _MREMAP_MAYMOVE_FIXED, target
+                )
+                _checked(answer, "mremap")
+                self._moved(spare.pop(), target)
+            if moved < n_pages:
+                self._add(first + moved * PAGE_NBYTES, n_pages - moved)
+        except (MemoryError, OSError):
+            self.give_back(first, n_pages)
+            raise
+        return first
+
+    def _moved(self, old: int, new: int) -> None:
+        """A page went from one address to another."""
+
+    def _add(self, start: int, n_pages: int) -> None:
+        """Put fresh pages into a reserved range."""
+        nbytes = n_pages * PAGE_NBYTES
+        flags = _PRIVATE | _MAP_FIXED
+        _checked(_library().mmap(start, nbytes, _PROT_READ_WRITE, flags, -1, 0), "mmap")
+        # Advice: where the kernel has no huge pages, small ones do.
+        _library().madvise(start, nbytes, _MADV_HUGEPAGE)
+
+    def give_back(self, address: int, n_pages: int = 1) -> None:
+        """Return pages to the system."""
+        _library().munmap(address, n_pages * PAGE_NBYTES)
+
+
+class SharedPages(PrivatePages):
+    """Pages of a file in memory, which other processes read by position.
+
+    The file begins with one page that is never handed out, for whoever made it to sign.
 
     Raises
     ------
-    MemoryError
-        The system has no more.
+    OSError
+        The system has no such files.
     """
-    if n_pages == 1 and spare:
-        return spare.pop()
-    library = _library()
-    first = _reserve(n_pages)
-    moved = min(n_pages, len(spare))
-    try:
-        for number in range(moved):
-            target = first + number * PAGE_NBYTES
-            answer = library.mremap(
-                spare[-1], PAGE_NBYTES, PAGE_NBYTES, _MREMAP_MAYMOVE_FIXED, target
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("gpurt", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, PAGE_NBYTES)
+        self._end = PAGE_NBYTES
+        self._free: list[int] = []
+        #: Where in the file the page at an address is.
+        self._positions: dict[int, int] = {}
+
+    def _moved(self, old: int, new: int) -> None:
+        self._positions[new] = self._positions.pop(old)
+
+    def _add(self, start: int, n_pages: int) -> None:
+        library = _library()
+        for address in range(start, start + n_pages * PAGE_NBYTES, PAGE_NBYTES):
+            if not self._free:
+                os.ftruncate(self.fd, self._end + PAGE_NBYTES)
+                self._free.append(self._end)
+                self._end += PAGE_NBYTES
+            flags = mmap.MAP_SHARED | _MAP_FIXED
+            position = self._free[-1]
+            _checked(
+                library.mmap(address, PAGE_NBYTES, _PROT_READ_WRITE, flags, self.fd, position),
+                "mmap",
             )
-            _checked(answer, "mremap")
-            spare.pop()
-        if moved < n_pages:
-            start = first + moved * PAGE_NBYTES
-            nbytes = (n_pages - moved) * PAGE_NBYTES
-            flags = _PRIVATE | _MAP_FIXED
-            _checked(library.mmap(start, nbytes, _PROT_READ_WRITE, flags, -1, 0), "mmap")
-            # Advice: where the kernel has no huge pages, small ones do.
-            library.madvise(start, nbytes, _MADV_HUGEPAGE)
-    except (MemoryError, OSError):
-        library.munmap(first, n_pages * PAGE_NBYTES)
-        raise
-    return first
+            self._positions[address] = self._free.pop()
 
+    def give_back(self, address: int, n_pages: int = 1) -> None:
+        super().give_back(address, n_pages)
+        for page in range(address, address + n_pages * PAGE_NBYTES, PAGE_NBYTES):
+            position = self._positions.pop(page, None)
+            if position is None:  # reserved, and nothing was put there
+                continue
+            mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
+            if not _library().fallocate(self.fd, mode, position, PAGE_NBYTES):
+                self._free.append(position)
 
-def give_back(address: int, n_pages: int = 1) -> None:
-    """Return pages to the system."""
-    _library().munmap(address, n_pages * PAGE_NBYTES)
+    def extents(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """Where in the file some bytes are: positions and lengths, in order.
+
+        Raises
+        ------
+        KeyError
+            They are not in pages of this file.
+        """
+        found: list[tuple[int, int]] = []
+        end = address + nbytes
+        while address < end:
+            page = address // PAGE_NBYTES * PAGE_NBYTES
+            length = min(end, page + PAGE_NBYTES) - address
+            position = self._positions[page] + address - page
+            if found and sum(found[-1]) == position:
+                position, length = found[-1][0], found[-1][1] + length
+                found.pop()
+            found.append((position, length))
+            address = page + PAGE_NBYTES
+        return found
+
+    def __del__(self) -> None:
+        # Buffers that are still alive keep their mappings; the file stays as long as they do.
+        if (fd := getattr(self, "fd", -1)) >= 0:
+            os.close(fd)
 
 
 def system_policy() -> str:

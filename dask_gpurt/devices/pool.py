@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.devices import pages
+from dask_gpurt.devices.pages import PAGE_NBYTES, PrivatePages
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -64,7 +64,7 @@ class _Lease:
 
 
 class HostPool:
-    """Buffers of warm huge pages.
+    """Buffers of warm pages.
 
     Parameters
     ----------
@@ -73,11 +73,16 @@ class HostPool:
     lane_pages
         Pages that the buffers of a lane share at a time. More of them waste less at their ends,
         and come free later.
+    source
+        Where pages come from.
     """
 
-    def __init__(self, keep_nbytes: int, lane_pages: int = 4) -> None:
+    def __init__(
+        self, keep_nbytes: int, lane_pages: int = 4, source: PrivatePages | None = None
+    ) -> None:
+        self._pages = source or PrivatePages()
         self._lane_pages = lane_pages
-        self._keep_pages = max(0, keep_nbytes // pages.PAGE_NBYTES)
+        self._keep_pages = max(0, keep_nbytes // PAGE_NBYTES)
         self._lock = threading.Lock()
         self._filling: dict[Hashable, _Run] = {}
         # A deque: buffers die in whatever thread lets go of them last, even inside `empty` when
@@ -104,8 +109,8 @@ class HostPool:
             return np.empty(nbytes, dtype=np.uint8)
         with self._lock:
             self._collect()
-            if nbytes > self._lane_pages * pages.PAGE_NBYTES // 2:
-                run = self._new_run(-(-nbytes // pages.PAGE_NBYTES))
+            if nbytes > self._lane_pages * PAGE_NBYTES // 2:
+                run = self._new_run(-(-nbytes // PAGE_NBYTES))
                 first = run.address
             else:
                 run, first = self._share(nbytes, lane)
@@ -117,8 +122,8 @@ class HostPool:
 
         From NumPy where pages would mostly be wasted.
         """
-        n_pages = -(-nbytes // pages.PAGE_NBYTES)
-        if n_pages * pages.PAGE_NBYTES - nbytes > nbytes // 8:
+        n_pages = -(-nbytes // PAGE_NBYTES)
+        if n_pages * PAGE_NBYTES - nbytes > nbytes // 8:
             return np.empty(nbytes, dtype=np.uint8)
         with self._lock:
             self._collect()
@@ -128,15 +133,15 @@ class HostPool:
 
     def _new_run(self, n_pages: int) -> _Run:
         self._is_cold = False
-        run = _Run(pages.build(n_pages, self._spare), n_pages)
+        run = _Run(self._pages.build(n_pages, self._spare), n_pages)
         self._used_pages += n_pages
         return run
 
     def _share(self, nbytes: int, lane: Hashable) -> tuple[_Run, int]:
         run = self._filling.get(lane)
-        if run is None or nbytes > run.n_pages * pages.PAGE_NBYTES - run.used_nbytes:
+        if run is None or nbytes > run.n_pages * PAGE_NBYTES - run.used_nbytes:
             # A lane that goes on gets more at a time: less is lost where one run ends.
-            n_pages = 1 if run is None and nbytes <= pages.PAGE_NBYTES else self._lane_pages
+            n_pages = 1 if run is None and nbytes <= PAGE_NBYTES else self._lane_pages
             if run is not None:
                 self._dead.append(run)
             run = self._filling[lane] = self._new_run(n_pages)
@@ -162,21 +167,21 @@ class HostPool:
             self._is_cold = True
             self._collect()
             while self._spare:
-                pages.give_back(self._spare.pop())
+                self._pages.give_back(self._spare.pop())
 
     @property
     def idle_nbytes(self) -> int:
         """Bytes in pages that nobody uses."""
         with self._lock:
             self._collect()
-            return len(self._spare) * pages.PAGE_NBYTES
+            return len(self._spare) * PAGE_NBYTES
 
     @property
     def used_nbytes(self) -> int:
         """Bytes in pages that somebody uses."""
         with self._lock:
             self._collect()
-            return self._used_pages * pages.PAGE_NBYTES
+            return self._used_pages * PAGE_NBYTES
 
     def _die(self, run: _Run) -> None:
         """A buffer of this run is gone. Called by the garbage collector, anywhere."""
@@ -202,11 +207,11 @@ class HostPool:
                 continue
             self._used_pages -= run.n_pages
             for number in range(run.n_pages):
-                address = run.address + number * pages.PAGE_NBYTES
+                address = run.address + number * PAGE_NBYTES
                 if len(self._spare) < self._keep_pages and not self._is_cold:
                     self._spare.append(address)
                 else:
-                    pages.give_back(address)
+                    self._pages.give_back(address)
 
 
 def pool_report(pool: HostPool) -> dict[str, Any]:

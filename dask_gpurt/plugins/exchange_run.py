@@ -15,15 +15,21 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-import numpy as np
 from dask.utils import parse_timedelta
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.errors import IncompleteExchangeError, PartitionReleasedError, ProtocolError
+from dask_gpurt.errors import (
+    IncompleteExchangeError,
+    LinkError,
+    PartitionReleasedError,
+    ProtocolError,
+)
 from dask_gpurt.frames.port import BodyAdapter, Packed, Piece
+from dask_gpurt.plugins.links import OUTGOING, RELINK, by_comm
 from dask_gpurt.plugins.seams import (
     Reschedule,
     ShuffleClosedError,
@@ -34,7 +40,6 @@ from dask_gpurt.plugins.seams import (
     retry,
     sync,
     thread_time,
-    to_serialize,
 )
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle.plan import ExchangePlan
@@ -120,6 +125,7 @@ class ExchangeRun:
         self._worker = worker
         self._executor = plugin._executor
         self._state = state
+        self._settings = settings
         self._plan = ExchangePlan(worker_for)
         self._adapter = adapter
         self._store = ShardStore(
@@ -189,55 +195,58 @@ class ExchangeRun:
         """Shards of an input partition that stay here, and those that leave, by their receiver."""
         raise NotImplementedError
 
+    def outgoing_empty(self, nbytes: int) -> Any:
+        """Memory for a shard that leaves."""
+        return self._state.links.outgoing.empty(nbytes, OUTGOING)
+
     def lane_of(self, first_slot: int) -> tuple[int, int]:
         lane = (self.run_id, first_slot)
         self._lanes.add(lane)
         return lane
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
-        header = wire.encode([shard.described() for shard in shards])
+        message = {"header": wire.encode([shard.described() for shard in shards])}
+        buffers = [shard.packed.buffer for shard in shards]
         nbytes = sum(shard.nbytes for shard in shards)
 
-        async def once() -> Any:
+        async def call(data: dict[str, Any]) -> dict[str, Any]:
             self.raise_if_closed()
-            return await self._worker.rpc(address).shuffle_receive(
-                data={
-                    "header": header,
-                    "payload": [to_serialize(s.packed.buffer.data) for s in shards],
-                },
-                shuffle_id=self.id,
-                run_id=self.run_id,
+            answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
+                data=data, shuffle_id=self.id, run_id=self.run_id
             )
+            if answer["status"] == "error":
+                _, error, traceback = clean_exception(**answer)
+                assert error is not None
+                raise error.with_traceback(traceback)
+            return answer
 
-        response = await retry(once, **self._retry)
-        if response["status"] == "error":
-            _, error, traceback = clean_exception(**response)
-            assert error is not None
-            raise error.with_traceback(traceback)
+        deliver = self._state.links.deliver if self._settings.transport == "auto" else by_comm
+        await retry(partial(deliver, address, message, buffers, call), **self._retry)
         self._sent_nbytes += nbytes
         self._state.counters.add(sent_nbytes=nbytes, messages=1)
 
     async def receive(self, data: Any) -> dict[str, Any]:
         """Handler: keep the shards a peer sent. Answers once there is room for more."""
         self.raise_if_closed()
+        links, pool = self._state.links, self._state.pool
         try:
+            if "offers" in data:
+                return links.accept(data["offers"])
             headers = wire.decode(data["header"])
             payload = data["payload"]
         except (TypeError, KeyError) as error:
             raise ProtocolError("not a shuffle message of dask_gpurt") from error
-        if len(headers) != len(payload):
-            raise ProtocolError(f"{len(payload)} buffers for {len(headers)} shards")
+
+        def empty(number: int, nbytes: int) -> Any:
+            return pool.empty(nbytes, self.lane_of(headers[number].first_slot))
+
+        try:
+            buffers = links.fetch(payload, [header.buffer_nbytes for header in headers], empty)
+        except LinkError:
+            return {"status": RELINK}
         shards = []
-        pool = self._state.pool
-        for header, buffer in zip(headers, payload, strict=True):
-            array = np.frombuffer(buffer, dtype=np.uint8)
-            if array.nbytes != header.buffer_nbytes:
-                raise ProtocolError(f"{array.nbytes} bytes came of {header.buffer_nbytes}")
-            # Out of the message's memory and into ours: a warm copy, after which the pages of
-            # this shard come free together with its neighbours in time, and serve as outputs.
-            kept = pool.empty(array.nbytes, self.lane_of(header.first_slot))
-            np.copyto(kept, array)
-            packed = Packed(kept, header.n_rows, header.arrow_nbytes, header.pickle_nbytes)
+        for header, buffer in zip(headers, buffers, strict=True):
+            packed = Packed(buffer, header.n_rows, header.arrow_nbytes, header.pickle_nbytes)
             shards.append(shard_of(header, packed=packed))
         nbytes = sum(header.buffer_nbytes for header in headers)
         self._received_nbytes += nbytes

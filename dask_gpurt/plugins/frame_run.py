@@ -105,6 +105,7 @@ class FrameRun(ExchangeRun):
     ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
         opened = self._frames.open(data)
         plan, pool = self._plan, self._state.pool
+        outgoing_empty = self.outgoing_empty
         rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
         before = offsets.tolist()
         attempt = random.getrandbits(64)
@@ -125,8 +126,7 @@ class FrameRun(ExchangeRun):
                     rows_per_slot=tuple(before[s + 1] - before[s] for s in range(a, b)),
                 )
                 # Shards for the same partitions are let go at the same time: a lane for each.
-                lane = "outgoing" if leaves else self.lane_of(a)
-                empty = partial(pool.empty, lane=lane)
+                empty = outgoing_empty if leaves else partial(pool.empty, lane=self.lane_of(a))
                 wanted.append((worker, header))
                 selections.append(Selection(rows[before[a] : before[b]], leaves, empty))
         local: list[Shard] = []

@@ -19,6 +19,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
+from dask_gpurt.plugins.links import OUTGOING, Links
 from dask_gpurt.plugins.seams import RunLookup, event_loop
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 
@@ -44,6 +45,7 @@ class WorkerState:
         self._budget: Budget | None = None
         memory_nbytes = self._memory_limit_nbytes()
         self.pool = HostPool(int(KEEP_SHARE * memory_nbytes))
+        self.links = Links(worker, int(KEEP_SHARE * memory_nbytes))
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._n_runs = 0
         self._is_warm = False
@@ -85,7 +87,7 @@ class WorkerState:
         """A run ended. Some time after the last one, warm memory is given back. On the loop."""
         self._n_runs -= 1
         if not self._n_runs:
-            self.pool.close_lane("outgoing")
+            self.links.outgoing.close_lane(OUTGOING)
             self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
 
     def cool_down(self) -> None:
@@ -94,6 +96,7 @@ class WorkerState:
         if self._is_warm and not self._n_runs:
             self._is_warm = False
             self.pool.trim()
+            self.links.cool_down()
             self._pages.release()
 
     def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
@@ -108,7 +111,11 @@ class WorkerState:
                 store.release(slot)
 
     def report(self) -> dict[str, Any]:
-        return {"version": dask_gpurt.__version__, "counters": self.counters.snapshot()}
+        return {
+            "version": dask_gpurt.__version__,
+            "counters": self.counters.snapshot(),
+            "links": self.links.report(),
+        }
 
 
 _STATES: weakref.WeakKeyDictionary[Any, WorkerState] = weakref.WeakKeyDictionary()
@@ -146,6 +153,7 @@ class Attachment:
         """Leave the worker as stock has it. Runs that are under way go on."""
         self._lookup.remove()
         self._worker.handlers.pop("gpurt_report", None)
+        self.state.links.close()
 
 
 def bootstrap(version: str) -> WorkerPlugin:

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from dask_gpurt.devices import pages
-from dask_gpurt.devices.pages import PAGE_NBYTES
+from dask_gpurt.devices.pages import PAGE_NBYTES, PrivatePages, SharedPages
+
+
+@pytest.fixture(params=[PrivatePages, SharedPages])
+def source(request):
+    return request.param()
 
 
 def _bytes_at(address, n_pages=1):
@@ -35,18 +40,18 @@ def _address_space_nbytes():
 
 
 @pytest.fixture
-def built():
-    """`pages.build`, with everything it made given back in the end."""
+def built(source):
+    """`build` of a source, with everything it made given back in the end."""
     made = []
 
     def build(n_pages, spare):
-        address = pages.build(n_pages, spare)
+        address = source.build(n_pages, spare)
         made.append((address, n_pages))
         return address
 
     yield build
     for address, n_pages in made:
-        pages.give_back(address, n_pages)
+        source.give_back(address, n_pages)
 
 
 @pytest.mark.parametrize("n_pages", [1, 2, 5])
@@ -59,17 +64,17 @@ def test_fresh_pages_are_aligned_contiguous_and_zero(built, n_pages):
     assert contents.sum(dtype=np.int64) == 7 * n_pages * PAGE_NBYTES
 
 
-def test_one_page_of_one_spare_page_is_that_page(built):
+def test_one_page_of_one_spare_page_is_that_page(source, built):
     spare = [built(1, []), built(1, [])]
     _bytes_at(spare[1])[:] = 3
     expected = spare[1]
-    assert pages.build(1, spare) == expected
+    assert source.build(1, spare) == expected
     assert len(spare) == 1
     assert (_bytes_at(expected) == 3).all()
 
 
-def test_spare_pages_are_taken_from_the_end_and_keep_their_contents(built):
-    spare = [pages.build(1, []) for _ in range(4)]
+def test_spare_pages_are_taken_from_the_end_and_keep_their_contents(source, built):
+    spare = [source.build(1, []) for _ in range(4)]
     for number, page in enumerate(spare):
         _bytes_at(page)[:] = 10 + number
     left, *taken = spare
@@ -80,11 +85,11 @@ def test_spare_pages_are_taken_from_the_end_and_keep_their_contents(built):
     assert (_bytes_at(left) == 10).all(), "the page that was not needed is as it was"
     inside = range(address, address + 3 * PAGE_NBYTES)
     assert all(_mapped(page) == 0 for page in taken if page not in inside)
-    pages.give_back(left)
+    source.give_back(left)
 
 
-def test_spare_pages_go_as_far_as_they_go(built):
-    spare = [pages.build(1, []) for _ in range(2)]
+def test_spare_pages_go_as_far_as_they_go(source, built):
+    spare = [source.build(1, []) for _ in range(2)]
     for page in spare:
         _bytes_at(page)[:] = 9
     address = built(5, spare)
@@ -95,23 +100,23 @@ def test_spare_pages_go_as_far_as_they_go(built):
     assert contents.all()
 
 
-def test_neighbours_of_a_page_that_moves_stay_where_they_are(built):
-    first = pages.build(3, [])
+def test_neighbours_of_a_page_that_moves_stay_where_they_are(source, built):
+    first = source.build(3, [])
     _bytes_at(first, 3).reshape(3, PAGE_NBYTES)[:] = [[1], [2], [3]]
-    elsewhere = pages.build(1, [])
+    elsewhere = source.build(1, [])
     _bytes_at(elsewhere)[:] = 4
     address = built(2, [first + PAGE_NBYTES, elsewhere])
     assert (_bytes_at(first) == 1).all()
     assert (_bytes_at(first + 2 * PAGE_NBYTES) == 3).all()
     contents = _bytes_at(address, 2).reshape(2, PAGE_NBYTES)
     assert [set(np.unique(page)) for page in contents] == [{4}, {2}]
-    pages.give_back(first)
-    pages.give_back(first + 2 * PAGE_NBYTES)
+    source.give_back(first)
+    source.give_back(first + 2 * PAGE_NBYTES)
 
 
-def test_pages_that_were_stitched_can_be_spare_pages_again(built):
-    spare = [pages.build(1, []) for _ in range(3)]
-    address = pages.build(3, spare)
+def test_pages_that_were_stitched_can_be_spare_pages_again(source, built):
+    spare = [source.build(1, []) for _ in range(3)]
+    address = source.build(3, spare)
     for number in range(3):
         _bytes_at(address + number * PAGE_NBYTES)[:] = number
     again = built(3, [address + number * PAGE_NBYTES for number in range(3)])
@@ -120,22 +125,22 @@ def test_pages_that_were_stitched_can_be_spare_pages_again(built):
 
 
 @pytest.mark.parametrize("n_pages", [1, 3])
-def test_pages_that_are_given_back_are_gone(n_pages):
-    address = pages.build(n_pages, [])
+def test_pages_that_are_given_back_are_gone(source, n_pages):
+    address = source.build(n_pages, [])
     assert _mapped(address, n_pages) == n_pages * PAGE_NBYTES
-    pages.give_back(address, n_pages)
+    source.give_back(address, n_pages)
     assert _mapped(address, n_pages) == 0
 
 
-def test_giving_one_page_back_leaves_its_neighbours(built):
-    first = pages.build(3, [])
+def test_giving_one_page_back_leaves_its_neighbours(source, built):
+    first = source.build(3, [])
     _bytes_at(first, 3)[:] = 5
-    pages.give_back(first + PAGE_NBYTES)
+    source.give_back(first + PAGE_NBYTES)
     assert _mapped(first, 3) == 2 * PAGE_NBYTES
     assert (_bytes_at(first) == 5).all()
     assert (_bytes_at(first + 2 * PAGE_NBYTES) == 5).all()
-    pages.give_back(first)
-    pages.give_back(first + 2 * PAGE_NBYTES)
+    source.give_back(first)
+    source.give_back(first + 2 * PAGE_NBYTES)
 
 
 class UnalignedLibrary:
@@ -163,28 +168,28 @@ class UnalignedLibrary:
 
 
 @pytest.mark.parametrize("library", [lambda library: library, UnalignedLibrary])
-def test_what_alignment_costs_in_addresses_is_returned(monkeypatch, library):
+def test_what_alignment_costs_in_addresses_is_returned(source, monkeypatch, library):
     answer = library(pages._library())
     monkeypatch.setattr(pages, "_library", lambda: answer)
     before = _address_space_nbytes()
-    addresses = [pages.build(2, []) for _ in range(40)]
+    addresses = [source.build(2, []) for _ in range(40)]
     taken = _address_space_nbytes() - before
     assert all(address % PAGE_NBYTES == 0 for address in addresses)
     for address in addresses:
-        pages.give_back(address, 2)
+        source.give_back(address, 2)
     left = _address_space_nbytes() - before
     assert 40 * 2 * PAGE_NBYTES <= taken < 60 * 2 * PAGE_NBYTES
     assert left < PAGE_NBYTES // 4
 
 
-def test_more_than_the_system_has_is_a_memory_error():
-    spare = [pages.build(1, [])]
+def test_more_than_the_system_has_is_a_memory_error(source):
+    spare = [source.build(1, [])]
     _bytes_at(spare[0])[:] = 8
     with pytest.raises(MemoryError, match="mmap"):
-        pages.build(1 << 28, spare)
+        source.build(1 << 28, spare)
     assert len(spare) == 1, "nothing was used up"
     assert (_bytes_at(spare[0]) == 8).all()
-    pages.give_back(spare[0])
+    source.give_back(spare[0])
 
 
 class FailingLibrary:
@@ -215,15 +220,15 @@ class FailingLibrary:
 
 
 @pytest.mark.parametrize(("function", "nth"), [("mremap", 1), ("mremap", 2), ("mmap", 2)])
-def test_a_build_that_fails_halfway_leaks_nothing(monkeypatch, function, nth):
+def test_a_build_that_fails_halfway_leaks_nothing(source, monkeypatch, function, nth):
     """Memory is tight when this happens: every page is a spare one still, or the system's."""
-    spare = [pages.build(1, []) for _ in range(2)]
+    spare = [source.build(1, []) for _ in range(2)]
     before = list(spare)
     library = FailingLibrary(pages._library(), function, nth)
     with monkeypatch.context() as patch:
         patch.setattr(pages, "_library", lambda: library)
         with pytest.raises(MemoryError, match=function):
-            pages.build(4, spare)
+            source.build(4, spare)
     assert len(set(spare)) == len(spare)
     for page in spare:
         _bytes_at(page)[:] = 1
@@ -232,14 +237,14 @@ def test_a_build_that_fails_halfway_leaks_nothing(monkeypatch, function, nth):
     assert _mapped(start, nbytes // PAGE_NBYTES) == PAGE_NBYTES * sum(p in inside for p in spare)
     assert all(_mapped(page) == 0 for page in before if page not in spare)
     for page in spare:
-        pages.give_back(page)
+        source.give_back(page)
 
 
-def test_another_failure_is_an_os_error(monkeypatch):
+def test_another_failure_is_an_os_error(source, monkeypatch):
     library = FailingLibrary(pages._library(), "mmap", 1, code=errno.EPERM)
     monkeypatch.setattr(pages, "_library", lambda: library)
     with pytest.raises(OSError, match=r"mmap failed: .*permitted"):
-        pages.build(1, [])
+        source.build(1, [])
 
 
 @pytest.mark.parametrize(
@@ -261,3 +266,69 @@ def test_the_systems_policy(monkeypatch, tmp_path, contents, policy):
 def test_a_system_without_a_policy(monkeypatch, tmp_path):
     monkeypatch.setattr(pages, "open", lambda _: (tmp_path / "none").open(), raising=False)
     assert pages.system_policy() == "unknown"
+
+
+def _read(source, extents):
+    return b"".join(os.pread(source.fd, nbytes, position) for position, nbytes in extents)
+
+
+def test_bytes_are_where_their_extents_say():
+    """Whatever pages were stitched, moved, given back and taken again on the way."""
+    rng = np.random.default_rng(0)
+    source = SharedPages()
+    spare = [source.build(1, []) for _ in range(5)]
+    source.give_back(spare.pop(1))
+    rng.shuffle(spare)
+    address = source.build(6, spare)
+    contents = _bytes_at(address, 6)
+    contents[:] = rng.integers(0, 256, contents.size, dtype=np.uint8)
+    for start, nbytes in [(0, contents.size), (100, 17), (PAGE_NBYTES - 5, PAGE_NBYTES + 9)]:
+        extents = source.extents(address + start, nbytes)
+        assert _read(source, extents) == contents[start : start + nbytes].tobytes()
+    assert sum(nbytes for _, nbytes in source.extents(address, contents.size)) == contents.size
+    source.give_back(address, 6)
+    with pytest.raises(KeyError):
+        source.extents(address, 1)
+
+
+def test_neighbours_in_the_file_are_one_extent():
+    source = SharedPages()
+    address = source.build(3, [])
+    assert source.extents(address + 5, 3 * PAGE_NBYTES - 5) == [
+        (PAGE_NBYTES + 5, 3 * PAGE_NBYTES - 5)
+    ]
+    source.give_back(address, 3)
+
+
+def test_memory_that_is_given_back_leaves_the_file():
+    source = SharedPages()
+    address = source.build(4, [])
+    _bytes_at(address, 4)[:] = 1
+    full = os.fstat(source.fd).st_blocks
+    assert full * 512 >= 4 * PAGE_NBYTES
+    source.give_back(address, 4)
+    assert os.fstat(source.fd).st_blocks * 512 < PAGE_NBYTES
+    size = os.fstat(source.fd).st_size
+    source.give_back(source.build(4, []), 4)
+    assert os.fstat(source.fd).st_size == size, "places in the file are used again"
+
+
+def test_the_first_page_of_the_file_is_nobodys():
+    source = SharedPages()
+    os.pwrite(source.fd, b"signature", 0)
+    address = source.build(2, [])
+    _bytes_at(address, 2)[:] = 7
+    assert os.pread(source.fd, 9, 0) == b"signature"
+    source.give_back(address, 2)
+
+
+def test_closing_the_file_leaves_the_memory_in_use():
+    source = SharedPages()
+    address = source.build(1, [])
+    _bytes_at(address)[:] = 3
+    descriptor = source.fd
+    del source
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+    assert (_bytes_at(address) == 3).all()
+    PrivatePages().give_back(address)

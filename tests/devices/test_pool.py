@@ -10,8 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dask_gpurt.devices import pages
-from dask_gpurt.devices.pages import PAGE_NBYTES
+from dask_gpurt.devices.pages import PAGE_NBYTES, PrivatePages, SharedPages
 from dask_gpurt.devices.pool import HostPool, pool_report
 
 PATIENCE_S = 20.0
@@ -19,10 +18,10 @@ HALF = PAGE_NBYTES // 2
 MANY = 64 * PAGE_NBYTES
 
 
-@pytest.fixture
-def pool():
+@pytest.fixture(params=[PrivatePages, SharedPages])
+def pool(request):
     """Keeps whatever comes back to it."""
-    pool = HostPool(MANY, lane_pages=1)
+    pool = HostPool(MANY, lane_pages=1, source=request.param())
     yield pool
     pool.trim()
 
@@ -282,11 +281,12 @@ def test_a_pool_that_keeps_nothing(keep_nbytes):
 
 def test_what_is_not_kept_is_given_back(monkeypatch):
     given_back = []
-    give_back = pages.give_back
+    source = PrivatePages()
+    give_back = source.give_back
     monkeypatch.setattr(
-        pages, "give_back", lambda address: (given_back.append(address), give_back(address))
+        source, "give_back", lambda address: (given_back.append(address), give_back(address))
     )
-    pool = HostPool(PAGE_NBYTES, lane_pages=1)
+    pool = HostPool(PAGE_NBYTES, lane_pages=1, source=source)
     buffer = pool.empty(3 * PAGE_NBYTES)
     expected = {_address(buffer) + number * PAGE_NBYTES for number in range(3)}
     del buffer
@@ -362,7 +362,8 @@ def test_a_buffer_may_die_in_another_thread(pool):
 
 def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
     """Garbage is collected wherever Python likes, in the midst of `empty` as well."""
-    build = pages.build
+    source = pool._pages
+    build = source.build
 
     def collect_and_build(n_pages, spare):
         gc.collect()
@@ -371,7 +372,7 @@ def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
     cycle = [pool.empty(PAGE_NBYTES), pool.empty(HALF, lane="a")]
     cycle.append(cycle)
     pool.close_lane("a")
-    monkeypatch.setattr(pages, "build", collect_and_build)
+    monkeypatch.setattr(source, "build", collect_and_build)
     gc.disable()
     try:
         del cycle

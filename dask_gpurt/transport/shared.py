@@ -1,0 +1,198 @@
+"""Shards handed over between processes of one host, in memory that both can read.
+
+A `Lender` signs the file in memory that its outgoing shards lie in (`devices.pages`), and says
+where in it a buffer is. A `Borrower` opens the files of its peers through `/proc`, which works
+exactly where both run for the same user, on the same host and in view of each other, and proves by
+the signature that it opened the right one. Then a message carries places instead of bytes, and
+the borrower reads each shard once, straight into its own memory.
+
+The loan ends with the answer to the message: the lender keeps the buffer until then. Nothing is
+left behind by a peer that dies. The file has no name; a borrower watches the processes it borrows
+from and lets go of the file when one ends; a lender whose borrower dies gets an error instead of an
+answer.
+
+Reading by position was chosen over mapping the file. Mapped, the copy is up to twice as fast, but
+the peer's memory would count as this worker's own with Dask's memory monitor, and a peer that cuts
+its file would kill this process instead of causing an error here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dask_gpurt.errors import LinkError, ProtocolError
+
+Buffer = npt.NDArray[np.uint8]
+_TOKEN_NBYTES = 16
+
+
+class SharedMemory(Protocol):
+    """What a lender lends from: `devices.pages.SharedPages`."""
+
+    fd: int
+
+    def extents(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """Where in the file some bytes are; a `KeyError` if they are not in it."""
+
+
+class Lender:
+    """One a worker: lets peers read its outgoing shards."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        token = os.urandom(_TOKEN_NBYTES)
+        os.pwrite(memory.fd, token, 0)
+        #: What a peer needs in order to open the file; plain values.
+        self.descriptor: dict[str, Any] = {"pid": os.getpid(), "fd": memory.fd, "token": token}
+
+    def place(self, buffer: Buffer) -> list[tuple[int, int]] | None:
+        """Where in the file a buffer is, or None if it is elsewhere."""
+        try:
+            return self._memory.extents(buffer.__array_interface__["data"][0], buffer.nbytes)
+        except KeyError:
+            return None
+
+
+class _Loan:
+    def __init__(self, fd: int, pidfd: int) -> None:
+        self.fd = fd
+        self.pidfd = pidfd
+
+
+class Borrower:
+    """One a worker: reads the outgoing shards of its peers. On the event loop: a file is not let go
+    while it is read.
+
+    Parameters
+    ----------
+    loop
+        Tells when the process of a peer ends.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._loans: dict[bytes, _Loan] = {}
+
+    def open(self, descriptor: Mapping[str, Any]) -> bytes:
+        """Open a peer's file; returns the token that names it from then on.
+
+        Raises
+        ------
+        LinkError
+            It cannot be opened from here, or is not that peer's.
+        ProtocolError
+            Not a descriptor.
+        """
+        try:
+            pid, number = int(descriptor["pid"]), int(descriptor["fd"])
+            token = bytes(descriptor["token"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError("not an offer of shared memory") from error
+        if not (0 < pid < 1 << 31 and 0 <= number < 1 << 31 and len(token) == _TOKEN_NBYTES):
+            raise ProtocolError("not an offer of shared memory")
+        if token in self._loans:
+            return token
+        try:
+            # First the watch: a process that ends in between is seen, and its number not reused.
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise LinkError(f"its process {pid} is not in view ({error.strerror})") from error
+        try:
+            fd = _open_signed(f"/proc/{pid}/fd/{number}", token)
+        except BaseException:
+            os.close(pidfd)
+            raise
+        self._loans[token] = _Loan(fd, pidfd)
+        self._loop.add_reader(pidfd, self.forget, token)
+        return token
+
+    def checked(self, token: bytes, extents: Any, nbytes: int) -> list[tuple[int, int]]:
+        """Places as a peer named them, once it is certain that `nbytes` are there.
+
+        Raises
+        ------
+        LinkError
+            No file of that token is open: the peer has to offer it again.
+        ProtocolError
+            The places do not add up to that, or are not in the file.
+        """
+        loan = self._loans.get(token)
+        if loan is None:
+            raise LinkError("shared memory that was not offered, or whose process has ended")
+        try:
+            places = [(int(position), int(length)) for position, length in extents]
+        except (TypeError, ValueError) as error:
+            raise ProtocolError("not places in shared memory") from error
+        end = os.fstat(loan.fd).st_size
+        if any(first < 0 or length <= 0 or first + length > end for first, length in places):
+            raise ProtocolError("places outside of shared memory")
+        if sum(length for _, length in places) != nbytes:
+            raise ProtocolError(f"places in shared memory that are not {nbytes} bytes")
+        return places
+
+    def read(self, token: bytes, places: Sequence[tuple[int, int]], out: Buffer) -> None:
+        """Copy bytes of a peer, at places that were `checked`, into `out`.
+
+        Raises
+        ------
+        LinkError
+            The memory cannot be read any more.
+        """
+        loan = self._loans[token]
+        view = out.data
+        for position, nbytes in places:
+            end = position + nbytes
+            while position < end:
+                try:
+                    count = os.preadv(loan.fd, [view[: end - position]], position)
+                except OSError as error:
+                    raise LinkError(f"cannot read the peer's memory: {error}") from error
+                if not count:
+                    raise LinkError("the peer cut its memory short")
+                view = view[count:]
+                position += count
+
+    def forget(self, token: bytes) -> None:
+        """Let go of a peer's file."""
+        loan = self._loans.pop(token, None)
+        if loan is not None:
+            self._loop.remove_reader(loan.pidfd)
+            os.close(loan.pidfd)
+            os.close(loan.fd)
+
+    def close(self) -> None:
+        for token in list(self._loans):
+            self.forget(token)
+
+
+def _open_signed(path: str, token: bytes) -> int:
+    try:
+        # What a wrong number may stand for is neither waited for nor taken as a terminal.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise LinkError(f"its memory is not in view ({error.strerror})") from error
+    try:
+        is_memory = stat.S_ISREG(os.fstat(fd).st_mode) and _has_seals(fd)
+        if not is_memory or os.pread(fd, len(token), 0) != token:
+            raise LinkError("what is in view there is not its memory: not the same host")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _has_seals(fd: int) -> bool:
+    """Only files in memory know of seals."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""Which way shuffle bytes take between two workers, and that every way gives the same rows."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.transport import shared
+from tests.integration.comparing import collection, partitions, runs
+
+ROWS = 40_000  # shards that are large enough to be handed over in shared memory
+
+
+def frame(number):
+    rng = np.random.default_rng(number)
+    names = pd.array(rng.choice(["a", "bb", "ccc"], ROWS), dtype="str")
+    return pd.DataFrame({"key": rng.integers(0, 1000, ROWS), "x": rng.random(ROWS), "name": names})
+
+
+def inputs():
+    return collection([frame(number) for number in range(6)])
+
+
+@pytest.fixture
+def cluster():
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
+    with local, Client(local, set_as_default=False) as client:
+        yield client
+
+
+def shuffled(client):
+    """Rows of each output partition of a shuffle that has to run on our data plane."""
+    before = runs(client)["gpurt"]
+    parts = partitions(client, inputs().shuffle("key", npartitions=4))
+    assert runs(client)["gpurt"] == before + 1
+    return parts
+
+
+def expected():
+    whole = pd.concat([frame(number) for number in range(6)])
+    return whole.sort_values(["key", "x"]).reset_index(drop=True)
+
+
+def assert_right(parts):
+    whole = pd.concat(parts).sort_values(["key", "x"]).reset_index(drop=True)
+    pd.testing.assert_frame_equal(whole, expected())
+
+
+def paths(client):
+    """Path names and reasons, of all pairs that were used."""
+    workers = dask_gpurt.status(client)["workers"].values()
+    links = [link for worker in workers for link in worker["links"].values()]
+    return {link["path"] for link in links}, [link["why_not"] for link in links]
+
+
+def test_one_host_shares_memory(cluster):
+    dask_gpurt.enable(cluster)
+    assert_right(shuffled(cluster))
+    assert paths(cluster) == ({"shared"}, [{}, {}])
+
+
+@pytest.mark.cluster
+def test_processes_share_memory():
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with LocalCluster(silence_logs=50, **options) as local:
+        with Client(local, set_as_default=False) as client:
+            dask_gpurt.enable(client)
+            assert_right(shuffled(client))
+            assert paths(client) == ({"shared"}, [{}, {}])
+
+
+def test_comm_uses_dask_s_connections_alone(cluster):
+    with dask.config.set({"gpurt.shuffle.transport": "comm"}):
+        dask_gpurt.enable(cluster)
+    assert_right(shuffled(cluster))
+    assert paths(cluster) == (set(), [])
+
+
+def test_peers_out_of_view_fall_back(cluster, monkeypatch):
+    """As between two hosts, or two containers of one."""
+
+    def out_of_view(pid):
+        raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+
+    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
+    dask_gpurt.enable(cluster)
+    assert_right(shuffled(cluster))
+    names, reasons = paths(cluster)
+    assert names == {"comm"}
+    assert all("not in view" in reason["shared"] for reason in reasons)
+
+
+def test_system_without_files_in_memory_falls_back(cluster, monkeypatch):
+    def unsupported(*arguments):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "memfd_create", unsupported)
+    dask_gpurt.enable(cluster)
+    assert_right(shuffled(cluster))
+    names, reasons = paths(cluster)
+    assert names == {"comm"}
+    assert all("no files in memory" in reason["shared"] for reason in reasons)
+
+
+def test_a_peer_that_forgot_is_offered_again(cluster, monkeypatch):
+    dask_gpurt.enable(cluster)
+    shuffled(cluster)
+
+    def forget(dask_worker):
+        state_of(dask_worker).links.close()
+
+    cluster.run(forget)
+    opened = []
+    open_ = shared.Borrower.open
+    monkeypatch.setattr(shared.Borrower, "open", lambda *args: (opened.append(1), open_(*args))[1])
+    assert_right(shuffled(cluster))
+    assert len(opened) == 2
+
+
+def test_a_peer_that_forgets_over_and_over_is_an_error(cluster, monkeypatch):
+    open_ = shared.Borrower.open
+
+    def open_and_forget(borrower, descriptor):
+        token = open_(borrower, descriptor)
+        borrower.forget(token)
+        return token
+
+    monkeypatch.setattr(shared.Borrower, "open", open_and_forget)
+    dask_gpurt.enable(cluster)
+    with (
+        dask.config.set({"distributed.p2p.comm.retry.count": 0}),
+        pytest.raises(RuntimeError) as raised,
+    ):
+        shuffled(cluster)
+    assert "does not keep a link" in str(raised.value.__cause__)

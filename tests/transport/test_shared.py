@@ -1,0 +1,247 @@
+"""Memory of one process read by another, and what happens when either is not what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.devices.pages import PAGE_NBYTES, SharedPages
+from dask_gpurt.devices.pool import HostPool
+from dask_gpurt.errors import LinkError, ProtocolError
+from dask_gpurt.transport.shared import Borrower, Lender
+
+NBYTES = 3 * PAGE_NBYTES + 77
+DEADLINE_S = 20.0
+
+
+def content(seed):
+    return np.random.default_rng(seed).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+def lent(seed=0):
+    """A lender, and a buffer of its memory with something in it."""
+    memory = SharedPages()
+    buffer = HostPool(0, source=memory).empty(NBYTES)
+    buffer[:] = content(seed)
+    return Lender(memory), buffer
+
+
+def lend(connection):
+    """A process that lends until it is killed."""
+    lender, buffer = lent(seed=1)
+    connection.send((lender.descriptor, lender.place(buffer)))
+    signal.pause()
+
+
+@pytest.fixture
+def other_process():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=lend, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.poll(DEADLINE_S)
+    yield (process, *ours.recv())
+    process.kill()
+    process.join()
+
+
+def open_files():
+    return sorted(os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if _is(n))
+
+
+def _is(number):
+    return os.path.exists(f"/proc/self/fd/{number}")
+
+
+def with_borrower(test):
+    """Run a coroutine function with a borrower; nothing may be left open."""
+
+    async def run():
+        before = open_files()
+        borrower = Borrower(asyncio.get_running_loop())
+        try:
+            await test(borrower)
+        finally:
+            borrower.close()
+        assert open_files() == before
+
+    asyncio.run(run())
+
+
+def fetched(borrower, token, places, nbytes=NBYTES):
+    out = np.zeros(nbytes, dtype=np.uint8)
+    borrower.read(token, borrower.checked(token, places, nbytes), out)
+    return out
+
+
+def test_another_process_s_memory_is_read(other_process):
+    _, descriptor, places = other_process
+
+    async def test(borrower):
+        token = borrower.open(descriptor)
+        assert token == borrower.open(descriptor), "once is enough"
+        np.testing.assert_array_equal(fetched(borrower, token, places), content(seed=1))
+
+    with_borrower(test)
+
+
+def test_a_process_that_ends_is_forgotten_and_what_is_read_before_is_right(other_process):
+    process, descriptor, places = other_process
+
+    async def test(borrower):
+        token = borrower.open(descriptor)
+        process.kill()
+        process.join()
+        # Nothing was waited for yet: the file is still open, and what was lent is still there.
+        np.testing.assert_array_equal(fetched(borrower, token, places), content(seed=1))
+        while borrower._loans:
+            await asyncio.sleep(0)
+        with pytest.raises(LinkError, match="ended"):
+            borrower.checked(token, places, NBYTES)
+        with pytest.raises(LinkError, match="not in view"):
+            borrower.open(descriptor)
+
+    with_borrower(test)
+
+
+def test_what_is_let_go_can_be_opened_again():
+    lender, buffer = lent()
+
+    async def test(borrower):
+        token = borrower.open(lender.descriptor)
+        borrower.forget(token)
+        borrower.forget(token)
+        with pytest.raises(LinkError, match="not offered"):
+            borrower.checked(token, lender.place(buffer), NBYTES)
+        token = borrower.open(lender.descriptor)
+        np.testing.assert_array_equal(fetched(borrower, token, lender.place(buffer)), content(0))
+
+    with_borrower(test)
+
+
+def test_memory_from_elsewhere_has_no_place():
+    lender, _ = lent()
+    assert lender.place(np.zeros(100, dtype=np.uint8)) is None
+
+
+def not_memory(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100)
+    return os.open(path, os.O_RDONLY)
+
+
+@pytest.mark.parametrize("what", ["another lender", "a file", "a pipe", "a socket", "nothing"])
+def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
+    """As in two containers, where the same numbers stand for something else."""
+    lender, _ = lent()
+    other, _ = lent()
+    reader, writer = os.pipe()
+    number = {
+        "another lender": other._memory.fd,
+        "a file": not_memory(tmp_path),
+        "a pipe": reader,
+        "a socket": 0,
+        "nothing": 10**6,
+    }[what]
+
+    async def test(borrower):
+        with pytest.raises(LinkError, match="view"):
+            borrower.open({**lender.descriptor, "fd": number})
+        assert not borrower._loans
+
+    with_borrower(test)
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "descriptor",
+    [
+        {},
+        {"pid": "x", "fd": 3, "token": b"0" * 16},
+        {"pid": -1, "fd": 3, "token": b"0" * 16},
+        {"pid": 0, "fd": 3, "token": b"0" * 16},
+        {"pid": 1, "fd": -3, "token": b"0" * 16},
+        {"pid": 1, "fd": 3, "token": b""},
+        {"pid": 1, "fd": 3, "token": None},
+        {"pid": 10**30, "fd": 3, "token": b"0" * 16},
+    ],
+)
+def test_what_is_no_offer_is_refused(descriptor):
+    async def test(borrower):
+        with pytest.raises((ProtocolError, LinkError)):
+            borrower.open(descriptor)
+
+    with_borrower(test)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [],
+        None,
+        7,
+        [(0, NBYTES - 1)],
+        [(0, NBYTES + 1)],
+        [(-1, NBYTES)],
+        [(1 << 62, NBYTES)],
+        [(1 << 70, NBYTES)],
+        [(0, NBYTES), (0, 0)],
+        [(0, NBYTES + 1), (0, -1)],
+        [("a", NBYTES)],
+        [(0, NBYTES, 1)],
+    ],
+)
+def test_places_that_are_not_there_are_refused(places):
+    lender, _buffer = lent()
+
+    async def test(borrower):
+        token = borrower.open(lender.descriptor)
+        with pytest.raises(ProtocolError, match="places"):
+            borrower.checked(token, places, NBYTES)
+
+    with_borrower(test)
+
+
+@given(places=st.lists(st.tuples(st.integers(), st.integers()), max_size=5), nbytes=st.integers(0))
+def test_arbitrary_places_are_read_or_refused(places, nbytes):
+    lender, _buffer = lent()
+
+    async def test(borrower):
+        token = borrower.open(lender.descriptor)
+        try:
+            checked = borrower.checked(token, places, nbytes)
+        except ProtocolError:
+            return
+        assert sum(length for _, length in checked) == nbytes <= 5 * 8 * PAGE_NBYTES
+        borrower.read(token, checked, np.zeros(nbytes, dtype=np.uint8))
+
+    asyncio.run(_once(test))
+
+
+async def _once(test):
+    borrower = Borrower(asyncio.get_running_loop())
+    try:
+        await test(borrower)
+    finally:
+        borrower.close()
+
+
+def test_memory_that_is_cut_short_is_an_error():
+    lender, buffer = lent()
+
+    async def test(borrower):
+        token = borrower.open(lender.descriptor)
+        places = borrower.checked(token, lender.place(buffer), NBYTES)
+        os.ftruncate(lender._memory.fd, PAGE_NBYTES + 10)
+        with pytest.raises(LinkError, match="cut"):
+            borrower.read(token, places, np.zeros(NBYTES, dtype=np.uint8))
+
+    with_borrower(test)
