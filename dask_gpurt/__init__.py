@@ -52,8 +52,10 @@ def status(client: Client) -> Any:
     -------
     dict
         `active` and, if not, `reason`; `runs` on our data plane and on stock's; `fallbacks`, each
-        with `what`, `why` and `count`; `workers` with their counters; `totals` over all workers
-        (bytes, as `dask_gpurt.metrics.MEANING` explains them).
+        with `what`, `why` and `count`; `workers` with their counters and the path to each peer;
+        `totals` over all workers (bytes, as `dask_gpurt.metrics.MEANING` explains them);
+        `shuffles`, the last runs on our data plane, each with its rows, bytes, seconds by phase,
+        busiest link and skew (see `dask_gpurt.shuffle.figures.summarised`).
     """
     from dask_gpurt.plugins import activation
 

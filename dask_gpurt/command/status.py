@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,9 @@ def as_text(found: dict[str, Any]) -> str:
     lines += ["", f"workers: {len(found['workers'])}"]
     workers = sorted(found["workers"].items())
     lines += _aligned([_worker(address, said, found) for address, said in workers], "  ")
+    if found["shuffles"]:
+        lines += ["", "last shuffles with dask_gpurt (seconds are summed over workers)"]
+        lines += _shuffles(found["shuffles"])
     if found["fallbacks"]:
         lines += ["", "left to stock Dask"]
         for one in found["fallbacks"]:
@@ -59,15 +64,64 @@ def as_text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+#: Heading and content of each column of the table of shuffles.
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "shuffle": lambda one: f"{one['id'][:8]}[{one['run']}]",
+    "rows": lambda one: f"{one['rows']:,}",
+    "data": lambda one: format_bytes(one["nbytes"]),
+    "sent": lambda one: format_bytes(one["sent_nbytes"]),
+    "on the wire": lambda one: format_bytes(one["wire_nbytes"]),
+    "partition": lambda one: f"{one['seconds']['partition']:.2f} s",
+    "send": lambda one: f"{one['seconds']['send']:.2f} s",
+    "receive": lambda one: f"{one['seconds']['receive']:.2f} s",
+    "unpack": lambda one: f"{one['seconds']['unpack']:.2f} s",
+    "busiest link": lambda one: _link(one["busiest_link"]),
+    "skew": lambda one: f"{one['skew']:.2f}",
+}
+#: Fullest partitions are named from this skew on.
+_NOTABLE_SKEW = 1.5
+
+
+def _link(link: Sequence[Any] | None) -> str:
+    if link is None:
+        return "-"
+    sender, receiver, nbytes, seconds = link
+    ends = " > ".join(address.split("://")[-1] for address in (sender, receiver))
+    return f"{ends} {format_bytes(int(nbytes / seconds))}/s" if seconds else ends
+
+
+def _shuffles(shuffles: list[dict[str, Any]]) -> list[str]:
+    rows = [list(_COLUMNS)]
+    rows += [[content(one) for content in _COLUMNS.values()] for one in shuffles]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    for one in shuffles:
+        if one["skew"] >= _NOTABLE_SKEW:
+            fullest = ", ".join(f"{name} ({rows:,} rows)" for name, rows in one["fullest"])
+            lines.append(
+                f"  {_COLUMNS['shuffle'](one)}: the fullest output partitions are {fullest}"
+            )
+    return lines
+
+
 def _worker(address: str, report: dict[str, Any] | None, found: dict[str, Any]) -> tuple[str, str]:
     if report:
         counters = report["counters"]
         return address, (
             f"{report['version']}, {format_bytes(counters['sent_nbytes'])} sent, "
-            f"{format_bytes(counters['spilled_nbytes'])} spilled"
+            f"{format_bytes(counters['spilled_nbytes'])} spilled{_paths(report['links'])}"
         )
     not_ready: dict[str, str] = found["not_ready"]
     return address, not_ready.get(address, "no report" if found["active"] else "-")
+
+
+def _paths(links: dict[str, Any]) -> str:
+    """How many peers are reached which way."""
+    counted = Counter(link["path"] for link in links.values())
+    return "".join(f", {times} by {path}" for path, times in sorted(counted.items()))
 
 
 def _amount(name: str, value: int) -> str:

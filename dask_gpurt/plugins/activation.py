@@ -16,6 +16,7 @@ from dask_gpurt import config, metrics
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.plugins import seams
 from dask_gpurt.plugins.worker import NAME
+from dask_gpurt.shuffle import figures
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -123,6 +124,9 @@ async def _status(client: Client) -> dict[str, Any]:
         }
     reports = [report for report in status["workers"].values() if report]
     status["totals"] = metrics.total(report["counters"] for report in reports)
+    status["shuffles"] = figures.summarised(
+        {worker: report["runs"] for worker, report in status["workers"].items() if report}
+    )
     status["totals"]["shuffles_gpurt"] = status["runs"]["gpurt"]
     status["totals"]["shuffles_stock"] = status["runs"]["stock"]
     return status

@@ -10,10 +10,11 @@ How an input partition is cut, and an output put together, is the business of a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from dask_gpurt.plugins.seams import (
     thread_time,
 )
 from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.plan import ExchangePlan
 from dask_gpurt.shuffle.shards import Shard, ShardStore
 from dask_gpurt.transport import wire
@@ -97,6 +99,8 @@ class ExchangeRun:
 
     Parameters
     ----------
+    kind
+        Name of the kind of data, for reports.
     adapter
         Packs, unpacks and joins what this run carries.
     """
@@ -105,6 +109,7 @@ class ExchangeRun:
         self,
         spec: ShuffleSpec[Any],
         settings: ShuffleSettings,
+        kind: str,
         adapter: BodyAdapter,
         run_id: int,
         span_id: str | None,
@@ -143,6 +148,7 @@ class ExchangeRun:
         )
         self._received_nbytes = 0
         self._sent_nbytes = 0
+        self.figures = RunFigures(self.id, run_id, kind, self.start_time)
         retry_key = "distributed.p2p.comm.retry"
         self._retry = {
             "count": dask.config.get(f"{retry_key}.count"),
@@ -150,7 +156,7 @@ class ExchangeRun:
             "delay_max": parse_timedelta(dask.config.get(f"{retry_key}.delay.max")),
         }
         self._lanes: set[tuple[int, int]] = set()
-        state.begin_run()
+        state.begin_run(self)
 
     def __repr__(self) -> str:
         return (
@@ -173,17 +179,22 @@ class ExchangeRun:
         if self.transferred:
             raise RuntimeError(f"Cannot add more partitions to {self}")
         with (
+            self._timed("partition"),
             context_meter.meter("p2p-shard-partition-noncpu"),
             context_meter.meter("p2p-shard-partition-cpu", func=thread_time),
         ):
             local, outgoing = self._shards_of(data, partition_id)
         local_nbytes = sum(shard.nbytes for shard in local)
         self._state.counters.add(partitions_in=1, local_nbytes=local_nbytes)
+        n_rows = sum(shard.n_rows for shard in local)
+        n_rows += sum(shard.header.n_rows for shards in outgoing.values() for shard in shards)
+        self.figures.add(rows_in=n_rows, local_nbytes=local_nbytes)
         # Everything is cut before anything leaves: an attempt is never half delivered by a task
         # that then fails and runs again.
         self._store.add(local)
-        for address, shards in outgoing.items():
-            self._outbox.put(address, shards)
+        with self._timed("held_back"):
+            for address, shards in outgoing.items():
+                self._outbox.put(address, shards)
         if self._store.is_over_limit:
             self._store.make_room()
         self.raise_if_closed()
@@ -220,9 +231,11 @@ class ExchangeRun:
                 raise error.with_traceback(traceback)
             return answer
 
+        began = time.perf_counter()
         deliver = self._state.links.deliver if self._settings.transport == "auto" else by_comm
         await retry(partial(deliver, address, message, buffers, call), **self._retry)
         self._sent_nbytes += nbytes
+        self.figures.sent(address, nbytes, nbytes, time.perf_counter() - began)
         self._state.counters.add(sent_nbytes=nbytes, messages=1)
 
     async def receive(self, data: Any) -> dict[str, Any]:
@@ -241,7 +254,8 @@ class ExchangeRun:
             return pool.empty(nbytes, self.lane_of(headers[number].first_slot))
 
         try:
-            buffers = links.fetch(payload, [header.buffer_nbytes for header in headers], empty)
+            with self._timed("receive"):
+                buffers = links.fetch(payload, [h.buffer_nbytes for h in headers], empty)
         except LinkError:
             return {"status": RELINK}
         shards = []
@@ -291,6 +305,7 @@ class ExchangeRun:
             raise RuntimeError("`get_output_partition` called before barrier task")
         slot = self._plan.slot_of[partition_id]
         with (
+            self._timed("unpack"),
             context_meter.meter("p2p-get-output-noncpu"),
             context_meter.meter("p2p-get-output-cpu", func=thread_time),
         ):
@@ -357,12 +372,27 @@ class ExchangeRun:
             return
         self.closed = True
         await self._outbox.close()
+        report = self.report()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._store.close)
         for lane in self._lanes:
             self._state.pool.close_lane(lane)
-        self._state.end_run()
+        self._state.end_run(self, report)
         self._closed_event.set()
+
+    def report(self) -> dict[str, Any]:
+        """What this run did so far, here."""
+        partitions = self._plan.partitions
+        rows = self._store.rows_of_slots()
+        return self.figures.snapshot({partitions[slot]: n for slot, n in rows.items()})
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.figures.spent(phase, time.perf_counter() - began)
 
     def heartbeat(self) -> dict[str, Any]:
         """Progress, in the shape that distributed's dashboard draws."""

@@ -98,7 +98,16 @@ class FrameRun(ExchangeRun):
         plugin: ShuffleWorkerPlugin,
     ) -> None:
         self._frames = ADAPTERS[spec.frame_kind](spec)
-        super().__init__(spec, spec.settings, self._frames, run_id, span_id, worker_for, plugin)
+        super().__init__(
+            spec,
+            spec.settings,
+            spec.frame_kind,
+            self._frames,
+            run_id,
+            span_id,
+            worker_for,
+            plugin,
+        )
 
     def _shards_of(
         self, data: Any, partition_id: int

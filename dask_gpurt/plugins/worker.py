@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -26,6 +27,8 @@ from dask_gpurt.shuffle.shards import Budget, ShardStore
 if TYPE_CHECKING:
     from distributed import Worker
 
+    from dask_gpurt.plugins.exchange_run import ExchangeRun
+
 logger = logging.getLogger("dask_gpurt")
 
 NAME = "gpurt"
@@ -34,6 +37,8 @@ NAME = "gpurt"
 KEEP_SHARE = 0.1
 #: How long warm memory is kept after the last run, in case another follows.
 IDLE_S = 60.0
+#: So many past runs are kept for `status`.
+N_REPORTED = 32
 
 
 class WorkerState:
@@ -47,7 +52,8 @@ class WorkerState:
         self.pool = HostPool(int(KEEP_SHARE * memory_nbytes))
         self.links = Links(worker, int(KEEP_SHARE * memory_nbytes))
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
-        self._n_runs = 0
+        self._runs: set[ExchangeRun] = set()
+        self._past_runs: deque[dict[str, Any]] = deque(maxlen=N_REPORTED)
         self._is_warm = False
         self._cooling: asyncio.TimerHandle | None = None
         #: What an output task read, by its key, until its result is safe.
@@ -72,10 +78,10 @@ class WorkerState:
 
         return int(MEMORY_LIMIT)
 
-    def begin_run(self) -> None:
+    def begin_run(self, run: ExchangeRun) -> None:
         """A shuffle run begins on this worker. On the event loop."""
         self.counters.add(shuffle_runs=1)
-        self._n_runs += 1
+        self._runs.add(run)
         if self._cooling is not None:
             self._cooling.cancel()
             self._cooling = None
@@ -83,17 +89,18 @@ class WorkerState:
             self._is_warm = True
             self._pages.acquire()
 
-    def end_run(self) -> None:
+    def end_run(self, run: ExchangeRun, report: dict[str, Any]) -> None:
         """A run ended. Some time after the last one, warm memory is given back. On the loop."""
-        self._n_runs -= 1
-        if not self._n_runs:
+        self._runs.discard(run)
+        self._past_runs.append(report)
+        if not self._runs:
             self.links.outgoing.close_lane(OUTGOING)
             self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
 
     def cool_down(self) -> None:
         """Give back memory that was only kept warm."""
         self._cooling = None
-        if self._is_warm and not self._n_runs:
+        if self._is_warm and not self._runs:
             self._is_warm = False
             self.pool.trim()
             self.links.cool_down()
@@ -115,6 +122,7 @@ class WorkerState:
             "version": dask_gpurt.__version__,
             "counters": self.counters.snapshot(),
             "links": self.links.report(),
+            "runs": [*self._past_runs, *(run.report() for run in self._runs)],
         }
 
 

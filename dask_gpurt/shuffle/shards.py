@@ -322,6 +322,18 @@ class ShardStore:
                 for source, known in self._sources.items()
             }
 
+    def rows_of_slots(self) -> dict[int, int]:
+        """Rows of each of this worker's slots, as far as they came."""
+        first, end = self._slots
+        rows = np.zeros(end - first, dtype=np.int64)
+        with self._lock:
+            for known in self._sources.values():
+                for shard in known:
+                    rows[shard.first_slot - first : shard.end_slot - first] += np.diff(
+                        shard.rows_before_slot
+                    )
+        return dict(enumerate(rows.tolist(), first))
+
     def pieces(self, slot: int) -> list[Piece]:
         """What each input partition has for one output partition, in their order. May read.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import dask_gpurt
@@ -18,6 +19,7 @@ from dask_gpurt.command.observe import scheduler_address
 from dask_gpurt.command.status import show
 from tests.command.conftest import Outcome, Shell
 from tests.conftest import Sides
+from tests.integration.comparing import collection, partitions
 
 CLIENT_PRELOAD = "distributed:\n  client:\n    preload: [json]\n"
 
@@ -202,6 +204,25 @@ def test_status_of_an_enabled_cluster(
     text = capsys.readouterr().out
     assert "shuffle bytes sent to other workers" in text
     assert all(worker in text for worker in printed["workers"])
+
+
+@pytest.mark.cluster
+def test_status_tells_of_each_shuffle_and_of_hot_partitions(
+    sides: Sides, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hot = pd.DataFrame({"key": [7] * 900 + list(range(100)), "x": 1.0})
+    partitions(sides.enabled, collection([hot] * 4).shuffle("key", npartitions=6))
+    last = dask_gpurt.status(sides.enabled)["shuffles"][-1]
+    assert last["rows"] == 4000
+    assert last["skew"] > 2
+    (fullest, rows), *_ = last["fullest"]
+    assert rows >= 3600
+    assert all(seconds >= 0 for seconds in last["seconds"].values())
+    assert last["seconds"]["partition"] > 0
+    assert show(scheduler_address(sides.enabled), None, as_json=False) == 0
+    text = capsys.readouterr().out
+    assert f"the fullest output partitions are {fullest} ({rows:,} rows)" in text
+    assert "4,000" in text
 
 
 @pytest.mark.cluster

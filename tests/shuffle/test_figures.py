@@ -1,0 +1,72 @@
+"""What workers say of a run, made into one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from dask_gpurt.shuffle.figures import PHASES, RunFigures, summarised
+
+
+def figures(run=1, began_s=10.0):
+    return RunFigures("abc", run, "pandas.DataFrame", began_s)
+
+
+def test_what_is_added_is_reported():
+    one = figures()
+    one.add(rows_in=10, local_nbytes=100)
+    one.add(rows_in=5)
+    one.spent("partition", 0.5)
+    one.spent("partition", 0.25)
+    one.sent("b", nbytes=1000, wire_nbytes=400, seconds=2.0)
+    one.sent("b", nbytes=1000, wire_nbytes=500, seconds=1.0)
+    said = one.snapshot({0: 7, 1: 2})
+    assert said["rows_in"] == 15
+    assert said["local_nbytes"] == 100
+    assert (said["sent_nbytes"], said["wire_nbytes"], said["messages"]) == (2000, 900, 2)
+    assert said["seconds"] == {**dict.fromkeys(PHASES, 0.0), "partition": 0.75, "send": 3.0}
+    assert said["links"] == {"b": (900, 3.0)}
+    assert said["rows_owned"] == 9
+    assert said["fullest"] == [("0", 7), ("1", 2)]
+
+
+@pytest.mark.parametrize("wrong", [lambda f: f.add(rows=1), lambda f: f.spent("sleep", 1.0)])
+def test_unknown_names_are_errors(wrong):
+    with pytest.raises(KeyError):
+        wrong(figures())
+
+
+def test_workers_are_summed_and_the_busiest_link_is_named():
+    a, b = figures(), figures(began_s=9.0)
+    a.add(rows_in=10, local_nbytes=100)
+    b.add(rows_in=30, local_nbytes=300)
+    a.sent("b", nbytes=10, wire_nbytes=10, seconds=1.0)
+    b.sent("a", nbytes=50, wire_nbytes=20, seconds=1.0)
+    b.sent("c", nbytes=30, wire_nbytes=30, seconds=1.5)
+    reports = {"a": [a.snapshot({0: 10})], "b": [b.snapshot({1: 20, 2: 10})], "c": []}
+    (one,) = summarised(reports)
+    assert one["rows"] == 40
+    assert one["nbytes"] == 490
+    assert (one["sent_nbytes"], one["wire_nbytes"], one["messages"]) == (90, 60, 3)
+    assert one["seconds"]["send"] == 3.5
+    assert one["busiest_link"] == ("b", "c", 30, 1.5)
+    assert one["began_s"] == 9.0
+    assert one["skew"] == pytest.approx(30 / 20)
+    assert one["fullest"] == [("1", 20), ("0", 10), ("2", 10)]
+
+
+def test_workers_without_partitions_do_not_count_as_unloaded():
+    """More workers than partitions: the mean is over those that could have had some."""
+    reports = {"a": [figures().snapshot({0: 10})], "b": [figures().snapshot({})]}
+    assert summarised(reports)[0]["skew"] == 1.0
+
+
+def test_a_run_without_rows_or_messages():
+    (one,) = summarised({"a": [figures().snapshot({})]})
+    assert one["skew"] == 1.0
+    assert one["busiest_link"] is None
+
+
+def test_runs_are_apart_and_in_order():
+    later, earlier = figures(run=1, began_s=20.0), figures(run=2, began_s=10.0)
+    found = summarised({"a": [later.snapshot({}), earlier.snapshot({})]})
+    assert [one["run"] for one in found] == [2, 1]
