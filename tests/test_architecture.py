@@ -34,6 +34,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
     "devices": (set(), {"numpy"}, {"os", "threading"}),
     "frames": (set(), FRAMES, set()),
+    # The clock times codecs on samples; the lock keeps what was learnt.
+    "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),
     "transport": ({"errors"}, {"numpy"}, {"asyncio", "os", "threading"}),
     "shuffle": (
         {"errors", "frames", "metrics"},

@@ -7,6 +7,7 @@ more than one. Values only: what a layout describes is gathered and joined by `f
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.frames.columns import Layout
+from dask_gpurt.frames.sections import Section
 
 _ALIGNMENT = 8
 
@@ -120,6 +122,51 @@ class FrameLayout:
             views.append(view.reshape(len(group.members), n_rows))
             first += _aligned(nbytes)
         return views
+
+    def sections(
+        self,
+        n_rows: int,
+        arrow_nbytes: int,
+        pickle_nbytes: int,
+        names: Sequence[str] = (),
+    ) -> list[Section]:
+        """Name, offset, bytes and item size of everything in a packed shard, in order.
+
+        Each part of a column is a section of its own, and so is padding: it was never written,
+        and would be taken for an item.
+
+        Parameters
+        ----------
+        n_rows, arrow_nbytes, pickle_nbytes
+            As in `Packed`.
+        names
+            What columns and then index levels are called; numbers where it is too short.
+        """
+        found: list[Section] = []
+        position = 0
+        for number, group in enumerate(self.groups):
+            nbytes = n_rows * group.dtype.itemsize
+            end = position + _aligned(nbytes * len(group.members))
+            for column, part in group.members:
+                name = self.name(column, names)
+                if part:
+                    name += f" part {part}"
+                found.append((name, position, nbytes, group.dtype.itemsize))
+                position += nbytes
+            found.append((f"padding {number}", position, end - position, 1))
+            position = end
+        for name, nbytes in (("arrow", arrow_nbytes), ("pickle", pickle_nbytes)):
+            found.append((name, position, nbytes, 1))
+            position += nbytes
+        return [section for section in found if section[2]]
+
+    def name(self, number: int, names: Sequence[str] = ()) -> str:
+        """What a column or index level, counted as in `all`, is called."""
+        if number < len(names):
+            return names[number]
+        if number < len(self.columns):
+            return f"column {number}"
+        return f"index level {number - len(self.columns)}"
 
 
 def _aligned(nbytes: int) -> int:

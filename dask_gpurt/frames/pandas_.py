@@ -41,6 +41,7 @@ from dask_gpurt.frames.joining import (
 )
 from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.port import Empty, Packed, Piece, Selection, fresh
+from dask_gpurt.frames.sections import Section, arrow_sections
 
 #: Assumed size of a Python object. Only shard sizes depend on it, never correctness.
 _OBJECT_NBYTES = 64
@@ -195,6 +196,9 @@ class PandasFrames:
         self._column = column
         self._drop_column = drop_column
         self._result_meta = meta.drop(columns=column) if drop_column else meta
+        self._names = [str(name) for name in self._result_meta.columns]
+        if len(set(self._names)) < len(self._names):
+            self._names = [f"{name} (column {n})" for n, name in enumerate(self._names)]
         self._layouts: dict[bytes, FrameLayout] = {}
         self._casts: dict[tuple[Any, ...], dict[int, Any]] = {}
 
@@ -261,6 +265,22 @@ class PandasFrames:
         regions = layout.regions(buffer, n_rows)
         held = buffer.nbytes + _OBJECT_NBYTES * n_rows * len(objects)
         return PandasBody(layout, n_rows, regions, batch, objects, held)
+
+    def sections(self, layout_key: bytes, packed: Packed) -> list[Section]:
+        layout = self._layouts.get(layout_key)
+        if layout is None:
+            layout = self.interned(FrameLayout.from_key(layout_key))
+        sections = layout.sections(
+            packed.n_rows, packed.arrow_nbytes, packed.pickle_nbytes, self._names
+        )
+        if packed.arrow_nbytes:
+            offset = layout.fixed_nbytes(packed.n_rows)
+            (number,) = (n for n, section in enumerate(sections) if section[1] == offset)
+            columns = [layout.name(n, self._names) for n in layout.arrow]
+            sections[number : number + 1] = arrow_sections(
+                packed.buffer, offset, packed.arrow_nbytes, columns
+            )
+        return sections
 
     def concatenate(self, pieces: Sequence[Piece], empty: Empty = fresh) -> pd.DataFrame:
         pieces = [piece for piece in pieces if piece.stop > piece.start]

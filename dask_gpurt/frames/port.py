@@ -112,6 +112,16 @@ class BodyAdapter(Protocol):
             The layout or the lengths do not describe the buffer.
         """
 
+    def sections(self, layout_key: bytes, packed: Packed) -> list[tuple[str, int, int, int]]:
+        """Where in `packed` bytes of one kind lie, for whoever compresses them.
+
+        Returns
+        -------
+        list of (name, offset, bytes, bytes of one item)
+            In order, without overlap, covering the buffer. Shards of one layout have the same
+            names, as far as they have the same sections.
+        """
+
 
 class FrameAdapter(BodyAdapter, Protocol):
     """What the exchange asks of one kind of data."""

@@ -114,6 +114,28 @@ class FrameSuite:
         packed.buffer[:] = 255
         self.assert_equal(result, before)
 
+    def test_sections_cover_a_packed_shard(self):
+        frame = self.frame(300, 7)
+        adapter = self.adapter(frame)
+        opened = adapter.open(frame)
+        rows = np.arange(300, dtype=np.intp)
+        selections = [Selection(rows, True), Selection(rows[:100], True)]
+        names = []
+        for packed in opened.gather(selections):
+            sections = adapter.sections(opened.layout_key, packed)
+            end = 0
+            for _, offset, nbytes, itemsize in sections:
+                assert offset == end
+                assert nbytes > 0
+                assert itemsize > 0
+                end += nbytes
+            assert end == packed.buffer.nbytes
+            names.append([name for name, *_ in sections])
+            assert len(set(names[-1])) == len(names[-1])
+        # Somebody else, who only has the key, says the same.
+        assert self.adapter(frame).sections(opened.layout_key, packed) == sections
+        assert names[0] == names[1]
+
     def test_nothing_makes_an_empty_frame(self):
         frame = self.frame(10, 4)
         got = self.adapter(frame).concatenate([])

@@ -1,0 +1,1 @@
+"""Compression of shuffle bytes, and the rule that says when it pays."""

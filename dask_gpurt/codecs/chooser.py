@@ -1,0 +1,182 @@
+"""Which codec each section of a shard gets, remembered and explained.
+
+Sections are sampled when they are first seen and then ever more rarely; what a sample says does not
+depend on the link, so each link only asks the rule again. Nothing here is on the event loop: a
+first look at a wide shard takes tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dask_gpurt.codecs.host import HOST_CODECS
+from dask_gpurt.codecs.port import RAW, Bytes, Codec, Section
+from dask_gpurt.codecs.rule import Decision, Mode, Trial, decide
+from dask_gpurt.codecs.sampling import Clock, try_codecs
+from dask_gpurt.codecs.shards import LEAST_NBYTES
+
+#: Raw bytes of a section after which it is sampled again. Doubles each time the sample says the
+#: same, so that sampling costs less and less of a long shuffle.
+AGAIN_NBYTES = 64 * 2**20
+_AGAIN_AT_MOST_NBYTES = 4 * 2**30
+
+#: A decision stands while the link's bandwidth is within this factor of the one it was made for.
+_DRIFT = 1.25
+
+#: Layouts remembered. Categories that grow make a new layout of every partition.
+_MAX_LAYOUTS = 64
+
+
+@dataclass
+class _Sampled:
+    """What is known of one section, whatever the link."""
+
+    trials: list[Trial]
+    wait_nbytes: int
+    seen_nbytes: int = 0
+
+
+@dataclass
+class _Learnt:
+    """What is known of the sections of one layout."""
+
+    sampled: dict[str, _Sampled] = field(default_factory=dict)
+    decisions: dict[tuple[str, str], Decision] = field(default_factory=dict)
+
+
+class Chooser:
+    """Chooses codecs for the sections of shards. Safe to use from any thread.
+
+    Parameters
+    ----------
+    mode
+        The setting: `auto`, `none`, `lz4` or `zstd`.
+    codecs
+        Those to choose from, by number.
+    clock
+        Seconds; codecs are timed with it.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        codecs: Mapping[int, Codec] = HOST_CODECS,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._mode: Mode = mode
+        self._codecs = [c for c in codecs.values() if mode in ("auto", c.coder)]
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._layouts: OrderedDict[bytes, _Learnt] = OrderedDict()
+
+    def choose(
+        self,
+        layout_key: bytes,
+        sections: Sequence[Section],
+        buffer: Bytes,
+        link: str,
+        bandwidth: float | None,
+    ) -> list[int]:
+        """Codec of each section, for `shards.encode_shard`.
+
+        Parameters
+        ----------
+        layout_key
+            Shards of one key have sections of the same names, which hold the same kind of data.
+        sections, buffer
+            The shard, as `shards.joined` gives its sections.
+        link
+            Where the shard goes: whatever tells links apart, the peer's address for one.
+        bandwidth
+            Raw bytes a second of that link, None if not known yet.
+        """
+        if self._mode == "none" or (self._mode == "auto" and not bandwidth):
+            return [RAW] * len(sections)
+        choices = []
+        for section in sections:
+            if section.nbytes < LEAST_NBYTES:
+                choices.append(RAW)
+                continue
+            trials = self._trials(layout_key, section, buffer)
+            choices.append(self._decide(layout_key, section, trials, link, bandwidth).codec)
+        return choices
+
+    def explain(self) -> list[Decision]:
+        """Every decision that stands, with its numbers; latest layouts last."""
+        with self._lock:
+            return [d for learnt in self._layouts.values() for d in learnt.decisions.values()]
+
+    def _learnt(self, layout_key: bytes) -> _Learnt:
+        learnt = self._layouts.get(layout_key)
+        if learnt is None:
+            learnt = self._layouts[layout_key] = _Learnt()
+            if len(self._layouts) > _MAX_LAYOUTS:
+                self._layouts.popitem(last=False)
+        self._layouts.move_to_end(layout_key)
+        return learnt
+
+    def _trials(self, layout_key: bytes, section: Section, buffer: Bytes) -> list[Trial]:
+        with self._lock:
+            sampled = self._learnt(layout_key).sampled.get(section.name)
+            if sampled is not None:
+                sampled.seen_nbytes += section.nbytes
+                if sampled.seen_nbytes < sampled.wait_nbytes:
+                    return sampled.trials
+                # Others go on with what is known while this thread looks again.
+                sampled.seen_nbytes = 0
+        # Not under the lock: two threads that meet a new section at once both sample it, which
+        # is better than one waiting for the other.
+        raw = buffer[section.offset : section.offset + section.nbytes]
+        trials = try_codecs(raw, section.itemsize, self._codecs, self._clock)
+        wait_nbytes = AGAIN_NBYTES
+        if sampled is not None and _alike(sampled.trials, trials):
+            wait_nbytes = min(2 * sampled.wait_nbytes, _AGAIN_AT_MOST_NBYTES)
+        with self._lock:
+            learnt = self._learnt(layout_key)
+            learnt.sampled[section.name] = _Sampled(trials, wait_nbytes)
+            for key in [key for key in learnt.decisions if key[0] == section.name]:
+                del learnt.decisions[key]
+        return trials
+
+    def _decide(
+        self,
+        layout_key: bytes,
+        section: Section,
+        trials: list[Trial],
+        link: str,
+        bandwidth: float | None,
+    ) -> Decision:
+        key = (section.name, link)
+        with self._lock:
+            decisions = self._learnt(layout_key).decisions
+            known = decisions.get(key)
+            if known is None or _drifted(known.bandwidth, bandwidth):
+                known = decisions[key] = decide(
+                    self._mode,
+                    trials,
+                    section=section.name,
+                    itemsize=section.itemsize,
+                    nbytes=section.nbytes,
+                    link=link,
+                    bandwidth=bandwidth,
+                )
+            return known
+
+
+def _drifted(then: float | None, now: float | None) -> bool:
+    if not then or not now:
+        return then != now
+    return not 1 / _DRIFT < now / then < _DRIFT
+
+
+def _alike(before: list[Trial], after: list[Trial]) -> bool:
+    """Whether two samples say the same of what a section can be made into."""
+
+    def best(trials: list[Trial]) -> float:
+        return max((trial.ratio for trial in trials), default=1.0)
+
+    return 0.8 < best(after) / best(before) < 1.25

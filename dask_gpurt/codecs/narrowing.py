@@ -1,0 +1,249 @@
+"""Numbers in fewer bytes: `value = base + step * code`, with codes of 0, 1, 2 or 4 bytes.
+
+Most columns use a fraction of their type: keys of a few thousand customers in 64 bits, days
+counted in microseconds, prices of two decimals in a double. Three readings of the items are
+tried, and the one with the narrowest codes is taken:
+
+- *offset*: the items as integers, from the least one, in steps of their common divisor;
+- *delta*: the same of the differences between neighbours (offsets, sorted keys);
+- *decimal*: doubles that are a whole number times a power of ten, as that whole number.
+
+All arithmetic wraps, so integers come back whatever their sign or byte order (an order that is
+not the machine's merely does not get narrow). Doubles are compared bit by bit before a decimal
+reading is taken. Values in, values out; every step is one vectorised pass.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dask_gpurt.codecs.port import Bytes
+from dask_gpurt.errors import ProtocolError
+
+Array = npt.NDArray[Any]
+
+#: reading, width of a code, power of ten, base, step, first
+_PARAMETERS = struct.Struct("<BBBQQQ")
+PARAMETERS_NBYTES = _PARAMETERS.size
+
+_OFFSET, _DELTA, _DECIMAL_TIMES, _DECIMAL_OVER = range(4)
+
+#: Powers of ten that a decimal reading tries.
+_MAX_POWER = 4
+_SCALES = 10.0 ** np.arange(_MAX_POWER + 1)[:, None]
+
+#: Items looked at before a whole column is.
+_PROBES = 64
+
+#: Integers up to here are exact in a double.
+_EXACT = 2**53
+
+ITEMSIZES = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """Codes of integers, and what they count from and in."""
+
+    codes: Array
+    base: int
+    step: int
+
+    @property
+    def width(self) -> int:
+        return self.codes.dtype.itemsize if self.codes.size else 0
+
+
+def narrow(raw: Bytes, itemsize: int) -> tuple[bytes, Bytes, int] | None:
+    """Codes of whole items.
+
+    Parameters
+    ----------
+    raw
+        At least one item, and nothing but whole ones.
+    itemsize
+        One of `ITEMSIZES`.
+
+    Returns
+    -------
+    (parameters, codes, width) or None
+        Width is that of one code in bytes; None where no reading has codes of fewer bytes than
+        the items have.
+    """
+    items = raw.view(f"<u{itemsize}")
+    found = _offset(items, itemsize)
+    reading, first, power = _OFFSET, 0, 0
+    if (found is None or found.width > 1) and len(items) > 1:
+        width = itemsize if found is None else found.width
+        every = _every(len(items) - 1)
+        probes = items[1::every] - items[:-1:every]
+        differences = None
+        if _may_be_narrow(probes, width):
+            differences = _offset(np.subtract(items[1:], items[:-1]), width)
+        if differences is not None:
+            found, reading, first = differences, _DELTA, int(items[0])
+    if found is None and itemsize == 8:
+        decimal = _decimal(items.view("<f8"))
+        if decimal is not None:
+            found, reading, power = decimal
+    if found is None:
+        return None
+    mask = 2**64 - 1
+    parameters = _PARAMETERS.pack(
+        reading, found.width, power, found.base & mask, found.step & mask, first & mask
+    )
+    return parameters, found.codes.view(np.uint8), found.width
+
+
+def _offset(items: Array, below: int) -> _Codes | None:
+    """Codes of less than `below` bytes for unsigned items, which are read with a sign."""
+    probes = items[:: _every(len(items))]
+    if not _may_be_narrow(probes, below):
+        return None
+    itemsize = items.dtype.itemsize
+    signed = items.view(f"<i{itemsize}")
+    base = int(signed.min())
+    span = int(signed.max()) - base
+    if span == 0:
+        return _Codes(np.empty(0, dtype=np.uint8), base, 1)
+    least = items.dtype.type(base % 2 ** (8 * itemsize))
+    width = _width(span)
+    step = int(np.gcd.reduce(np.subtract(probes, least)))
+    if step > 1 and _width(span // step) < min(width, below):
+        distances = np.subtract(items, least)
+        counted = np.floor_divide(distances, items.dtype.type(step))
+        if np.array_equal(np.multiply(counted, items.dtype.type(step)), distances):
+            return _Codes(counted.astype(f"<u{_width(span // step)}"), base, step)
+    if width >= below:
+        return None
+    codes = np.empty(len(items), dtype=f"<u{width}")
+    np.subtract(items, least, out=codes, casting="unsafe")
+    return _Codes(codes, base, 1)
+
+
+def _every(n_items: int) -> int:
+    return max(1, n_items // _PROBES)
+
+
+def _may_be_narrow(probes: Array, below: int) -> bool:
+    """Whether a few items leave room for codes of less than `below` bytes.
+
+    They have the span and the common step of all items at best, so a no is certain, and spares a
+    column that cannot be narrowed every pass over the whole of it.
+    """
+    signed = probes.view(f"<i{probes.dtype.itemsize}")
+    least = signed.min()
+    span = int(signed.max()) - int(least)
+    if _width(span) < below:
+        return True
+    step = int(np.gcd.reduce(np.subtract(probes, least.view(probes.dtype))))
+    return _width(span // step) < below
+
+
+def _width(span: int) -> int:
+    return 1 if span < 2**8 else 2 if span < 2**16 else 4 if span < 2**32 else 8
+
+
+def _decimal(values: Array) -> tuple[_Codes, int, int] | None:
+    """Codes, reading and power of ten of doubles that are decimal numbers."""
+    with np.errstate(all="ignore"):
+        for power, reading in _decimal_readings(values[:: _every(len(values))]):
+            whole = _whole(values, power, reading)
+            if whole is not None:
+                found = _offset(whole.view("<u8"), 8)
+                return None if found is None else (found, reading, power)
+    return None
+
+
+def _decimal_readings(probes: Array) -> list[tuple[int, int]]:
+    """Powers of ten and readings that bring all of a few doubles back, the least power first."""
+    # All at once: a column that is not decimal would otherwise pay for ten failures.
+    wanted = np.ascontiguousarray(probes).view("<i8")
+    numbers = np.rint(probes * _SCALES)
+    numbers += 0.0  # a negative zero is no whole number
+    times = (numbers * (1 / _SCALES)).view("<i8") == wanted
+    over = (numbers / _SCALES).view("<i8") == wanted
+    found = np.stack([times.all(axis=1), over.all(axis=1)], axis=1)
+    return [(int(power), _DECIMAL_TIMES + int(way)) for power, way in np.argwhere(found)]
+
+
+def _whole(values: Array, power: int, reading: int) -> Array | None:
+    """The integers that give exactly these doubles in this reading, or None."""
+    numbers = np.multiply(values, 10.0**power)
+    np.rint(numbers, out=numbers)
+    # Not a number fails both comparisons, as it should.
+    if not (numbers.min() > -_EXACT and numbers.max() < _EXACT):
+        return None
+    whole = numbers.astype("<i8")
+    back = _doubles(whole, power, reading)
+    return whole if np.array_equal(back.view("<i8"), values.view("<i8")) else None
+
+
+def _doubles(whole: Array, power: int, reading: int) -> Array:
+    # Readers of text divide, readers of scaled integers multiply; they differ in the last bit.
+    doubles: Array = whole.astype("<f8")
+    if reading == _DECIMAL_TIMES:
+        doubles *= 1 / 10.0**power
+    else:
+        doubles /= 10.0**power
+    return doubles
+
+
+def parameters_of(head: bytes, itemsize: int) -> tuple[int, ...]:
+    """Fields of encoded parameters, checked; the second is the width of a code.
+
+    Raises
+    ------
+    ProtocolError
+        They are cut short, or `narrow` writes nothing of the kind.
+    """
+    if len(head) != PARAMETERS_NBYTES:
+        raise ProtocolError("parameters of narrowed numbers cut short")
+    fields = _PARAMETERS.unpack(head)
+    reading, width, power, *_ = fields
+    if (
+        itemsize not in ITEMSIZES
+        or width not in (0, 1, 2, 4)
+        or width >= itemsize
+        or reading > _DECIMAL_OVER
+        or power > _MAX_POWER
+        or (reading >= _DECIMAL_TIMES and itemsize != 8)
+    ):
+        raise ProtocolError("parameters of narrowed numbers that make no sense")
+    return fields
+
+
+def n_codes(fields: tuple[int, ...], n_items: int) -> int:
+    """How many codes there are for so many items."""
+    if fields[1] == 0:
+        return 0
+    return n_items - 1 if fields[0] == _DELTA else n_items
+
+
+def widen_into(codes: Bytes, fields: tuple[int, ...], out: Bytes, itemsize: int) -> None:
+    """Write the items of these codes; the inverse of `narrow`."""
+    reading, width, power, base, step, first = fields
+    kind = np.dtype(f"<u{itemsize}").type
+    items = out.view(f"<u{itemsize}")
+    wrapped = 2 ** (8 * itemsize)
+    target = items
+    if reading == _DELTA:
+        items[0] = kind(first % wrapped)
+        target = items[1:]
+    if width:
+        np.copyto(target, codes.view(f"<u{width}"))
+        if step != 1:
+            np.multiply(target, kind(step % wrapped), out=target)
+        np.add(target, kind(base % wrapped), out=target)
+    else:
+        target[...] = kind(base % wrapped)
+    if reading == _DELTA:
+        np.add.accumulate(items, out=items)
+    elif reading >= _DECIMAL_TIMES:
+        doubles = _doubles(items.view("<i8"), power, reading)
+        np.copyto(items, doubles.view("<u8"))

@@ -1,0 +1,215 @@
+"""Codecs of the CPU."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from dask_gpurt.codecs import coders, planes
+from dask_gpurt.codecs.host import HOST_CODECS
+from dask_gpurt.errors import ProtocolError
+from tests.conformance.codec_suite import CodecSuite, kinds_of_data
+
+BY_NAME = {codec.name: codec for codec in HOST_CODECS.values()}
+
+_ALWAYS = ("constant", "small range", "string offsets")
+
+
+class TestLz4(CodecSuite):
+    codec = BY_NAME["lz4"]
+    compressible = ("constant", "small range", "text", "padding at the end")
+
+
+class TestZstd(CodecSuite):
+    codec = BY_NAME["zstd"]
+    compressible = (*_ALWAYS, "text", "booleans", "days")
+
+
+class TestShuffleLz4(CodecSuite):
+    codec = BY_NAME["shuffle+lz4"]
+    compressible = (*_ALWAYS, "complex", "three bytes", "padding at the end")
+
+
+class TestShuffleZstd(CodecSuite):
+    codec = BY_NAME["shuffle+zstd"]
+    compressible = (*_ALWAYS, "complex", "three bytes", "padding at the end")
+
+
+_NARROW = (
+    *_ALWAYS,
+    "counting",
+    "counting down",
+    "sorted keys",
+    "two bytes",
+    "days",
+    "prices, divided",
+    "prices, multiplied",
+    "tenths and zeros",
+    "padding at the end",
+)
+
+
+class TestNarrow(CodecSuite):
+    codec = BY_NAME["narrow"]
+    compressible = _NARROW
+
+
+class TestNarrowLz4(CodecSuite):
+    codec = BY_NAME["narrow+lz4"]
+    compressible = _NARROW
+
+
+class TestNarrowZstd(CodecSuite):
+    codec = BY_NAME["narrow+zstd"]
+    compressible = _NARROW
+
+
+def test_numbers_on_the_wire_never_change():
+    assert {codec.id: codec.name for codec in HOST_CODECS.values()} == {
+        1: "lz4",
+        2: "zstd",
+        3: "shuffle+lz4",
+        4: "shuffle+zstd",
+        5: "narrow",
+        6: "narrow+lz4",
+        7: "narrow+zstd",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "at_least"),
+    [
+        ("constant", 500),
+        ("counting", 500),
+        ("sorted keys", 1.9),
+        ("small range", 7.9),
+        ("days", 3.9),
+        ("string offsets", 3.9),
+        ("prices, divided", 1.9),
+        ("prices, multiplied", 1.9),
+        ("tenths and zeros", 7.9),
+    ],
+)
+def test_narrow_takes_the_narrowest_reading(name, at_least):
+    raw, itemsize = kinds_of_data()[name]
+    payload = np.concatenate(BY_NAME["narrow"].encode(raw, itemsize))
+    assert raw.nbytes / payload.nbytes > at_least
+
+
+@pytest.mark.parametrize("name", ["infinities", "negative zeros", "noise", "prices with gaps"])
+def test_narrow_leaves_alone_what_is_no_decimal(name):
+    raw, itemsize = kinds_of_data()[name]
+    assert BY_NAME["narrow"].encode(raw, itemsize) is None
+
+
+def test_one_item_that_is_no_decimal_is_found_anywhere():
+    values = np.arange(1000) / 100
+    codec = BY_NAME["narrow"]
+    assert codec.encode(values.view(np.uint8), 8) is not None
+    values[777] = np.pi
+    assert codec.encode(values.view(np.uint8), 8) is None
+
+
+def test_one_item_off_the_common_step_is_found_anywhere():
+    values = np.arange(1000) % 200 * 86_400_000_000
+    codec = BY_NAME["narrow"]
+    assert sum(p.nbytes for p in codec.encode(values.view(np.uint8), 8)) < 1100
+    values[777] += 1
+    assert codec.encode(values.view(np.uint8), 8) is None
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 3, 4, 8, 16])
+def test_planes(itemsize):
+    raw = np.random.default_rng(0).integers(0, 256, 30 * itemsize).astype(np.uint8)
+    split = planes.split(raw, itemsize)
+    np.testing.assert_array_equal(split, raw.reshape(-1, itemsize).T.reshape(-1))
+    out = np.empty_like(raw)
+    planes.merge(split, itemsize, out)
+    np.testing.assert_array_equal(out, raw)
+
+
+@pytest.mark.parametrize("coder", ["lz4", "zstd"])
+def test_a_payload_that_decodes_to_less_is_refused(coder):
+    """pyarrow does not say so: the rest of its output is whatever was in memory."""
+    codec = BY_NAME[coder]
+    raw = np.tile(np.arange(256, dtype=np.uint8), 16)
+    payload = np.concatenate(codec.encode(raw, 1))
+    with pytest.raises(ProtocolError):
+        codec.decode_into(payload, np.empty(raw.nbytes + 64, np.uint8), 1)
+
+
+def test_unknown_bytes_for_a_coder():
+    with pytest.raises(ProtocolError, match="zstd"):
+        coders.decompress("zstd", np.zeros(9, np.uint8), 100)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_threads_do_not_disturb_each_other(name):
+    codec = BY_NAME[name]
+    columns = [np.arange(20_000) * step for step in (1, 7, 1000, 86_400)]
+    failures = []
+    gate = threading.Barrier(len(columns))
+
+    def work(column):
+        raw = column.view(np.uint8)
+        gate.wait()
+        for _ in range(10):
+            out = np.empty_like(raw)
+            codec.decode_into(np.concatenate(codec.encode(raw, 8)), out, 8)
+            if not np.array_equal(out, raw):
+                failures.append(name)
+
+    threads = [threading.Thread(target=work, args=(column,)) for column in columns]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def runs_meanwhile(work) -> bool:
+    """Whether another thread gets to run Python while this one does `work`, a few times over.
+
+    The interpreter never takes its lock away here, so the other thread runs only if `work` lets
+    go of it, however long that takes.
+    """
+    gate = threading.Lock()
+    gate.acquire()
+    ran = []
+
+    def other():
+        with gate:
+            ran.append(True)
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=other)
+    thread.start()
+    sys.setswitchinterval(3600)
+    try:
+        gate.release()
+        for _ in range(20):
+            if ran:
+                break
+            work()
+        meanwhile = bool(ran)
+    finally:
+        sys.setswitchinterval(before)
+    thread.join()
+    return meanwhile
+
+
+def test_the_interpreter_lock_is_not_let_go_by_chance():
+    assert not runs_meanwhile(lambda: [number * number for number in range(10_000)])
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_codecs_run_without_the_interpreter_lock(name):
+    codec = BY_NAME[name]
+    raw = (np.arange(500_000) % 1000 * 11).view(np.uint8)
+    payload = np.concatenate(codec.encode(raw, 8))
+    out = np.empty_like(raw)
+    assert runs_meanwhile(lambda: codec.encode(raw, 8))
+    assert runs_meanwhile(lambda: codec.decode_into(payload, out, 8))
