@@ -40,6 +40,7 @@ bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.merge --json benchmarks/results/merge.json
 	$(VENV)/bin/python -m benchmarks.set_index --json benchmarks/results/set_index.json
 	$(VENV)/bin/python -m benchmarks.memory --json benchmarks/results/memory.json
+	$(VENV)/bin/python -m benchmarks.codecs --json benchmarks/results/codecs.json
 
 # `python -m venv` needs Debian's python3-venv; where it is missing, virtualenv from pip will do.
 define make_venv

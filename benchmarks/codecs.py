@@ -22,20 +22,18 @@ from dask_gpurt.codecs.host import HOST_CODECS
 from dask_gpurt.codecs.port import RAW, Bytes, Section
 from dask_gpurt.codecs.shards import Encoded, decode_shard, encode_shard, joined
 from dask_gpurt.demo.tpch_data import make_tpch
+from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.frames.pandas_ import PandasFrames
 from dask_gpurt.frames.port import Packed, Selection
 
 #: Bytes a second: a cloud network, a good one, loopback or InfiniBand.
 LINKS = {"100 MB/s": 100e6, "1 GB/s": 1e9, "5 GB/s": 5e9}
 
-#: Of a file's rows, one in so many goes into the shard.
-ONE_IN = 12
 
-
-def make_shard(lineitem: Path) -> tuple[Packed, list[Section], bytes]:
+def make_shard(lineitem: Path, one_in: int) -> tuple[Packed, list[Section], bytes]:
     """One shard of the first file, its sections and its layout."""
     frame = pd.read_parquet(sorted(lineitem.iterdir())[0])
-    slots = pd.util.hash_array(frame["l_orderkey"].to_numpy()) % ONE_IN
+    slots = pd.util.hash_array(frame["l_orderkey"].to_numpy()) % one_in
     frame = frame.assign(slot=slots.astype(np.int64))
     adapter = PandasFrames(frame.iloc[:0], "slot", drop_column=True)
     opened = adapter.open(frame)
@@ -101,9 +99,14 @@ def whole_shard(
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--cache", help="where data sets are kept")
+    parser.add_argument(
+        "--one-in", type=int, default=12, help="one in so many of a file's rows is in the shard"
+    )
     options = parser.parse_args()
+    # As on a worker while a shuffle runs: buffers between steps do not come from fresh pages.
+    PageKeeper(2**30).acquire()
     lineitem = make_tpch(options.scale, options.cache, print) / "lineitem"
-    packed, sections, key = make_shard(lineitem)
+    packed, sections, key = make_shard(lineitem, options.one_in)
     print(f"a shard of {packed.n_rows} rows, {packed.buffer.nbytes / 1e6:.1f} MB")
     names = [codec.name for codec in HOST_CODECS.values()]
     print("ratio, encode MB/s, decode MB/s")
@@ -152,7 +155,6 @@ def main() -> None:
             "first_choice_s": first_s,
             "next_choice_s": again_s,
             **measured,
-            "explained": [decision.to_plain() for decision in chooser.explain()],
         }
         print(
             f"\n{link}: ratio {measured['ratio']:.2f}, encode {measured['encode_rate'] / 1e6:.0f}"

@@ -176,22 +176,24 @@ def _whole(values: Array, power: int, reading: int) -> Array | None:
     """The integers that give exactly these doubles in this reading, or None."""
     numbers = np.multiply(values, 10.0**power)
     np.rint(numbers, out=numbers)
+    numbers += 0.0  # there is no negative zero among integers
     # Not a number fails both comparisons, as it should.
     if not (numbers.min() > -_EXACT and numbers.max() < _EXACT):
         return None
-    whole = numbers.astype("<i8")
-    back = _doubles(whole, power, reading)
-    return whole if np.array_equal(back.view("<i8"), values.view("<i8")) else None
+    back = _scaled(numbers.copy(), power, reading)
+    if not np.array_equal(back.view("<i8"), values.view("<i8")):
+        return None
+    return numbers.astype("<i8")
 
 
-def _doubles(whole: Array, power: int, reading: int) -> Array:
+def _scaled(numbers: Array, power: int, reading: int) -> Array:
+    """Decimals of whole numbers, in place."""
     # Readers of text divide, readers of scaled integers multiply; they differ in the last bit.
-    doubles: Array = whole.astype("<f8")
     if reading == _DECIMAL_TIMES:
-        doubles *= 1 / 10.0**power
+        numbers *= 1 / 10.0**power
     else:
-        doubles /= 10.0**power
-    return doubles
+        numbers /= 10.0**power
+    return numbers
 
 
 def parameters_of(head: bytes, itemsize: int) -> tuple[int, ...]:
@@ -245,5 +247,5 @@ def widen_into(codes: Bytes, fields: tuple[int, ...], out: Bytes, itemsize: int)
     if reading == _DELTA:
         np.add.accumulate(items, out=items)
     elif reading >= _DECIMAL_TIMES:
-        doubles = _doubles(items.view("<i8"), power, reading)
+        doubles = _scaled(items.view("<i8").astype("<f8"), power, reading)
         np.copyto(items, doubles.view("<u8"))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 import threading
+import warnings
+import zlib
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dask_gpurt.codecs import coders, planes
 from dask_gpurt.codecs.host import HOST_CODECS
@@ -139,6 +144,33 @@ def test_a_payload_that_decodes_to_less_is_refused(coder):
     payload = np.concatenate(codec.encode(raw, 1))
     with pytest.raises(ProtocolError):
         codec.decode_into(payload, np.empty(raw.nbytes + 64, np.uint8), 1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(
+    st.sampled_from(sorted(HOST_CODECS)),
+    st.sampled_from([1, 2, 3, 4, 8, 16]),
+    st.integers(0, 300),
+    # Parameters as `narrow` has them, some within bounds, then anything.
+    st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 2, 3, 4, 8]), st.integers(0, 6)).map(bytes),
+    st.binary(max_size=300),
+    st.integers(0, 300),
+)
+def test_a_payload_made_up_with_the_right_crc_is_filled_in_or_refused(
+    number, itemsize, nbytes, parameters, rest, n_zeros
+):
+    """Somebody who means it gets past the CRC, and must not get any further than `out`."""
+    body = parameters + rest + b"\0" * n_zeros
+    crc = zlib.crc32(body, zlib.crc32(struct.pack("<BBQ", number, itemsize, nbytes)))
+    surroundings = np.full(nbytes + 64, 0xA5, dtype=np.uint8)
+    out = surroundings[32 : 32 + nbytes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            HOST_CODECS[number].decode_into(struct.pack("<I", crc) + body, out, itemsize)
+        except ProtocolError:
+            pass
+    assert set(surroundings[:32]) | set(surroundings[32 + nbytes :]) == {0xA5}
 
 
 def test_unknown_bytes_for_a_coder():
