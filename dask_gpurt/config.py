@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import dask.config
 import yaml
@@ -38,6 +38,8 @@ class ShuffleSettings:
     ----------
     transport
         `auto`, or `comm` for Dask's own connections alone.
+    compression
+        `auto` where it pays; or everywhere with one coder; or nowhere.
     memory
         Share of the worker's memory limit (at most 1.0), or bytes.
     message_nbytes, in_flight_nbytes
@@ -45,6 +47,7 @@ class ShuffleSettings:
     """
 
     transport: str
+    compression: Literal["auto", "none", "lz4", "zstd"]
     memory: float
     message_nbytes: int
     in_flight_nbytes: int
@@ -103,6 +106,7 @@ def read() -> Settings:
         strict=_flag("strict"),
         shuffle=ShuffleSettings(
             transport=_choice("shuffle.transport"),
+            compression=_choice("shuffle.compression"),
             memory=_memory("shuffle.memory"),
             message_nbytes=_nbytes("shuffle.message-size"),
             in_flight_nbytes=_nbytes("shuffle.in-flight"),
@@ -169,14 +173,14 @@ def _flag(key: str) -> bool:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be true or false") from None
 
 
-def _choice(key: str) -> str:
+def _choice(key: str) -> Any:
     value = _get(key)
     section = schema()
     for name in key.split("."):
         section = section["properties"][name]
     if value not in section["enum"]:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be {' or '.join(section['enum'])}")
-    return str(value)
+    return value
 
 
 def _nbytes(key: str) -> int:

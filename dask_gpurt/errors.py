@@ -7,6 +7,7 @@
     │   └── StrictFallbackError             ... and `gpurt.strict` forbids going on without it
     ├── ConfigError (ValueError)            a `gpurt.*` setting that makes no sense
     ├── ProtocolError (ValueError)          bytes from a peer that are not what was agreed
+    │   └── DamagedError                    ... any more: they were damaged on their way
     ├── LinkError (ConnectionError)         a path between two workers that cannot be used
     ├── ExchangeError (RuntimeError)        a shuffle run that cannot go on
     │   ├── IncompleteExchangeError         shards that were announced and never came
@@ -37,6 +38,10 @@ class ConfigError(GpurtError, ValueError):
 
 class ProtocolError(GpurtError, ValueError):
     """A peer sent something that is not a message of this version."""
+
+
+class DamagedError(ProtocolError):
+    """Bytes from a peer changed on their way; sent again they may be right."""
 
 
 class LinkError(GpurtError, ConnectionError):

@@ -38,12 +38,12 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),
     "transport": ({"errors"}, {"numpy"}, {"asyncio", "os", "threading"}),
     "shuffle": (
-        {"errors", "frames", "metrics"},
+        {"codecs", "errors", "frames", "metrics", "transport"},
         {"numpy"},
         {"logging", "os", "threading"},
     ),
     "plugins": (
-        {"", "config", "devices", "errors", "frames", "metrics", "shuffle", "transport"},
+        {"", "codecs", "config", "devices", "errors", "frames", "metrics", "shuffle", "transport"},
         DASK | {"numpy", "packaging"},
         IMPURE,
     ),

@@ -21,7 +21,11 @@ DEFAULTS = Settings(
     enabled=False,
     strict=False,
     shuffle=ShuffleSettings(
-        transport="auto", memory=0.3, message_nbytes=8 * MIB, in_flight_nbytes=32 * MIB
+        transport="auto",
+        compression="auto",
+        memory=0.3,
+        message_nbytes=8 * MIB,
+        in_flight_nbytes=32 * MIB,
     ),
 )
 
@@ -108,6 +112,7 @@ def test_every_setting_is_read():
     changed = {"enabled": True, "strict": True}
     changed |= {
         "shuffle.transport": "comm",
+        "shuffle.compression": "lz4",
         "shuffle.memory": 0.5,
         "shuffle.message-size": 5,
         "shuffle.in-flight": 6,
@@ -329,7 +334,9 @@ def test_environment_variables(warnings):
         GPURT__SHUFFLE__IN_FLIGHT="2000000",
     )
     with dask.config.set(gpurt=section):
-        assert config.read() == Settings(True, True, ShuffleSettings("auto", 0.5, MIB, 2_000_000))
+        assert config.read() == Settings(
+            True, True, ShuffleSettings("auto", "auto", 0.5, MIB, 2_000_000)
+        )
     assert warnings() == []
 
 
@@ -357,12 +364,13 @@ def test_a_misspelt_environment_variable(warnings):
 
 
 def test_settings_survive_the_way_to_a_cluster():
-    settings = Settings(True, True, ShuffleSettings("comm", 5e9, 7, 11))
+    settings = Settings(True, True, ShuffleSettings("comm", "zstd", 5e9, 7, 11))
     plain = settings.to_plain()
     assert _leaves(plain) == {
         "enabled": True,
         "strict": True,
         "shuffle.transport": "comm",
+        "shuffle.compression": "zstd",
         "shuffle.memory": 5e9,
         "shuffle.message_nbytes": 7,
         "shuffle.in_flight_nbytes": 11,

@@ -73,6 +73,10 @@ class Chooser:
         self._lock = threading.Lock()
         self._layouts: OrderedDict[bytes, _Learnt] = OrderedDict()
 
+    def may_pay(self, bandwidth: float | None) -> bool:
+        """Whether it is worth to look at a shard at all."""
+        return self._mode != "none" and (self._mode != "auto" or bool(bandwidth))
+
     def choose(
         self,
         layout_key: bytes,
@@ -94,7 +98,7 @@ class Chooser:
         bandwidth
             Raw bytes a second of that link, None if not known yet.
         """
-        if self._mode == "none" or (self._mode == "auto" and not bandwidth):
+        if not self.may_pay(bandwidth):
             return [RAW] * len(sections)
         choices = []
         for section in sections:

@@ -14,24 +14,27 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import dask.config
+import numpy as np
 from dask.utils import parse_timedelta
 
+from dask_gpurt.codecs.shards import Encoded, encode_shard, joined
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import (
+    DamagedError,
     IncompleteExchangeError,
     LinkError,
     PartitionReleasedError,
     ProtocolError,
 )
-from dask_gpurt.frames.port import BodyAdapter, Packed, Piece
-from dask_gpurt.plugins.links import OUTGOING, RELINK, by_comm
+from dask_gpurt.frames.port import BodyAdapter, Piece
+from dask_gpurt.plugins.links import DAMAGED, OUTGOING, RELINK, Path
 from dask_gpurt.plugins.seams import (
+    P2PConsistencyError,
     Reschedule,
     ShuffleClosedError,
     ShuffleSpec,
@@ -43,7 +46,9 @@ from dask_gpurt.plugins.seams import (
     thread_time,
 )
 from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.figures import RunFigures
+from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.plan import ExchangePlan
 from dask_gpurt.shuffle.shards import Shard, ShardStore
 from dask_gpurt.transport import wire
@@ -54,41 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
-
-@dataclass(frozen=True)
-class Outgoing:
-    """A packed shard and its header."""
-
-    header: wire.ShardHeader
-    packed: Packed
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed.buffer.nbytes
-
-    def described(self) -> wire.ShardHeader:
-        """Header with the lengths of what was packed."""
-        packed = self.packed
-        return replace(
-            self.header,
-            buffer_nbytes=packed.buffer.nbytes,
-            arrow_nbytes=packed.arrow_nbytes,
-            pickle_nbytes=packed.pickle_nbytes,
-        )
-
-
-def shard_of(header: wire.ShardHeader, **contents: Any) -> Shard:
-    """The shard that a header announces."""
-    return Shard.with_rows(
-        header.rows_per_slot,
-        source=header.source,
-        attempt=header.attempt,
-        number=header.number,
-        count=header.count,
-        first_slot=header.first_slot,
-        layout_key=header.layout_key,
-        **contents,
-    )
+T = TypeVar("T")
 
 
 class ExchangeRun:
@@ -216,9 +187,10 @@ class ExchangeRun:
         return lane
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
-        message = {"header": wire.encode([shard.described() for shard in shards])}
-        buffers = [shard.packed.buffer for shard in shards]
-        nbytes = sum(shard.nbytes for shard in shards)
+        async def compose(path: Path) -> Message:
+            if path.is_local:
+                return messages.as_they_are(shards)
+            return await self._in_thread(messages.for_the_wire, shards, partial(self._encode, path))
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             self.raise_if_closed()
@@ -228,49 +200,78 @@ class ExchangeRun:
             if answer["status"] == "error":
                 _, error, traceback = clean_exception(**answer)
                 assert error is not None
+                if isinstance(error, P2PConsistencyError):
+                    raise ShuffleClosedError(f"{self} is over") from error
                 raise error.with_traceback(traceback)
             return answer
 
         began = time.perf_counter()
-        deliver = self._state.links.deliver if self._settings.transport == "auto" else by_comm
-        await retry(partial(deliver, address, message, buffers, call), **self._retry)
+        deliver = partial(
+            self._state.links.deliver, address, self._settings.transport, compose, call
+        )
+        message: Message = await retry(deliver, **self._retry)
+        nbytes = sum(shard.nbytes for shard in shards)
         self._sent_nbytes += nbytes
-        self.figures.sent(address, nbytes, nbytes, time.perf_counter() - began)
+        self.figures.sent(address, nbytes, message.wire_nbytes, time.perf_counter() - began)
         self._state.counters.add(sent_nbytes=nbytes, messages=1)
 
     async def receive(self, data: Any) -> dict[str, Any]:
         """Handler: keep the shards a peer sent. Answers once there is room for more."""
         self.raise_if_closed()
-        links, pool = self._state.links, self._state.pool
         try:
             if "offers" in data:
-                return links.accept(data["offers"])
+                return self._state.links.accept(data["offers"])
             headers = wire.decode(data["header"])
-            payload = data["payload"]
+            with self._timed("receive"):
+                shards = await self._take_in(headers, data["payload"])
         except (TypeError, KeyError) as error:
             raise ProtocolError("not a shuffle message of dask_gpurt") from error
-
-        def empty(number: int, nbytes: int) -> Any:
-            return pool.empty(nbytes, self.lane_of(headers[number].first_slot))
-
-        try:
-            with self._timed("receive"):
-                buffers = links.fetch(payload, [h.buffer_nbytes for h in headers], empty)
         except LinkError:
             return {"status": RELINK}
-        shards = []
-        for header, buffer in zip(headers, buffers, strict=True):
-            packed = Packed(buffer, header.n_rows, header.arrow_nbytes, header.pickle_nbytes)
-            shards.append(shard_of(header, packed=packed))
+        except DamagedError as error:
+            logger.warning("shuffle %s: %s; it is asked for again", self.id, error)
+            return {"status": DAMAGED}
         nbytes = sum(header.buffer_nbytes for header in headers)
         self._received_nbytes += nbytes
         self._state.counters.add(received_nbytes=nbytes)
         self._store.add(shards)
         if self._store.is_over_limit:
             # The peer waits for the answer, and so do its producers: this is the back-pressure.
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._executor, self._store.make_room)
+            await self._in_thread(self._store.make_room)
         return {"status": "OK"}
+
+    async def _take_in(self, headers: Sequence[wire.ShardHeader], payload: Any) -> list[Shard]:
+        pool = self._state.pool
+        lengths = messages.checked(headers, self._state.memory_nbytes)
+        # One buffer of a message is one shard, unless it is encoded.
+        of_part = [header for header in headers for _ in header.parts]
+
+        def empty(number: int, nbytes: int) -> Any:
+            header = of_part[number]
+            if header.table:
+                return np.empty(nbytes, dtype=np.uint8)
+            return pool.empty(nbytes, self.lane_of(header.first_slot))
+
+        def empty_shard(header: wire.ShardHeader) -> Any:
+            return pool.empty(header.buffer_nbytes, self.lane_of(header.first_slot))
+
+        buffers = self._state.links.fetch(payload, lengths, empty)
+        if any(header.table for header in headers):
+            return await self._in_thread(messages.opened, headers, buffers, empty_shard)
+        return messages.opened(headers, buffers, empty_shard)
+
+    def _encode(self, path: Path, shard: Outgoing) -> Encoded:
+        key, packed = shard.header.layout_key, shard.packed
+        chooser = self._state.chooser(self._settings.compression)
+        if not chooser.may_pay(path.rate.bandwidth):
+            return Encoded((packed.buffer,), ())
+        sections = joined(self._adapter.sections(key, packed))
+        choices = chooser.choose(key, sections, packed.buffer, path.address, path.rate.bandwidth)
+        return encode_shard(packed.buffer, sections, choices)
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, partial(function, *arguments))
 
     # ------------------------------------------------------------------ barrier
 
@@ -357,9 +358,11 @@ class ExchangeRun:
     def raise_if_closed(self) -> None:
         """Raise why the run ended, if it did."""
         if self.closed:
-            if self._exception:
+            if self._exception and not isinstance(self._exception, P2PConsistencyError):
                 raise self._exception
-            raise ShuffleClosedError(f"{self} has already been closed")
+            # A task that is told to run again while it still runs is taken by its word: what it
+            # says of a run that is over must be "again", and not an error.
+            raise ShuffleClosedError(f"{self} has already been closed") from self._exception
 
     def fail(self, exception: Exception) -> None:
         """The scheduler gave this run up."""

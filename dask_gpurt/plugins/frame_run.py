@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.gather import group_rows
 from dask_gpurt.frames.port import FrameAdapter, Packed, Piece, Selection
-from dask_gpurt.plugins.exchange_run import ExchangeRun, Outgoing, shard_of
+from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import DataFrameShuffleSpec
+from dask_gpurt.shuffle.messages import Outgoing, shard_of
 from dask_gpurt.shuffle.plan import cut_shards
 from dask_gpurt.shuffle.shards import Shard
 from dask_gpurt.transport import wire

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,10 @@ import numpy.typing as npt
 
 from dask_gpurt.devices.pages import SharedPages
 from dask_gpurt.devices.pool import HostPool
-from dask_gpurt.errors import LinkError, ProtocolError
+from dask_gpurt.errors import DamagedError, LinkError, ProtocolError
 from dask_gpurt.plugins.seams import event_loop, to_serialize
+from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.transport.rate import LinkRate
 from dask_gpurt.transport.shared import Borrower, Lender
 
 if TYPE_CHECKING:
@@ -36,35 +39,41 @@ Call = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 RELINK = "relink"
 #: Lane of the memory that leaving shards share.
 OUTGOING = "outgoing"
-#: So often is an offer repeated for one message.
-_MAX_OFFERS = 3
+#: ... and of one that got something else than what was sent.
+DAMAGED = "damaged"
+#: So often is a message sent that is answered with one of these.
+_MAX_ATTEMPTS = 3
 
 
-@dataclass
+@dataclass(eq=False)
 class Path:
     """How bytes get to one peer.
 
     Attributes
     ----------
+    address
+        Of the peer.
     name
         `shared` or `comm`.
     why_not
         Reason for each better path that is not taken.
+    rate
+        Bandwidth, as far as is known.
     """
 
+    address: str
     name: str
     why_not: dict[str, str] = field(default_factory=dict)
+    rate: LinkRate = field(default_factory=LinkRate)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether bytes stay on this host."""
+        return self.name == "shared"
 
 
-async def by_comm(
-    address: str, message: dict[str, Any], buffers: Sequence[Buffer], call: Call
-) -> dict[str, Any]:
-    """Send a message with its payload inside; for runs that are to use Dask's connections alone."""
-    return await call({**message, "payload": _inside(buffers)})
-
-
-def _inside(buffers: Sequence[Buffer]) -> list[Any]:
-    return [to_serialize(buffer.data) for buffer in buffers]
+#: Makes a message for a path.
+Compose = Callable[[Path], Awaitable[Message]]
 
 
 class Links:
@@ -77,7 +86,7 @@ class Links:
     """
 
     def __init__(self, worker: Worker, keep_nbytes: int) -> None:
-        self._paths: dict[str, asyncio.Task[Path]] = {}
+        self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
         self._borrower = Borrower(event_loop(worker))
         self._lender: Lender | None = None
         self._why_not: dict[str, str] = {}
@@ -92,50 +101,70 @@ class Links:
 
     # ------------------------------------------------------------------ sending
 
-    async def deliver(
-        self, address: str, message: dict[str, Any], buffers: Sequence[Buffer], call: Call
-    ) -> dict[str, Any]:
-        """Send a message whose payload is `buffers`; returns the peer's answer to it.
+    async def deliver(self, address: str, transport: str, compose: Compose, call: Call) -> Message:
+        """Send a message and wait for the peer's answer; returns what was sent.
 
         Parameters
         ----------
-        message
-            What else is in it.
+        transport
+            `auto`, or `comm` for Dask's own connections alone.
+        compose
+            Makes the message for the path that was chosen.
         call
-            Sends a message to that peer. The buffers may be reused once it answered.
+            Sends a message to that peer. Its buffers may be reused once it answered.
 
         Raises
         ------
+        DamagedError
+            The message was damaged on its way, over and over again.
         LinkError
             The peer forgets over and over again what it was offered.
         """
-        for _ in range(_MAX_OFFERS):
-            path = await self._path(address, call)
-            answer = await call({**message, "payload": self._payload(path, buffers)})
-            if answer["status"] != RELINK:
-                return answer
-            self._paths.pop(address, None)
-        raise LinkError(f"{address} does not keep a link")
+        for _ in range(_MAX_ATTEMPTS):
+            path = await self._path(address, transport, call)
+            message = await compose(path)
+            payload = self._payload(path, message.buffers)
+            path.rate.begin(time.perf_counter())
+            nbytes = 0
+            try:
+                answer = await call({"header": message.header, "payload": payload})
+                nbytes = message.wire_nbytes
+            finally:
+                path.rate.end(time.perf_counter(), nbytes)
+            status = answer["status"]
+            if status == RELINK:
+                self._paths.pop((address, transport), None)
+            elif status != DAMAGED:
+                return message
+        if status == RELINK:
+            raise LinkError(f"{address} does not keep a link")
+        raise DamagedError(
+            f"{_MAX_ATTEMPTS} times in a row a message to {address} arrived damaged: the network "
+            "or the memory of one of the two hosts is at fault"
+        )
 
     def _payload(self, path: Path, buffers: Sequence[Buffer]) -> Any:
         if path.name == "comm" or self._lender is None:
-            return _inside(buffers)
+            return [to_serialize(buffer.data) for buffer in buffers]
         # Small buffers are not in shared memory; they are cheap to send.
         places = [self._lender.place(buffer) or buffer.tobytes() for buffer in buffers]
         return {"token": self._lender.descriptor["token"], "places": places}
 
-    async def _path(self, address: str, call: Call) -> Path:
-        task = self._paths.get(address)
+    async def _path(self, address: str, transport: str, call: Call) -> Path:
+        task = self._paths.get((address, transport))
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = self._paths[address] = asyncio.create_task(self._link(address, call))
+            task = asyncio.create_task(self._link(address, transport, call))
+            self._paths[address, transport] = task
         # Others may be waiting for it too.
         return await asyncio.shield(task)
 
-    async def _link(self, address: str, call: Call) -> Path:
+    async def _link(self, address: str, transport: str, call: Call) -> Path:
+        if transport == "comm":
+            return Path(address, "comm", {"shared": "gpurt.shuffle.transport is comm"})
         if self._lender is None:
-            return Path("comm", self._why_not)
+            return Path(address, "comm", self._why_not)
         answer = await call({"offers": {"shared": self._lender.descriptor}})
-        path = Path(answer["path"], answer["why_not"])
+        path = Path(address, answer["path"], answer["why_not"])
         logger.debug("shuffle bytes to %s go by %s %s", address, path.name, path.why_not or "")
         return path
 
@@ -176,7 +205,7 @@ class Links:
         else:
             token, parts = b"", payload
         if len(parts) != len(lengths):
-            raise ProtocolError(f"{len(parts)} buffers for {len(lengths)} shards")
+            raise ProtocolError(f"{len(parts)} buffers came of {len(lengths)}")
         fetched = []
         for number, (part, nbytes) in enumerate(zip(parts, lengths, strict=True)):
             if token and not isinstance(part, bytes):
@@ -198,10 +227,14 @@ class Links:
     def report(self) -> dict[str, Any]:
         """Path to each peer, for `status`."""
         found = {}
-        for address, task in self._paths.items():
+        for (address, _), task in self._paths.items():
             if task.done() and not task.cancelled() and not task.exception():
                 path = task.result()
-                found[address] = {"path": path.name, "why_not": path.why_not}
+                found[address] = {
+                    "path": path.name,
+                    "why_not": path.why_not,
+                    "bandwidth": path.rate.bandwidth,
+                }
         return found
 
     def cool_down(self) -> None:

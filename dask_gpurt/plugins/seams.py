@@ -37,7 +37,7 @@ from distributed.shuffle._core import (
     handle_transfer_errors,
     handle_unpack_errors,
 )
-from distributed.shuffle._exceptions import ShuffleClosedError
+from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleSpec, shuffle_unpack
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataFrameShuffleSpec",
+    "P2PConsistencyError",
     "Reschedule",
     "RunLookup",
     "ShuffleClosedError",

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from distributed.diagnostics.plugin import WorkerPlugin
 
 import dask_gpurt
+from dask_gpurt.codecs.chooser import Chooser
+from dask_gpurt.codecs.rule import Mode
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
@@ -48,12 +50,13 @@ class WorkerState:
         self.counters = Counters()
         self._worker = worker
         self._budget: Budget | None = None
-        memory_nbytes = self._memory_limit_nbytes()
+        self.memory_nbytes = memory_nbytes = self._memory_limit_nbytes()
         self.pool = HostPool(int(KEEP_SHARE * memory_nbytes))
         self.links = Links(worker, int(KEEP_SHARE * memory_nbytes))
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._runs: set[ExchangeRun] = set()
         self._past_runs: deque[dict[str, Any]] = deque(maxlen=N_REPORTED)
+        self._choosers: dict[Mode, Chooser] = {}
         self._is_warm = False
         self._cooling: asyncio.TimerHandle | None = None
         #: What an output task read, by its key, until its result is safe.
@@ -77,6 +80,10 @@ class WorkerState:
         from distributed.system import MEMORY_LIMIT
 
         return int(MEMORY_LIMIT)
+
+    def chooser(self, mode: Mode) -> Chooser:
+        """Chooses codecs; what it learnt in one run serves for the next."""
+        return self._choosers.setdefault(mode, Chooser(mode))
 
     def begin_run(self, run: ExchangeRun) -> None:
         """A shuffle run begins on this worker. On the event loop."""
@@ -122,6 +129,11 @@ class WorkerState:
             "version": dask_gpurt.__version__,
             "counters": self.counters.snapshot(),
             "links": self.links.report(),
+            "codecs": [
+                decision.to_plain()
+                for chooser in self._choosers.values()
+                for decision in chooser.explain()
+            ],
             "runs": [*self._past_runs, *(run.report() for run in self._runs)],
         }
 

@@ -82,7 +82,9 @@ def test_comm_uses_dask_s_connections_alone(cluster):
     with dask.config.set({"gpurt.shuffle.transport": "comm"}):
         dask_gpurt.enable(cluster)
     assert_right(shuffled(cluster))
-    assert paths(cluster) == (set(), [])
+    names, reasons = paths(cluster)
+    assert names == {"comm"}
+    assert all("transport is comm" in reason["shared"] for reason in reasons)
 
 
 def test_peers_out_of_view_fall_back(cluster, monkeypatch):

@@ -5,23 +5,31 @@ from __future__ import annotations
 import pathlib
 import struct
 import tracemalloc
+import zlib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.errors import ProtocolError
+from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.transport import wire
 
-GOLDEN_PATH = pathlib.Path(__file__).parents[1] / "data" / "wire-v1.bin"
+GOLDEN_PATH = pathlib.Path(__file__).parents[1] / "data" / "wire-v2.bin"
+
+
+def sealed(header):
+    """The header with the checksum that belongs to it, so that the rest of it is looked at."""
+    return header[:4] + struct.pack("<I", zlib.crc32(header[8:])) + header[8:]
+
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=300)
 
 _U32 = 2**32 - 1
 _U64 = 2**64 - 1
-_PREAMBLE_NBYTES = 12
-_SHARD_NBYTES = 56
+_PREAMBLE_NBYTES = 8
+_SHARD_NBYTES = 68
 
 
 @st.composite
@@ -29,6 +37,9 @@ def shard_headers(draw):
     count = draw(st.integers(1, _U32))
     arrow = draw(st.integers(0, 2**40))
     pickle = draw(st.integers(0, 2**40))
+    nbytes = arrow + pickle + draw(st.integers(0, 2**40))
+    table = draw(st.binary(max_size=20))
+    parts = draw(st.lists(st.integers(0, 2**40), max_size=3)) if table else [nbytes]
     return wire.ShardHeader(
         layout_key=draw(st.sampled_from([b"", b"layout", b"another"]) | st.binary(max_size=20)),
         source=draw(st.integers(0, _U32)),
@@ -37,20 +48,28 @@ def shard_headers(draw):
         count=count,
         first_slot=draw(st.integers(0, _U32)),
         rows_per_slot=tuple(draw(st.lists(st.integers(0, _U32), max_size=6))),
-        buffer_nbytes=arrow + pickle + draw(st.integers(0, 2**40)),
+        buffer_nbytes=nbytes,
         arrow_nbytes=arrow,
         pickle_nbytes=pickle,
+        checksum=draw(st.integers(0, _U32)),
+        parts=tuple(parts),
+        table=table,
     )
 
 
 messages = st.lists(shard_headers(), max_size=5)
 
+_ATTEMPT = 0x0123456789ABCDEF
 #: What the golden file holds. Never change either: workers of one version talk to each other.
 GOLDEN = [
-    wire.ShardHeader(b"layout one", 0, 0x0123456789ABCDEF, 0, 2, 0, (3, 0, 5), 4096, 128, 64),
-    wire.ShardHeader(b"layout two", 7, _U64, 0, 1, 258, (1,), 2**40, 0, 2**33),
-    wire.ShardHeader(b"layout one", 0, 0x0123456789ABCDEF, 1, 2, 3, (_U32, 1), 1000, 600, 400),
-    wire.ShardHeader(b"", _U32, 0, _U32 - 1, _U32, _U32, (), 0, 0, 0),
+    wire.ShardHeader(
+        b"layout one", 0, _ATTEMPT, 0, 2, 0, (3, 0, 5), 4096, 128, 64, 0, (4096,), b""
+    ),
+    wire.ShardHeader(b"layout two", 7, _U64, 0, 1, 258, (1,), 2**40, 0, 2**33, 9, (2**40,), b""),
+    wire.ShardHeader(
+        b"layout one", 0, _ATTEMPT, 1, 2, 3, (_U32, 1), 1000, 600, 400, _U32, (7, 3), b"a table"
+    ),
+    wire.ShardHeader(b"", _U32, 0, _U32 - 1, _U32, _U32, (), 0, 0, 0, 1, (0,), b""),
 ]
 
 
@@ -70,9 +89,9 @@ def test_the_golden_message_is_still_read():
 
 def test_the_golden_message_begins_as_documented():
     golden = GOLDEN_PATH.read_bytes()
-    assert golden[:4] == b"GRT\x01"
-    assert struct.unpack("<II", golden[4:12]) == (3, 4)
-    assert golden[12:26] == struct.pack("<I", 10) + b"layout one"
+    assert golden[:4] == b"GRT\x02"
+    assert struct.unpack("<III", golden[4:16]) == (zlib.crc32(golden[8:]), 3, 4)
+    assert golden[16:30] == struct.pack("<I", 10) + b"layout one"
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
@@ -107,10 +126,19 @@ def test_every_truncation_is_refused():
 
 
 @pytest.mark.parametrize("shards", [[], GOLDEN[:1], GOLDEN])
-@pytest.mark.parametrize("junk", [b"\0", b"GRT\x01", bytes(1000)])
+@pytest.mark.parametrize("junk", [b"\0", b"GRT\x02", bytes(1000)])
 def test_trailing_bytes_are_refused(shards, junk):
     with pytest.raises(ProtocolError, match=f"{len(junk)} bytes too many"):
-        wire.decode(wire.encode(shards) + junk)
+        wire.decode(sealed(wire.encode(shards) + junk))
+
+
+def test_every_damaged_byte_is_noticed():
+    golden = wire.encode(GOLDEN)
+    for place in range(4, len(golden)):
+        header = bytearray(golden)
+        header[place] ^= 1 << place % 8
+        with pytest.raises(DamagedError, match="damaged"):
+            wire.decode(bytes(header))
 
 
 def test_another_magic_is_refused():
@@ -118,7 +146,7 @@ def test_another_magic_is_refused():
         wire.decode(b"GRX" + wire.encode(GOLDEN)[3:])
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
+@pytest.mark.parametrize("version", [0, 1, 3, 255])
 def test_another_version_is_refused_and_both_are_named(version):
     header = bytearray(wire.encode(GOLDEN))
     header[3] = version
@@ -127,24 +155,24 @@ def test_another_version_is_refused_and_both_are_named(version):
 
 
 def test_what_comes_after_another_version_is_not_looked_at():
-    with pytest.raises(ProtocolError, match="version 2"):
-        wire.decode(b"GRT\x02" + b"\xff" * 8)
+    with pytest.raises(ProtocolError, match="version 3"):
+        wire.decode(b"GRT\x03" + b"\xff" * 8)
 
 
-def _shard(layout=0, number=0, count=1, n_slots=0, nbytes=0, arrow=0, pickle=0):
-    return struct.pack(
-        "<IIQIIIIQQQ", layout, 5, 6, number, count, 7, n_slots, nbytes, arrow, pickle
-    )
+def _shard(layout=0, number=0, count=1, n_slots=0, nbytes=0, arrow=0, pickle=0, parts=0, table=0):
+    fields = (layout, 5, 6, number, count, 7, n_slots, nbytes, arrow, pickle, 1, parts, table)
+    return struct.pack("<IIQIIIIQQQIII", *fields)
 
 
 def _message(*shards, n_layouts=1, n_shards=None, layout=b"", layout_nbytes=None):
-    preamble = struct.pack("<3sBII", b"GRT", 1, n_layouts, n_shards or len(shards))
+    preamble = struct.pack("<3sBIII", b"GRT", 2, 0, n_layouts, n_shards or len(shards))
     length = len(layout) if layout_nbytes is None else layout_nbytes
-    return preamble + struct.pack("<I", length) + layout + b"".join(shards)
+    return sealed(preamble + struct.pack("<I", length) + layout + b"".join(shards))
 
 
 def test_the_messages_below_are_refused_for_what_is_wrong_with_them():
-    (header,) = wire.decode(_message(_shard(nbytes=9, arrow=4, pickle=5)))
+    part = struct.pack("<Q", 9)
+    (header,) = wire.decode(_message(_shard(nbytes=9, arrow=4, pickle=5, parts=1) + part))
     assert (header.buffer_nbytes, header.arrow_nbytes, header.pickle_nbytes) == (9, 4, 5)
 
 
@@ -159,6 +187,11 @@ def test_the_messages_below_are_refused_for_what_is_wrong_with_them():
         (_message(_shard(nbytes=_U64, arrow=_U64, pickle=1)), "contradicts"),
         (_message(_shard(n_slots=1)), "row counts"),
         (_message(_shard(n_slots=2) + bytes(4)), "row counts"),
+        (_message(_shard(parts=1) + bytes(7)), "parts"),
+        (_message(_shard(table=9) + bytes(8)), "table"),
+        (_message(_shard(n_slots=1, parts=1, table=1) + bytes(12)), "table"),
+        (_message(_shard(nbytes=9)), "contradicts"),
+        (_message(_shard(nbytes=9, parts=1) + struct.pack("<Q", 8)), "contradicts"),
         (_message(_shard(), layout_nbytes=_SHARD_NBYTES + 1), "layout longer"),
         (_message(_shard(), n_shards=2), "more than it holds"),
         (_message(_shard(), n_layouts=3, layout_nbytes=_SHARD_NBYTES), "more than it holds"),
@@ -177,6 +210,8 @@ def test_a_message_that_contradicts_itself_is_refused(message, complaint):
         pytest.param(_message(_shard(), n_layouts=_U32, n_shards=_U32), id="both"),
         pytest.param(_message(_shard(), layout_nbytes=_U32), id="layout-length"),
         pytest.param(_message(_shard(n_slots=_U32)), id="slots"),
+        pytest.param(_message(_shard(parts=_U32)), id="parts"),
+        pytest.param(_message(_shard(table=_U32)), id="table"),
     ],
 )
 def test_huge_counts_are_refused_before_anything_is_allocated(message):
@@ -194,7 +229,7 @@ def test_huge_payload_lengths_are_only_announced():
     """The lengths of what is not in the header are values here: nothing is made that long."""
     tracemalloc.start()
     try:
-        (header,) = wire.decode(_message(_shard(nbytes=_U64, arrow=_U64)))
+        (header,) = wire.decode(_message(_shard(nbytes=_U64, arrow=_U64, table=1) + b"t"))
         _, peak_nbytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -221,7 +256,7 @@ def test_arbitrary_bytes(header):
 @deterministic
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_behind_a_good_beginning(rest):
-    _decodes_or_is_refused(b"GRT\x01" + rest)
+    _decodes_or_is_refused(sealed(b"GRT\x02" + bytes(4) + rest))
 
 
 @deterministic
@@ -233,12 +268,52 @@ def test_mutations_of_good_headers(shards, data):
         cut = data.draw(st.integers(0, 8))
         header[position : position + cut] = data.draw(st.binary(max_size=8))
     _decodes_or_is_refused(bytes(header))
+    _decodes_or_is_refused(sealed(bytes(header)))
 
 
 @deterministic
 @given(messages, st.integers(0), st.sampled_from([0, 1, 2**31, _U32 - 1, _U32]))
 def test_mutations_of_single_numbers(shards, place, value):
     header = bytearray(wire.encode(shards))
-    position = _PREAMBLE_NBYTES - 8 + place % (len(header) - 7)
+    position = _PREAMBLE_NBYTES + place % (len(header) - _PREAMBLE_NBYTES - 3)
     header[position : position + 4] = struct.pack("<I", value)
-    _decodes_or_is_refused(bytes(header))
+    _decodes_or_is_refused(sealed(bytes(header)))
+
+
+# ------------------------------------------------------------------ checksums
+
+
+def content(nbytes):
+    return np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1023, 1024, 1025, 5000, 1 << 20])
+def test_checksums_notice_any_byte_that_changed(nbytes):
+    buffer = content(nbytes)
+    before = wire.checksum(buffer)
+    assert before == wire.checksum(buffer.copy()) != 0
+    for place in {0, nbytes // 3, nbytes // 2, nbytes - 1} if nbytes else ():
+        buffer[place] ^= 0x40
+        assert wire.checksum(buffer) != before
+        buffer[place] ^= 0x40
+
+
+@deterministic
+@given(st.binary(min_size=1, max_size=3000), st.data())
+def test_checksums_notice_words_that_changed(original, data):
+    buffer = np.frombuffer(original, dtype=np.uint8).copy()
+    first = data.draw(st.integers(0, len(buffer) - 1))
+    new = data.draw(st.binary(min_size=1, max_size=8))[: len(buffer) - first]
+    buffer[first : first + len(new)] = np.frombuffer(new, dtype=np.uint8)
+    same = buffer.tobytes() == original
+    assert (wire.checksum(buffer) == wire.checksum(np.frombuffer(original, np.uint8))) == same
+
+
+def test_checksums_notice_what_is_missing_and_what_moved():
+    buffer = content(8192)
+    moved = np.roll(buffer, 8)
+    shorter = buffer[:-1]
+    zeros = buffer.copy()
+    zeros[1024:2048] = 0
+    sums = [wire.checksum(one) for one in (buffer, moved, shorter, zeros)]
+    assert len(set(sums)) == 4

@@ -1,0 +1,143 @@
+"""Messages of shards: what a sender makes of its shards, and a receiver of what came.
+
+Between processes of one host shards travel as they are. Anywhere else each gets a checksum and is
+encoded where that pays (`codecs`). Bytes in, values out; called in threads, since it touches every
+byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dask_gpurt.codecs.shards import Encoded, decode_shard, pack_table, unpack_table
+from dask_gpurt.errors import DamagedError, ProtocolError
+from dask_gpurt.frames.port import Packed
+from dask_gpurt.shuffle.shards import Shard
+from dask_gpurt.transport import wire
+
+Buffer = npt.NDArray[np.uint8]
+#: Shard to what travels for it.
+Encode = Callable[["Outgoing"], Encoded]
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A packed shard and its header."""
+
+    header: wire.ShardHeader
+    packed: Packed
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.buffer.nbytes
+
+
+@dataclass(frozen=True)
+class Message:
+    """A header, and the buffers that go with it."""
+
+    header: bytes
+    buffers: list[Buffer]
+
+    @property
+    def wire_nbytes(self) -> int:
+        return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
+
+
+def as_they_are(shards: Iterable[Outgoing]) -> Message:
+    """A message that stays on this host: nothing is looked at."""
+    return _message((shard, 0, Encoded((shard.packed.buffer,), ())) for shard in shards)
+
+
+def for_the_wire(shards: Iterable[Outgoing], encode: Encode) -> Message:
+    """A message that leaves this host: with checksums, and encoded where `encode` does it."""
+    return _message((shard, wire.checksum(shard.packed.buffer), encode(shard)) for shard in shards)
+
+
+def _message(shards: Iterable[tuple[Outgoing, int, Encoded]]) -> Message:
+    headers = []
+    buffers: list[Buffer] = []
+    for shard, checksum, encoded in shards:
+        headers.append(
+            replace(
+                shard.header,
+                buffer_nbytes=shard.packed.buffer.nbytes,
+                arrow_nbytes=shard.packed.arrow_nbytes,
+                pickle_nbytes=shard.packed.pickle_nbytes,
+                checksum=checksum,
+                parts=tuple(part.nbytes for part in encoded.parts),
+                table=pack_table(encoded.table),
+            )
+        )
+        buffers += encoded.parts
+    return Message(wire.encode(headers), buffers)
+
+
+def checked(headers: Iterable[wire.ShardHeader], limit_nbytes: int) -> list[int]:
+    """Lengths of the buffers that belong to these headers.
+
+    Raises
+    ------
+    ProtocolError
+        The shards would not fit into this worker's memory, whatever they are encoded as.
+    """
+    headers = list(headers)
+    announced = sum(header.buffer_nbytes for header in headers)
+    if announced > limit_nbytes:
+        raise ProtocolError(f"shards of {announced} bytes for a worker that has {limit_nbytes}")
+    return [nbytes for header in headers for nbytes in header.parts]
+
+
+def opened(
+    headers: Sequence[wire.ShardHeader],
+    buffers: Sequence[Buffer],
+    empty: Callable[[wire.ShardHeader], Buffer],
+) -> list[Shard]:
+    """Shards out of the buffers that came for their headers.
+
+    Parameters
+    ----------
+    empty
+        Memory for a shard that has to be decoded.
+
+    Raises
+    ------
+    DamagedError
+        A shard is not what was sent.
+    ProtocolError
+        A shard is encoded in a way that is not known here, or does not fit its header.
+    """
+    shards = []
+    position = 0
+    for header in headers:
+        parts = buffers[position : position + len(header.parts)]
+        position += len(parts)
+        if header.table:
+            buffer = empty(header)
+            decode_shard(parts, unpack_table(header.table), buffer)
+        else:
+            (buffer,) = parts
+        if header.checksum and wire.checksum(buffer) != header.checksum:
+            raise DamagedError(f"a shard of input partition {header.source} was damaged on its way")
+        packed = Packed(buffer, header.n_rows, header.arrow_nbytes, header.pickle_nbytes)
+        shards.append(shard_of(header, packed=packed))
+    return shards
+
+
+def shard_of(header: wire.ShardHeader, **contents: Any) -> Shard:
+    """The shard that a header announces."""
+    return Shard.with_rows(
+        header.rows_per_slot,
+        source=header.source,
+        attempt=header.attempt,
+        number=header.number,
+        count=header.count,
+        first_slot=header.first_slot,
+        layout_key=header.layout_key,
+        **contents,
+    )
