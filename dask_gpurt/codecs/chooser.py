@@ -1,8 +1,12 @@
 """Which codec each section of a shard gets, remembered and explained.
 
 Sections are sampled when they are first seen and then ever more rarely; what a sample says does not
-depend on the link, so each link only asks the rule again. Nothing here is on the event loop: a
+depend on the link, so each link only asks the rule again. Nothing here is for the event loop: a
 first look at a wide shard takes tens of milliseconds.
+
+Samples are short, and miss what happens to long work: other threads that take the processor, or
+hold the interpreter lock for milliseconds between two steps. So whole shards are timed as well, and
+what they take more than the samples said slows every codec down in the rule.
 """
 
 from __future__ import annotations
@@ -17,15 +21,24 @@ from dask_gpurt.codecs.host import HOST_CODECS
 from dask_gpurt.codecs.port import RAW, Bytes, Codec, Section
 from dask_gpurt.codecs.rule import Decision, Mode, Trial, decide
 from dask_gpurt.codecs.sampling import Clock, try_codecs
-from dask_gpurt.codecs.shards import LEAST_NBYTES
+from dask_gpurt.codecs.shards import LEAST_NBYTES, Encoded, encode_shard
 
 #: Raw bytes of a section after which it is sampled again. Doubles each time the sample says the
 #: same, so that sampling costs less and less of a long shuffle.
 AGAIN_NBYTES = 64 * 2**20
 _AGAIN_AT_MOST_NBYTES = 4 * 2**30
 
-#: A decision stands while the link's bandwidth is within this factor of the one it was made for.
+#: A decision stands while the link's bandwidth and the slowdown are within this factor of those it
+#: was made for.
 _DRIFT = 1.25
+
+#: Share of the latest shard in what is known of the slowdown.
+_LATEST = 0.2
+
+#: What a shard that was left raw leaves of the slowdown: nothing was seen, so it is forgotten, and
+#: codecs are tried again after some dozens of shards.
+_FORGOTTEN = 0.98
+_MAX_SLOWDOWN = 100.0
 
 #: Layouts remembered. Categories that grow make a new layout of every partition.
 _MAX_LAYOUTS = 64
@@ -68,10 +81,35 @@ class Chooser:
         clock: Clock = time.perf_counter,
     ) -> None:
         self._mode: Mode = mode
+        self._by_number = codecs
         self._codecs = [c for c in codecs.values() if mode in ("auto", c.coder)]
         self._clock = clock
         self._lock = threading.Lock()
         self._layouts: OrderedDict[bytes, _Learnt] = OrderedDict()
+        self._slowdown = 1.0
+
+    def encode(
+        self,
+        layout_key: bytes,
+        sections: Sequence[Section],
+        buffer: Bytes,
+        link: str,
+        bandwidth: float | None,
+    ) -> Encoded:
+        """Choose codecs for a shard, encode it, and learn from how long that took.
+
+        Parameters are those of `choose`.
+        """
+        choices = self.choose(layout_key, sections, buffer, link, bandwidth)
+        began = self._clock()
+        encoded = encode_shard(buffer, sections, choices, self._by_number)
+        self._learn(layout_key, sections, choices, self._clock() - began)
+        return encoded
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer than samples said whole shards took lately; at least 1."""
+        return self._slowdown
 
     def may_pay(self, bandwidth: float | None) -> bool:
         """Whether it is worth to look at a shard at all."""
@@ -158,7 +196,11 @@ class Chooser:
         with self._lock:
             decisions = self._learnt(layout_key).decisions
             known = decisions.get(key)
-            if known is None or _drifted(known.bandwidth, bandwidth):
+            if (
+                known is None
+                or _drifted(known.bandwidth, bandwidth)
+                or _drifted(known.slowdown, self._slowdown)
+            ):
                 known = decisions[key] = decide(
                     self._mode,
                     trials,
@@ -167,8 +209,28 @@ class Chooser:
                     nbytes=section.nbytes,
                     link=link,
                     bandwidth=bandwidth,
+                    slowdown=self._slowdown,
                 )
             return known
+
+    def _learn(
+        self, layout_key: bytes, sections: Sequence[Section], choices: list[int], encode_s: float
+    ) -> None:
+        with self._lock:
+            sampled = self._learnt(layout_key).sampled
+            expected_s = 0.0
+            for section, choice in zip(sections, choices, strict=True):
+                known = sampled.get(section.name)
+                for trial in known.trials if known is not None else ():
+                    if trial.codec == choice:
+                        expected_s += section.nbytes / trial.encode_rate
+            if expected_s > 0:
+                # One shard that was held up for long is not to be held against many.
+                seen = min(encode_s / expected_s, 4 * self._slowdown)
+                slowdown = (1 - _LATEST) * self._slowdown + _LATEST * seen
+            else:
+                slowdown = self._slowdown * _FORGOTTEN
+            self._slowdown = min(max(slowdown, 1.0), _MAX_SLOWDOWN)
 
 
 def _drifted(then: float | None, now: float | None) -> bool:

@@ -9,7 +9,7 @@ not slower than left alone either, since the sums of each stage are then all bel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from dask_gpurt.codecs.port import RAW
@@ -68,6 +68,9 @@ class Decision:
         What was decided on, at the size it had then.
     link, bandwidth
         Where it goes; bytes a second, None if not known.
+    slowdown
+        How many times slower than on samples codecs were on whole shards lately; rates of the
+        candidates are divided by it.
     none_s
         Predicted seconds without compression, None if the bandwidth is not known.
     candidates
@@ -88,6 +91,7 @@ class Decision:
     codec: int
     choice: str
     reason: str
+    slowdown: float = 1.0
 
     def to_plain(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -103,6 +107,7 @@ def decide(
     nbytes: int,
     link: str,
     bandwidth: float | None,
+    slowdown: float = 1.0,
 ) -> Decision:
     """Choose a codec for a section on a link.
 
@@ -113,9 +118,17 @@ def decide(
         section most, whatever the link; `none` for none.
     trials
         What each codec did with a sample.
-    section, itemsize, nbytes, link, bandwidth
+    section, itemsize, nbytes, link, bandwidth, slowdown
         As in `Decision`.
     """
+    trials = [
+        replace(
+            trial,
+            encode_rate=trial.encode_rate / slowdown,
+            decode_rate=trial.decode_rate / slowdown,
+        )
+        for trial in trials
+    ]
     codec, choice = RAW, "none"
     shrinking = [t for t in trials if t.ratio > 1 and mode in ("auto", t.coder)]
     if mode == "none":
@@ -169,4 +182,5 @@ def decide(
         codec=codec,
         choice=choice,
         reason=reason,
+        slowdown=slowdown,
     )

@@ -2,8 +2,8 @@
 
 Rates are taken from the sample itself and not from a benchmark of the process. A codec's rate
 depends on the data more than on anything else: LZ4 writes from 300 MB/s to 3 GB/s of the columns
-of one table. And the sample has to be encoded for its ratio anyhow. Measured where the work will be
-done, a busy processor or a contended interpreter lock makes a codec look as slow as it would be.
+of one table. And the sample has to be encoded for its ratio anyhow. What slows down longer work
+than a sample is `codecs.chooser`'s to notice.
 """
 
 from __future__ import annotations

@@ -194,6 +194,38 @@ def test_only_so_many_layouts_are_remembered(chooser):
     assert len(chooser.explain()) == 64
 
 
+def encoded_until(chooser, done):
+    """Encodes shard after shard; how many it took."""
+    for count in range(1, 2000):
+        encoded = chooser.encode(b"key", SECTIONS, BUFFER, "link", 500e6)
+        if done(encoded):
+            return count
+    raise AssertionError("never")
+
+
+def test_codecs_that_are_held_up_are_left_alone_until_that_is_forgotten(chooser, codec):
+    assert chooser.encode(b"key", SECTIONS, BUFFER, "link", 500e6).table
+    assert chooser.slowdown == pytest.approx(1)
+    # Samples stand: only whole shards show that everything takes five times as long.
+    codec.encode_rate /= 5
+    assert 1 < encoded_until(chooser, lambda encoded: not encoded.table) < 20
+    assert chooser.slowdown > 2
+    (decision, *_) = chooser.explain()
+    assert decision.slowdown > 1
+    assert decision.candidates[0].encode_rate == pytest.approx(1e9 / decision.slowdown)
+    # Nothing is seen of codecs that are not used, so they get another chance.
+    codec.encode_rate *= 5
+    assert encoded_until(chooser, lambda encoded: encoded.table) < 100
+    encoded_until(chooser, lambda encoded: chooser.slowdown < 1.01)
+
+
+def test_one_shard_that_is_held_up_for_long_does_not_count_for_many(chooser, codec):
+    chooser.encode(b"key", SECTIONS, BUFFER, "link", 100e6)
+    codec.encode_rate /= 1e6
+    chooser.encode(b"key", SECTIONS, BUFFER, "link", 100e6)
+    assert chooser.slowdown < 2
+
+
 @pytest.mark.parametrize("mode", ["none", "lz4", "zstd"])
 def test_modes(mode, clock, codec):
     chooser = Chooser(mode, {codec.id: codec}, clock)
