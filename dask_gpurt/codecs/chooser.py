@@ -42,6 +42,8 @@ _MAX_SLOWDOWN = 100.0
 
 #: Layouts remembered. Categories that grow make a new layout of every partition.
 _MAX_LAYOUTS = 64
+#: ... and layouts on a link on which nothing paid.
+_MAX_RESTING = 4096
 
 
 @dataclass
@@ -87,6 +89,8 @@ class Chooser:
         self._lock = threading.Lock()
         self._layouts: OrderedDict[bytes, _Learnt] = OrderedDict()
         self._slowdown = 1.0
+        #: Bandwidth at which nothing paid on a link, and bytes until that is looked at again.
+        self._resting: OrderedDict[tuple[bytes, str], tuple[float, int]] = OrderedDict()
 
     def encode(
         self,
@@ -104,6 +108,13 @@ class Chooser:
         began = self._clock()
         encoded = encode_shard(buffer, sections, choices, self._by_number)
         self._learn(layout_key, sections, choices, self._clock() - began)
+        if bandwidth:
+            with self._lock:
+                nothing_pays = all(choice == RAW for choice in choices)
+                rest_nbytes = AGAIN_NBYTES if nothing_pays else 0
+                self._resting[layout_key, link] = (bandwidth, rest_nbytes)
+                if len(self._resting) > _MAX_RESTING:
+                    self._resting.popitem(last=False)
         return encoded
 
     @property
@@ -111,9 +122,22 @@ class Chooser:
         """How many times longer than samples said whole shards took lately; at least 1."""
         return self._slowdown
 
-    def may_pay(self, bandwidth: float | None) -> bool:
-        """Whether it is worth to look at a shard at all."""
-        return self._mode != "none" and (self._mode != "auto" or bool(bandwidth))
+    def may_pay(self, layout_key: bytes, nbytes: int, link: str, bandwidth: float | None) -> bool:
+        """Whether it is worth to look at a shard at all.
+
+        Where nothing paid for one shard, the next ones are passed on as they are, until many bytes
+        went by or the link became a good deal slower.
+        """
+        if self._mode != "auto":
+            return self._mode != "none"
+        if not bandwidth:
+            return False
+        with self._lock:
+            then, left_nbytes = self._resting.get((layout_key, link), (0.0, 0))
+            if left_nbytes <= 0 or bandwidth < then / 2:
+                return True
+            self._resting[layout_key, link] = (then, left_nbytes - nbytes)
+            return False
 
     def choose(
         self,
@@ -136,7 +160,7 @@ class Chooser:
         bandwidth
             Raw bytes a second of that link, None if not known yet.
         """
-        if not self.may_pay(bandwidth):
+        if self._mode == "none" or (self._mode == "auto" and not bandwidth):
             return [RAW] * len(sections)
         choices = []
         for section in sections:

@@ -22,7 +22,7 @@ import dask.config
 import numpy as np
 from dask.utils import parse_timedelta
 
-from dask_gpurt.codecs.shards import Encoded, encode_shard, joined
+from dask_gpurt.codecs.shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import (
     DamagedError,
@@ -262,12 +262,12 @@ class ExchangeRun:
 
     def _encode(self, path: Path, shard: Outgoing) -> Encoded:
         key, packed = shard.header.layout_key, shard.packed
+        link, bandwidth = path.address, path.rate.bandwidth
         chooser = self._state.chooser(self._settings.compression)
-        if not chooser.may_pay(path.rate.bandwidth):
+        if not chooser.may_pay(key, packed.buffer.nbytes, link, bandwidth):
             return Encoded((packed.buffer,), ())
         sections = joined(self._adapter.sections(key, packed))
-        choices = chooser.choose(key, sections, packed.buffer, path.address, path.rate.bandwidth)
-        return encode_shard(packed.buffer, sections, choices)
+        return chooser.encode(key, sections, packed.buffer, link, bandwidth)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         loop = asyncio.get_running_loop()

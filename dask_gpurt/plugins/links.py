@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from dask_gpurt.devices.pages import SharedPages
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.errors import DamagedError, LinkError, ProtocolError
-from dask_gpurt.plugins.seams import event_loop, to_serialize
+from dask_gpurt.plugins.seams import delivered, event_loop, to_serialize
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport.rate import LinkRate
 from dask_gpurt.transport.shared import Borrower, Lender
@@ -86,6 +85,7 @@ class Links:
     """
 
     def __init__(self, worker: Worker, keep_nbytes: int) -> None:
+        self._worker = worker
         self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
         self._borrower = Borrower(event_loop(worker))
         self._lender: Lender | None = None
@@ -124,13 +124,8 @@ class Links:
             path = await self._path(address, transport, call)
             message = await compose(path)
             payload = self._payload(path, message.buffers)
-            path.rate.begin(time.perf_counter())
-            nbytes = 0
-            try:
-                answer = await call({"header": message.header, "payload": payload})
-                nbytes = message.wire_nbytes
-            finally:
-                path.rate.end(time.perf_counter(), nbytes)
+            answer = await call({"header": message.header, "payload": payload})
+            path.rate.add(delivered(self._worker, address))
             status = answer["status"]
             if status == RELINK:
                 self._paths.pop((address, transport), None)

@@ -14,13 +14,17 @@ lets each run once in the wrong place to find out | `SpecSwap.remove` |
 | `Task.func`, `Task.args` | which partition an output task reads, fused or not | |
 | `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run` | a task finds a run of ours
 that is up without asking the event loop, which may be busy | `RunLookup.remove` |
+| `Worker.rpc.available`, `.occupied`, `TCP.stream` | the kernel says what a link carries | |
 | `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import socket
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +49,8 @@ from distributed.utils import sync
 from distributed.utils_comm import retry
 from packaging.version import Version
 
+from dask_gpurt.transport.rate import TCP_INFO_NBYTES, delivery_rate
+
 if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -61,6 +67,7 @@ __all__ = [
     "SpecSwap",
     "allow_work",
     "clean_exception",
+    "delivered",
     "event_loop",
     "context_meter",
     "handle_transfer_errors",
@@ -211,6 +218,22 @@ def event_loop(worker: Worker) -> asyncio.AbstractEventLoop:
     """The asyncio loop that a worker runs on."""
     loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
     return loop
+
+
+def delivered(worker: Worker, address: str) -> int | None:
+    """Bytes a second that the kernel saw delivered on connections to a peer, at the best.
+
+    None where it does not say: no TCP, another system, nothing sent yet.
+    """
+    pool = worker.rpc
+    rates = [0]
+    for comm in (*pool.available.get(address, ()), *pool.occupied.get(address, ())):
+        sock = getattr(getattr(comm, "stream", None), "socket", None)
+        if sock is not None and sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_NBYTES)
+                rates.append(delivery_rate(info) or 0)
+    return max(rates) or None
 
 
 def refuse_work(client: Client, error: Exception) -> None:

@@ -1,45 +1,61 @@
-"""Bandwidth of a link, learnt from the messages that went over it. Pure: the clock is the caller's.
+"""Bandwidth of a link, as the system's TCP measures it. Pure: whoever has the socket asks it.
 
-Several messages may be under way at a time and share the link, so it is the bytes of all of them
-over the time in which there was any that counts.
+Timing messages would not do: where processors are busy, messages wait for them, and a link that
+looks slow would have compression added to processors that have none to spare. The kernel knows
+better. For each acknowledged packet it works out at what rate data was delivered while there was
+enough to send, which is what its own congestion control goes by (Cardwell et al., BBR:
+Congestion-Based Congestion Control, ACM Queue 14(5), 2016).
 """
 
 from __future__ import annotations
 
-#: Less than this says more of latency than of bandwidth.
-_ENOUGH_NBYTES = 1 << 20
-#: Older bytes count half after so many new ones.
-_WINDOW_NBYTES = 64 << 20
+import struct
+from collections import deque
+
+#: Readings that are remembered, and how many it takes to say anything.
+_N_READINGS = 16
+_N_ENOUGH = 3
+
+#: In Linux's `struct tcp_info`: the flag for a rate that the application held down, and the rate.
+_APP_LIMITED = 7
+_DELIVERY_RATE = struct.Struct("=Q")
+_DELIVERY_RATE_FROM = 160
+#: Bytes of it that are wanted.
+TCP_INFO_NBYTES = _DELIVERY_RATE_FROM + _DELIVERY_RATE.size
+
+
+def delivery_rate(tcp_info: bytes) -> int | None:
+    """Bytes a second that a connection delivered, None if it was not put to the test.
+
+    Parameters
+    ----------
+    tcp_info
+        What `getsockopt(IPPROTO_TCP, TCP_INFO)` gives on Linux.
+    """
+    if len(tcp_info) < TCP_INFO_NBYTES or tcp_info[_APP_LIMITED] & 1:
+        return None
+    (rate,) = _DELIVERY_RATE.unpack_from(tcp_info, _DELIVERY_RATE_FROM)
+    return rate or None
 
 
 class LinkRate:
-    """Bytes a second of one link, as far as is known."""
+    """What a link carries, from readings of its connections after each message."""
 
     def __init__(self) -> None:
-        self._under_way = 0
-        self._busy_from_s = 0.0
-        self._busy_s = 0.0
-        self._nbytes = 0.0
+        self._readings: deque[int] = deque(maxlen=_N_READINGS)
 
-    def begin(self, now_s: float) -> None:
-        """A message leaves."""
-        if not self._under_way:
-            self._busy_from_s = now_s
-        self._under_way += 1
-
-    def end(self, now_s: float, nbytes: int) -> None:
-        """A message of `nbytes` was answered; 0 if it failed."""
-        self._busy_s += now_s - self._busy_from_s
-        self._busy_from_s = now_s
-        self._under_way -= 1
-        self._nbytes += nbytes
-        if self._nbytes > _WINDOW_NBYTES:
-            self._nbytes /= 2
-            self._busy_s /= 2
+    def add(self, reading: int | None) -> None:
+        """Take in a reading, if there is one."""
+        if reading:
+            self._readings.append(reading)
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second, None while not enough went over the link."""
-        if self._nbytes < _ENOUGH_NBYTES or self._busy_s <= 0:
+        """Bytes a second, None while too little is known.
+
+        The upper quartile: most readings err on the low side, when the receiver was late, and a
+        few on the high side, when a burst went through at once.
+        """
+        if len(self._readings) < _N_ENOUGH:
             return None
-        return self._nbytes / self._busy_s
+        return float(sorted(self._readings)[len(self._readings) * 3 // 4])

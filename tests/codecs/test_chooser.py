@@ -273,3 +273,38 @@ def test_real_codecs_end_to_end():
     np.testing.assert_array_equal(out, buffer)
     # And one so fast that nothing can pay.
     assert chooser.choose(b"key", sections, buffer, "memory", 1e15) == [RAW, RAW]
+
+
+def test_where_nothing_pays_shards_are_left_alone_for_a_while():
+    clock = Clock()
+    codec = ScriptedCodec(clock, ratio=1)
+    chooser = Chooser("auto", {codec.id: codec}, clock)
+    link = (b"key", BUFFER.nbytes, "link", 500e6)
+    assert chooser.may_pay(*link)
+    assert not chooser.encode(b"key", SECTIONS, BUFFER, "link", 500e6).table
+    shards = AGAIN_NBYTES // BUFFER.nbytes
+    assert [chooser.may_pay(*link) for _ in range(shards + 1)] == [False] * shards + [True]
+
+
+def test_other_links_and_layouts_and_links_that_became_slow_are_looked_at():
+    clock = Clock()
+    codec = ScriptedCodec(clock, ratio=1)
+    chooser = Chooser("auto", {codec.id: codec}, clock)
+    chooser.encode(b"key", SECTIONS, BUFFER, "link", 500e6)
+    assert not chooser.may_pay(b"key", 1, "link", 300e6)
+    assert chooser.may_pay(b"key", 1, "link", 200e6)
+    assert chooser.may_pay(b"key", 1, "other", 500e6)
+    assert chooser.may_pay(b"another", 1, "link", 500e6)
+
+
+def test_where_something_pays_every_shard_is_looked_at():
+    clock = Clock()
+    codec = ScriptedCodec(clock)
+    chooser = Chooser("auto", {codec.id: codec}, clock)
+    assert chooser.encode(b"key", SECTIONS, BUFFER, "link", 100e6).table
+    assert chooser.may_pay(b"key", 1, "link", 100e6)
+
+
+@pytest.mark.parametrize(("mode", "may"), [("none", False), ("lz4", True), ("auto", False)])
+def test_what_a_mode_says_of_a_link_that_nobody_measured(mode, may):
+    assert Chooser(mode).may_pay(b"key", 1, "link", None) == may
