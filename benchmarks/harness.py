@@ -127,7 +127,7 @@ def compare(
             wait(result)
             elapsed = time.perf_counter() - began
             del result
-        _settle(client)
+        settle(client)
         return elapsed
 
     order = list(sides.both())
@@ -143,7 +143,7 @@ def compare(
     print(timing.line(), flush=True)
     inputs.clear()
     for _, client in order:
-        _settle(client)
+        settle(client)
     return timing
 
 
@@ -151,7 +151,7 @@ def _nbytes(frame: Any) -> int:
     return int(frame.memory_usage(deep=True).sum())
 
 
-def _settle(client: Client) -> None:
+def settle(client: Client) -> None:
     """Wait until the cluster has let go of the last result, and the disk has what it wrote."""
 
     async def until_idle(dask_scheduler: Any) -> None:
