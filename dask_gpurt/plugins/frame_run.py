@@ -18,6 +18,7 @@ from dask_gpurt.frames.gather import group_rows
 from dask_gpurt.frames.port import FrameAdapter, Packed, Piece, Selection
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import DataFrameShuffleSpec
+from dask_gpurt.shuffle.balance import owners
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
 from dask_gpurt.shuffle.plan import cut_shards
 from dask_gpurt.shuffle.shards import Shard
@@ -37,14 +38,21 @@ class FrameSpec(DataFrameShuffleSpec):
         Name of the frame adapter, a key of `ADAPTERS`.
     settings
         As the client that switched the runtime on had them.
+    rows
+        Rows of each output partition in a sample; empty without one.
     """
 
     frame_kind: str
     settings: ShuffleSettings
+    rows: tuple[int, ...]
 
     @classmethod
     def replacing(
-        cls, stock: DataFrameShuffleSpec, frame_kind: str, settings: ShuffleSettings
+        cls,
+        stock: DataFrameShuffleSpec,
+        frame_kind: str,
+        settings: ShuffleSettings,
+        rows: Sequence[int] | None = None,
     ) -> FrameSpec:
         return cls(
             id=stock.id,
@@ -56,7 +64,14 @@ class FrameSpec(DataFrameShuffleSpec):
             drop_column=stock.drop_column,
             frame_kind=frame_kind,
             settings=settings,
+            rows=_padded(rows or (), stock.npartitions),
         )
+
+    def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
+        """Owner of an output partition; called for one after the other with the same workers."""
+        if not self.rows:
+            return super().pick_worker(partition, workers)
+        return owners(self.rows, tuple(workers))[partition]
 
     def create_run_on_worker(  # type: ignore[override]
         self,
@@ -66,6 +81,13 @@ class FrameSpec(DataFrameShuffleSpec):
         plugin: ShuffleWorkerPlugin,
     ) -> FrameRun:
         return FrameRun(self, run_id, span_id, worker_for, plugin)
+
+
+def _padded(rows: Sequence[int], n_partitions: int) -> tuple[int, ...]:
+    """As many numbers as there are partitions; none if they are not about these partitions."""
+    if not rows or len(rows) > n_partitions:
+        return ()
+    return (*rows, *[0] * (n_partitions - len(rows)))
 
 
 def _open_pandas(spec: FrameSpec) -> FrameAdapter:

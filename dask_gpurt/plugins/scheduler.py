@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -30,6 +30,8 @@ logger = logging.getLogger("dask_gpurt")
 
 #: How long a new run waits for workers that are just joining to say that they are ready.
 JOIN_TIMEOUT_S = 10.0
+#: Shuffles whose skew is remembered, for when they start over.
+MAX_SKETCHES = 256
 
 
 class GpurtScheduler(SchedulerPlugin):
@@ -58,12 +60,14 @@ class GpurtScheduler(SchedulerPlugin):
         self.not_ready: dict[str, str] = {}
         self.runs: Counter[str] = Counter()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
+        self._sketches: OrderedDict[str, list[int]] = OrderedDict()
         self._all_reported = asyncio.Condition()
         scheduler.handlers["gpurt_status"] = self.status
         if self.inactive_reason is not None:
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
         scheduler.handlers["gpurt_worker_ready"] = self.worker_ready
+        scheduler.handlers["gpurt_sketch"] = self.sketch
         scheduler.handlers["gpurt_disable"] = self.disable
         scheduler.handlers["gpurt_configure"] = self.configure
         self._swap = seams.SpecSwap(scheduler, self._choose, self._everyone_reported)
@@ -99,7 +103,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off.
-        for name in ("gpurt_worker_ready", "gpurt_disable", "gpurt_configure"):
+        for name in ("gpurt_worker_ready", "gpurt_sketch", "gpurt_disable", "gpurt_configure"):
             self.scheduler.handlers.pop(name, None)
         await self.scheduler.unregister_worker_plugin(None, name=NAME)
         self.scheduler.remove_plugin(NAME)
@@ -143,7 +147,8 @@ class GpurtScheduler(SchedulerPlugin):
         if why is None:
             assert isinstance(stock, seams.DataFrameShuffleSpec)
             self.runs["gpurt"] += 1
-            return FrameSpec.replacing(stock, frame_kind(stock.meta), self.settings.shuffle)
+            rows = self._sketches.get(stock.id)
+            return FrameSpec.replacing(stock, frame_kind(stock.meta), self.settings.shuffle, rows)
         if self.settings.strict:
             raise StrictFallbackError(
                 f"{what} would run on stock Dask: {why}. Set gpurt.strict to false to allow that."
@@ -153,6 +158,22 @@ class GpurtScheduler(SchedulerPlugin):
         self.fallbacks[what, why] += 1
         self.runs["stock"] += 1
         return stock
+
+    async def sketch(self, shuffle_id: str, rows: list[int] | None = None) -> Any:
+        """Handler: how full output partitions are in an input partition that is at hand.
+
+        Asked without `rows`, answers with the label of the column that has their numbers, or None
+        if that is not wanted.
+        """
+        if shuffle_id in seams.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
+            return None
+        if rows is None:
+            spec = seams.stock_spec(self.scheduler, shuffle_id)
+            return spec.column if isinstance(spec, seams.DataFrameShuffleSpec) else None
+        self._sketches[shuffle_id] = rows
+        while len(self._sketches) > MAX_SKETCHES:
+            self._sketches.popitem(last=False)
+        return None
 
     def _obstacle(self, stock: seams.ShuffleSpec[Any]) -> tuple[str, str | None]:
         if not isinstance(stock, seams.DataFrameShuffleSpec):

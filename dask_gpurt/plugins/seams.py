@@ -11,7 +11,10 @@ is created; the control plane stays distributed's | `SpecSwap.remove` |
 | handler `shuffle_get_or_create` | waits for workers that are just joining, and sends output tasks
 to the owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock
 lets each run once in the wrong place to find out | `SpecSwap.remove` |
+| `P2PBarrierTask.spec` | what will be shuffled, before there is a run | |
 | `Task.func`, `Task.args` | which partition an output task reads, fused or not | |
+| `ShuffleWorkerPlugin.add_partition` | a first look at the data, before a run is asked for
+| `RunLookup.remove` |
 | `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run` | a task finds a run of ours
 that is up without asking the event loop, which may be busy | `RunLookup.remove` |
 | `Worker.rpc.available`, `.occupied`, `TCP.stream` | the kernel says what a link carries | |
@@ -25,7 +28,7 @@ import contextlib
 import inspect
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import distributed
@@ -65,6 +68,7 @@ __all__ = [
     "ShuffleSchedulerPlugin",
     "ShuffleSpec",
     "SpecSwap",
+    "active_shuffles",
     "allow_work",
     "clean_exception",
     "delivered",
@@ -74,6 +78,7 @@ __all__ = [
     "handle_unpack_errors",
     "refuse_work",
     "retry",
+    "stock_spec",
     "sync",
     "thread_time",
     "to_serialize",
@@ -156,6 +161,18 @@ class SpecSwap:
         self._scheduler.handlers["shuffle_get_or_create"] = self._stock_handler
 
 
+def active_shuffles(scheduler: Scheduler) -> Collection[str]:
+    """Ids of the shuffles that have a run."""
+    plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
+    return plugin.active_shuffles.keys()
+
+
+def stock_spec(scheduler: Scheduler, shuffle_id: Any) -> ShuffleSpec[Any] | None:
+    """Spec of a shuffle as its graph has it, None if there is no such shuffle."""
+    barrier = scheduler.tasks.get(barrier_key(shuffle_id))
+    return getattr(barrier.run_spec, "spec", None) if barrier is not None else None
+
+
 def partitions_read(task: Any, shuffle_id: ShuffleId) -> set[int]:
     """Output partitions of a shuffle that a task reads, itself or in a task fused into it."""
     found: set[int] = set()
@@ -183,9 +200,17 @@ class RunLookup:
         A live worker.
     is_ours
         Whether a run may be found this way.
+    at_first_sight
+        Called with the id of a shuffle that has no run here yet, and the input partition that is
+        about to ask for one.
     """
 
-    def __init__(self, worker: Worker, is_ours: Callable[[Any], bool]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        is_ours: Callable[[Any], bool],
+        at_first_sight: Callable[[ShuffleId, Any], None],
+    ) -> None:
         self._plugin: ShuffleWorkerPlugin = worker.plugins["shuffle"]  # type: ignore[assignment]
         plugin, kind = self._plugin, type(self._plugin)
 
@@ -205,12 +230,18 @@ class RunLookup:
                 return run
             return kind.get_shuffle_run(plugin, shuffle_id, run_id)
 
+        def add_partition(data: Any, partition_id: Any, id: ShuffleId, **kwargs: Any) -> int:
+            if plugin.shuffle_runs._active_runs.get(id) is None:
+                at_first_sight(id, data)
+            return kind.add_partition(plugin, data, partition_id, id, **kwargs)
+
+        plugin.add_partition = add_partition  # type: ignore[method-assign]
         plugin.get_or_create_shuffle = get_or_create_shuffle  # type: ignore[method-assign]
         plugin.get_shuffle_run = get_shuffle_run  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Give the stock methods back."""
-        for name in ("get_or_create_shuffle", "get_shuffle_run"):
+        for name in ("add_partition", "get_or_create_shuffle", "get_shuffle_run"):
             vars(self._plugin).pop(name, None)
 
 

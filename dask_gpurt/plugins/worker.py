@@ -11,8 +11,10 @@ import asyncio
 import logging
 import weakref
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from distributed.diagnostics.plugin import WorkerPlugin
 
 import dask_gpurt
@@ -23,7 +25,7 @@ from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
 from dask_gpurt.plugins.links import OUTGOING, Links
-from dask_gpurt.plugins.seams import RunLookup, event_loop
+from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ NAME = "gpurt"
 KEEP_SHARE = 0.1
 #: How long warm memory is kept after the last run, in case another follows.
 IDLE_S = 60.0
+#: Input partitions with fewer rows are not worth a message ahead.
+SKETCHED_ROWS = 10_000
 #: So many past runs are kept for `status`.
 N_REPORTED = 32
 
@@ -149,6 +153,28 @@ def state_of(worker: Worker) -> WorkerState:
     return state
 
 
+def sketch(worker: Worker, shuffle_id: str, data: Any) -> None:
+    """Tell the scheduler how full output partitions will be, before it says who owns them.
+
+    In a task thread, for the first input partition that is at hand here. Without an answer the
+    partitions are given out as stock does it.
+    """
+    try:
+        if len(data) < SKETCHED_ROWS:
+            return
+        # Frames whose partition numbers are plain integers, on the host.
+        column = sync(worker.loop, worker.scheduler.gpurt_sketch, shuffle_id=shuffle_id)
+        if column is None:
+            return
+        numbers = data[column].to_numpy()
+        if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu":
+            return
+        rows = np.bincount(numbers[numbers >= 0]).tolist()
+        sync(worker.loop, worker.scheduler.gpurt_sketch, shuffle_id=shuffle_id, rows=rows)
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        logger.debug("no sketch of shuffle %s: %r", shuffle_id, error)
+
+
 class Attachment:
     """The runtime on one worker, for as long as the plugin is registered."""
 
@@ -159,7 +185,9 @@ class Attachment:
 
         self._worker = worker
         self.state = state = state_of(worker)
-        self._lookup = RunLookup(worker, lambda run: isinstance(run, ExchangeRun))
+        self._lookup = RunLookup(
+            worker, lambda run: isinstance(run, ExchangeRun), partial(sketch, worker)
+        )
 
         async def gpurt_report() -> dict[str, Any]:
             return state.report()
