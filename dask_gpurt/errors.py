@@ -12,7 +12,8 @@
     ├── ExchangeError (RuntimeError)        a shuffle run that cannot go on
     │   ├── IncompleteExchangeError         shards that were announced and never came
     │   └── PartitionReleasedError          an output partition asked for after it was let go
-    └── ShardStorageError (OSError)         shards on disk that cannot be read back
+    ├── ShardStorageError (OSError)         shards on disk that cannot be read back
+    └── TransportError (ConnectionError)    a link between workers that cannot be had, or broke
 
 One meaning each. Each also subclasses the builtin that a generic handler would expect.
 """
@@ -62,3 +63,7 @@ class PartitionReleasedError(ExchangeError):
 
 class ShardStorageError(GpurtError, OSError):
     """Shards that were written to disk cannot be read back."""
+
+
+class TransportError(GpurtError, ConnectionError):
+    """A link to another worker cannot be had, broke, or did not deliver in time."""

@@ -36,7 +36,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "frames": (set(), FRAMES, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
     "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),
-    "transport": ({"errors"}, {"numpy"}, {"asyncio", "os", "threading"}),
+    "transport": ({"errors"}, {"numpy", "ucxx"}, {"asyncio", "os", "threading"}),
     "shuffle": (
         {"codecs", "errors", "frames", "metrics", "transport"},
         {"numpy"},
@@ -67,6 +67,7 @@ ONLY_IN = {
     "dask._task_spec": {"plugins/seams.py"},
     "pandas._libs": {"frames/gather.py"},
     "ctypes": {"devices/malloc.py", "devices/pages.py"},
+    "ucxx": {"transport/ucx_thread.py"},
 }
 
 

@@ -1,0 +1,212 @@
+"""UCX endpoints of our own between two workers: payload past Dask's comms.
+
+`UcxEngine` is what a worker's event loop sees of it. It keeps deadlines and cancellation; the work
+is done by a thread of its own (`transport.ucx_thread`) and what that drives
+(`transport.ucx_switchboard`), so that neither waits for the other. Over shared memory inside a
+host, TCP or whatever faster UCX finds between hosts. Not encrypted: a cluster that requires
+encryption must not use it.
+
+Control messages (who sends which number, how long its buffers are) are the caller's business and
+travel elsewhere. UCX is optional: without the package `ucxx` an engine does not start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dask_gpurt.errors import TransportError
+from dask_gpurt.transport.ucx_protocol import N_NUMBERS, Buffer, Descriptor
+from dask_gpurt.transport.ucx_switchboard import Switchboard
+from dask_gpurt.transport.ucx_thread import UcxThread
+
+#: Options of the engine's own context. `ucxx` asks for endpoints that notice a dead peer, which
+#: the transports over shared memory are only capable of with these; without them two processes
+#: of one host talk TCP, at a fifth of the rate.
+_OPTIONS = {"POSIX_ERROR_HANDLING": "y", "SYSV_ERROR_HANDLING": "y"}
+
+
+class UcxEngine:
+    """This process's end of all UCX links. Made by `start`.
+
+    All methods are for one event loop. A message is a list of one-dimensional `uint8` arrays
+    under a number below 2**31 that the sender does not use twice. Waits can be cancelled. Memory
+    of a transfer that failed, was cancelled or ran out of time stays referenced until UCX is done
+    with it, and what is still written goes there; so memory must be lent to somebody else only
+    when nothing references the arrays any more.
+    """
+
+    def __init__(self, thread: UcxThread, board: Switchboard) -> None:
+        self._thread = thread
+        self._board = board
+
+    @classmethod
+    async def start(cls, host: str, options: Mapping[str, str] | None = None) -> UcxEngine:
+        """Load UCX and listen.
+
+        Parameters
+        ----------
+        host
+            IP address under which peers reach this process.
+        options
+            Options of UCX without their prefix, such as ``{"TLS": "tcp"}``. They hold for this
+            engine alone, and come before variables of the environment.
+
+        Raises
+        ------
+        TransportError
+            UCX is not installed or does not start, and why.
+        """
+        # Else UCX complains on stderr of a variable that `ucxx` sets and UCX no longer knows.
+        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+        own = {key: on for key, on in _OPTIONS.items() if f"UCX_{key}" not in os.environ}
+        thread = UcxThread(host, {**own, **(options or {})})
+        try:
+            # Shielded: a thread that has begun to start has to be told to end.
+            return cls(thread, await asyncio.shield(asyncio.wrap_future(thread.started)))
+        except asyncio.CancelledError:
+            thread.call(lambda: thread.started.result().close())
+            raise
+
+    @property
+    def descriptor(self) -> dict[str, str | int]:
+        """What a peer needs to connect: plain values."""
+        return self._board.descriptor.to_plain()
+
+    @property
+    def token(self) -> str:
+        """Names this engine."""
+        return self._board.descriptor.token
+
+    async def connect(self, descriptor: Mapping[str, object], deadline_s: float) -> str:
+        """Have a link to the engine that the descriptor describes; returns its token.
+
+        There is one link between two engines, whoever asked for it, and callers share it.
+
+        Raises
+        ------
+        ProtocolError
+            The descriptor is malformed or of another version.
+        TransportError
+            The engine is not there, another one is, or it did not answer in time.
+        """
+        wanted = Descriptor.from_plain(descriptor)
+        await self._ask(
+            partial(self._board.connect, wanted),
+            partial(self._board.give_up_connecting, wanted.token),
+            deadline_s,
+            f"connecting to {wanted.token} at {wanted.host}:{wanted.port}",
+        )
+        return wanted.token
+
+    async def send(
+        self, peer_token: str, number: int, buffers: Sequence[Buffer], deadline_s: float
+    ) -> None:
+        """Send a message; returns when the buffers may be changed again.
+
+        That the receiver has all of it is for the receiver to say.
+
+        Raises
+        ------
+        TransportError
+            There is no link, it broke, or the receiver did not take the message in time.
+        """
+        buffers = _checked(number, buffers)
+        await self._ask(
+            partial(self._board.send, peer_token, number, buffers),
+            self._board.give_up_sending,
+            deadline_s,
+            f"sending message {number} to {peer_token}",
+        )
+
+    async def receive(
+        self, peer_token: str, number: int, buffers: Sequence[Buffer], deadline_s: float
+    ) -> None:
+        """Fill these buffers with a message, whether it is already here or still to come.
+
+        Raises
+        ------
+        ProtocolError
+            The message's buffers do not have exactly these lengths. Nothing is written outside
+            of the buffers; what is in them is undefined.
+        TransportError
+            There is no link, it broke, or the message was not here in time.
+        """
+        buffers = _checked(number, buffers)
+        if not all(buffer.flags.writeable for buffer in buffers):
+            raise ValueError("cannot receive into read-only memory")
+        await self._ask(
+            partial(self._board.receive, peer_token, number, buffers),
+            partial(self._board.give_up_receiving, peer_token, number),
+            deadline_s,
+            f"receiving message {number} of {peer_token}",
+        )
+
+    async def disconnect(self, peer_token: str) -> None:
+        """Close what links there are to a peer; what is under way on them fails."""
+        await self._ask(partial(self._board.disconnect, peer_token), None, None, "disconnecting")
+
+    async def close(self, deadline_s: float) -> None:
+        """Fail what is under way, close all links, end the thread, let go of UCX.
+
+        Memory that a hung peer still uses stays referenced, see `held_nbytes` of the report.
+
+        Raises
+        ------
+        TransportError
+            The thread did not come to an end in time. It goes on trying.
+        """
+        self._thread.call(self._board.close)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.shield(asyncio.wrap_future(self._thread.finished))
+        except TimeoutError as error:
+            raise TransportError(f"UCX did not close within {deadline_s:g} s") from error
+
+    def report(self) -> dict[str, Any]:
+        """Counters and state, as plain values."""
+        thread, board = self._thread, self._board
+        return {
+            "token": self.token,
+            "is_closed": thread.finished.done(),
+            "transports": list(thread.transports),
+            "peers": board.peers(),
+            "held_nbytes": board.held_nbytes(),
+            "problems": list(board.problems),
+            **dict(board.counters),
+        }
+
+    async def _ask(
+        self,
+        start: Callable[[Future[None]], None],
+        give_up: Callable[[Future[None]], None] | None,
+        deadline_s: float | None,
+        what: str,
+    ) -> None:
+        """Have the thread do something and wait for it, but not for ever."""
+        future: Future[None] = Future()
+        if not self._thread.call(partial(start, future)):
+            raise TransportError(f"{what}: the UCX engine is closed")
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            raise TransportError(f"{what}: not done within {deadline_s:g} s") from error
+        finally:
+            if give_up is not None and future.cancelled():
+                self._thread.call(partial(give_up, future))
+
+
+def _checked(number: int, buffers: Sequence[Buffer]) -> list[Buffer]:
+    if not 0 <= number < N_NUMBERS:
+        raise ValueError(f"message {number}: numbers are below {N_NUMBERS}")
+    for buffer in buffers:
+        if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+            raise ValueError("a message is made of contiguous one-dimensional uint8 arrays")
+    return list(buffers)

@@ -1,0 +1,463 @@
+"""Links and messages of one engine: who is connected, what is under way, what nobody wants.
+
+What UCX offers decides some of the design:
+
+- A tag receive does not tell how long the message was that it received. So messages are probed
+  for first, which tells their length and takes them out of the queue, and received by handle.
+- A matched receive cannot be taken back: UCX writes until it is complete or its endpoint is
+  closed. So the buffers of a transfer are held here until UCX is done with all its requests,
+  whatever became of whoever asked for it.
+- Destroying a worker makes `ucxx` receive whatever is still unread, of any length. So nothing is
+  left unread: unwanted messages are received into memory of their own and dropped.
+- A tag does not tell which endpoint a message came by. So greetings travel on the endpoint's
+  stream, and each side gives the other a channel number to put into its tags.
+
+All of it happens in the thread of `transport.ucx_thread`, which hands in UCX's worker, except
+reports. Knows no deadlines (`transport.ucx` does); formats are `transport.ucx_protocol`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from dask_gpurt.errors import ProtocolError, TransportError
+from dask_gpurt.transport.ucx_links import Link, Peer, Receive, Send, Transfer, reject, resolve
+from dask_gpurt.transport.ucx_protocol import (
+    GREETING_NBYTES,
+    REFUSED,
+    SMALL_NBYTES,
+    TOKEN_NBYTES,
+    Buffer,
+    Descriptor,
+    Greeting,
+    make_tag,
+    read_tag,
+    seal,
+)
+
+#: Connections that have not proven themselves; the oldest gives way to a further one.
+_N_STRANGERS = 64
+#: Parcels that nobody has asked for yet, of one link. Large ones are still at their sender.
+_N_UNCLAIMED = 1 << 16
+#: No memory is spent on getting rid of a parcel larger than this.
+_LARGEST_DROPPED_NBYTES = 1 << 30
+
+#: Switchboards that were closed before UCX was done: a peer hung. They stay until the process ends.
+_stranded: list[Switchboard] = []
+
+_NOBODY = "0" * 2 * TOKEN_NBYTES
+
+
+class Switchboard:
+    """Links and transfers over one worker of UCX.
+
+    Parameters
+    ----------
+    library
+        The classes of `ucxx`'s own layer below its asyncio.
+    array
+        What `ucxx` wants buffers wrapped in.
+    host
+        Address that goes into the descriptor; UCX listens on all of them.
+    """
+
+    def __init__(self, library: Any, array: Any, worker: Any, host: str) -> None:
+        self._library, self._array, self._worker = library, array, worker
+        self._any_tag = (library.UCXXTag(0), library.UCXXTagMask(0))
+        self.counters: Counter[str] = Counter()
+        self.problems: deque[str] = deque(maxlen=16)
+        self._peers: dict[str, Peer] = {}
+        self._links: dict[int, Link] = {}
+        #: Links whose other side has not proven itself yet.
+        self._strangers: dict[int, Link] = {}
+        #: What UCX's callbacks said: channels of failed endpoints, and who wants to connect.
+        self._failed: deque[int] = deque()
+        self._callers: deque[int] = deque()
+        self._transfers: list[Transfer] = []
+        #: Endpoints that are closing, and the requests that tell when they are closed.
+        self._closing: list[tuple[Any, Any]] = []
+        self.is_closing = False
+        # Port 0: any that is free.
+        self._listener = library.UCXListener.create(worker, 0, self._callers.append)
+        self._token, key = os.urandom(TOKEN_NBYTES).hex(), os.urandom(TOKEN_NBYTES).hex()
+        self.descriptor = Descriptor(host, self._listener.port, self._token, key)
+
+    def held_nbytes(self) -> int:
+        """Bytes of messages that UCX still works on; from any thread."""
+        return sum(transfer.nbytes for transfer in list(self._transfers))
+
+    def peers(self) -> dict[str, int]:
+        """Number of links to each peer; from any thread."""
+        return {peer.token: len(peer.links) for peer in list(self._peers.values())}
+
+    @property
+    def is_idle(self) -> bool:
+        """UCX has nothing under way."""
+        return not self._transfers and not self._closing
+
+    def close(self) -> None:
+        """Close all links and fail what is under way. It is over when all is idle."""
+        self.is_closing = True
+        for link in list(self._links.values()):
+            self._lose(link, "the UCX engine was closed")
+        for transfer in self._transfers:
+            transfer.fail(TransportError("the UCX engine was closed"))
+
+    def drop(self) -> None:
+        """Let go of UCX, unless it is not done: then all stays as it is, memory and all."""
+        if not self.is_idle:
+            # Requests and endpoints of `ucxx` hold one another, so nothing would end them, and a
+            # network card might still write.
+            _stranded.append(self)
+            return
+        self._listener = None
+        self._worker = None
+
+    def look(self) -> None:
+        """See what progress has brought."""
+        while self._callers:
+            self._accept(self._callers.popleft())
+        while self._failed:
+            link = self._links.get(self._failed.popleft())
+            if link is not None:
+                self._lose(link, self._reason(link))
+        for link in list(self._strangers.values()):
+            self._read_greeting(link)
+        while (probe := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
+            self._arrive(*read_tag(probe.sender_tag.value), probe)
+        if self._transfers:
+            self._transfers = [t for t in self._transfers if not self._is_over(t)]
+        if self._closing:
+            self._closing = [pair for pair in self._closing if not pair[1].completed]
+
+    def _is_over(self, transfer: Transfer) -> bool:
+        error = transfer.poll()
+        if error is not None and not transfer.is_failed:
+            self._fail(transfer, TransportError(f"UCX could not move a message: {error}"))
+        if not transfer.is_done:
+            return False
+        if not transfer.is_failed:
+            try:
+                transfer.succeed()
+            except ProtocolError as problem:
+                self._fail(transfer, problem)
+            else:
+                kind = "received" if isinstance(transfer, Receive) else "sent"
+                if isinstance(transfer, (Receive, Send)):
+                    self.counters[f"{kind}_nbytes"] += transfer.nbytes
+                    self.counters[f"{kind}_messages"] += 1
+        return True
+
+    def _fail(self, transfer: Transfer, error: Exception) -> None:
+        if isinstance(transfer, Receive) and not transfer.is_posted and transfer.link is not None:
+            transfer.link.receives.pop(transfer.number, None)
+            if transfer.link.peer is not None:
+                transfer.link.peer.refuse(transfer.number)
+        self.problems.append(str(error))
+        transfer.fail(error)
+
+    # ----------------------------------------------------------------- links
+
+    def _new_link(self, descriptor: Descriptor | None = None) -> Link:
+        while (channel := int.from_bytes(os.urandom(4), "little")) in self._links:
+            pass
+        link = Link(channel, descriptor)
+        self._links[channel] = self._strangers[channel] = link
+        return link
+
+    def _meet(self, link: Link, endpoint: Any) -> None:
+        link.endpoint = endpoint
+        # By number: a callback that held the link would keep itself alive.
+        endpoint.set_close_callback(self._failed.append, (link.channel,))
+        link.greeting_buffer = np.zeros(GREETING_NBYTES, dtype=np.uint8)
+        link.greeting = endpoint.stream_recv(self._array(link.greeting_buffer))
+
+    def _greet(self, link: Link, greeting: Greeting) -> None:
+        raw = np.frombuffer(greeting.encode(), dtype=np.uint8)
+        transfer = Transfer(link)
+        transfer.add(link.endpoint.stream_send(self._array(raw)), raw)
+        self._transfers.append(transfer)
+
+    def connect(self, descriptor: Descriptor, future: Future[None]) -> None:
+        """Resolve the future once there is a link to this engine, and make one if need be."""
+        peer = self._peers.setdefault(descriptor.token, Peer(descriptor.token))
+        if self.is_closing:
+            reject(future, TransportError("the UCX engine is closed"))
+        elif peer.links:
+            resolve(future)
+        elif peer.connecting is not None:
+            peer.connecting.waiters.append(future)
+        else:
+            link = peer.connecting = self._new_link(descriptor)
+            link.waiters.append(future)
+            try:
+                self._meet(
+                    link,
+                    self._worker.create_endpoint_from_hostname(
+                        descriptor.host, descriptor.port, True
+                    ),
+                )
+                self._greet(link, Greeting(self._token, descriptor.key, link.channel))
+            except Exception as error:  # one class per status of UCX
+                self._lose(link, str(error))
+
+    def give_up_connecting(self, token: str, future: Future[None]) -> None:
+        """Whoever asked for a link no longer waits for it."""
+        peer = self._peers.get(token)
+        if peer is None or peer.connecting is None:
+            return
+        link = peer.connecting
+        if future in link.waiters:
+            link.waiters.remove(future)
+            if not link.waiters:
+                self._lose(link, "given up")
+
+    def _accept(self, request: int) -> None:
+        if self.is_closing:
+            return
+        callers = [link for link in self._strangers.values() if link.descriptor is None]
+        if len(callers) >= _N_STRANGERS:
+            self._lose(callers[0], "too many connections that do not say who they are")
+        link = self._new_link()
+        try:
+            self._meet(link, self._listener.create_endpoint_from_conn_request(request, True))
+        except Exception as error:
+            self._lose(link, str(error))
+
+    def _read_greeting(self, link: Link) -> None:
+        """Let a link in whose other side has proven itself."""
+        if link.greeting is None or not link.greeting.completed:
+            return
+        try:
+            link.greeting.check_error()
+            assert link.greeting_buffer is not None
+            greeting = Greeting.decode(link.greeting_buffer.tobytes())
+        except Exception as error:
+            self._lose(link, str(error))
+            return
+        link.greeting = link.greeting_buffer = None
+        if link.descriptor is None:
+            if greeting.key != self.descriptor.key:
+                self.problems.append("refused a connection that was meant for another engine")
+                # The caller reads this, knows why, and closes.
+                self._greet(link, Greeting(_NOBODY, _NOBODY, 0, REFUSED))
+                return
+        elif greeting.verdict == REFUSED or greeting.token != link.descriptor.token:
+            self._lose(link, "another engine answered: the worker that was there is gone")
+            return
+        del self._strangers[link.channel]
+        link.to_channel = greeting.channel
+        peer = self._peers.setdefault(greeting.token, Peer(greeting.token))
+        link.peer = peer
+        peer.links.append(link)
+        self.counters["links_made"] += 1
+        if link.descriptor is None:
+            # Before this arrives nothing can come for the peer that this side has not let in.
+            self._greet(link, Greeting(self._token, _NOBODY, link.channel))
+        else:
+            peer.connecting = None
+            for future in link.waiters:
+                resolve(future)
+            link.waiters.clear()
+        for number in [number for number in link.arrived if number in peer.waiting]:
+            self._bind(link, peer.waiting.pop(number))
+
+    def _reason(self, link: Link) -> str:
+        try:
+            link.endpoint.raise_on_error()
+        except Exception as error:
+            return f"the other side is gone: {error}"
+        return "the other side closed it"
+
+    def _lose(self, link: Link, reason: str) -> None:
+        """End a link: what is under way on it fails, and its memory is let go by UCX."""
+        if link.is_lost:
+            return
+        link.is_lost = True
+        del self._links[link.channel]
+        self._strangers.pop(link.channel, None)
+        peer = link.peer
+        token = peer.token if peer else link.descriptor.token if link.descriptor else "a stranger"
+        message = f"UCX link to {token}: {reason}"
+        if not self.is_closing:
+            self.problems.append(message)
+        self.counters["links_lost"] += 1
+        if link.endpoint is not None and link.endpoint.alive:
+            # Forced: it does not wait for a peer that may be gone. Not for an endpoint that has
+            # failed: `ucxx` has closed it, and makes no request that could be asked.
+            self._closing.append((link.endpoint, link.endpoint.close()))
+        for probes in link.arrived.values():
+            for probe in probes:
+                self._drop(probe)
+        link.receives.clear()
+        if link.descriptor is not None:
+            peer = self._peers.get(link.descriptor.token)
+        waiting: list[Receive] = []
+        if peer is not None:
+            if link in peer.links:
+                peer.links.remove(link)
+            if peer.connecting is link:
+                peer.connecting = None
+            if not peer.is_reachable:
+                del self._peers[peer.token]
+                waiting = list(peer.waiting.values())
+        # Last: whoever is told finds the link gone.
+        error = TransportError(message)
+        for receive in waiting:
+            receive.fail(error)
+        for transfer in self._transfers:
+            if transfer.link is link:
+                transfer.fail(error)
+        for future in link.waiters:
+            reject(future, error)
+
+    def disconnect(self, token: str, future: Future[None]) -> None:
+        """Close the links to a peer. What is under way on them fails."""
+        peer = self._peers.get(token)
+        if peer is not None:
+            for link in [*peer.links, *([peer.connecting] if peer.connecting else [])]:
+                self._lose(link, "disconnected here")
+        resolve(future)
+
+    # -------------------------------------------------------------- messages
+
+    def _link_to(self, token: str, number: int) -> Link:
+        peer = self._peers.get(token)
+        if peer is None or not peer.links:
+            raise TransportError(f"message {number}: no UCX link to {token}")
+        return peer.links[-1]
+
+    def send(
+        self, token: str, number: int, buffers: Sequence[Buffer], future: Future[None]
+    ) -> None:
+        """Post a message. The future is resolved when UCX no longer needs the buffers."""
+        try:
+            link = self._link_to(token, number)
+        except TransportError as error:
+            reject(future, error)
+            return
+        large = [buffer for buffer in buffers if len(buffer) >= SMALL_NBYTES]
+        tag = make_tag(link.to_channel, number)
+        self._post(Send(link, number, future), link, tag, [seal(number, buffers), *large])
+
+    def _post(self, send: Transfer, link: Link, tag: int, parcels: Sequence[Buffer]) -> None:
+        ucx_tag = self._library.UCXXTag(tag)
+        self._transfers.append(send)
+        try:
+            for parcel in parcels:
+                send.add(link.endpoint.tag_send(self._array(parcel), ucx_tag), parcel)
+        except Exception as error:
+            self._lose(link, str(error))
+
+    def give_up_sending(self, future: Future[None]) -> None:
+        """Nobody waits for this message to leave; the receiver shall drop what it has of it."""
+        for send in self._transfers:
+            if isinstance(send, Send) and send.future is future and not send.is_failed:
+                send.fail(TransportError("given up"))
+                link = send.link
+                assert link is not None
+                tag = make_tag(link.to_channel, send.number, is_retraction=True)
+                self._post(Transfer(link), link, tag, [np.zeros(1, dtype=np.uint8)])
+                return
+
+    def receive(
+        self, token: str, number: int, buffers: Sequence[Buffer], future: Future[None]
+    ) -> None:
+        """Resolve the future once these buffers hold that message."""
+        peer = self._peers.get(token)
+        if peer is None or not peer.is_reachable:
+            reject(future, TransportError(f"message {number}: no UCX link to {token}"))
+            return
+        if peer.expects(number):
+            reject(future, ValueError(f"message {number} of {token} is being received"))
+            return
+        receive = Receive(number, buffers, future)
+        for link in peer.links:
+            if number in link.arrived:
+                self._bind(link, receive)
+                return
+        peer.waiting[number] = receive
+
+    def _bind(self, link: Link, receive: Receive) -> None:
+        receive.link = link
+        link.receives[receive.number] = receive
+        self._transfers.append(receive)
+        probes = link.arrived.pop(receive.number, [])
+        link.n_arrived -= len(probes)
+        for probe in probes:
+            self._take(link, receive, probe)
+
+    def give_up_receiving(self, token: str, number: int, future: Future[None]) -> None:
+        """Nobody waits for this message; what comes of it is dropped."""
+        peer = self._peers.get(token)
+        if peer is None:
+            return
+        waiting = peer.waiting.get(number)
+        if waiting is not None and waiting.future is future:
+            del peer.waiting[number]
+            peer.refuse(number)
+            return
+        for receive in self._transfers:
+            if isinstance(receive, Receive) and receive.future is future and not receive.is_failed:
+                self._fail(receive, TransportError(f"message {number} of {token} was given up"))
+
+    def _arrive(self, channel: int, number: int, is_retraction: bool, probe: Any) -> None:
+        """Find out whom a parcel is for."""
+        link = self._links.get(channel)
+        if link is None:
+            self._drop(probe)
+        elif is_retraction:
+            self._drop(probe)
+            probes = link.arrived.pop(number, [])
+            link.n_arrived -= len(probes)
+            for unwanted in probes:
+                self._drop(unwanted)
+        elif number in link.receives:
+            self._take(link, link.receives[number], probe)
+        elif link.peer is not None and number in link.peer.waiting:
+            receive = link.peer.waiting.pop(number)
+            self._bind(link, receive)
+            self._take(link, receive, probe)
+        elif link.peer is not None and link.peer.refuses(number):
+            self._drop(probe)
+        else:
+            link.arrived.setdefault(number, []).append(probe)
+            link.n_arrived += 1
+            if link.n_arrived > _N_UNCLAIMED:
+                self._lose(link, "too many messages that nobody asked for")
+
+    def _take(self, link: Link, receive: Receive, probe: Any) -> None:
+        """Receive a parcel where it belongs, if it is exactly as long as it must be."""
+        if receive.is_failed or receive.is_posted:
+            self._drop(probe)
+            return
+        parcel = receive.parcels[receive.n_posted]
+        if probe.length != len(parcel):
+            problem = ProtocolError(
+                f"message {receive.number}: parcel {receive.n_posted} has {probe.length} bytes "
+                f"where {len(parcel)} were announced"
+            )
+            self._drop(probe)
+            self._fail(receive, problem)
+            return
+        # By handle UCX would write as much as was sent: hence the look at the length above.
+        receive.add(self._worker.tag_recv_with_handle(self._array(parcel), probe), parcel)
+        receive.n_posted += 1
+        if receive.n_posted == len(receive.parcels):
+            del link.receives[receive.number]
+
+    def _drop(self, probe: Any) -> None:
+        """Receive what nobody wants, so that its sender is done with it."""
+        self.counters["dropped_parcels"] += 1
+        if probe.length > _LARGEST_DROPPED_NBYTES:
+            return  # it stays at its sender until the link ends
+        sink = np.empty(max(1, probe.length), dtype=np.uint8)
+        transfer = Transfer(None)
+        transfer.add(self._worker.tag_recv_with_handle(self._array(sink), probe), sink)
+        self._transfers.append(transfer)

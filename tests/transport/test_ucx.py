@@ -1,0 +1,575 @@
+"""Links over UCX between real processes: what is sent arrives, and whatever ends ends cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import socket
+import sys
+
+import numpy as np
+import pytest
+
+from dask_gpurt.errors import ProtocolError, TransportError
+from dask_gpurt.transport.ucx import UcxEngine
+from tests.transport.ucx_peer import PATIENCE_S, exchange
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+needs_ucxx = pytest.mark.skipif(
+    importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"
+)
+#: Shared memory, which is what UCX chooses inside a host, and TCP.
+over_both = pytest.mark.parametrize("options", [{}, {"TLS": "tcp"}], ids=["shared memory", "tcp"])
+
+
+class OtherProcess:
+    """Handle of a `ucx_peer` process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.descriptor: dict = {}
+        self._replies: dict[int, asyncio.Future] = {}
+        self._n_commands = 0
+
+    @property
+    def token(self) -> str:
+        return self.descriptor["token"]
+
+    async def listen(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            reply = json.loads(line)
+            self._replies.pop(reply["id"]).set_result(reply)
+
+    def begin(self, do: str, **more) -> asyncio.Future:
+        """Start a command; the future has the reply."""
+        assert self.process.stdin is not None
+        self._n_commands += 1
+        future = self._replies[self._n_commands] = asyncio.get_running_loop().create_future()
+        command = {"id": self._n_commands, "do": do, **more}
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        return future
+
+    async def run(self, do: str, **more):
+        reply = await self.begin(do, **more)
+        assert "error" not in reply, reply["error"]
+        return reply["result"]
+
+
+@contextlib.asynccontextmanager
+async def other_process(options=None):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(ROOT / "tests" / "transport" / "ucx_peer.py"),
+        json.dumps(options or {}),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    other = OtherProcess(process)
+    try:
+        assert process.stdout is not None
+        other.descriptor = json.loads(await process.stdout.readline())
+        listening = asyncio.create_task(other.listen())
+        yield other
+        assert process.stdin is not None
+        if process.returncode is None:
+            process.stdin.close()
+            assert await process.wait() in (0, -signal.SIGKILL)
+        await listening
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def engine_here(options=None):
+    engine = await UcxEngine.start("127.0.0.1", options)
+    try:
+        yield engine
+    finally:
+        await engine.close(PATIENCE_S)
+
+
+@contextlib.asynccontextmanager
+async def pair(options=None):
+    """An engine here, a process with another, and a link from here."""
+    async with other_process(options) as other, engine_here(options) as engine:
+        await engine.connect(other.descriptor, PATIENCE_S)
+        yield engine, other
+
+
+def run(scenario):
+    async def watched():
+        async with asyncio.timeout(4 * PATIENCE_S):
+            await scenario
+
+    asyncio.run(watched())
+
+
+async def until(condition):
+    """Wait for a state of the thread that nothing tells of."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def both_ways(engine, other, number, sizes):
+    """A message there and one back under the same number."""
+    there, back, *_ = await asyncio.gather(
+        other.begin("receive", peer=engine.token, number=number, sizes=sizes),
+        other.begin("send", peer=engine.token, number=number, sizes=sizes),
+        exchange(engine, other.token, "send", number, sizes),
+        exchange(engine, other.token, "receive", number, sizes),
+    )
+    assert "error" not in there and "error" not in back, (there, back)
+
+
+# ------------------------------------------------------------------ messages
+
+
+@needs_ucxx
+@pytest.mark.cluster
+@over_both
+def test_what_is_sent_arrives(options):
+    async def scenario():
+        async with pair(options) as (engine, other):
+            messages = [[], [0], [1], [8191], [8192], [1 << 16], [16 << 20], [3, 0, 1 << 20, 9000]]
+            for number, sizes in enumerate([*messages, [100] * 3000, [20_000] * 300]):
+                await both_ways(engine, other, number, sizes)
+            report = engine.report()
+            assert report["sent_nbytes"] == report["received_nbytes"] > 22 << 20
+            assert report["peers"] == {other.token: 1}
+            assert not report["problems"]
+
+    run(scenario())
+
+
+@needs_ucxx
+@pytest.mark.cluster
+@over_both
+def test_many_messages_are_under_way_at_once_in_any_order(options):
+    async def scenario():
+        async with pair(options) as (engine, other):
+            numbers = range(60)
+            sizes = {n: [n * 11, n * 17_000, 5] for n in numbers}
+            # Sent before anybody asks for them, and asked for in another order.
+            sends = [exchange(engine, other.token, "send", n, sizes[n]) for n in numbers]
+            sends = [asyncio.create_task(one) for one in sends]
+            sent_back = [
+                other.begin("send", peer=engine.token, number=n, sizes=sizes[n]) for n in numbers
+            ]
+            received = [
+                other.begin("receive", peer=engine.token, number=n, sizes=sizes[n])
+                for n in reversed(numbers)
+            ]
+            await asyncio.gather(
+                *(
+                    exchange(engine, other.token, "receive", n, sizes[n])
+                    for n in sorted(numbers, key=lambda n: (n % 7, n))
+                ),
+                *sends,
+            )
+            for reply in await asyncio.gather(*sent_back, *received):
+                assert "error" not in reply, reply
+
+    run(scenario())
+
+
+@needs_ucxx
+@pytest.mark.cluster
+@over_both
+@pytest.mark.parametrize(
+    ("sent", "announced"),
+    [
+        ([50_000], [50_001]),
+        ([50_000], [49_999]),
+        ([10], [11]),
+        ([30, 10], [20, 20]),
+        ([50_000, 60_000], [60_000, 50_000]),
+        ([50_000, 60_000], [50_000]),
+        ([10], [10, 0]),
+        ([1 << 20, 1 << 20], [2 << 20]),
+    ],
+)
+def test_a_message_of_other_lengths_is_refused_and_the_link_goes_on(options, sent, announced):
+    async def scenario():
+        async with engine_here(options) as here, engine_here(options) as there:
+            await here.connect(there.descriptor, PATIENCE_S)
+            # Memory around what is announced, to see that nothing is written there.
+            around = [np.full(size + 4096, 7, dtype=np.uint8) for size in announced]
+            buffers = [whole[2048:-2048] for whole in around]
+            results = await asyncio.gather(
+                there.receive(here.token, 1, buffers, PATIENCE_S),
+                exchange(here, there.token, "send", 1, sent),
+                return_exceptions=True,
+            )
+            assert isinstance(results[0], ProtocolError)
+            assert results[1] is None  # what is refused is taken off the sender's hands
+            for whole in around:
+                assert (whole[:2048] == 7).all() and (whole[-2048:] == 7).all()
+            await asyncio.gather(
+                exchange(there, here.token, "receive", 2, [50_000]),
+                exchange(here, there.token, "send", 2, [50_000]),
+            )
+            await until(lambda: not there.report()["held_nbytes"])
+
+    run(scenario())
+
+
+@needs_ucxx
+@over_both
+def test_a_message_that_was_given_up_is_not_written_anywhere(options):
+    async def scenario():
+        async with engine_here(options) as here, engine_here(options) as there:
+            await here.connect(there.descriptor, PATIENCE_S)
+            buffer = np.zeros(1 << 20, dtype=np.uint8)
+            with pytest.raises(TransportError, match="not done within"):
+                await there.receive(here.token, 1, [buffer], 0.01)
+            cancelled = asyncio.create_task(there.receive(here.token, 2, [buffer], PATIENCE_S))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            for number in (1, 2):
+                await exchange(here, there.token, "send", number, [1 << 20])
+            assert not buffer.any()
+            assert there.report()["dropped_parcels"] == 4
+            assert here.report()["peers"] == {there.token: 1}
+
+    run(scenario())
+
+
+@needs_ucxx
+@over_both
+def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
+    async def scenario():
+        async with engine_here(options) as here, engine_here(options) as there:
+            await here.connect(there.descriptor, PATIENCE_S)
+            buffer = np.ones(16 << 20, dtype=np.uint8)
+            with pytest.raises(TransportError, match="not done within"):
+                await here.send(there.token, 1, [buffer], 0.05)
+            await until(lambda: there.report().get("dropped_parcels") == 3)
+            await until(lambda: not here.report()["held_nbytes"])
+            await asyncio.gather(
+                exchange(there, here.token, "receive", 2, [50_000]),
+                exchange(here, there.token, "send", 2, [50_000]),
+            )
+
+    run(scenario())
+
+
+@needs_ucxx
+def test_one_number_is_received_once_at_a_time():
+    async def scenario():
+        async with engine_here() as here, engine_here() as there:
+            await here.connect(there.descriptor, PATIENCE_S)
+            first = asyncio.create_task(exchange(there, here.token, "receive", 1, [10]))
+            await asyncio.sleep(0)
+            with pytest.raises(ValueError, match="is being received"):
+                await exchange(there, here.token, "receive", 1, [10])
+            await exchange(here, there.token, "send", 1, [10])
+            await first
+
+    run(scenario())
+
+
+@needs_ucxx
+def test_what_is_no_message_is_refused_before_ucx_sees_it():
+    async def scenario():
+        async with engine_here() as here:
+            words = np.zeros(10, dtype=np.uint16)
+            fixed = np.zeros(10, dtype=np.uint8)
+            fixed.flags.writeable = False
+            for buffers in ([words], [np.zeros(10, np.uint8)[::2]], [np.zeros((2, 5), np.uint8)]):
+                with pytest.raises(ValueError, match="contiguous"):
+                    await here.send("nobody", 1, buffers, PATIENCE_S)
+            with pytest.raises(ValueError, match="read-only"):
+                await here.receive("nobody", 1, [fixed], PATIENCE_S)
+            with pytest.raises(ValueError, match="numbers are below"):
+                await here.send("nobody", 1 << 31, [], PATIENCE_S)
+            with pytest.raises(TransportError, match="no UCX link to nobody"):
+                await here.send("nobody", 1, [], PATIENCE_S)
+            with pytest.raises(TransportError, match="no UCX link to nobody"):
+                await here.receive("nobody", 1, [], PATIENCE_S)
+
+    run(scenario())
+
+
+# --------------------------------------------------------------------- links
+
+
+@needs_ucxx
+@pytest.mark.cluster
+def test_callers_share_a_link_whoever_asked_for_it():
+    async def scenario():
+        async with other_process() as other, engine_here() as engine:
+            await asyncio.gather(
+                *(engine.connect(other.descriptor, PATIENCE_S) for _ in range(5)),
+            )
+            assert await other.run("connect", descriptor=engine.descriptor) == engine.token
+            assert engine.report()["links_made"] == 1
+            assert (await other.run("report"))["links_made"] == 1
+
+    run(scenario())
+
+
+@needs_ucxx
+@over_both
+def test_both_sides_may_connect_at_the_same_moment(options):
+    async def scenario():
+        async with engine_here(options) as here, engine_here(options) as there:
+            await asyncio.gather(
+                here.connect(there.descriptor, PATIENCE_S),
+                there.connect(here.descriptor, PATIENCE_S),
+            )
+            for number in range(5):
+                await asyncio.gather(
+                    exchange(here, there.token, "send", number, [100_000]),
+                    exchange(there, here.token, "receive", number, [100_000]),
+                    exchange(there, here.token, "send", number, [100_000]),
+                    exchange(here, there.token, "receive", number, [100_000]),
+                )
+
+    run(scenario())
+
+
+@needs_ucxx
+def test_an_engine_can_talk_to_itself():
+    async def scenario():
+        async with engine_here() as engine:
+            await engine.connect(engine.descriptor, PATIENCE_S)
+            await asyncio.gather(
+                exchange(engine, engine.token, "send", 1, [10, 100_000]),
+                exchange(engine, engine.token, "receive", 1, [10, 100_000]),
+            )
+
+    run(scenario())
+
+
+@needs_ucxx
+def test_another_engine_at_the_address_is_not_taken_for_the_one_that_was_there():
+    async def scenario():
+        async with engine_here() as here, engine_here() as there:
+            someone = "0" * 32
+            for wrong in ("token", "key"):
+                with pytest.raises(TransportError, match="another engine answered"):
+                    await here.connect({**there.descriptor, wrong: someone}, PATIENCE_S)
+            assert here.report()["peers"] == {}
+            await here.connect(there.descriptor, PATIENCE_S)
+            await until(lambda: len(there.report()["peers"]) == 1)
+
+    run(scenario())
+
+
+@needs_ucxx
+def test_nobody_at_the_address():
+    async def scenario():
+        async with engine_here() as here:
+            with socket.socket() as taken:
+                taken.bind(("127.0.0.1", 0))
+                nobody = {**here.descriptor, "token": "1" * 32, "port": taken.getsockname()[1]}
+                with pytest.raises(TransportError):
+                    await here.connect(nobody, PATIENCE_S)
+            # One that takes connections and says nothing.
+            with socket.socket() as silent:
+                silent.bind(("127.0.0.1", 0))
+                silent.listen()
+                nobody["port"] = silent.getsockname()[1]
+                with pytest.raises(TransportError, match="not done within"):
+                    await here.connect(nobody, 0.2)
+            assert here.report()["peers"] == {}
+
+    run(scenario())
+
+
+@needs_ucxx
+def test_noise_on_the_port_does_no_harm():
+    async def scenario():
+        async with engine_here() as here, engine_here() as there:
+            for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64):
+                with socket.create_connection(("127.0.0.1", there.descriptor["port"])) as stranger:
+                    with contextlib.suppress(ConnectionError):
+                        stranger.sendall(noise)
+            await here.connect(there.descriptor, PATIENCE_S)
+            await asyncio.gather(
+                exchange(here, there.token, "send", 1, [100_000]),
+                exchange(there, here.token, "receive", 1, [100_000]),
+            )
+
+    run(scenario())
+
+
+# -------------------------------------------------------------------- ending
+
+
+@needs_ucxx
+@pytest.mark.cluster
+@over_both
+def test_a_killed_peer_fails_what_waits_for_it(options):
+    async def scenario():
+        async with pair(options) as (engine, other):
+            await both_ways(engine, other, 1, [1 << 20])
+            never_comes = np.zeros(1 << 20, dtype=np.uint8)
+            waiting = [
+                asyncio.create_task(coroutine)
+                for coroutine in (
+                    engine.receive(other.token, 2, [never_comes], PATIENCE_S),
+                    exchange(engine, other.token, "send", 3, [16 << 20]),
+                    exchange(engine, other.token, "send", 4, [10]),
+                )
+            ]
+            await until(lambda: engine.report()["held_nbytes"] >= 16 << 20)
+            other.process.kill()
+            receive, send, _ = await asyncio.gather(*waiting, return_exceptions=True)
+            assert isinstance(receive, TransportError) and isinstance(send, TransportError)
+            assert "the other side is gone" in str(receive)
+            with pytest.raises(TransportError, match="no UCX link"):
+                await exchange(engine, other.token, "send", 5, [10])
+            await until(lambda: not engine.report()["held_nbytes"])
+            with pytest.raises(TransportError):
+                await engine.connect(other.descriptor, PATIENCE_S)
+            async with other_process(options) as another:
+                await engine.connect(another.descriptor, PATIENCE_S)
+                await both_ways(engine, another, 1, [1 << 20])
+
+    run(scenario())
+
+
+@needs_ucxx
+@pytest.mark.cluster
+@over_both
+@pytest.mark.parametrize("is_back", [True, False], ids=["and comes back", "for good"])
+def test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline(options, is_back):
+    async def scenario():
+        async with pair(options) as (engine, other):
+            os.kill(other.process.pid, signal.SIGSTOP)
+            buffer = np.ones(16 << 20, dtype=np.uint8)
+            with pytest.raises(TransportError, match="not done within"):
+                await engine.send(other.token, 1, [buffer], 0.1)
+            with pytest.raises(TransportError, match="not done within"):
+                await engine.receive(other.token, 1, [buffer], 0.1)
+            await engine.disconnect(other.token)
+            # Until it answers or is gone, UCX does not say that it is done with the memory.
+            assert engine.report()["held_nbytes"] >= 16 << 20
+            if is_back:
+                os.kill(other.process.pid, signal.SIGCONT)
+                await until(lambda: not engine.report()["held_nbytes"])
+                await engine.connect(other.descriptor, PATIENCE_S)
+                await both_ways(engine, other, 2, [1 << 20])
+            else:
+                await engine.close(PATIENCE_S)
+                assert engine.report()["held_nbytes"] >= 16 << 20
+                os.kill(other.process.pid, signal.SIGCONT)
+
+    run(scenario())
+
+
+@needs_ucxx
+@pytest.mark.cluster
+@over_both
+def test_closing_fails_what_is_under_way(options):
+    async def scenario():
+        async with pair(options) as (engine, other):
+            buffer = np.ones(16 << 20, dtype=np.uint8)
+            theirs = other.begin("receive", peer=engine.token, number=9, sizes=[10])
+            # Arrived and never asked for.
+            await other.run("send", peer=engine.token, number=5, sizes=[10])
+            waiting = [
+                asyncio.create_task(engine.send(other.token, 1, [buffer], PATIENCE_S)),
+                asyncio.create_task(engine.receive(other.token, 1, [buffer], PATIENCE_S)),
+            ]
+            await until(lambda: engine.report()["held_nbytes"] >= 16 << 20)
+            await engine.close(PATIENCE_S)
+            for result in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(result, TransportError)
+            assert "TransportError" in (await theirs)["error"]
+            with pytest.raises(TransportError, match="is closed"):
+                await engine.send(other.token, 2, [buffer], PATIENCE_S)
+            await engine.close(PATIENCE_S)
+            assert engine.report()["is_closed"]
+            assert engine.report()["held_nbytes"] == 0
+
+    run(scenario())
+
+
+@needs_ucxx
+@pytest.mark.cluster
+def test_a_link_that_was_closed_is_made_anew():
+    async def scenario():
+        async with pair() as (engine, other):
+            await engine.disconnect(other.token)
+            assert engine.report()["peers"] == {}
+            await engine.connect(other.descriptor, PATIENCE_S)
+            await both_ways(engine, other, 1, [1 << 20])
+            assert engine.report()["links_made"] == 2
+
+    run(scenario())
+
+
+@needs_ucxx
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_beside_a_cluster_that_talks_ucxx_itself():
+    pytest.importorskip("distributed_ucxx")
+    from distributed import Client, LocalCluster
+
+    async def scenario():
+        async with other_process() as other, engine_here() as engine:
+            await engine.connect(other.descriptor, PATIENCE_S)
+            async with (
+                LocalCluster(
+                    n_workers=2,
+                    threads_per_worker=1,
+                    processes=False,
+                    protocol="ucxx://",
+                    dashboard_address=":0",
+                    asynchronous=True,
+                ) as cluster,
+                Client(cluster, asynchronous=True) as client,
+            ):
+                assert cluster.scheduler_address.startswith("ucxx://")
+                _, total = await asyncio.gather(
+                    both_ways(engine, other, 1, [16 << 20]),
+                    client.submit(sum, client.map(np.ones, [1000] * 4)),
+                )
+                assert total.sum() == 4000
+                async with engine_here() as late:
+                    await late.connect(engine.descriptor, PATIENCE_S)
+                    await asyncio.gather(
+                        exchange(late, engine.token, "send", 1, [1 << 20]),
+                        exchange(engine, late.token, "receive", 1, [1 << 20]),
+                    )
+                # One engine fewer; the others and the cluster go on.
+                assert await client.submit(sum, [1, 2]) == 3
+                await both_ways(engine, other, 2, [1 << 20])
+            await both_ways(engine, other, 3, [1 << 20])
+
+    run(scenario())
+
+
+def test_without_ucxx_the_reason_is_given(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+
+    async def scenario():
+        with pytest.raises(TransportError, match=r"dask-gpurt\[ucx\]"):
+            await UcxEngine.start("127.0.0.1")
+
+    run(scenario())
+
+
+@needs_ucxx
+def test_options_that_ucx_does_not_take_are_an_error():
+    async def scenario():
+        with pytest.raises(TransportError, match="UCX does not start"):
+            await UcxEngine.start("127.0.0.1", {"NO_SUCH_OPTION": "1"})
+
+    run(scenario())

@@ -1,0 +1,73 @@
+"""A process at the other end of UCX links; the test tells it what to do, line by line.
+
+A command is a JSON object on one line with a number of its own; so is the answer. Commands run
+beside one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import numpy as np
+
+from dask_gpurt.transport.ucx import UcxEngine
+
+PATIENCE_S = 30.0
+
+
+def content(number: int, sizes: list[int]) -> list[np.ndarray]:
+    """Bytes of a message that both ends can make."""
+    return [
+        (np.arange(size, dtype=np.uint32) * 7 + number + place).astype(np.uint8)
+        for place, size in enumerate(sizes)
+    ]
+
+
+async def exchange(engine: UcxEngine, token: str, what: str, number: int, sizes: list[int]):
+    """Send or receive a message; what comes has to be its content."""
+    if what == "send":
+        await engine.send(token, number, content(number, sizes), PATIENCE_S)
+        return
+    buffers = [np.zeros(size, dtype=np.uint8) for size in sizes]
+    await engine.receive(token, number, buffers, PATIENCE_S)
+    for place, (found, expected) in enumerate(zip(buffers, content(number, sizes), strict=True)):
+        assert np.array_equal(found, expected), f"buffer {place} of message {number}"
+
+
+async def obey(engine: UcxEngine, command: dict) -> object:
+    match command["do"]:
+        case "connect":
+            return await engine.connect(command["descriptor"], PATIENCE_S)
+        case "report":
+            return engine.report()
+        case "close":
+            return await engine.close(PATIENCE_S)
+        case what:
+            return await exchange(
+                engine, command["peer"], what, command["number"], command["sizes"]
+            )
+
+
+async def answer(engine: UcxEngine, command: dict) -> None:
+    try:
+        reply = {"result": await obey(engine, command)}
+    except Exception as error:
+        reply = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps({"id": command["id"], **reply}), flush=True)
+
+
+async def main() -> None:
+    engine = await UcxEngine.start("127.0.0.1", json.loads(sys.argv[1]))
+    print(json.dumps(engine.descriptor), flush=True)
+    tasks = set()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        task = asyncio.create_task(answer(engine, json.loads(line)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await engine.close(PATIENCE_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
