@@ -93,8 +93,8 @@ class Switchboard:
         return sum(transfer.nbytes for transfer in list(self._transfers))
 
     def peers(self) -> dict[str, int]:
-        """Number of links to each peer; from any thread."""
-        return {peer.token: len(peer.links) for peer in list(self._peers.values())}
+        """Number of links to each peer that there are any to; from any thread."""
+        return {peer.token: len(peer.links) for peer in list(self._peers.values()) if peer.links}
 
     @property
     def is_idle(self) -> bool:

@@ -11,6 +11,7 @@ What it is that moves is `transport.ucx_switchboard`'s business.
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import threading
@@ -23,8 +24,11 @@ from dask_gpurt.errors import TransportError
 from dask_gpurt.transport.ucx_switchboard import Switchboard
 
 #: While closing: how often UCX is asked whether it is done with what it was told to drop, and how
-#: many times before it is ended without an answer. A peer that hangs never answers.
+#: often without any news before it is ended without an answer. A peer that hangs never answers.
 _CLOSING_PERIOD_S, _N_CLOSING_PERIODS = 0.02, 50
+
+#: How long the end of the process waits for a thread that nobody has closed.
+_EXIT_S = 5.0
 
 
 class UcxThread:
@@ -59,7 +63,22 @@ class UcxThread:
         self._wake_lock = threading.Lock()
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="gpurt-ucx", daemon=True)
+        # A daemon thread that the interpreter leaves behind inside UCX, holding its locks, would
+        # have UCX wait for it for ever as it is unloaded.
+        atexit.register(self._exit)
         self._thread.start()
+
+    def _exit(self) -> None:
+        self.close()
+        self._thread.join(_EXIT_S)
+
+    def close(self) -> None:
+        """End the thread soon, which `finished` tells; from any thread."""
+        self.call(self._close)
+
+    def _close(self) -> None:
+        if self.started.exception() is None:  # calls run once it is known
+            self.started.result().close()
 
     def call(self, function: Callable[[], None]) -> bool:
         """Have the thread call this soon; from any thread. Must not raise. False once it ended."""
@@ -77,8 +96,8 @@ class UcxThread:
             reason = f"UCX does not start: {error}"
             if isinstance(error, ImportError):
                 reason = f"no UCX without ucxx (dask-gpurt[ucx] installs it): {error}"
-            self._end()
             self.started.set_exception(TransportError(reason))
+            self._end()
             return
         self.started.set_result(board)
         try:
@@ -115,12 +134,11 @@ class UcxThread:
                 self._run_calls()
                 worker.progress()
                 board.look()
-                if board.is_closing:
-                    n_periods += 1
-                    if board.is_idle or n_periods > _N_CLOSING_PERIODS:
-                        return
+                if board.is_closing and (board.is_idle or n_periods >= _N_CLOSING_PERIODS):
+                    return
                 if not self._calls and worker.arm():
-                    epoll.poll(_CLOSING_PERIOD_S if board.is_closing else None)
+                    if not epoll.poll(_CLOSING_PERIOD_S if board.is_closing else None):
+                        n_periods += 1
                     try:
                         os.eventfd_read(self._wake_fd)
                     except BlockingIOError:
@@ -135,4 +153,5 @@ class UcxThread:
         with self._wake_lock:
             self._has_ended = True
             os.close(self._wake_fd)
+        atexit.unregister(self._exit)
         self._run_calls()
