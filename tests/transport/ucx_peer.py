@@ -14,7 +14,7 @@ import numpy as np
 
 from dask_gpurt.transport.ucx import UcxEngine
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def content(number: int, sizes: list[int]) -> list[np.ndarray]:
