@@ -50,12 +50,13 @@ define make_venv
 	$(1)/bin/python -m pip install --quiet --upgrade pip
 endef
 
+# UCX is in the first of the two: what it is built for pins Dask to that version.
 # The package is installed, not linked: Dask finds its defaults under the environment's prefix,
 # where only an installation puts them.
 $(VENV)/installed: $(SOURCES)
 	$(call make_venv,$(VENV))
 	$(VENV)/bin/python -m pip install --quiet \
-	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test]"
+	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test,ucx]"
 	$(VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall .
 	touch $@
 

@@ -37,7 +37,7 @@ class ShuffleSettings:
     Attributes
     ----------
     transport
-        `auto`, or `comm` for Dask's own connections alone.
+        `auto`, `ucx`, or `comm` for Dask's own connections alone.
     compression
         `auto` where it pays; or everywhere with one coder; or nowhere.
     memory

@@ -8,7 +8,6 @@
     ├── ConfigError (ValueError)            a `gpurt.*` setting that makes no sense
     ├── ProtocolError (ValueError)          bytes from a peer that are not what was agreed
     │   └── DamagedError                    ... any more: they were damaged on their way
-    ├── LinkError (ConnectionError)         a path between two workers that cannot be used
     ├── ExchangeError (RuntimeError)        a shuffle run that cannot go on
     │   ├── IncompleteExchangeError         shards that were announced and never came
     │   └── PartitionReleasedError          an output partition asked for after it was let go
@@ -43,10 +42,6 @@ class ProtocolError(GpurtError, ValueError):
 
 class DamagedError(ProtocolError):
     """Bytes from a peer changed on their way; sent again they may be right."""
-
-
-class LinkError(GpurtError, ConnectionError):
-    """A path between two workers cannot be used, or not any more."""
 
 
 class ExchangeError(GpurtError, RuntimeError):

@@ -27,12 +27,13 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import (
     DamagedError,
     IncompleteExchangeError,
-    LinkError,
     PartitionReleasedError,
     ProtocolError,
+    TransportError,
 )
 from dask_gpurt.frames.port import BodyAdapter, Piece
-from dask_gpurt.plugins.links import DAMAGED, OUTGOING, RELINK, Path
+from dask_gpurt.plugins.links import DAMAGED, OUTGOING, RELINK
+from dask_gpurt.plugins.paths import Path
 from dask_gpurt.plugins.seams import (
     P2PConsistencyError,
     Reschedule,
@@ -220,13 +221,13 @@ class ExchangeRun:
         self.raise_if_closed()
         try:
             if "offers" in data:
-                return self._state.links.accept(data["offers"])
+                return await self._state.links.accept(data["offers"])
             headers = wire.decode(data["header"])
             with self._timed("receive"):
                 shards = await self._take_in(headers, data["payload"])
         except (TypeError, KeyError) as error:
             raise ProtocolError("not a shuffle message of dask_gpurt") from error
-        except LinkError:
+        except TransportError:
             return {"status": RELINK}
         except DamagedError as error:
             logger.warning("shuffle %s: %s; it is asked for again", self.id, error)
@@ -255,14 +256,14 @@ class ExchangeRun:
         def empty_shard(header: wire.ShardHeader) -> Any:
             return pool.empty(header.buffer_nbytes, self.lane_of(header.first_slot))
 
-        buffers = self._state.links.fetch(payload, lengths, empty)
+        buffers = await self._state.links.fetch(payload, lengths, empty)
         if any(header.table for header in headers):
             return await self._in_thread(messages.opened, headers, buffers, empty_shard)
         return messages.opened(headers, buffers, empty_shard)
 
     def _encode(self, path: Path, shard: Outgoing) -> Encoded:
         key, packed = shard.header.layout_key, shard.packed
-        link, bandwidth = path.address, path.rate.bandwidth
+        link, bandwidth = path.address, path.bandwidth
         chooser = self._state.chooser(self._settings.compression)
         if not chooser.may_pay(key, packed.buffer.nbytes, link, bandwidth):
             return Encoded((packed.buffer,), ())

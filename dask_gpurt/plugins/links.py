@@ -1,17 +1,18 @@
-"""How shuffle bytes get from this worker to each peer: chosen once a pair, and why is kept.
+"""Which path shuffle bytes take from this worker to each peer: chosen once a pair, and why.
 
-Control messages always go through Dask's own connections. The payload of one goes by the best
-*path* that both ends have: places in shared memory between processes of one host
-(`transport.shared`), or inside the message itself. The sender offers what it has, the receiver
-tries, and answers what it can use; nothing is concluded from addresses, which lie in containers.
+The sender offers what it has, the receiver tries, and answers what it can use; nothing is concluded
+from addresses, which lie in containers. Paths in the order in which they are preferred: memory
+that both processes of one host can read (`transport.shared`), UCX endpoints of our own
+(`transport.ucx`), Dask's own connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +20,19 @@ import numpy.typing as npt
 
 from dask_gpurt.devices.pages import SharedPages
 from dask_gpurt.devices.pool import HostPool
-from dask_gpurt.errors import DamagedError, LinkError, ProtocolError
-from dask_gpurt.plugins.seams import delivered, event_loop, to_serialize
+from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError, TransportError
+from dask_gpurt.plugins.paths import (
+    MESSAGE_DEADLINE_S,
+    Call,
+    CommPath,
+    Path,
+    SharedPath,
+    UcxPath,
+)
+from dask_gpurt.plugins.seams import event_loop, requires_encryption
 from dask_gpurt.shuffle.messages import Message
-from dask_gpurt.transport.rate import LinkRate
 from dask_gpurt.transport.shared import Borrower, Lender
+from dask_gpurt.transport.ucx import UcxEngine
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -31,48 +40,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dask_gpurt.transport")
 
 Buffer = npt.NDArray[np.uint8]
-#: Sends a control message with these contents, and returns the peer's answer.
-Call = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+#: Makes a message for a path.
+Compose = Callable[[Path], Awaitable[Message]]
 
 #: Answer of a peer that no longer knows what an earlier offer was about.
 RELINK = "relink"
-#: Lane of the memory that leaving shards share.
-OUTGOING = "outgoing"
 #: ... and of one that got something else than what was sent.
 DAMAGED = "damaged"
 #: So often is a message sent that is answered with one of these.
 _MAX_ATTEMPTS = 3
+#: Lane of the memory that leaving shards share.
+OUTGOING = "outgoing"
+#: How long a new link over UCX, or the end of all of them, may take.
+_LINK_DEADLINE_S = 10.0
 
 
-@dataclass(eq=False)
-class Path:
-    """How bytes get to one peer.
-
-    Attributes
-    ----------
-    address
-        Of the peer.
-    name
-        `shared` or `comm`.
-    why_not
-        Reason for each better path that is not taken.
-    rate
-        Bandwidth, as far as is known.
-    """
-
-    address: str
-    name: str
-    why_not: dict[str, str] = field(default_factory=dict)
-    rate: LinkRate = field(default_factory=LinkRate)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether bytes stay on this host."""
-        return self.name == "shared"
-
-
-#: Makes a message for a path.
-Compose = Callable[[Path], Awaitable[Message]]
+class RefusedError(TransportError):
+    """One of two workers does not have a path at all; trying again would not help."""
 
 
 class Links:
@@ -89,7 +73,8 @@ class Links:
         self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
         self._borrower = Borrower(event_loop(worker))
         self._lender: Lender | None = None
-        self._why_not: dict[str, str] = {}
+        self._engine: asyncio.Task[UcxEngine] | None = None
+        self._no_memory = ""
         #: Where shards that leave are put together.
         self.outgoing = HostPool(keep_nbytes)
         try:
@@ -97,7 +82,7 @@ class Links:
             self._lender = Lender(memory)
             self.outgoing = HostPool(keep_nbytes, source=memory)
         except OSError as error:
-            self._why_not["shared"] = f"no files in memory here ({error.strerror})"
+            self._no_memory = f"no files in memory here ({error.strerror})"
 
     # ------------------------------------------------------------------ sending
 
@@ -107,7 +92,7 @@ class Links:
         Parameters
         ----------
         transport
-            `auto`, or `comm` for Dask's own connections alone.
+            `auto`, `ucx`, or `comm` for Dask's own connections alone.
         compose
             Makes the message for the path that was chosen.
         call
@@ -117,33 +102,34 @@ class Links:
         ------
         DamagedError
             The message was damaged on its way, over and over again.
-        LinkError
-            The peer forgets over and over again what it was offered.
+        TransportError
+            The peer forgets over and over again what it was offered, or cannot be reached.
+        ConfigError
+            The transport that was asked for is not to be had.
         """
         for _ in range(_MAX_ATTEMPTS):
             path = await self._path(address, transport, call)
             message = await compose(path)
-            payload = self._payload(path, message.buffers)
-            answer = await call({"header": message.header, "payload": payload})
-            path.rate.add(delivered(self._worker, address))
+            try:
+                answer = await path.carry(message, call)
+            except TransportError:
+                # The next attempt finds another way, or says why there is none.
+                self._forget(address, transport)
+                raise
             status = answer["status"]
             if status == RELINK:
-                self._paths.pop((address, transport), None)
+                self._forget(address, transport)
             elif status != DAMAGED:
                 return message
         if status == RELINK:
-            raise LinkError(f"{address} does not keep a link")
+            raise TransportError(f"{address} does not keep a link")
         raise DamagedError(
             f"{_MAX_ATTEMPTS} times in a row a message to {address} arrived damaged: the network "
             "or the memory of one of the two hosts is at fault"
         )
 
-    def _payload(self, path: Path, buffers: Sequence[Buffer]) -> Any:
-        if path.name == "comm" or self._lender is None:
-            return [to_serialize(buffer.data) for buffer in buffers]
-        # Small buffers are not in shared memory; they are cheap to send.
-        places = [self._lender.place(buffer) or buffer.tobytes() for buffer in buffers]
-        return {"token": self._lender.descriptor["token"], "places": places}
+    def _forget(self, address: str, transport: str) -> None:
+        self._paths.pop((address, transport), None)
 
     async def _path(self, address: str, transport: str, call: Call) -> Path:
         task = self._paths.get((address, transport))
@@ -154,29 +140,70 @@ class Links:
         return await asyncio.shield(task)
 
     async def _link(self, address: str, transport: str, call: Call) -> Path:
-        if transport == "comm":
-            return Path(address, "comm", {"shared": "gpurt.shuffle.transport is comm"})
-        if self._lender is None:
-            return Path(address, "comm", self._why_not)
-        answer = await call({"offers": {"shared": self._lender.descriptor}})
-        path = Path(address, answer["path"], answer["why_not"])
+        ways: Mapping[str, Callable[..., Awaitable[Path]]] = {
+            "auto": {"shared": self._link_shared, "ucx": self._link_ucx},
+            "ucx": {"ucx": self._link_ucx},
+            "comm": {},
+        }[transport]
+        why_not: dict[str, str] = {}
+        for name, link in ways.items():
+            try:
+                path = await link(address, why_not, call)
+                break
+            except TransportError as error:
+                if transport == "ucx" and not isinstance(error, RefusedError):
+                    raise  # it may work the next time
+                why_not[name] = str(error)
+        else:
+            if transport == "ucx":
+                raise ConfigError(
+                    f"gpurt.shuffle.transport is ucx, but {address} cannot be reached that way: "
+                    f"{why_not['ucx']}"
+                )
+            path = CommPath(self._worker, address, why_not)
         logger.debug("shuffle bytes to %s go by %s %s", address, path.name, path.why_not or "")
         return path
 
+    async def _link_shared(self, address: str, why_not: dict[str, str], call: Call) -> Path:
+        if self._lender is None:
+            raise RefusedError(self._no_memory)
+        await _accepted(call, "shared", self._lender.descriptor)
+        return SharedPath(self._lender, address, why_not)
+
+    async def _link_ucx(self, address: str, why_not: dict[str, str], call: Call) -> Path:
+        engine = await self._ucx()
+        theirs = await _accepted(call, "ucx", engine.descriptor)
+        peer = await engine.connect(theirs, _LINK_DEADLINE_S)
+        return UcxPath(engine, peer, address, why_not)
+
+    async def _ucx(self) -> UcxEngine:
+        if requires_encryption(self._worker):
+            raise RefusedError("the cluster's connections are encrypted, and UCX's are not")
+        if self._engine is None or (self._engine.done() and self._engine.exception()):
+            self._engine = asyncio.create_task(UcxEngine.start(_ip_of(self._worker)))
+        try:
+            return await asyncio.shield(self._engine)
+        except TransportError as error:
+            raise RefusedError(str(error)) from error
+
     # ------------------------------------------------------------------ receiving
 
-    def accept(self, offers: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer to a peer that wants to send, and can do so in these ways."""
-        why_not = {}
-        if "shared" in offers:
-            try:
-                self._borrower.open(offers["shared"])
-                return {"status": "OK", "path": "shared", "why_not": {}}
-            except LinkError as error:
-                why_not["shared"] = str(error)
-        return {"status": "OK", "path": "comm", "why_not": why_not}
+    async def accept(self, offers: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer to a peer that wants to send, and can do so in this way."""
+        ((name, offer),) = offers.items()
+        try:
+            ours: Any = None
+            if name == "shared":
+                self._borrower.open(offer)
+            elif name == "ucx":
+                ours = (await self._ucx()).descriptor
+            else:
+                raise RefusedError(f"no path of that name: {name!r}")
+            return {"status": "OK", "ours": ours, "why_not": None}
+        except TransportError as error:
+            return {"status": "OK", "ours": None, "why_not": str(error)}
 
-    def fetch(
+    async def fetch(
         self, payload: Any, lengths: Sequence[int], empty: Callable[[int, int], Buffer]
     ) -> list[Buffer]:
         """Bring the payload of a message into memory of ours.
@@ -190,32 +217,44 @@ class Links:
 
         Raises
         ------
-        LinkError
-            The sender has to offer its memory again.
+        TransportError
+            The sender has to offer its path again.
         ProtocolError
             The payload is not what was announced.
         """
-        if isinstance(payload, Mapping):
-            token, parts = payload.get("token", b""), payload.get("places", ())
-        else:
-            token, parts = b"", payload
-        if len(parts) != len(lengths):
-            raise ProtocolError(f"{len(parts)} buffers came of {len(lengths)}")
+        if not isinstance(payload, Mapping):
+            return self._unpacked(payload, lengths, empty)
+        if payload["by"] == "shared":
+            return self._borrowed(payload["token"], payload["places"], lengths, empty)
+        if payload["by"] != "ucx" or self._engine is None:
+            raise TransportError("a path that was not offered")
+        engine = await self._ucx()
+        buffers = [empty(number, nbytes) for number, nbytes in enumerate(lengths)]
+        await engine.receive(payload["token"], payload["number"], buffers, MESSAGE_DEADLINE_S)
+        return buffers
+
+    def _borrowed(
+        self,
+        token: bytes,
+        parts: Sequence[Any],
+        lengths: Sequence[int],
+        empty: Callable[[int, int], Buffer],
+    ) -> list[Buffer]:
         fetched = []
-        for number, (part, nbytes) in enumerate(zip(parts, lengths, strict=True)):
-            if token and not isinstance(part, bytes):
+        for number, (part, nbytes) in enumerate(_pairs(parts, lengths)):
+            if isinstance(part, bytes):
+                fetched.append(_copied(part, nbytes, number, empty))
+            else:
                 places = self._borrower.checked(token, part, nbytes)
                 fetched.append(empty(number, nbytes))
                 self._borrower.read(token, places, fetched[-1])
-                continue
-            source = np.frombuffer(part, dtype=np.uint8)
-            if source.nbytes != nbytes:
-                raise ProtocolError(f"{source.nbytes} bytes came of {nbytes}")
-            # Out of the message's memory and into ours: a warm copy, after which the pages of
-            # this shard come free together with its neighbours in time, and serve as outputs.
-            fetched.append(empty(number, nbytes))
-            np.copyto(fetched[-1], source)
         return fetched
+
+    def _unpacked(
+        self, parts: Sequence[Any], lengths: Sequence[int], empty: Callable[[int, int], Buffer]
+    ) -> list[Buffer]:
+        pairs = enumerate(_pairs(parts, lengths))
+        return [_copied(part, nbytes, number, empty) for number, (part, nbytes) in pairs]
 
     # ------------------------------------------------------------------ life
 
@@ -228,16 +267,57 @@ class Links:
                 found[address] = {
                     "path": path.name,
                     "why_not": path.why_not,
-                    "bandwidth": path.rate.bandwidth,
+                    "bandwidth": path.bandwidth,
                 }
         return found
 
     def cool_down(self) -> None:
         """Give back memory that was only kept warm, ours and that of peers."""
         self.outgoing.trim()
-        self.close()
+        self._let_go()
 
-    def close(self) -> None:
-        """Let go of what peers lent; a peer that goes on sending offers it again."""
+    def _let_go(self) -> None:
+        # A peer that goes on sending offers it again.
         self._borrower.close()
         self._paths.clear()
+
+    async def close(self) -> None:
+        """Let go of all links."""
+        self._let_go()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            with contextlib.suppress(TransportError):
+                await (await engine).close(_LINK_DEADLINE_S)
+
+
+async def _accepted(call: Call, name: str, offer: Any) -> Any:
+    """What the peer has for its part, if it takes the offer."""
+    answer = await call({"offers": {name: offer}})
+    if answer["why_not"] is not None:
+        raise RefusedError(answer["why_not"])
+    return answer["ours"]
+
+
+def _pairs(parts: Sequence[Any], lengths: Sequence[int]) -> list[tuple[Any, int]]:
+    if len(parts) != len(lengths):
+        raise ProtocolError(f"{len(parts)} buffers came of {len(lengths)}")
+    return list(zip(parts, lengths, strict=True))
+
+
+def _copied(part: Any, nbytes: int, number: int, empty: Callable[[int, int], Buffer]) -> Buffer:
+    source = np.frombuffer(part, dtype=np.uint8)
+    if source.nbytes != nbytes:
+        raise ProtocolError(f"{source.nbytes} bytes came of {nbytes}")
+    # Out of the message's memory and into ours: a warm copy, after which the pages of this shard
+    # come free together with its neighbours in time, and serve as outputs.
+    target = empty(number, nbytes)
+    np.copyto(target, source)
+    return target
+
+
+def _ip_of(worker: Worker) -> str:
+    """Address that peers reach this worker at; workers inside one process need none."""
+    try:
+        return str(ipaddress.ip_address(worker.ip))
+    except ValueError:
+        return "127.0.0.1"

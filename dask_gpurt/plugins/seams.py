@@ -77,6 +77,7 @@ __all__ = [
     "handle_transfer_errors",
     "handle_unpack_errors",
     "refuse_work",
+    "requires_encryption",
     "retry",
     "stock_spec",
     "sync",
@@ -249,6 +250,13 @@ def event_loop(worker: Worker) -> asyncio.AbstractEventLoop:
     """The asyncio loop that a worker runs on."""
     loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
     return loop
+
+
+def requires_encryption(worker: Worker) -> bool:
+    """Whether this worker's connections are, or have to be, encrypted."""
+    return worker.address.startswith(("tls://", "wss://")) or bool(
+        worker.security.require_encryption
+    )
 
 
 def delivered(worker: Worker, address: str) -> int | None:

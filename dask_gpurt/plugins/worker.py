@@ -197,11 +197,11 @@ class Attachment:
     def task_left(self, key: Any, state: str) -> None:
         self.state.task_left(key, state)
 
-    def detach(self) -> None:
+    async def detach(self) -> None:
         """Leave the worker as stock has it. Runs that are under way go on."""
         self._lookup.remove()
         self._worker.handlers.pop("gpurt_report", None)
-        self.state.links.close()
+        await self.state.links.close()
 
 
 def bootstrap(version: str) -> WorkerPlugin:
@@ -250,8 +250,8 @@ def bootstrap(version: str) -> WorkerPlugin:
             if ended and self._attachment is not None:
                 self._attachment.task_left(key, finish)
 
-        def teardown(self, worker: Any) -> None:
+        async def teardown(self, worker: Any) -> None:
             if self._attachment is not None:
-                self._attachment.detach()
+                await self._attachment.detach()
 
     return GpurtWorker()

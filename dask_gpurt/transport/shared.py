@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.errors import LinkError, ProtocolError
+from dask_gpurt.errors import ProtocolError, TransportError
 
 Buffer = npt.NDArray[np.uint8]
 _TOKEN_NBYTES = 16
@@ -86,7 +86,7 @@ class Borrower:
 
         Raises
         ------
-        LinkError
+        TransportError
             It cannot be opened from here, or is not that peer's.
         ProtocolError
             Not a descriptor.
@@ -104,7 +104,7 @@ class Borrower:
             # First the watch: a process that ends in between is seen, and its number not reused.
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            raise LinkError(f"its process {pid} is not in view ({error.strerror})") from error
+            raise TransportError(f"its process {pid} is not in view ({error.strerror})") from error
         try:
             fd = _open_signed(f"/proc/{pid}/fd/{number}", token)
         except BaseException:
@@ -119,14 +119,14 @@ class Borrower:
 
         Raises
         ------
-        LinkError
+        TransportError
             No file of that token is open: the peer has to offer it again.
         ProtocolError
             The places do not add up to that, or are not in the file.
         """
         loan = self._loans.get(token)
         if loan is None:
-            raise LinkError("shared memory that was not offered, or whose process has ended")
+            raise TransportError("shared memory that was not offered, or whose process has ended")
         try:
             places = [(int(position), int(length)) for position, length in extents]
         except (TypeError, ValueError) as error:
@@ -143,7 +143,7 @@ class Borrower:
 
         Raises
         ------
-        LinkError
+        TransportError
             The memory cannot be read any more.
         """
         loan = self._loans[token]
@@ -154,9 +154,9 @@ class Borrower:
                 try:
                     count = os.preadv(loan.fd, [view[: end - position]], position)
                 except OSError as error:
-                    raise LinkError(f"cannot read the peer's memory: {error}") from error
+                    raise TransportError(f"cannot read the peer's memory: {error}") from error
                 if not count:
-                    raise LinkError("the peer cut its memory short")
+                    raise TransportError("the peer cut its memory short")
                 view = view[count:]
                 position += count
 
@@ -178,11 +178,11 @@ def _open_signed(path: str, token: bytes) -> int:
         # What a wrong number may stand for is neither waited for nor taken as a terminal.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        raise LinkError(f"its memory is not in view ({error.strerror})") from error
+        raise TransportError(f"its memory is not in view ({error.strerror})") from error
     try:
         is_memory = stat.S_ISREG(os.fstat(fd).st_mode) and _has_seals(fd)
         if not is_memory or os.pread(fd, len(token), 0) != token:
-            raise LinkError("what is in view there is not its memory: not the same host")
+            raise TransportError("what is in view there is not its memory: not the same host")
     except BaseException:
         os.close(fd)
         raise

@@ -13,6 +13,7 @@ travel elsewhere. UCX is optional: without the package `ucxx` an engine does not
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -57,6 +58,7 @@ class UcxEngine:
     def __init__(self, thread: UcxThread, board: Switchboard) -> None:
         self._thread = thread
         self._board = board
+        self._numbers = itertools.count()
 
     @classmethod
     async def start(cls, host: str, options: Mapping[str, str] | None = None) -> UcxEngine:
@@ -95,6 +97,10 @@ class UcxEngine:
     def token(self) -> str:
         """Names this engine."""
         return self._board.descriptor.token
+
+    def next_number(self) -> int:
+        """A number that no message of this engine has had."""
+        return next(self._numbers)
 
     async def connect(self, descriptor: Mapping[str, object], deadline_s: float) -> str:
         """Have a link to the engine that the descriptor describes; returns its token.

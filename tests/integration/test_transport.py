@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 
 import dask
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
+from dask_gpurt.plugins import links
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.transport import shared
 from tests.integration.comparing import collection, partitions, runs
@@ -82,17 +84,78 @@ def test_comm_uses_dask_s_connections_alone(cluster):
     with dask.config.set({"gpurt.shuffle.transport": "comm"}):
         dask_gpurt.enable(cluster)
     assert_right(shuffled(cluster))
+    assert paths(cluster) == ({"comm"}, [{}, {}])
+
+
+@pytest.fixture
+def ucx():
+    pytest.importorskip("ucxx", reason="the ucx extra is not installed")
+
+
+def test_ucx_is_taken_where_it_is_asked_for(ucx, cluster):
+    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
+        dask_gpurt.enable(cluster)
+    assert_right(shuffled(cluster))
+    assert paths(cluster) == ({"ucx"}, [{}, {}])
+
+
+@pytest.mark.cluster
+def test_processes_talk_ucx(ucx):
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with LocalCluster(silence_logs=50, **options) as local:
+        with Client(local, set_as_default=False) as client:
+            with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
+                dask_gpurt.enable(client)
+            assert_right(shuffled(client))
+            assert paths(client) == ({"ucx"}, [{}, {}])
+
+
+def test_peers_out_of_view_take_ucx(ucx, cluster, monkeypatch):
+    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
+    dask_gpurt.enable(cluster)
+    assert_right(shuffled(cluster))
+    names, reasons = paths(cluster)
+    assert names == {"ucx"}
+    assert all("not in view" in reason["shared"] for reason in reasons)
+
+
+def test_ucx_without_ucxx_is_an_error_that_says_so(cluster, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
+        dask_gpurt.enable(cluster)
+    with pytest.raises(RuntimeError) as raised:
+        shuffled(cluster)
+    message = str(raised.value.__cause__)
+    assert "gpurt.shuffle.transport is ucx" in message
+    assert "ucxx" in message
+
+
+def test_encrypted_clusters_never_talk_ucx(cluster, monkeypatch):
+    monkeypatch.setattr(links, "requires_encryption", lambda worker: True)
+    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
+    dask_gpurt.enable(cluster)
+    assert_right(shuffled(cluster))
     names, reasons = paths(cluster)
     assert names == {"comm"}
-    assert all("transport is comm" in reason["shared"] for reason in reasons)
+    assert all("encrypted" in reason["ucx"] for reason in reasons)
+
+
+def test_ucx_on_an_encrypted_cluster_is_an_error(cluster, monkeypatch):
+    monkeypatch.setattr(links, "requires_encryption", lambda worker: True)
+    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
+        dask_gpurt.enable(cluster)
+    with pytest.raises(RuntimeError) as raised:
+        shuffled(cluster)
+    assert "encrypted" in str(raised.value.__cause__)
+
+
+def out_of_view(pid):
+    raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
 
 
 def test_peers_out_of_view_fall_back(cluster, monkeypatch):
-    """As between two hosts, or two containers of one."""
-
-    def out_of_view(pid):
-        raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-
+    """As between two hosts, or two containers of one, without UCX."""
+    monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
     dask_gpurt.enable(cluster)
     assert_right(shuffled(cluster))
@@ -105,6 +168,7 @@ def test_system_without_files_in_memory_falls_back(cluster, monkeypatch):
     def unsupported(*arguments):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
+    monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setattr(os, "memfd_create", unsupported)
     dask_gpurt.enable(cluster)
     assert_right(shuffled(cluster))
@@ -118,7 +182,7 @@ def test_a_peer_that_forgot_is_offered_again(cluster, monkeypatch):
     shuffled(cluster)
 
     def forget(dask_worker):
-        state_of(dask_worker).links.close()
+        state_of(dask_worker).links.cool_down()
 
     cluster.run(forget)
     opened = []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.devices.pages import PAGE_NBYTES, SharedPages
 from dask_gpurt.devices.pool import HostPool
-from dask_gpurt.errors import LinkError, ProtocolError
+from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.transport.shared import Borrower, Lender
 
 NBYTES = 3 * PAGE_NBYTES + 77
@@ -103,9 +103,9 @@ def test_a_process_that_ends_is_forgotten_and_what_is_read_before_is_right(other
         np.testing.assert_array_equal(fetched(borrower, token, places), content(seed=1))
         while borrower._loans:
             await asyncio.sleep(0)
-        with pytest.raises(LinkError, match="ended"):
+        with pytest.raises(TransportError, match="ended"):
             borrower.checked(token, places, NBYTES)
-        with pytest.raises(LinkError, match="not in view"):
+        with pytest.raises(TransportError, match="not in view"):
             borrower.open(descriptor)
 
     with_borrower(test)
@@ -118,7 +118,7 @@ def test_what_is_let_go_can_be_opened_again():
         token = borrower.open(lender.descriptor)
         borrower.forget(token)
         borrower.forget(token)
-        with pytest.raises(LinkError, match="not offered"):
+        with pytest.raises(TransportError, match="not offered"):
             borrower.checked(token, lender.place(buffer), NBYTES)
         token = borrower.open(lender.descriptor)
         np.testing.assert_array_equal(fetched(borrower, token, lender.place(buffer)), content(0))
@@ -152,7 +152,7 @@ def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
     }[what]
 
     async def test(borrower):
-        with pytest.raises(LinkError, match="view"):
+        with pytest.raises(TransportError, match="view"):
             borrower.open({**lender.descriptor, "fd": number})
         assert not borrower._loans
 
@@ -176,7 +176,7 @@ def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
 )
 def test_what_is_no_offer_is_refused(descriptor):
     async def test(borrower):
-        with pytest.raises((ProtocolError, LinkError)):
+        with pytest.raises((ProtocolError, TransportError)):
             borrower.open(descriptor)
 
     with_borrower(test)
@@ -241,7 +241,7 @@ def test_memory_that_is_cut_short_is_an_error():
         token = borrower.open(lender.descriptor)
         places = borrower.checked(token, lender.place(buffer), NBYTES)
         os.ftruncate(lender._memory.fd, PAGE_NBYTES + 10)
-        with pytest.raises(LinkError, match="cut"):
+        with pytest.raises(TransportError, match="cut"):
             borrower.read(token, places, np.zeros(NBYTES, dtype=np.uint8))
 
     with_borrower(test)

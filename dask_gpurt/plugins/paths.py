@@ -1,0 +1,120 @@
+"""The ways from this worker to one peer: each takes a message there and brings the answer.
+
+What is in a message is `shuffle.messages`' business, which way is taken that of `plugins.links`.
+Control messages always go through Dask's own connections; what differs is where the payload is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.plugins.seams import delivered, to_serialize
+from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.transport.rate import LinkRate
+from dask_gpurt.transport.shared import Lender
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+    from dask_gpurt.transport.ucx import UcxEngine
+
+#: Sends a control message with these contents, and returns the peer's answer.
+Call = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Answer = dict[str, Any]
+
+#: How long one message may be under way over UCX. A peer that takes longer to make room is one that
+#: does not read.
+MESSAGE_DEADLINE_S = 120.0
+
+
+class CommPath:
+    """Inside the control message, through Dask's connection.
+
+    Attributes
+    ----------
+    address
+        Of the peer.
+    why_not
+        Reason for each better path that is not taken.
+    """
+
+    name = "comm"
+    #: Whether bytes stay on this host.
+    is_local = False
+
+    def __init__(self, worker: Worker, address: str, why_not: dict[str, str]) -> None:
+        self.address = address
+        self.why_not = why_not
+        self._worker = worker
+        self._rate = LinkRate()
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second, None if not known."""
+        return self._rate.bandwidth
+
+    async def carry(self, message: Message, call: Call) -> Answer:
+        payload = [to_serialize(buffer.data) for buffer in message.buffers]
+        answer = await call({"header": message.header, "payload": payload})
+        self._rate.add(delivered(self._worker, self.address))
+        return answer
+
+
+class SharedPath:
+    """In memory that the peer reads."""
+
+    name = "shared"
+    is_local = True
+    bandwidth = None
+
+    def __init__(self, lender: Lender, address: str, why_not: dict[str, str]) -> None:
+        self.address = address
+        self.why_not = why_not
+        self._lender = lender
+
+    async def carry(self, message: Message, call: Call) -> Answer:
+        # Small buffers are not in shared memory; they are cheap to send.
+        places = [self._lender.place(buffer) or buffer.tobytes() for buffer in message.buffers]
+        payload = {"by": self.name, "token": self._lender.descriptor["token"], "places": places}
+        return await call({"header": message.header, "payload": payload})
+
+
+class UcxPath:
+    """Through UCX endpoints of our own."""
+
+    name = "ucx"
+    is_local = False
+    #: UCX does not say what a link carries, and is there for fast ones.
+    bandwidth = None
+
+    def __init__(self, engine: UcxEngine, peer: str, address: str, why_not: dict[str, str]) -> None:
+        self.address = address
+        self.why_not = why_not
+        self._engine = engine
+        self._peer = peer
+
+    async def carry(self, message: Message, call: Call) -> Answer:
+        number = self._engine.next_number()
+        buffers = message.buffers
+        sending = asyncio.ensure_future(
+            self._engine.send(self._peer, number, buffers, MESSAGE_DEADLINE_S)
+        )
+        try:
+            payload = {"by": self.name, "token": self._engine.token, "number": number}
+            answering = asyncio.ensure_future(call({"header": message.header, "payload": payload}))
+            try:
+                # A send that fails is told at once; the peer's answer may take its deadline.
+                await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_EXCEPTION)
+                if sending.done() and not sending.cancelled() and (error := sending.exception()):
+                    raise error
+                return await answering
+            finally:
+                answering.cancel()
+        finally:
+            # What the peer refused is not sent any more.
+            sending.cancel()
+
+
+Path = CommPath | SharedPath | UcxPath
