@@ -39,6 +39,7 @@ bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.shuffle --json benchmarks/results/shuffle.json
 	$(VENV)/bin/python -m benchmarks.merge --json benchmarks/results/merge.json
 	$(VENV)/bin/python -m benchmarks.set_index --json benchmarks/results/set_index.json
+	$(VENV)/bin/python -m benchmarks.rechunk --json benchmarks/results/rechunk.json
 	$(VENV)/bin/python -m benchmarks.memory --json benchmarks/results/memory.json
 	$(VENV)/bin/python -m benchmarks.codecs --json benchmarks/results/codecs.json
 

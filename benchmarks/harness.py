@@ -147,8 +147,10 @@ def compare(
     return timing
 
 
-def _nbytes(frame: Any) -> int:
-    return int(frame.memory_usage(deep=True).sum())
+def _nbytes(part: Any) -> int:
+    if isinstance(part, np.ndarray):
+        return part.nbytes
+    return int(part.memory_usage(deep=True).sum())
 
 
 def settle(client: Client) -> None:

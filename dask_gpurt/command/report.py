@@ -75,8 +75,6 @@ def advice(why: str) -> str:
     """What can be done about a fallback."""
     if "pip install" in why:
         return "do what it says, and start that worker again"
-    if "arrays" in why:
-        return "nothing: such a rechunk runs as it does without dask_gpurt"
     if "no adapter" in why:
         return "use pandas DataFrames, or leave this one to stock Dask"
     if "no word from worker" in why:

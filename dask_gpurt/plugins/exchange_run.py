@@ -4,7 +4,7 @@ On each worker distributed's shuffle plugin drives an `ExchangeRun` exactly as i
 the run ids, the barrier, the restarts and the refusal of stale runs are distributed's. What moves
 is ours: `shuffle.plan` says who owns what, `shuffle.shards` keeps what arrives, `transport` sends.
 How an input partition is cut, and an output put together, is the business of a subclass
-(`frame_run`).
+(`frame_run`, `array_run`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from dask_gpurt.errors import (
     ProtocolError,
     TransportError,
 )
-from dask_gpurt.frames.port import BodyAdapter, Piece
+from dask_gpurt.frames.port import BodyAdapter, Empty, Piece
 from dask_gpurt.plugins.links import DAMAGED, OUTGOING, RELINK
 from dask_gpurt.plugins.paths import Path
 from dask_gpurt.plugins.seams import (
@@ -50,7 +51,7 @@ from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.messages import Message, Outgoing
-from dask_gpurt.shuffle.plan import ExchangePlan
+from dask_gpurt.shuffle.plan import ExchangePlan, cut_shards
 from dask_gpurt.shuffle.shards import Shard, ShardStore
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.outbox import Outbox
@@ -178,9 +179,38 @@ class ExchangeRun:
         """Shards of an input partition that stay here, and those that leave, by their receiver."""
         raise NotImplementedError
 
-    def outgoing_empty(self, nbytes: int) -> Any:
-        """Memory for a shard that leaves."""
-        return self._state.links.outgoing.empty(nbytes, OUTGOING)
+    def _cut(
+        self, source: int, layout_key: bytes, before: Sequence[int], row_nbytes: float
+    ) -> Iterator[tuple[str, wire.ShardHeader, Empty]]:
+        """Shards that an input partition is cut into: receiver, header, and memory for each.
+
+        Parameters
+        ----------
+        source
+            Number of the input partition.
+        before
+            Running total of its rows over all slots, one entry more than there are slots.
+        """
+        attempt = random.getrandbits(64)
+        for worker, (first, end) in self._plan.slots_of_worker.items():
+            cuts = cut_shards(before[first : end + 1], row_nbytes)
+            for number, (cut_first, cut_end) in enumerate(cuts):
+                a, b = first + cut_first, first + cut_end
+                header = wire.ShardHeader(
+                    layout_key=layout_key,
+                    source=source,
+                    attempt=attempt,
+                    number=number,
+                    count=len(cuts),
+                    first_slot=a,
+                    rows_per_slot=tuple(before[s + 1] - before[s] for s in range(a, b)),
+                )
+                # Shards for the same partitions are let go at the same time: a lane for each.
+                if worker == self.local_address:
+                    empty = partial(self._state.pool.empty, lane=self.lane_of(a))
+                else:
+                    empty = partial(self._state.links.outgoing.empty, lane=OUTGOING)
+                yield worker, header, empty
 
     def lane_of(self, first_slot: int) -> tuple[int, int]:
         lane = (self.run_id, first_slot)

@@ -7,10 +7,8 @@ here, in `ADAPTERS`.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
@@ -20,7 +18,6 @@ from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import DataFrameShuffleSpec
 from dask_gpurt.shuffle.balance import owners
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
-from dask_gpurt.shuffle.plan import cut_shards
 from dask_gpurt.shuffle.shards import Shard
 from dask_gpurt.transport import wire
 
@@ -136,31 +133,18 @@ class FrameRun(ExchangeRun):
         self, data: Any, partition_id: int
     ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
         opened = self._frames.open(data)
-        plan, pool = self._plan, self._state.pool
-        outgoing_empty = self.outgoing_empty
+        plan = self._plan
         rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
         before = offsets.tolist()
-        attempt = random.getrandbits(64)
         wanted: list[tuple[str, wire.ShardHeader]] = []
         selections: list[Selection] = []
-        for worker, (first, end) in plan.slots_of_worker.items():
+        cuts = self._cut(partition_id, opened.layout_key, before, opened.row_nbytes)
+        for worker, header, empty in cuts:
+            a = header.first_slot
+            b = a + len(header.rows_per_slot)
+            wanted.append((worker, header))
             leaves = worker != self.local_address
-            cuts = cut_shards(before[first : end + 1], opened.row_nbytes)
-            for number, (cut_first, cut_end) in enumerate(cuts):
-                a, b = first + cut_first, first + cut_end
-                header = wire.ShardHeader(
-                    layout_key=opened.layout_key,
-                    source=partition_id,
-                    attempt=attempt,
-                    number=number,
-                    count=len(cuts),
-                    first_slot=a,
-                    rows_per_slot=tuple(before[s + 1] - before[s] for s in range(a, b)),
-                )
-                # Shards for the same partitions are let go at the same time: a lane for each.
-                empty = outgoing_empty if leaves else partial(pool.empty, lane=self.lane_of(a))
-                wanted.append((worker, header))
-                selections.append(Selection(rows[before[a] : before[b]], leaves, empty))
+            selections.append(Selection(rows[before[a] : before[b]], leaves, empty))
         local: list[Shard] = []
         outgoing: dict[str, list[Outgoing]] = {}
         for (worker, header), gathered in zip(wanted, opened.gather(selections), strict=True):

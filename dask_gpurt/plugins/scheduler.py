@@ -20,6 +20,7 @@ import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import StrictFallbackError
 from dask_gpurt.plugins import seams
+from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
 from dask_gpurt.plugins.worker import NAME, bootstrap
 
@@ -145,8 +146,10 @@ class GpurtScheduler(SchedulerPlugin):
         """Spec to run: ours where everything is there for it, or the stock one."""
         what, why = self._obstacle(stock)
         if why is None:
-            assert isinstance(stock, seams.DataFrameShuffleSpec)
             self.runs["gpurt"] += 1
+            if isinstance(stock, seams.ArrayRechunkSpec):
+                return ArraySpec.replacing(stock, self.settings.shuffle)
+            assert isinstance(stock, seams.DataFrameShuffleSpec)
             rows = self._sketches.get(stock.id)
             return FrameSpec.replacing(stock, frame_kind(stock.meta), self.settings.shuffle, rows)
         if self.settings.strict:
@@ -176,12 +179,15 @@ class GpurtScheduler(SchedulerPlugin):
         return None
 
     def _obstacle(self, stock: seams.ShuffleSpec[Any]) -> tuple[str, str | None]:
-        if not isinstance(stock, seams.DataFrameShuffleSpec):
-            return "array rechunk", "arrays are not carried yet"
-        kind = frame_kind(stock.meta)
-        what = f"shuffle of {kind}"
-        if kind not in ADAPTERS:
-            return what, "there is no adapter for this kind of data"
+        if isinstance(stock, seams.ArrayRechunkSpec):
+            what = "array rechunk"
+        elif isinstance(stock, seams.DataFrameShuffleSpec):
+            kind = frame_kind(stock.meta)
+            what = f"shuffle of {kind}"
+            if kind not in ADAPTERS:
+                return what, "there is no adapter for this kind of data"
+        else:
+            return f"shuffle of {type(stock).__name__}", "this kind of shuffle is not known"
         if self.not_ready:
             return what, next(iter(self.not_ready.values()))
         if silent := self._silent():

@@ -12,6 +12,7 @@ is created; the control plane stays distributed's | `SpecSwap.remove` |
 to the owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock
 lets each run once in the wrong place to find out | `SpecSwap.remove` |
 | `P2PBarrierTask.spec` | what will be shuffled, before there is a run | |
+| `dask.array.core.concatenate3` | chunks that are not plain memory are joined as by stock | |
 | `Task.func`, `Task.args` | which partition an output task reads, fused or not | |
 | `ShuffleWorkerPlugin.add_partition` | a first look at the data, before a run is asked for
 | `RunLookup.remove` |
@@ -46,6 +47,7 @@ from distributed.shuffle._core import (
 )
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.shuffle._merge import merge_unpack
+from distributed.shuffle._rechunk import ArrayRechunkSpec, rechunk_unpack
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleSpec, shuffle_unpack
 from distributed.utils import sync
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 __all__ = [
+    "ArrayRechunkSpec",
     "DataFrameShuffleSpec",
     "P2PConsistencyError",
     "Reschedule",
@@ -76,6 +79,7 @@ __all__ = [
     "context_meter",
     "handle_transfer_errors",
     "handle_unpack_errors",
+    "join_arrays",
     "refuse_work",
     "requires_encryption",
     "retry",
@@ -174,22 +178,30 @@ def stock_spec(scheduler: Scheduler, shuffle_id: Any) -> ShuffleSpec[Any] | None
     return getattr(barrier.run_spec, "spec", None) if barrier is not None else None
 
 
-def partitions_read(task: Any, shuffle_id: ShuffleId) -> set[int]:
+def partitions_read(task: Any, shuffle_id: ShuffleId) -> set[Any]:
     """Output partitions of a shuffle that a task reads, itself or in a task fused into it."""
-    found: set[int] = set()
+    found: set[Any] = set()
     stack = [task]
     while stack:
         one = stack.pop()
         if isinstance(one, dict):
             stack.extend(one.values())
         elif isinstance(one, Task):
-            if one.func is shuffle_unpack and one.args[0] == shuffle_id:
+            if one.func in (shuffle_unpack, rechunk_unpack) and one.args[0] == shuffle_id:
                 found.add(one.args[1])
             elif one.func is merge_unpack and shuffle_id in one.args[:2]:
                 found.add(one.args[2])
             else:
                 stack.extend(arg for arg in one.args if isinstance(arg, (dict, Task)))
     return found
+
+
+def join_arrays(nested: Any) -> Any:
+    """One array of nested lists of arrays of any kind, as stock's rechunk makes it."""
+    # Here, since most that import this module never see an array.
+    from dask.array.core import concatenate3
+
+    return concatenate3(nested)
 
 
 class RunLookup:

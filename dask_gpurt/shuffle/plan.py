@@ -31,9 +31,10 @@ class ExchangePlan:
     ----------
     worker_for
         Owner of each wanted output partition. Partitions that are not listed are dropped.
+        A partition is a number, or whatever else can be sorted: chunks have tuples.
     """
 
-    worker_for: Mapping[int, str]
+    worker_for: Mapping[Any, str]
 
     @cached_property
     def workers(self) -> tuple[str, ...]:
@@ -41,7 +42,7 @@ class ExchangePlan:
         return tuple(dict.fromkeys(self.worker_for[p] for p in self.partitions))
 
     @cached_property
-    def partitions(self) -> tuple[int, ...]:
+    def partitions(self) -> tuple[Any, ...]:
         """Partition of each slot."""
         rank: dict[str, int] = {}
         for partition in sorted(self.worker_for):
@@ -49,7 +50,7 @@ class ExchangePlan:
         return tuple(sorted(self.worker_for, key=lambda p: (rank[self.worker_for[p]], p)))
 
     @cached_property
-    def slot_of(self) -> dict[int, int]:
+    def slot_of(self) -> dict[Any, int]:
         return {partition: slot for slot, partition in enumerate(self.partitions)}
 
     @property
@@ -78,7 +79,7 @@ class ExchangePlan:
         return table
 
     def slots(self, partitions: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
-        """Slot of each row, given the output partition of each row.
+        """Slot of each row, given the output partition, a number, of each row.
 
         Rows for partitions that nobody wants, and missing values, get -1: stock joins the
         partition column with the owners and drops what finds none.

@@ -257,7 +257,7 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
     side = {"host": {"python": "3.11.7.final.0"}, "packages": {"dask": "1", "pandas": "3"}}
     other = {"host": {"python": "3.12.1.final.0"}, "packages": {"dask": "1", "pandas": "2"}}
     problem = "worker tcp://b: dask-gpurt cannot be imported there; run `pip install dask-gpurt`"
-    why = "arrays are not carried yet"
+    why = "there is no adapter for this kind of data"
     told = cluster_findings(
         {
             "scheduler": "tcp://s",
@@ -266,7 +266,7 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
             "host": "h",
             "workers": {"tcp://a": None, "tcp://b": None},
             "not_ready": {"tcp://b": problem},
-            "fallbacks": [{"what": "array rechunk", "why": why, "count": 2}],
+            "fallbacks": [{"what": "shuffle of cudf", "why": why, "count": 2}],
             "versions": {"client": side, "scheduler": side, "workers": {"tcp://b": other}},
         }
     )

@@ -25,6 +25,20 @@ total = n * (n - 1) // 2
 """
 
 
+#: A kind of frame that is left to stock, and something to see of a task.
+HELPER = """
+import pandas as pd
+
+class Labelled(pd.DataFrame):
+    @property
+    def _constructor(self):
+        return Labelled
+
+def shout():
+    print("from a task", flush=True)
+"""
+
+
 def test_script_without_a_client(shell: Shell) -> None:
     # No `if __name__ == "__main__"`: workers must not run this file again.
     shell.write(
@@ -47,18 +61,20 @@ def through_main(part):
 import dask.array as da
 x = da.ones((200, 200), chunks=(200, 10)).rechunk((10, 200))
 assert x.sum().compute() == 40_000
+labelled = df.map_partitions(helper.Labelled)
+assert len(labelled.shuffle("a").compute()) == n
 assert len(df.partitions[:1].map_partitions(through_main, meta=df._meta).compute()) == n // 4
 print(input())
 """,
     )
-    shell.write("helper.py", "def shout():\n    print('from a task', flush=True)\n")
+    shell.write("helper.py", HELPER)
     outcome, report = shell.run("--n-workers", "2", "--progress", "script.py", stdin="a line\n")
     assert (outcome.code, report["exit_code"]) == (0, 0), outcome.err
     assert sorted(outcome.out.splitlines()) == ["a line", "from a task", "once"]
-    assert report["runs"]["gpurt"] >= 2
+    assert report["runs"]["gpurt"] >= 3
     assert report["runs"]["stock"] == 1
     (fallback,) = report["fallbacks"]
-    assert (fallback["what"], fallback["count"]) == ("array rechunk", 1)
+    assert (fallback["what"], fallback["count"]) == ("shuffle of helper.Labelled", 1)
     assert fallback["why"] in outcome.err.partition("dask gpurt: ")[2]
     assert report["sent_nbytes"] > 0
     assert report["local_nbytes"] > 0
@@ -131,16 +147,15 @@ if __name__ == "__main__":
     assert len(report["clusters"]) == 1
 
 
-RECHUNK = """
-import dask.array as da
-x = da.ones((200, 200), chunks=(200, 10)).rechunk((10, 200))
-print(x.sum().compute())
-"""
-
-
 def test_strict_refuses(shell: Shell) -> None:
-    shell.write("rechunk.py", RECHUNK)
-    outcome, report = shell.run("--strict", "--n-workers", "1", "rechunk.py")
+    shell.write("helper.py", HELPER)
+    shell.write(
+        "script.py",
+        FRAME
+        + "import helper\nlabelled = df.map_partitions(helper.Labelled)\n"
+        + "print(len(labelled.shuffle('a').compute()))\n",
+    )
+    outcome, report = shell.run("--strict", "--n-workers", "1", "script.py")
     assert outcome.code == report["exit_code"] == 1
     assert "gpurt.strict" in outcome.err
     assert outcome.out == ""

@@ -11,6 +11,7 @@ import os
 import signal
 
 import dask
+import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -92,6 +93,26 @@ def test_worker_killed(processes, tmp_path, when):
     else:
         lazy = lazy.shuffle("key", npartitions=5).map_partitions(die_once, **killer)
     assert_all_rows_are_there(compute(processes, lazy))
+    assert os.path.exists(flag)
+    assert runs(processes) == {"gpurt": 2, "stock": 0}
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["transfer", "unpack"])
+def test_worker_killed_in_a_rechunk(processes, tmp_path, when):
+    flag = str(tmp_path / "died")
+    source = np.arange(240_000.0).reshape(600, 400)
+    lazy = da.from_array(source, chunks=(60, 400))
+    if when == "transfer":
+        lazy = lazy.map_blocks(die_once, flag, meta=source[:0])
+    with dask.config.set({"array.chunk-size": "1B"}):
+        lazy = lazy.rechunk((600, 40), method="p2p")
+    if when == "unpack":
+        lazy = lazy.map_blocks(die_once, flag, meta=source[:0])
+    with processes.as_current():
+        got = lazy.compute()
+    np.testing.assert_array_equal(got, source)
     assert os.path.exists(flag)
     assert runs(processes) == {"gpurt": 2, "stock": 0}
 

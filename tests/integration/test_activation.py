@@ -173,6 +173,14 @@ class TestRunningCluster:
 
 
 @pytest.mark.cluster
+class Labelled(pd.DataFrame):
+    """A kind of frame without an adapter."""
+
+    @property
+    def _constructor(self):
+        return Labelled
+
+
 class TestWhereItCannotWork:
     def test_scheduler_without_the_package(self, cluster, caplog):
         cluster.scheduler(before=WITHOUT_PACKAGE)
@@ -234,9 +242,7 @@ class TestWhereItCannotWork:
                 dask_gpurt.enable(client)
         assert cluster.log_text().count("dask_gpurt is off") <= 2
 
-    def test_unsupported_kind_is_an_error_when_strict(self, sides):
-        import dask.array as da
-
+    def test_unsupported_kind_is_an_error_when_strict(self):
         with (
             LocalCluster(
                 n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
@@ -244,9 +250,9 @@ class TestWhereItCannotWork:
             dask.config.set({"gpurt.enabled": True, "gpurt.strict": True}),
         ):
             with Client(local, set_as_default=False) as client, client.as_current():
-                x = da.ones((8, 8), chunks=(2, 8)).rechunk((8, 2), method="p2p")
+                lazy = collection([Labelled({"a": [1, 2]}), Labelled({"a": [3, 4]})])
                 with pytest.raises(RuntimeError) as caught:
-                    x.sum().compute()
+                    partitions(client, lazy.shuffle("a"))
         assert isinstance(caught.value.__cause__, StrictFallbackError)
 
 

@@ -184,17 +184,6 @@ class Labelled(pd.DataFrame):
         return Labelled
 
 
-def test_rechunk_runs_on_stock(sides):
-    import dask.array as da
-
-    before = dask_gpurt.status(sides.enabled)["runs"]
-    with sides.enabled.as_current():
-        x = da.ones((40, 40), chunks=(10, 40)).rechunk((40, 10), method="p2p")
-        assert float(x.sum().compute()) == 1600.0
-    after = dask_gpurt.status(sides.enabled)["runs"]
-    assert after == {"gpurt": before["gpurt"], "stock": before["stock"] + 1}
-
-
 def test_wrong_columns_are_refused_as_stock_does(sides):
     good, bad = frame(20), frame(20).rename(columns={"value": "other"})
     parts = dd.from_delayed(

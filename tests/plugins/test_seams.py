@@ -14,6 +14,7 @@ from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
 
 from dask_gpurt.plugins import seams
+from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
 from tests.integration.comparing import collection
@@ -94,6 +95,35 @@ def test_spec_carries_every_field_of_stock_s():
     assert frame_kind(stock.meta) in ADAPTERS
 
 
+def test_array_spec_carries_every_field_of_stock_s():
+    stock = seams.ArrayRechunkSpec(id="x", disk=True, new=((2, 2), (3,)), old=((4,), (1, 2)))
+    ours = ArraySpec.replacing(stock, settings=None)
+    for field in stock.__dataclass_fields__:
+        assert getattr(ours, field) is getattr(stock, field)
+    assert list(ours.output_partitions) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("n_chunks", [(7,), (4, 4), (1, 8, 5), (4, 4, 4), (3, 2, 2, 5)], ids=str)
+def test_output_chunks_are_spread_evenly(n_chunks):
+    """Neighbours stay together, and no worker has more than one chunk more than another."""
+    new = tuple((1,) * n for n in n_chunks)
+    spec = ArraySpec(id="x", disk=True, new=new, old=new, settings=None)
+    workers = ["a", "b", "c"]
+    picked = [spec.pick_worker(index, workers) for index in spec.output_partitions]
+    assert picked == sorted(picked)
+    counts = [picked.count(worker) for worker in workers]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_join_takes_nested_lists():
+    rows = [[np.ones((2, 1)), np.zeros((2, 3))], [np.ones((1, 1)), np.zeros((1, 3))]]
+    joined = seams.join_arrays(rows)
+    assert joined.shape == (3, 4)
+    assert joined.sum() == 3
+    masked = seams.join_arrays([[np.ma.masked_equal(row, 0) for row in line] for line in rows])
+    assert masked.mask.sum() == 9
+
+
 def graph_of(lazy):
     with dask.config.set({"dataframe.shuffle.method": "p2p"}):
         return lazy.optimize().__dask_graph__()
@@ -121,6 +151,20 @@ def test_partitions_read_by_a_merge():
         outputs = [t for t in graph.values() if barrier.key in getattr(t, "dependencies", ())]
         read = [seams.partitions_read(task, barrier.spec.id) for task in outputs]
         assert sorted(read, key=min) == [{i} for i in range(len(outputs))]
+
+
+def test_partitions_read_by_a_rechunk():
+    import dask.array as da
+
+    lazy = da.ones((6, 4), chunks=(2, 4)).rechunk((6, 2), method="p2p")
+    for one in (lazy, (lazy + 1).sum(axis=0, split_every=2)):
+        (graph,) = dask.optimize(one)
+        graph = graph.__dask_graph__().to_dict()
+        barrier = next(t for t in graph.values() if "Barrier" in type(t).__name__)
+        outputs = [t for t in graph.values() if barrier.key in getattr(t, "dependencies", ())]
+        read = [seams.partitions_read(task, barrier.spec.id) for task in outputs]
+        assert sorted(read, key=min) == [{(0, 0)}, {(0, 1)}]
+        assert seams.partitions_read(outputs[0], "another") == set()
 
 
 def test_partitions_read_by_anything_else():

@@ -1,0 +1,309 @@
+"""Chunks of arrays: cut, pack, unpack and join.
+
+Each element is written three times on its way: cut into a shard's buffer, moved (if it leaves the
+process), and put in its place in the output. A shard's buffer is the pieces one after the other,
+nothing else; where they lie in their chunks is `frames.rechunking`'s business.
+
+What cannot travel as plain memory (objects, subclasses, other kinds of array, chunks of another
+shape than was announced) is indexed as it likes, travels as a pickle, and is joined as stock does.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dask_gpurt.frames.port import Empty, Packed, Piece, fresh
+from dask_gpurt.frames.rechunking import Box, Index, Rechunking, Shape, filled
+from dask_gpurt.frames.sections import Section
+
+#: Layout of a shard whose pieces are pickled.
+_PICKLED = b"pickle"
+#: Rows are counted in 32 bits on the wire.
+_MOST_ROWS = (1 << 32) - 1
+#: A layout that is longer than this is not one of ours.
+_LONGEST_LAYOUT = 1 << 16
+#: Assumed size of a Python object. Only shard sizes depend on it, never correctness.
+_OBJECT_NBYTES = 64
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Type and shape of the chunk that pieces were cut from, and the order of their elements."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    is_fortran: bool
+
+    @staticmethod
+    def of(chunk: Any) -> ChunkLayout | None:
+        """Layout of a chunk whose elements are plain memory; None of any other."""
+        # Subclasses mean something that their memory does not say.
+        if type(chunk) is not np.ndarray or chunk.dtype.hasobject or not chunk.dtype.itemsize:
+            return None
+        order = chunk.flags
+        layout = ChunkLayout(
+            chunk.dtype, chunk.shape, order.f_contiguous and not order.c_contiguous
+        )
+        return layout if layout.says_it_all else None
+
+    @property
+    def says_it_all(self) -> bool:
+        """Whether the type survives being written down."""
+        if self.dtype.metadata is not None:
+            return False
+        if self.dtype.isbuiltin == 1:
+            return True
+        try:
+            again = ChunkLayout.from_key(self.key).dtype
+        except (ValueError, TypeError):
+            return False
+        return (
+            type(again) is type(self.dtype)
+            and again == self.dtype
+            and again.isalignedstruct == self.dtype.isalignedstruct
+        )
+
+    @cached_property
+    def key(self) -> bytes:
+        """The layout as NumPy writes it at the head of its own files."""
+        file = io.BytesIO()
+        head = {
+            "descr": np.lib.format.dtype_to_descr(self.dtype),
+            "fortran_order": self.is_fortran,
+            "shape": self.shape,
+        }
+        np.lib.format.write_array_header_1_0(file, head)
+        return file.getvalue()
+
+    @staticmethod
+    def from_key(key: bytes) -> ChunkLayout:
+        file = io.BytesIO(key)
+        np.lib.format.read_magic(file)
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file, _LONGEST_LAYOUT)
+        if dtype.hasobject or not dtype.itemsize or any(length < 0 for length in shape):
+            raise ValueError(f"no chunk has the layout {key!r}")
+        return ChunkLayout(dtype, shape, is_fortran)
+
+    def shaped(self, rows: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """A piece of this shape, over its rows."""
+        if 0 in shape:
+            rows = rows[:0]
+        return rows.reshape(shape, order="F" if self.is_fortran else "C")
+
+
+@dataclass
+class PlainBody:
+    """Pieces as plain memory. Their rows are elements."""
+
+    layout: ChunkLayout
+    packed: Packed
+
+    @property
+    def layout_key(self) -> bytes:
+        return self.layout.key
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.buffer.nbytes
+
+    @cached_property
+    def elements(self) -> npt.NDArray[Any]:
+        return self.packed.buffer.view(self.layout.dtype)
+
+
+@dataclass
+class PickledBody:
+    """Pieces that are arrays of any kind, one a row."""
+
+    arrays: list[Any]
+    nbytes: int
+    layout_key: bytes = _PICKLED
+
+
+Body = PlainBody | PickledBody
+
+
+class Part(NamedTuple):
+    """What an input chunk has for one output chunk."""
+
+    output: Index
+    box: Box
+    shape: tuple[int, ...]
+    #: Rows that it takes in a shard.
+    n_rows: int
+
+
+class OpenChunk:
+    """An input chunk and its parts.
+
+    Attributes
+    ----------
+    parts
+        One for each output chunk that is made of this chunk.
+    row_nbytes
+        Bytes a row takes.
+    """
+
+    def __init__(self, chunk: Any, index: Index, rechunking: Rechunking) -> None:
+        self._chunk = chunk
+        layout = ChunkLayout.of(chunk)
+        if layout is not None and (
+            not rechunking.has_shape(index, chunk.shape) or chunk.size > _MOST_ROWS
+        ):
+            layout = None
+        self._layout = layout
+        parts = rechunking.of_input(index)
+        self.parts: list[Part]
+        if layout is None:
+            self.layout_key = _PICKLED
+            self.parts = [Part(output, box, (), 1) for output, box, _ in parts]
+            self.row_nbytes = _held_nbytes(chunk) / max(1, len(self.parts))
+        else:
+            self.layout_key = layout.key
+            self.parts = []
+            for output, box, lengths in parts:
+                shape = filled(lengths, layout.shape)
+                self.parts.append(Part(output, box, shape, _rows(shape)))
+            self.row_nbytes = float(layout.dtype.itemsize)
+
+    def cut(self, parts: Sequence[Part], leaves: bool, empty: Empty = fresh) -> Packed | Body:
+        """One shard of these parts; as one buffer if it leaves this process."""
+        chunk, layout = self._chunk, self._layout
+        if layout is None:
+            # A view would keep the whole chunk alive, and what it is a view of.
+            arrays = [_own(chunk[part.box]) for part in parts]
+            pickled = PickledBody(arrays, sum(map(_held_nbytes, arrays)))
+            return _pack(pickled) if leaves else pickled
+        n_rows = sum(part.n_rows for part in parts)
+        packed = Packed(empty(n_rows * layout.dtype.itemsize), n_rows)
+        body = PlainBody(layout, packed)
+        elements = body.elements
+        first = 0
+        for _, box, shape, n in parts:
+            layout.shaped(elements[first : first + n], shape)[...] = chunk[box]
+            first += n
+        return packed if leaves else body
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    # A piece without elements takes a row too: an output without elements has its type from it.
+    return math.prod(shape) or 1
+
+
+def _own(array: Any) -> Any:
+    return array if getattr(array, "base", None) is None else array.copy()
+
+
+def _held_nbytes(array: Any) -> int:
+    """Bytes that an array of any kind takes, estimated."""
+    nbytes = int(getattr(array, "nbytes", _OBJECT_NBYTES))
+    if getattr(getattr(array, "dtype", None), "hasobject", False):
+        nbytes += int(getattr(array, "size", 1)) * _OBJECT_NBYTES
+    return nbytes
+
+
+def _pack(body: PickledBody) -> Packed:
+    data = pickle.dumps(body.arrays, protocol=5)
+    return Packed(np.frombuffer(data, np.uint8), len(body.arrays), pickle_nbytes=len(data))
+
+
+class Arrays:
+    """Cuts and joins the chunks of one array.
+
+    Parameters
+    ----------
+    rechunking
+        How it is cut before and after.
+    join
+        Makes one array of nested lists of arrays; asked where they are not all plain memory.
+    """
+
+    def __init__(self, rechunking: Rechunking, join: Callable[[Any], Any]) -> None:
+        self.rechunking = rechunking
+        self._join = join
+        self._layouts: dict[bytes, ChunkLayout] = {}
+
+    def open(self, chunk: Any, index: Index) -> OpenChunk:
+        return OpenChunk(chunk, index, self.rechunking)
+
+    def pack(self, body: Body) -> Packed:
+        return body.packed if isinstance(body, PlainBody) else _pack(body)
+
+    def unpack(self, layout_key: bytes, packed: Packed) -> Body:
+        if layout_key == _PICKLED:
+            if packed.pickle_nbytes != packed.buffer.nbytes:
+                raise ValueError("a pickled shard with something beside the pickle")
+            arrays = pickle.loads(packed.buffer.data)
+            if len(arrays) != packed.n_rows:
+                raise ValueError(f"{len(arrays)} pieces came of {packed.n_rows}")
+            return PickledBody(arrays, sum(map(_held_nbytes, arrays)))
+        layout = self._layouts.get(layout_key)
+        if layout is None:
+            layout = ChunkLayout.from_key(layout_key)
+            if len(layout.shape) != self.rechunking.ndim:
+                raise ValueError(f"a chunk of {len(layout.shape)} axes, not {self.rechunking.ndim}")
+            self._layouts[layout_key] = layout
+        if packed.n_rows * layout.dtype.itemsize != packed.buffer.nbytes:
+            raise ValueError(
+                f"{packed.n_rows} elements do not fit a buffer of {packed.buffer.nbytes} bytes"
+            )
+        return PlainBody(layout, packed)
+
+    def sections(self, layout_key: bytes, packed: Packed) -> list[Section]:
+        if layout_key == _PICKLED:
+            return [("pickle", 0, packed.buffer.nbytes, 1)]
+        itemsize = ChunkLayout.from_key(layout_key).dtype.itemsize
+        # Structures are no numbers that a codec could make smaller.
+        return [("elements", 0, packed.buffer.nbytes, itemsize if itemsize <= 8 else 1)]
+
+    def concatenate(self, index: Index, pieces: Sequence[Piece], empty: Empty = fresh) -> Any:
+        """Output chunk `index` of its pieces, in the order of the input chunks.
+
+        Raises
+        ------
+        ValueError
+            They are not the pieces of this chunk.
+        """
+        grid, places = self.rechunking.of_output(index)
+        if len(pieces) != math.prod(grid):
+            raise ValueError(f"{len(pieces)} pieces came of {math.prod(grid)}")
+        if not all(isinstance(piece.body, PlainBody) for piece in pieces):
+            arrays = [
+                _array(piece, lengths)
+                if isinstance(piece.body, PlainBody)
+                else piece.body.arrays[piece.start]
+                for (_, lengths), piece in zip(places, pieces, strict=True)
+            ]
+            return self._join(_nested(arrays, grid))
+        first: ChunkLayout = pieces[0].body.layout
+        shape = filled(self.rechunking.shape_of_output(index), first.shape)
+        out = empty(math.prod(shape) * first.dtype.itemsize).view(first.dtype).reshape(shape)
+        for (place, lengths), piece in zip(places, pieces, strict=True):
+            out[place] = _array(piece, lengths)
+        return out
+
+
+def _array(piece: Piece, lengths: Shape) -> npt.NDArray[Any]:
+    body: PlainBody = piece.body
+    shape = filled(lengths, body.layout.shape)
+    if piece.stop - piece.start != _rows(shape):
+        raise ValueError(f"{piece.stop - piece.start} elements came for a piece of {shape}")
+    return body.layout.shaped(body.elements[piece.start : piece.stop], shape)
+
+
+def _nested(arrays: list[Any], grid: tuple[int, ...]) -> Any:
+    """Lists of lists of arrays, as deep as the grid has axes."""
+    for length in reversed(grid[1:]):
+        ends = range(0, len(arrays) + 1, length)
+        arrays = [arrays[a:b] for a, b in pairwise(ends)]
+    return arrays

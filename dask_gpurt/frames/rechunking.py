@@ -1,0 +1,175 @@
+"""Which part of which input chunk goes where in which output chunk.
+
+Pure geometry over numbers: nothing here knows what an array is, or where chunks live. Chunks are
+cut along each axis on its own; a *piece* is what one input chunk has for one output chunk, and is
+the product of one span an axis. Pieces of all pairs are never listed: those of one input chunk,
+or of one output chunk, are made when that chunk's turn comes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, product
+from typing import NamedTuple
+
+#: Position of a chunk in its grid.
+Index = tuple[int, ...]
+#: Part of a chunk.
+Box = tuple[slice, ...]
+#: Shape of a part; None along an axis whose length nobody knows before the chunk is there.
+Shape = tuple[int | None, ...]
+
+#: All of such an axis.
+_WHOLE = slice(None)
+
+
+class Span(NamedTuple):
+    """What one input chunk has for one output chunk, along one axis."""
+
+    input: int
+    output: int
+    #: Where it lies in the input chunk, and in the output chunk.
+    source: slice
+    place: slice
+    length: int | None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Two ways to cut one axis.
+
+    Parameters
+    ----------
+    old, new
+        Lengths of the chunks. NaN, an unknown length, is allowed where `new` is `old`.
+    """
+
+    old: tuple[float, ...]
+    new: tuple[float, ...]
+
+    @cached_property
+    def is_known(self) -> bool:
+        return not any(math.isnan(length) for length in self.old)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Every span, in the order of the axis.
+
+        A chunk without length takes part in one span if it is an output, since it has to have
+        some source, and in none if it is an input.
+        """
+        if not self.is_known:
+            return tuple(Span(i, i, _WHOLE, _WHOLE, None) for i in range(len(self.old)))
+        starts = [0, *accumulate(int(length) for length in self.old)]
+        stops = starts[1:]
+        if stops[-1] != sum(self.new):
+            raise ValueError(f"chunks of {stops[-1]} in all cannot become {self.new}")
+        found = []
+        first = 0
+        for output, length in enumerate(self.new):
+            end = first + int(length)
+            # The first input that reaches as far as the output begins, or beyond.
+            i = bisect_left(stops, first + 1 if length else first)
+            while True:
+                a, b = max(first, starts[i]), min(end, stops[i])
+                if b > a or not length:
+                    source = slice(a - starts[i], b - starts[i])
+                    place = slice(a - first, b - first)
+                    found.append(Span(i, output, source, place, b - a))
+                if stops[i] >= end:
+                    break
+                i += 1
+            first = end
+        return tuple(found)
+
+    @cached_property
+    def of_input(self) -> tuple[tuple[Span, ...], ...]:
+        return _grouped([span.input for span in self.spans], self.spans, len(self.old))
+
+    @cached_property
+    def of_output(self) -> tuple[tuple[Span, ...], ...]:
+        return _grouped([span.output for span in self.spans], self.spans, len(self.new))
+
+
+def _grouped(
+    numbers: Sequence[int], spans: Sequence[Span], n_groups: int
+) -> tuple[tuple[Span, ...], ...]:
+    groups: list[list[Span]] = [[] for _ in range(n_groups)]
+    for number, span in zip(numbers, spans, strict=True):
+        groups[number].append(span)
+    return tuple(map(tuple, groups))
+
+
+class Rechunking:
+    """One array, cut in two ways.
+
+    Parameters
+    ----------
+    old, new
+        Lengths of the chunks of each axis, as Dask has them.
+
+    Raises
+    ------
+    ValueError
+        They do not belong to one array.
+    """
+
+    def __init__(self, old: Sequence[Sequence[float]], new: Sequence[Sequence[float]]) -> None:
+        self.axes = tuple(Axis(tuple(o), tuple(n)) for o, n in zip(old, new, strict=True))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.axes)
+
+    def number(self, index: Index) -> int:
+        """Number of an input chunk. Ascending numbers are ascending positions in the grid."""
+        number = 0
+        for axis, position in zip(self.axes, index, strict=True):
+            number = number * len(axis.old) + position
+        return number
+
+    def has_shape(self, index: Index, shape: Sequence[int]) -> bool:
+        """Whether an input chunk of this shape is what was announced."""
+        return len(shape) == self.ndim and all(
+            length == axis.old[position] or not axis.is_known
+            for axis, position, length in zip(self.axes, index, shape, strict=True)
+        )
+
+    def of_input(self, index: Index) -> Iterator[tuple[Index, Box, Shape]]:
+        """Pieces of an input chunk: output chunk, part of this chunk, and its shape."""
+        spans = [axis.of_input[i] for axis, i in zip(self.axes, index, strict=True)]
+        outputs = product(*([span.output for span in along] for along in spans))
+        sources = product(*([span.source for span in along] for along in spans))
+        shapes = product(*([span.length for span in along] for along in spans))
+        return zip(outputs, sources, shapes, strict=True)
+
+    def of_output(self, index: Index) -> tuple[tuple[int, ...], Iterator[tuple[Box, Shape]]]:
+        """Pieces of an output chunk, in the order of the input chunks' numbers.
+
+        Returns
+        -------
+        pieces along each axis, and for each piece the place it takes in the output and its shape
+        """
+        spans = [axis.of_output[i] for axis, i in zip(self.axes, index, strict=True)]
+        places = product(*([span.place for span in along] for along in spans))
+        shapes = product(*([span.length for span in along] for along in spans))
+        return tuple(map(len, spans)), zip(places, shapes, strict=True)
+
+    def shape_of_output(self, index: Index) -> Shape:
+        return tuple(
+            int(axis.new[i]) if axis.is_known else None
+            for axis, i in zip(self.axes, index, strict=True)
+        )
+
+
+def filled(shape: Shape, of_chunk: Sequence[int]) -> tuple[int, ...]:
+    """Shape of a piece with the unknown lengths of the chunk it was cut from."""
+    if None not in shape:
+        return shape  # type: ignore[return-value]
+    return tuple(
+        whole if length is None else length for length, whole in zip(shape, of_chunk, strict=True)
+    )

@@ -1,0 +1,108 @@
+"""Array rechunks: the spec that takes the place of the stock one, and the run it makes.
+
+Chunks are cut where the new chunking says (`frames.rechunking`, `frames.arrays`); a chunk is an
+input partition, and everything after that is `exchange_run`'s. Chunks of any kind are carried, so
+nothing has to be known of them before the run begins, which is well, since the spec does not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.frames.arrays import Arrays, Part
+from dask_gpurt.frames.port import Packed, Piece
+from dask_gpurt.frames.rechunking import Index, Rechunking
+from dask_gpurt.plugins.exchange_run import ExchangeRun
+from dask_gpurt.plugins.seams import ArrayRechunkSpec, join_arrays
+from dask_gpurt.shuffle.messages import Outgoing, shard_of
+from dask_gpurt.shuffle.shards import Shard
+
+if TYPE_CHECKING:
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+
+@dataclass(frozen=True)
+class ArraySpec(ArrayRechunkSpec):
+    """The stock description of a rechunk, run on our data plane.
+
+    Attributes
+    ----------
+    settings
+        As the client that switched the runtime on had them.
+    """
+
+    settings: ShuffleSettings
+
+    @classmethod
+    def replacing(cls, stock: ArrayRechunkSpec, settings: ShuffleSettings) -> ArraySpec:
+        return cls(id=stock.id, disk=stock.disk, new=stock.new, old=stock.old, settings=settings)
+
+    def pick_worker(self, partition: Index, workers: Sequence[str]) -> str:
+        """Owner of an output chunk: as many for each worker, neighbours together.
+
+        Stock numbers the chunks of three axes and more so that most of them get low numbers, and
+        the first workers most of the chunks.
+        """
+        number = 0
+        for position, axis in zip(partition, self.new, strict=True):
+            number = number * len(axis) + position
+        return workers[len(workers) * number // prod(map(len, self.new))]
+
+    def create_run_on_worker(  # type: ignore[override]
+        self,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[Index, str],
+        plugin: ShuffleWorkerPlugin,
+    ) -> ArrayRun:
+        return ArrayRun(self, run_id, span_id, worker_for, plugin)
+
+
+class ArrayRun(ExchangeRun):
+    """One attempt at one rechunk, on one worker."""
+
+    def __init__(
+        self,
+        spec: ArraySpec,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[Index, str],
+        plugin: ShuffleWorkerPlugin,
+    ) -> None:
+        self._rechunking = Rechunking(spec.old, spec.new)
+        self._arrays = Arrays(self._rechunking, join=join_arrays)
+        super().__init__(
+            spec, spec.settings, "array", self._arrays, run_id, span_id, worker_for, plugin
+        )
+
+    def _shards_of(
+        self, data: Any, partition_id: Index
+    ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
+        opened = self._arrays.open(data, partition_id)
+        plan = self._plan
+        parts: list[Part | None] = [None] * plan.n_slots
+        for part in opened.parts:
+            parts[plan.slot_of[part.output]] = part
+        before = list(accumulate((part.n_rows if part else 0 for part in parts), initial=0))
+        local: list[Shard] = []
+        outgoing: dict[str, list[Outgoing]] = {}
+        source = self._rechunking.number(partition_id)
+        cuts = self._cut(source, opened.layout_key, before, opened.row_nbytes)
+        for worker, header, empty in cuts:
+            first = header.first_slot
+            mine = parts[first : first + len(header.rows_per_slot)]
+            leaves = worker != self.local_address
+            made = opened.cut([part for part in mine if part], leaves, empty)
+            if isinstance(made, Packed):
+                outgoing.setdefault(worker, []).append(Outgoing(header, made))
+            else:
+                local.append(shard_of(header, body=made))
+        return local, outgoing
+
+    def _assemble(self, partition_id: Index, pieces: Sequence[Piece]) -> Any:
+        return self._arrays.concatenate(partition_id, pieces, self._state.pool.empty_alone)

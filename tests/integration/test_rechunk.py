@@ -1,0 +1,279 @@
+"""Rechunks of arrays, against stock Dask."""
+
+from __future__ import annotations
+
+from math import prod
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from dask.core import flatten
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dask_gpurt
+from tests.frames.test_arrays import DTYPES, PICKLED, values
+from tests.frames.test_rechunking import rechunkings
+from tests.integration.comparing import runs
+
+
+@pytest.fixture(autouse=True)
+def chunks_are_not_merged():
+    """Small input chunks would all be merged into one before the rechunk."""
+    with dask.config.set({"array.chunk-size": "1B"}):
+        yield
+
+
+def blocks(client, lazy):
+    """Every chunk of an array, as a task gave it, in order."""
+    with client.as_current():
+        return client.gather(client.compute(list(lazy.to_delayed().flat)))
+
+
+def assert_same_blocks(got, expected):
+    assert len(got) == len(expected)
+    for one, want in zip(got, expected, strict=True):
+        assert type(one) is type(want)
+        assert one.dtype == want.dtype
+        assert one.shape == want.shape
+        assert one.flags.c_contiguous == want.flags.c_contiguous
+        assert one.flags.f_contiguous == want.flags.f_contiguous
+        assert one.flags.writeable == want.flags.writeable
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(want))
+
+
+def assert_same_as_stock(sides, lazy, n_rechunks=None):
+    expected = blocks(sides.stock, lazy)
+    before = runs(sides.enabled)
+    got = blocks(sides.enabled, lazy)
+    after = runs(sides.enabled)
+    assert after["stock"] == before["stock"]
+    ours = after["gpurt"] - before["gpurt"]
+    assert ours == n_rechunks if n_rechunks is not None else ours > 0
+    assert_same_blocks(got, expected)
+    return got
+
+
+def array(shape, chunks, dtype="f8"):
+    return da.from_array(values(dtype, shape), chunks=chunks)
+
+
+def p2p(lazy, chunks, **options):
+    return lazy.rechunk(chunks, method="p2p", **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "old", "new", "n_rechunks"),
+    [
+        ((60,), 5, 60, 0),
+        ((60,), 60, 7, 1),
+        ((60, 40), (10, 40), (60, 7), 1),
+        ((60, 40), (60, 7), (11, 40), 1),
+        ((60, 40), (13, 17), (17, 13), 0),
+        ((30, 12, 8), (5, 12, 8), (30, 4, 4), 1),
+        ((30, 12, 8), (30, 4, 4), (7, 12, 8), 1),
+        ((6, 5, 4, 3), (1, 5, 4, 3), (6, 2, 2, 2), 1),
+        ((4, 4), 1, 4, 0),
+        ((12, 12), 1, (12, 3), 0),
+        ((40, 40), (40, 40), (1, 40), 1),
+    ],
+    ids=str,
+)
+def test_shapes(sides, shape, old, new, n_rechunks):
+    """Where an output has inputs of its own, Dask concatenates them without a rechunk run."""
+    lazy = p2p(array(shape, old), new)
+    if not n_rechunks:
+        before = runs(sides.enabled)
+        assert_same_blocks(blocks(sides.enabled, lazy), blocks(sides.stock, lazy))
+        assert runs(sides.enabled) == before
+    else:
+        assert_same_as_stock(sides, lazy, n_rechunks)
+
+
+#: Stock loses its byte order: see `test_byte_order_is_kept`.
+SWAPPED = ">f4"
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != SWAPPED] + PICKLED, ids=str)
+def test_dtypes(sides, dtype):
+    assert_same_as_stock(sides, p2p(array((12, 10), (3, 10), dtype), (12, 4)), 1)
+
+
+def test_byte_order_is_kept(sides):
+    """On purpose unlike stock, whose result is in the machine's order, and not what was planned."""
+    lazy = p2p(array((12, 10), (3, 10), SWAPPED), (12, 4))
+    got, expected = blocks(sides.enabled, lazy), blocks(sides.stock, lazy)
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == lazy.dtype == SWAPPED
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        np.asfortranarray,
+        lambda chunk: np.ma.masked_greater(chunk, 0.5),
+        lambda chunk: np.broadcast_to(chunk[:1], chunk.shape),
+        lambda chunk: chunk.view(Labelled),
+        lambda chunk: chunk.astype("f4") if chunk[0, 0] else chunk,
+        lambda chunk: chunk.astype(object),
+    ],
+    ids=["fortran", "masked", "broadcast", "subclass", "other type", "object"],
+)
+def test_kinds_of_chunks(sides, made):
+    lazy = array((12, 10), (3, 10)).map_blocks(made, dtype="f8", meta=np.empty((0, 0)))
+    assert_same_as_stock(sides, p2p(lazy, (12, 4)), 1)
+
+
+class Labelled(np.ndarray):
+    pass
+
+
+def test_masks(sides):
+    source = np.ma.masked_greater(np.arange(120.0).reshape(12, 10), 70)
+    (got, *_) = assert_same_as_stock(sides, p2p(da.from_array(source, (3, 10)), (12, 4)), 1)
+    np.testing.assert_array_equal(got.mask, source.mask[:, :4])
+
+
+def test_transposed(sides):
+    assert_same_as_stock(sides, p2p(array((60, 40), (60, 5)).T, (40, 8)), 1)
+
+
+def test_unknown_lengths(sides):
+    lazy = array((30, 12), (10, 12))
+    kept = lazy[lazy[:, 0] > 0]
+    assert np.isnan(kept.shape[0])
+    assert_same_as_stock(sides, p2p(kept, {1: 5}), 3)
+
+
+def test_chunks_without_elements(sides):
+    lazy = array((10, 8), ((3, 0, 3, 4), (8,)))
+    assert_same_as_stock(sides, p2p(lazy, ((10,), (0, 5, 3, 0))), 1)
+
+
+def test_outputs_are_spread(sides):
+    """Outputs of three axes are spread over the workers as evenly as they can be."""
+
+    def where(dask_scheduler):
+        return [len(w.has_what) for w in dask_scheduler.workers.values()]
+
+    client = sides.enabled
+    with client.as_current():
+        result = client.persist(p2p(array((9, 9, 9), (1, 9, 9)), (9, 3, 3)))
+        client.gather(client.futures_of(result))
+        assert client.run_on_scheduler(where) == [3, 3, 3]
+
+
+def test_balance(sides):
+    assert_same_as_stock(sides, p2p(array((47, 20), (10, 20)), (47, 6), balance=True), None)
+
+
+def test_method_from_the_configuration(sides):
+    with dask.config.set({"array.rechunk.method": "p2p"}):
+        assert_same_as_stock(sides, array((20, 20), (5, 20)).rechunk((20, 5)), 1)
+
+
+def test_merged_by_dask_first(sides):
+    with dask.config.set({"array.chunk-size": "1 KiB"}):
+        assert_same_as_stock(sides, p2p(array((40, 20), (1, 20)), (40, 2)), 1)
+
+
+@pytest.mark.parametrize("keep", [np.s_[:, :9], np.s_[:, 11], np.s_[3, ::9]], ids=str)
+def test_some_outputs_only(sides, keep):
+    lazy = p2p(array((20, 40), (5, 40)), (20, 3))[keep]
+    expected = blocks(sides.stock, lazy)
+    assert_same_blocks(blocks(sides.enabled, lazy), expected)
+
+
+def test_there_and_back(sides):
+    lazy = array((24, 24), (4, 24))
+    back = p2p(p2p(lazy, (24, 4)), (4, 24))
+    got = assert_same_as_stock(sides, back, 2)
+    assert_same_blocks(got, blocks(sides.stock, lazy))
+
+
+def test_several_at_once(sides):
+    lazy = [p2p(array((12, 12), (n, 12), "i4"), (12, n)) for n in (1, 2, 3, 4)]
+
+    def together(client):
+        with client.as_current():
+            return client.gather(
+                client.compute([list(flatten(x.to_delayed().tolist())) for x in lazy])
+            )
+
+    for got, expected in zip(together(sides.enabled), together(sides.stock), strict=True):
+        assert_same_blocks(got, expected)
+
+
+def test_beside_shuffles_and_reductions(sides):
+    with sides.enabled.as_current():
+        x = array((40, 40), (10, 40))
+        y = p2p(x, (40, 10))
+        total = (y + y.T.rechunk((40, 10), method="p2p")).sum().compute()
+    assert total == pytest.approx(2 * values("f8", (40, 40)).sum())
+
+
+def test_no_output_runs_in_the_wrong_place_first(sides):
+    """The scheduler is not asked once to send an output task elsewhere."""
+
+    def count_moves(dask_scheduler):
+        stock = dask_scheduler.handlers["shuffle_restrict_task"]
+
+        def counted(**kwargs):
+            dask_scheduler.extensions["moves"].append(kwargs["key"])
+            return stock(**kwargs)
+
+        dask_scheduler.extensions["moves"] = []
+        dask_scheduler.extensions["stock restrict"] = stock
+        dask_scheduler.handlers["shuffle_restrict_task"] = counted
+
+    def moves(dask_scheduler):
+        stock = dask_scheduler.extensions.pop("stock restrict")
+        dask_scheduler.handlers["shuffle_restrict_task"] = stock
+        return len(dask_scheduler.extensions.pop("moves"))
+
+    sides.enabled.run_on_scheduler(count_moves)
+    try:
+        blocks(sides.enabled, p2p(array((20, 40), (5, 40)), (20, 3)) + 1)
+    finally:
+        n_moves = sides.enabled.run_on_scheduler(moves)
+    assert n_moves == 0
+
+
+def test_wrong_chunks_fail_as_with_stock(sides):
+    """A chunk with an axis less than was announced."""
+    lazy = array((12, 10), (3, 10)).map_blocks(lambda chunk: chunk[0], dtype="f8")
+    for client in (sides.stock, sides.enabled):
+        with pytest.raises(RuntimeError, match="failed during transfer phase") as caught:
+            blocks(client, p2p(lazy, (12, 4)))
+        assert isinstance(caught.value.__cause__, IndexError)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(plan=rechunkings(), dtype=st.sampled_from(["f8", "i2", "U3", "O", "M8[s]"]))
+def test_rechunk_equals_stock(sides, plan, dtype):
+    old, new = plan
+    lazy = array([sum(axis) for axis in old], old, dtype)
+    lazy = p2p(lazy, new)
+    assert_same_blocks(blocks(sides.enabled, lazy), blocks(sides.stock, lazy))
+
+
+def test_spilled(sides):
+    client = sides.enabled
+    lazy = p2p(array((400, 400), (50, 400)), (400, 30))
+    expected = blocks(sides.stock, lazy)
+    before = dask_gpurt.status(client)["totals"]["spilled_nbytes"]
+    with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
+        dask_gpurt.enable(client)
+    try:
+        assert_same_blocks(blocks(client, lazy), expected)
+    finally:
+        dask_gpurt.enable(client)
+    spilled = dask_gpurt.status(client)["totals"]["spilled_nbytes"] - before
+    assert prod((400, 400)) * 8 // 2 < spilled <= prod((400, 400)) * 8
