@@ -100,6 +100,8 @@ class ExchangeRun:
         self.start_time = time.time()
         self._exception: Exception | None = None
         self._closed_event = asyncio.Event()
+        #: Nothing that this run still does matters to anybody.
+        self._over = asyncio.Event()
         self._worker = worker
         self._executor = plugin._executor
         self._state = state
@@ -225,9 +227,14 @@ class ExchangeRun:
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             self.raise_if_closed()
-            answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
-                data=data, shuffle_id=self.id, run_id=self.run_id
-            )
+            try:
+                answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
+                    data=data, shuffle_id=self.id, run_id=self.run_id
+                )
+            except ShuffleClosedError as closed:
+                # The peer is on its way out and the scheduler has yet to notice, which will end
+                # this run. Until then that is no more than a peer that cannot be reached.
+                raise OSError(f"{address} is closing") from closed
             if answer["status"] == "error":
                 _, error, traceback = clean_exception(**answer)
                 assert error is not None
@@ -260,7 +267,8 @@ class ExchangeRun:
         except TransportError:
             return {"status": RELINK}
         except DamagedError as error:
-            logger.warning("shuffle %s: %s; it is asked for again", self.id, error)
+            # As text: a handler that keeps the error keeps the message's buffers.
+            logger.warning("shuffle %s: %s; it is asked for again", self.id, str(error))
             return {"status": DAMAGED}
         nbytes = sum(header.buffer_nbytes for header in headers)
         self._received_nbytes += nbytes
@@ -310,10 +318,34 @@ class ExchangeRun:
         """All input partitions were handed in: tell everybody, through the scheduler."""
         self.raise_if_closed()
         consistent = all(run_id == self.run_id for run_id in run_ids)
-        await self._worker.scheduler.shuffle_barrier(
+        call = self._worker.scheduler.shuffle_barrier(
             id=self.id, run_id=self.run_id, consistent=consistent
         )
+        answered, over = map(asyncio.ensure_future, (call, self._over.wait()))
+        # Read here, so that an error that nobody waits for any more is not logged.
+        answered.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            # A scheduler that lost a worker may try to reach it for half a minute. By then this
+            # task can be the next run's barrier, and a late answer would end that run as well.
+            await asyncio.wait({answered, over}, return_when=asyncio.FIRST_COMPLETED)
+            if self._over.is_set():
+                raise Reschedule()
+            try:
+                await answered
+            except Exception:
+                # Peers that already take part in a newer run refuse what belongs to this one.
+                if await self._is_stale():
+                    raise Reschedule() from None
+                raise
+        finally:
+            answered.cancel()
+            over.cancel()
         return self.run_id
+
+    async def _is_stale(self) -> bool:
+        """Whether the scheduler has given this run up, and word of it is still on its way."""
+        answer = await self._worker.scheduler.shuffle_get(id=self.id, worker=self.local_address)
+        return bool(answer["status"] != "OK" or answer["run_spec"].run_id != self.run_id)
 
     async def inputs_done(self) -> None:
         """Handler: no task will add a partition any more; deliver what waits."""
@@ -399,12 +431,14 @@ class ExchangeRun:
         """The scheduler gave this run up."""
         if not self.closed:
             self._exception = exception
+        self._over.set()
 
     async def close(self) -> None:
         if self.closed:
             await self._closed_event.wait()
             return
         self.closed = True
+        self._over.set()
         await self._outbox.close()
         report = self.report()
         loop = asyncio.get_running_loop()

@@ -1,0 +1,75 @@
+"""What a shuffle may not leave behind, wherever and however it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from typing import Any
+
+from distributed import Status
+
+import dask_gpurt
+from dask_gpurt.plugins.worker import state_of
+from tests.failure.gates import DEADLINE_S
+
+_PACKAGE = os.path.dirname(dask_gpurt.__file__) + os.sep
+
+
+async def left_on(dask_worker: Any) -> list[str]:
+    """What is left on a worker of this process, in words. Runs on the worker's loop."""
+    found = files_in(dask_worker.local_directory)
+    runs = dask_worker.plugins.get("shuffle")
+    if runs is not None:
+        found += [f"open run {run}" for run in runs.shuffle_runs._runs]
+    found += _memory_of(dask_worker)
+    found += [
+        f"endpoint to {peer} in use" for peer, used in dask_worker.rpc.occupied.items() if used
+    ]
+    found += [f"task {task}" for task in asyncio.all_tasks() if _is_ours(task)]
+    found += [f"thread with {key}" for key in dask_worker.active_threads.values()]
+    return found
+
+
+def files_in(directory: str) -> list[str]:
+    """Spill directories under a worker's own one."""
+    if not os.path.isdir(directory):
+        return []
+    return [f"directory {name}" for name in os.listdir(directory) if name.startswith("gpurt-")]
+
+
+def _memory_of(worker: Any) -> list[str]:
+    state = state_of(worker)
+    if state.pool.used_nbytes or state.links.outgoing.used_nbytes:
+        gc.collect()  # results in the traceback of an exception, for instance
+    amounts = {
+        "bytes of the pool": state.pool.used_nbytes,
+        "bytes on their way out": state.links.outgoing.used_nbytes,
+        "bytes of the budget": state._budget.used_nbytes if state._budget is not None else 0,
+        # A worker that closed is not told any more how its last task ended; nothing outlives it.
+        "partitions to let go of": len(state._to_release) if worker.status != Status.closed else 0,
+        "runs that have not ended": len(state._runs),
+    }
+    return [f"{amount} {what}" for what, amount in amounts.items() if amount]
+
+
+def _is_ours(task: asyncio.Task[Any]) -> bool:
+    code = getattr(task.get_coro(), "cr_code", None)
+    return code is not None and code.co_filename.startswith(_PACKAGE)
+
+
+def assert_nothing_left(client: Any, *closed: Any) -> None:
+    """Return once nothing is left on any worker, nor on those of this process that were closed.
+
+    Runs are closed on the workers some time after their last output, so this asks until it is so.
+    """
+    give_up = time.monotonic() + DEADLINE_S
+    while True:
+        left = {address: found for address, found in client.run(left_on).items() if found}
+        for worker in closed:
+            if found := client.sync(left_on, worker):
+                left[f"{worker.address}, which was closed"] = found
+        if not left:
+            return
+        assert time.monotonic() < give_up, f"left behind: {left}"

@@ -1,0 +1,237 @@
+"""A cluster on which it is known beforehand who sends, who receives, and who only looks on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+from distributed import Client, LocalCluster, as_completed, get_worker, wait
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+import dask_gpurt
+from tests.failure.gates import DEADLINE_S, pass_gate, restore
+from tests.integration.comparing import collection
+
+#: Two of each that does something, so that a shuffle can go on without one of them.
+ROLES = {"sender": (0, 1), "receiver": (2, 3), "bystander": (4,)}
+N_INPUTS = 6
+N_OUTPUTS = 6
+ROWS = 4_000
+
+#: Settings for each way that shards can travel.
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "comm": {"gpurt.shuffle.transport": "comm"},
+    "shared": {"gpurt.shuffle.transport": "auto"},
+}
+
+#: A local cluster looks after a worker some time after it left, and closes its nanny if it is
+#: gone just then. Here the same one may have come back and been killed again.
+NEVER_GIVE_UP = {"distributed.deploy.lost-worker-timeout": "1 hour"}
+
+#: Little memory for shards, so that every cell has some on disk as well.
+SETTINGS = NEVER_GIVE_UP | {"gpurt.shuffle.memory": "128 KiB"}
+
+
+def frame(number: int) -> pd.DataFrame:
+    rng = np.random.default_rng(number)
+    return pd.DataFrame(
+        {
+            "key": rng.integers(0, 1000, ROWS),
+            "origin": number * ROWS + np.arange(ROWS),
+            "text": pd.array(rng.choice(["a", "bb"], ROWS), dtype="str"),
+        }
+    )
+
+
+def expected() -> list[pd.DataFrame]:
+    """The outputs, from Dask's other way to shuffle, without any worker."""
+    lazy = collection([frame(number) for number in range(N_INPUTS)])
+    lazy = lazy.shuffle("key", npartitions=N_OUTPUTS, shuffle_method="tasks")
+    return list(dask.compute(*lazy.to_delayed(), scheduler="sync"))
+
+
+def make_input(number: int, gate: str | None, times: dict[str, int]) -> pd.DataFrame:
+    """An input partition; made behind a gate, and several times over on some workers."""
+    if gate is not None:
+        pass_gate(gate)
+    return [frame(number) for _ in range(times.get(get_worker().address, 1))][-1]
+
+
+class Departures(SchedulerPlugin):
+    """Tells when a worker is gone."""
+
+    name = "departures"
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._gone: set[str] = set()
+
+    def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
+        with self._changed:
+            self._gone.add(worker)
+            self._changed.notify_all()
+
+    def wait_for(self, worker: str) -> None:
+        with self._changed:
+            gone = self._changed.wait_for(lambda: worker in self._gone, DEADLINE_S)
+        assert gone, f"the scheduler has not noticed that {worker} left"
+
+
+class Stage:
+    """Five workers with roles, and one shuffle at a time.
+
+    Inputs are made, and taken apart, on the senders. Outputs are owned by the receivers.
+    """
+
+    def __init__(self, cluster: LocalCluster, client: Client) -> None:
+        self.cluster = cluster
+        self.client = client
+        self.departures = Departures()
+        self.closed: list[Any] = []
+        scheduler = cluster.scheduler
+        plugin = scheduler.plugins["shuffle"]
+
+        def owners(spec: Any) -> dict[int, str]:
+            # Restrictions would do as well, but stock assigns outputs to workers that are named
+            # in the barrier's restrictions even when they are gone.
+            live = [w.address for w in scheduler.workers.values() if w.name in ROLES["receiver"]]
+            return {p: spec.pick_worker(p, live) for p in spec.output_partitions}
+
+        async def prepare() -> None:
+            plugin._calculate_worker_for = owners
+            scheduler.add_plugin(self.departures)
+
+        cluster.sync(prepare)
+
+    def addresses(self, role: str) -> list[str]:
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        by_name = {worker["name"]: address for address, worker in workers.items()}
+        return [by_name[name] for name in ROLES[role]]
+
+    def tell(self, address: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call `function(worker, *args)` where the worker is, on its loop."""
+
+        def call(dask_worker: Any) -> Any:
+            return function(dask_worker, *args)
+
+        return self.client.run(call, workers=[address])[address]
+
+    def shuffle(self, gate: str | None = None, times: dict[str, int] | None = None) -> list[Any]:
+        """Start a shuffle; futures of its outputs."""
+        inputs = [
+            dask.delayed(make_input, pure=False)(number, gate, times or {})
+            for number in range(N_INPUTS)
+        ]
+        senders, receivers = self.addresses("sender"), self.addresses("receiver")
+        # Never where the victim is, so that it is always the same.
+        barrier = receivers[1:]
+
+        def place(key: Any) -> list[str]:
+            name = key[0] if isinstance(key, tuple) else key
+            if name.startswith("shuffle-barrier"):
+                return barrier
+            return receivers if name.startswith("p2pshuffle") else senders
+
+        with self.client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+            import dask.dataframe as dd
+
+            lazy = dd.from_delayed(inputs, meta=frame(0).iloc[:0], verify_meta=False)
+            outputs = lazy.shuffle("key", npartitions=N_OUTPUTS).to_delayed()
+            with dask.annotate(workers=place):
+                return list(self.client.compute(outputs))
+
+    def results(self, outputs: list[Any]) -> list[pd.DataFrame]:
+        """What the outputs turned out to be, before the deadline."""
+        self.wait(outputs)
+        return list(self.client.gather(outputs))
+
+    def let_go_of(self, outputs: list[Any]) -> None:
+        """Have the scheduler forget a shuffle, whatever still refers to its futures."""
+        for future in outputs:
+            future.release()
+
+    def wait(self, outputs: list[Any]) -> None:
+        with self.client.as_current():
+            wait(outputs, timeout=DEADLINE_S)
+
+    def wait_for_done(self, n_outputs: int, outputs: list[Any]) -> None:
+        """Return once so many of the outputs are there, whichever."""
+        with self.client.as_current():
+            done = as_completed(outputs, timeout=DEADLINE_S)
+            for _ in range(n_outputs):
+                next(done)
+
+    def runs(self) -> dict[str, int]:
+        return dict(dask_gpurt.status(self.client)["runs"])
+
+    def wait_until_stuck(self, paused: str, outputs: list[Any]) -> None:
+        """Return once nothing more can happen without a worker that is paused."""
+        scheduler = self.cluster.scheduler
+
+        async def is_stuck() -> bool:
+            busy = {t.processing_on.address for t in scheduler.tasks.values() if t.processing_on}
+            return busy <= {paused}
+
+        def is_idle(worker: Any) -> bool:
+            return not worker.state.executing
+
+        give_up = time.monotonic() + DEADLINE_S
+        while not all(future.done() for future in outputs):
+            if self.tell(paused, is_idle) and self.cluster.sync(is_stuck):
+                return
+            assert time.monotonic() < give_up, "the others neither finish nor get stuck"
+
+    def wait_for_blocked_producers(self, n_threads: int) -> None:
+        """Return once so many threads wait for a peer to take what they have for it."""
+
+        def n_blocked(worker: Any) -> int:
+            runs = worker.plugins["shuffle"].shuffle_runs._runs
+            return sum(len(run._outbox._changed._waiters) for run in runs)
+
+        give_up = time.monotonic() + DEADLINE_S
+        while sum(self.tell(sender, n_blocked) for sender in self.addresses("sender")) < n_threads:
+            assert time.monotonic() < give_up, "producers do not wait for a peer that is stuck"
+
+    def restore(self) -> None:
+        self.client.run(restore)
+
+
+@contextlib.contextmanager
+def open_stage(transport: str, processes: bool = False, threads: int = 1) -> Iterator[Stage]:
+    """A cluster of five workers, in this process or in one each."""
+    options: dict[str, Any] = {"n_workers": 5, "threads_per_worker": threads}
+    options |= {"dashboard_address": ":0"}
+    if processes:
+        options |= {"silence_logs": 50}
+    else:
+        # Without a limit nothing but the test pauses a worker.
+        options |= {"processes": False, "protocol": "tcp://", "silence_logs": False}
+        options |= {"memory_limit": 0}
+    with (
+        dask.config.set(SETTINGS | TRANSPORTS[transport]),
+        LocalCluster(**options) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        dask_gpurt.enable(client)
+        yield Stage(cluster, client)
+
+
+@contextlib.contextmanager
+def leaving(stage: Stage, victim: str) -> Iterator[None]:
+    """A worker of this process is retired: gone at the start of the block, closed at its end."""
+    closed = [w for w in stage.cluster.workers.values() if w.address == victim]
+    stage.closed += closed
+    with ThreadPoolExecutor(1) as thread:
+        retired = thread.submit(stage.client.retire_workers, [victim])
+        stage.departures.wait_for(victim)
+        yield
+        retired.result(DEADLINE_S)
+    for worker in closed:
+        stage.client.sync(worker.finished)

@@ -1,0 +1,212 @@
+"""What befalls a worker, when, and in which role: equal results each time, and nothing left.
+
+Each cell stops the shuffle at a gate, does its deed, opens the gate and looks at the outcome. How
+many runs it takes is part of it: a worker that takes no part in a shuffle does not disturb it,
+and one that does costs exactly one more run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from distributed import Status
+
+from tests.failure import gates
+from tests.failure.gates import Gate, from_call, pass_gate
+from tests.failure.leftovers import assert_nothing_left, files_in
+from tests.failure.stage import DEADLINE_S, ROLES, TRANSPORTS, Stage, expected, leaving, open_stage
+from tests.integration.comparing import assert_same_partitions
+
+PHASES = ("before", "transfer", "barrier", "unpack", "after")
+TIMES = 5
+
+
+class Paused:
+    """As if its memory were full; goes on once the others can do nothing more without it."""
+
+    def __init__(self, stage: Stage, victim: str, phase: str) -> None:
+        self.stage = stage
+        self.victim = victim
+
+    def strike(self) -> None:
+        self.stage.tell(self.victim, _set_status, Status.paused)
+
+    def relent(self, outputs: list[Any]) -> None:
+        self.stage.wait_until_stuck(self.victim, outputs)
+        self.stage.tell(self.victim, _set_status, Status.running)
+
+
+def _set_status(worker: Any, status: Status) -> None:
+    worker.status = status
+
+
+class Closed:
+    """Retired: its results move to others, then it closes."""
+
+    def __init__(self, stage: Stage, victim: str, phase: str) -> None:
+        self.stage = stage
+        self.victim = victim
+
+    def strike(self) -> None:
+        self._leaving = contextlib.ExitStack()
+        self._leaving.enter_context(leaving(self.stage, self.victim))
+
+    def relent(self, outputs: list[Any]) -> None:
+        self._leaving.close()
+
+
+class Killed:
+    """Gone without a word; its nanny starts another in its place."""
+
+    def __init__(self, stage: Stage, victim: str, phase: str) -> None:
+        self.stage = stage
+        self.victim = victim
+
+    def strike(self) -> None:
+        pid, self._directory = self.stage.tell(self.victim, _process)
+        os.kill(pid, signal.SIGKILL)
+        self.stage.departures.wait_for(self.victim)
+
+    def relent(self, outputs: list[Any]) -> None:
+        self.stage.client.wait_for_workers(sum(map(len, ROLES.values())), timeout=DEADLINE_S)
+        assert files_in(self._directory) == []
+
+
+def _process(worker: Any) -> tuple[int, str]:
+    return os.getpid(), worker.local_directory
+
+
+class Slow:
+    """Does what it does in this phase five times over."""
+
+    def __init__(self, stage: Stage, victim: str, phase: str) -> None:
+        role = next(role for role in ROLES if victim in stage.addresses(role))
+        if phase != "before":
+            stage.tell(victim, gates.repeat, point_of(phase, role), TIMES)
+
+    def strike(self) -> None:
+        pass
+
+    def relent(self, outputs: list[Any]) -> None:
+        pass
+
+
+DEEDS = {"closed": Closed, "killed": Killed, "paused": Paused, "slow": Slow}
+
+NOTHING_TO_DO = {
+    ("before", "receiver"): "a receiver does nothing before the first transfer",
+    ("before", "bystander"): "a bystander does nothing",
+    ("transfer", "bystander"): "a bystander does nothing",
+    ("barrier", "bystander"): "a bystander is not asked to the barrier",
+    ("unpack", "sender"): "a sender owns no output",
+    ("unpack", "bystander"): "a bystander owns no output",
+    ("after", "sender"): "the run is over",
+    ("after", "receiver"): "the run is over",
+    ("after", "bystander"): "the run is over",
+}
+
+
+def point_of(phase: str, role: str) -> str:
+    return "receive" if phase == "transfer" and role == "receiver" else phase
+
+
+def n_runs(deed: str, phase: str, role: str) -> int:
+    """How many runs a cell takes."""
+    if deed in ("paused", "slow") or phase == "before" or role == "bystander":
+        return 1
+    if phase == "after":
+        # Whoever closes in an orderly way hands its results on; whoever is killed had them alone.
+        return 2 if (deed, role) == ("killed", "receiver") else 1
+    return 2
+
+
+def cells() -> Iterator[Any]:
+    for deed in DEEDS:
+        for phase in PHASES:
+            for role in ROLES:
+                marks = []
+                if deed == "slow" and (reason := NOTHING_TO_DO.get((phase, role))):
+                    marks.append(pytest.mark.skip(reason=f"nothing to be slow at: {reason}"))
+                if deed == "killed":
+                    marks += [pytest.mark.cluster, pytest.mark.slow]
+                yield pytest.param(deed, phase, role, id=f"{deed}-{phase}-{role}", marks=marks)
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def processes(transport: str) -> Iterator[Stage]:
+    with open_stage(transport, processes=True) as stage:
+        yield stage
+
+
+@pytest.fixture
+def stage(request: Any, transport: str, deed: str) -> Iterator[Stage]:
+    """A cluster in this process is made in no time; processes are shared."""
+    if deed == "killed":
+        yield request.getfixturevalue("processes")
+    else:
+        with open_stage(transport, processes=False) as stage:
+            yield stage
+
+
+@pytest.fixture(scope="module")
+def answer() -> list[Any]:
+    return expected()
+
+
+def hold(stage: Stage, phase: str, role: str, gate: Gate) -> None:
+    """Stop the victim in the middle of a phase, or a receiver where the victim takes no part."""
+    if phase == "transfer" and role == "sender":
+        # Its shards are on their way, and nobody knows yet that the task is done.
+        stage.tell(stage.addresses(role)[0], _hold_after, "transfer", gate.path)
+        return
+    if role == "bystander" or phase == "unpack":
+        role = "receiver"
+    # The first message has been taken, or the first output has been made, when the second waits.
+    nth = 1 if phase == "barrier" else 2
+    stage.tell(stage.addresses(role)[0], _hold_before, point_of(phase, role), nth, gate.path)
+
+
+def _hold_before(worker: Any, point: str, nth: int, path: str) -> None:
+    gates.before(worker, point, from_call(nth, lambda: pass_gate(path)))
+
+
+def _hold_after(worker: Any, point: str, path: str) -> None:
+    gates.after(worker, point, lambda: pass_gate(path))
+
+
+@pytest.mark.parametrize(("deed", "phase", "role"), list(cells()))
+def test_equal_results_whatever_befalls(
+    stage: Stage, answer: list[Any], deed: str, phase: str, role: str
+) -> None:
+    victim = stage.addresses(role)[0]
+    runs_before = stage.runs()["gpurt"]
+    with Gate() as gate:
+        event = DEEDS[deed](stage, victim, phase)
+        if phase not in ("before", "after"):
+            hold(stage, phase, role, gate)
+        outputs = stage.shuffle(
+            gate=gate.path if phase == "before" else None,
+            times={victim: TIMES} if deed == "slow" and phase == "before" else None,
+        )
+        if phase == "after":
+            stage.wait(outputs)
+        else:
+            gate.wait_for(len(ROLES["sender"]) if phase == "before" else 1)
+        event.strike()
+        gate.open()
+        event.relent(outputs)
+        assert_same_partitions(stage.results(outputs), answer)
+    assert stage.runs() == {"gpurt": runs_before + n_runs(deed, phase, role), "stock": 0}
+    stage.restore()
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)

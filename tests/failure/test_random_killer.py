@@ -1,0 +1,30 @@
+"""A few runs of `tests.failure.random_killer`; its command does more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("duckdb", reason="needs the demo's packages")
+
+from dask_gpurt.demo.tpch_data import make_tpch
+from tests.failure.random_killer import SCALE, Arena, open_arena
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory: Any) -> Iterator[Arena]:
+    directory: Path = make_tpch(SCALE, tmp_path_factory.mktemp("tpch"))
+    with open_arena(directory) as arena:
+        yield arena
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_right_answer_whoever_dies(arena: Arena, seed: int) -> None:
+    outcome = arena.once(seed)
+    # Whoever dies before the last partition was read takes part in some shuffle.
+    assert outcome.n_runs >= outcome.n_shuffles

@@ -1,0 +1,119 @@
+"""Runs that are restarted while threads and calls of the run before are still busy with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import pytest
+from distributed.shuffle._exceptions import ShuffleClosedError
+
+from tests.failure import gates
+from tests.failure.gates import Gate, pass_gate
+from tests.failure.leftovers import assert_nothing_left
+from tests.failure.stage import Stage, expected, leaving, open_stage
+from tests.integration.comparing import assert_same_partitions
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with (
+        dask.config.set({"gpurt.shuffle.in-flight": "1 B"}),
+        open_stage("comm", threads=2) as stage,
+    ):
+        yield stage
+
+
+@pytest.fixture
+def quiet_stage() -> Iterator[Stage]:
+    """Without back-pressure."""
+    with open_stage("comm") as stage:
+        yield stage
+
+
+def _hold(worker: Any, point: str, path: str) -> None:
+    gates.before(worker, point, lambda: pass_gate(path))
+
+
+def _hold_one(worker: Any, point: str, path: str) -> None:
+    visits = iter([lambda: pass_gate(path)])
+    gates.before(worker, point, lambda: next(visits, lambda: None)())
+
+
+def test_producers_wait_for_a_receiver_that_leaves(stage: Stage) -> None:
+    """They are let go, and take part in the run that follows."""
+    victim = stage.addresses("receiver")[0]
+    with Gate() as gate:
+        stage.tell(victim, _hold, "receive", gate.path)
+        outputs = stage.shuffle()
+        stage.wait_for_blocked_producers(4)
+        with leaving(stage, victim):
+            stage.wait(outputs)
+            gate.open()
+    assert_same_partitions(stage.results(outputs), expected())
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)
+
+
+def test_barrier_that_hangs_at_the_scheduler(stage: Stage) -> None:
+    """As it does while it tries to reach a worker that has just died: the next run is through."""
+    victim = stage.addresses("sender")[0]
+    handlers = stage.cluster.scheduler.handlers
+    stock = handlers["shuffle_barrier"]
+
+    async def hang_once(**kwargs: Any) -> Any:
+        handlers["shuffle_barrier"] = stock
+        is_here.open()
+        await asyncio.Event().wait()
+
+    is_here = Gate()
+    handlers["shuffle_barrier"] = hang_once
+    outputs = stage.shuffle()
+    pass_gate(is_here.path)
+    with leaving(stage, victim):
+        assert_same_partitions(stage.results(outputs), expected())
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)
+
+
+def test_output_that_is_read_while_the_next_run_is_through(stage: Stage) -> None:
+    reader, victim = stage.addresses("receiver")[::-1]
+    with Gate() as gate:
+        stage.tell(reader, _hold_one, "unpack", gate.path)
+        outputs = stage.shuffle()
+        gate.wait_for()
+        with leaving(stage, victim):
+            stage.wait_for_done(len(outputs) - 1, outputs)
+            gate.open()
+            assert_same_partitions(stage.results(outputs), expected())
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)
+
+
+def _refuse(worker: Any) -> None:
+    async def refused(**message: Any) -> Any:
+        raise ShuffleClosedError("has already been closed")
+
+    gates.replace(worker, "receive", lambda receive: refused)
+
+
+def test_receiver_that_refuses_messages_before_it_leaves(quiet_stage: Stage) -> None:
+    """As a worker does that was asked to stop, until the scheduler notices that it is gone."""
+    stage = quiet_stage
+    sender, victim = stage.addresses("sender")[0], stage.addresses("receiver")[0]
+    stage.tell(victim, _refuse)
+    with Gate() as gate:
+        stage.tell(sender, _hold, "barrier", gate.path)
+        outputs = stage.shuffle()
+        gate.wait_for()
+        gate.open()
+        with leaving(stage, victim):
+            assert_same_partitions(stage.results(outputs), expected())
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)
