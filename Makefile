@@ -1,6 +1,7 @@
 # Everything runs in virtual environments of its own, in this folder.
 #   make demo    stock Dask against the runtime, on real data, in about five minutes
 #   make test    the test suite, against both supported ends of dask and distributed
+#   make test-upstream DISTRIBUTED=/path/to/clone    distributed's own tests, with the runtime on
 #   make check   style, types, and which module may import which
 #   make bench   the benchmarks behind docs/performance.md
 
@@ -12,7 +13,7 @@ VENV_NEWEST := .venv-newest
 SOURCES := setup.cfg pyproject.toml $(shell find dask_gpurt -name '*.py' -o -name '*.yaml')
 JOBS ?= 2
 
-.PHONY: demo test test-oldest test-newest check bench clean
+.PHONY: demo test test-oldest test-newest test-upstream check bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
@@ -27,6 +28,19 @@ test-oldest: $(VENV)/installed
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \
 	    tests/plugins tests/integration tests/frames tests/command
+
+# distributed's packages come without its tests, so DISTRIBUTED is a clone of it. Not a part of
+# `test`, which needs nothing that an installation does not bring.
+UPSTREAM_VENV ?= $(VENV)
+UPSTREAM_TESTS := shuffle merge merge_column_and_index rechunk graph metrics shuffle_plugins
+
+test-upstream: $(UPSTREAM_VENV)/installed
+	test -d "$(DISTRIBUTED)/distributed/shuffle/tests" || \
+	    { echo "DISTRIBUTED must be a clone of distributed" >&2; exit 2; }
+	$(UPSTREAM_VENV)/bin/python -m pytest -c $(DISTRIBUTED)/pyproject.toml \
+	    --rootdir $(DISTRIBUTED) --import-mode=importlib -p tests.upstream.plugin \
+	    -q -n $(JOBS) --timeout-method=signal --tb=native $(UPSTREAM_OPTIONS) \
+	    $(UPSTREAM_TESTS:%=$(DISTRIBUTED)/distributed/shuffle/tests/test_%.py)
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -15,15 +15,10 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import dask.config
-import numpy as np
-from dask.utils import parse_timedelta
-
-from dask_gpurt.codecs.shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import (
     DamagedError,
@@ -33,8 +28,9 @@ from dask_gpurt.errors import (
     TransportError,
 )
 from dask_gpurt.frames.port import BodyAdapter, Empty, Piece
+from dask_gpurt.plugins.courier import Courier
+from dask_gpurt.plugins.fine_metrics import FineMetrics, amount, disk_io
 from dask_gpurt.plugins.links import DAMAGED, OUTGOING, RELINK
-from dask_gpurt.plugins.paths import Path
 from dask_gpurt.plugins.seams import (
     P2PConsistencyError,
     Reschedule,
@@ -43,14 +39,12 @@ from dask_gpurt.plugins.seams import (
     clean_exception,
     context_meter,
     event_loop,
-    retry,
     sync,
     thread_time,
 )
 from dask_gpurt.plugins.worker import state_of
-from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.figures import RunFigures
-from dask_gpurt.shuffle.messages import Message, Outgoing
+from dask_gpurt.shuffle.messages import Outgoing
 from dask_gpurt.shuffle.plan import ExchangePlan, cut_shards
 from dask_gpurt.shuffle.shards import Shard, ShardStore
 from dask_gpurt.transport import wire
@@ -105,31 +99,26 @@ class ExchangeRun:
         self._worker = worker
         self._executor = plugin._executor
         self._state = state
-        self._settings = settings
         self._plan = ExchangePlan(worker_for)
-        self._adapter = adapter
         self._store = ShardStore(
-            self._adapter,
+            adapter,
             self._plan.slots_of_worker.get(self.local_address, (0, 0)),
             os.path.join(worker.local_directory, f"gpurt-shuffle-{self.id}-{run_id}"),
             state.budget(settings),
             state.counters,
+            on_disk_io=disk_io,
         )
+        self._metrics = FineMetrics(worker.digest_metric, span_id)
         self._outbox: Outbox[Outgoing] = Outbox(
             self._send,
             event_loop(worker),
             limit_nbytes=settings.in_flight_nbytes,
             message_nbytes=settings.message_nbytes,
         )
+        self._courier = Courier(self, worker, plugin._executor, settings, adapter)
         self._received_nbytes = 0
         self._sent_nbytes = 0
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
-        retry_key = "distributed.p2p.comm.retry"
-        self._retry = {
-            "count": dask.config.get(f"{retry_key}.count"),
-            "delay_min": parse_timedelta(dask.config.get(f"{retry_key}.delay.min")),
-            "delay_max": parse_timedelta(dask.config.get(f"{retry_key}.delay.max")),
-        }
         self._lanes: set[tuple[int, int]] = set()
         state.begin_run(self)
 
@@ -153,6 +142,12 @@ class ExchangeRun:
         self.raise_if_closed()
         if self.transferred:
             raise RuntimeError(f"Cannot add more partitions to {self}")
+        with self._metrics.foreground():
+            self._add_partition(data, partition_id)
+        self.raise_if_closed()
+        return self.run_id
+
+    def _add_partition(self, data: Any, partition_id: Any) -> None:
         with (
             self._timed("partition"),
             context_meter.meter("p2p-shard-partition-noncpu"),
@@ -160,6 +155,10 @@ class ExchangeRun:
         ):
             local, outgoing = self._shards_of(data, partition_id)
         local_nbytes = sum(shard.nbytes for shard in local)
+        sent_nbytes = sum(shard.nbytes for shards in outgoing.values() for shard in shards)
+        amount(
+            "p2p-shards", local_nbytes + sent_nbytes, len(local) + sum(map(len, outgoing.values()))
+        )
         self._state.counters.add(partitions_in=1, local_nbytes=local_nbytes)
         n_rows = sum(shard.n_rows for shard in local)
         n_rows += sum(shard.header.n_rows for shards in outgoing.values() for shard in shards)
@@ -167,13 +166,11 @@ class ExchangeRun:
         # Everything is cut before anything leaves: an attempt is never half delivered by a task
         # that then fails and runs again.
         self._store.add(local)
-        with self._timed("held_back"):
+        context_meter.digest_metric("p2p-comms-limiter", 1, "count")
+        with self._timed("held_back"), context_meter.meter("p2p-comms-limiter"):
             for address, shards in outgoing.items():
                 self._outbox.put(address, shards)
-        if self._store.is_over_limit:
-            self._store.make_room()
-        self.raise_if_closed()
-        return self.run_id
+        self._make_room()
 
     def _shards_of(
         self, data: Any, partition_id: Any
@@ -220,35 +217,12 @@ class ExchangeRun:
         return lane
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
-        async def compose(path: Path) -> Message:
-            if path.is_local:
-                return messages.as_they_are(shards)
-            return await self._in_thread(messages.for_the_wire, shards, partial(self._encode, path))
-
-        async def call(data: dict[str, Any]) -> dict[str, Any]:
-            self.raise_if_closed()
-            try:
-                answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
-                    data=data, shuffle_id=self.id, run_id=self.run_id
-                )
-            except ShuffleClosedError as closed:
-                # The peer is on its way out and the scheduler has yet to notice, which will end
-                # this run. Until then that is no more than a peer that cannot be reached.
-                raise OSError(f"{address} is closing") from closed
-            if answer["status"] == "error":
-                _, error, traceback = clean_exception(**answer)
-                assert error is not None
-                if isinstance(error, P2PConsistencyError):
-                    raise ShuffleClosedError(f"{self} is over") from error
-                raise error.with_traceback(traceback)
-            return answer
-
         began = time.perf_counter()
-        deliver = partial(
-            self._state.links.deliver, address, self._settings.transport, compose, call
-        )
-        message: Message = await retry(deliver, **self._retry)
         nbytes = sum(shard.nbytes for shard in shards)
+        with self._metrics.background("background-comms", on_loop=True):
+            with context_meter.meter("process"), context_meter.meter("send"):
+                message = await self._courier.send(address, shards)
+            amount("process", nbytes)
         self._sent_nbytes += nbytes
         self.figures.sent(address, nbytes, message.wire_nbytes, time.perf_counter() - began)
         self._state.counters.add(sent_nbytes=nbytes, messages=1)
@@ -259,9 +233,8 @@ class ExchangeRun:
         try:
             if "offers" in data:
                 return await self._state.links.accept(data["offers"])
-            headers = wire.decode(data["header"])
             with self._timed("receive"):
-                shards = await self._take_in(headers, data["payload"])
+                shards = await self._courier.take_in(data["header"], data["payload"])
         except (TypeError, KeyError) as error:
             raise ProtocolError("not a shuffle message of dask_gpurt") from error
         except TransportError:
@@ -270,47 +243,15 @@ class ExchangeRun:
             # As text: a handler that keeps the error keeps the message's buffers.
             logger.warning("shuffle %s: %s; it is asked for again", self.id, str(error))
             return {"status": DAMAGED}
-        nbytes = sum(header.buffer_nbytes for header in headers)
+        nbytes = sum(shard.nbytes for shard in shards)
         self._received_nbytes += nbytes
         self._state.counters.add(received_nbytes=nbytes)
         self._store.add(shards)
         if self._store.is_over_limit:
             # The peer waits for the answer, and so do its producers: this is the back-pressure.
-            await self._in_thread(self._store.make_room)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._executor, self._make_room)
         return {"status": "OK"}
-
-    async def _take_in(self, headers: Sequence[wire.ShardHeader], payload: Any) -> list[Shard]:
-        pool = self._state.pool
-        lengths = messages.checked(headers, self._state.memory_nbytes)
-        # One buffer of a message is one shard, unless it is encoded.
-        of_part = [header for header in headers for _ in header.parts]
-
-        def empty(number: int, nbytes: int) -> Any:
-            header = of_part[number]
-            if header.table:
-                return np.empty(nbytes, dtype=np.uint8)
-            return pool.empty(nbytes, self.lane_of(header.first_slot))
-
-        def empty_shard(header: wire.ShardHeader) -> Any:
-            return pool.empty(header.buffer_nbytes, self.lane_of(header.first_slot))
-
-        buffers = await self._state.links.fetch(payload, lengths, empty)
-        if any(header.table for header in headers):
-            return await self._in_thread(messages.opened, headers, buffers, empty_shard)
-        return messages.opened(headers, buffers, empty_shard)
-
-    def _encode(self, path: Path, shard: Outgoing) -> Encoded:
-        key, packed = shard.header.layout_key, shard.packed
-        link, bandwidth = path.address, path.bandwidth
-        chooser = self._state.chooser(self._settings.compression)
-        if not chooser.may_pay(key, packed.buffer.nbytes, link, bandwidth):
-            return Encoded((packed.buffer,), ())
-        sections = joined(self._adapter.sections(key, packed))
-        return chooser.encode(key, sections, packed.buffer, link, bandwidth)
-
-    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, partial(function, *arguments))
 
     # ------------------------------------------------------------------ barrier
 
@@ -370,6 +311,7 @@ class ExchangeRun:
         slot = self._plan.slot_of[partition_id]
         with (
             self._timed("unpack"),
+            self._metrics.foreground(),
             context_meter.meter("p2p-get-output-noncpu"),
             context_meter.meter("p2p-get-output-cpu", func=thread_time),
         ):
@@ -382,9 +324,14 @@ class ExchangeRun:
             result = self._assemble(partition_id, pieces)
         self._state.counters.add(partitions_out=1)
         self._state.release_with(key, self._store, slot)
-        if self._store.is_over_limit:
-            self._store.make_room()
+        self._make_room()
         return result
+
+    def _make_room(self) -> None:
+        if self._store.is_over_limit:
+            with self._metrics.background("background-disk", on_loop=False):
+                with context_meter.meter("process"), context_meter.meter("disk-write"):
+                    self._store.make_room()
 
     def _assemble(self, partition_id: Any, pieces: Sequence[Piece]) -> Any:
         """Output partition made of its pieces, which come in the order of their sources."""

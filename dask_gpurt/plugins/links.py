@@ -132,12 +132,22 @@ class Links:
         self._paths.pop((address, transport), None)
 
     async def _path(self, address: str, transport: str, call: Call) -> Path:
-        task = self._paths.get((address, transport))
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
-            task = asyncio.create_task(self._link(address, transport, call))
-            self._paths[address, transport] = task
-        # Others may be waiting for it too.
-        return await asyncio.shield(task)
+        while True:
+            task = self._paths.get((address, transport))
+            is_ours = task is None or (
+                task.done() and (task.cancelled() or task.exception() is not None)
+            )
+            if task is None or is_ours:
+                task = asyncio.create_task(self._link(address, transport, call))
+                self._paths[address, transport] = task
+            try:
+                # Others may be waiting for it too.
+                return await asyncio.shield(task)
+            except Exception:
+                # Whoever asks the peer does so for one run. If that run ends meanwhile, the peer
+                # refuses, which says nothing to those who waited along for another run.
+                if is_ours:
+                    raise
 
     async def _link(self, address: str, transport: str, call: Call) -> Path:
         ways: Mapping[str, Callable[..., Awaitable[Path]]] = {

@@ -13,6 +13,8 @@ to the owners of their partitions before they run (`ShuffleSchedulerPlugin._set_
 lets each run once in the wrong place to find out | `SpecSwap.remove` |
 | `P2PBarrierTask.spec` | what will be shuffled, before there is a run | |
 | `dask.array.core.concatenate3` | chunks that are not plain memory are joined as by stock | |
+| handler `shuffle_restrict_task` | sends a task to the owner of its partition although it was sent
+somewhere before; stock would leave it where it is | `SpecSwap.remove` |
 | `Task.func`, `Task.args` | which partition an output task reads, fused or not | |
 | `ShuffleWorkerPlugin.add_partition` | a first look at the data, before a run is asked for
 | `RunLookup.remove` |
@@ -130,6 +132,7 @@ class SpecSwap:
         self._scheduler = scheduler
         self._plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
         self._stock_handler = scheduler.handlers["shuffle_get_or_create"]
+        self._stock_restrict = scheduler.handlers["shuffle_restrict_task"]
         retrieve = type(self._plugin)._retrieve_spec
         plugin, stock_handler = self._plugin, self._stock_handler
 
@@ -146,9 +149,19 @@ class SpecSwap:
                 self._place_outputs(shuffle_id)
             return answer
 
+        def restrict_task(key: Any, worker: str, **kwargs: Any) -> Any:
+            # Output tasks are placed before they run. Somebody may have restricted one to another
+            # worker since, and stock, which never places a task twice, would leave it there to ask
+            # for its owner for ever.
+            task = scheduler.tasks.get(key)
+            if task is not None and task.annotations and task.worker_restrictions != {worker}:
+                task.annotations.pop("shuffle_original_restrictions", None)
+            return self._stock_restrict(key=key, worker=worker, **kwargs)
+
         # On the instance, so that taking it back is deleting it.
         self._plugin._retrieve_spec = retrieve_spec  # type: ignore[method-assign]
         scheduler.handlers["shuffle_get_or_create"] = get_or_create
+        scheduler.handlers["shuffle_restrict_task"] = restrict_task
 
     def _place_outputs(self, shuffle_id: ShuffleId) -> None:
         run_spec = self._plugin.active_shuffles[shuffle_id].run_spec
@@ -164,6 +177,7 @@ class SpecSwap:
         """Give the stock method and handler back."""
         vars(self._plugin).pop("_retrieve_spec", None)
         self._scheduler.handlers["shuffle_get_or_create"] = self._stock_handler
+        self._scheduler.handlers["shuffle_restrict_task"] = self._stock_restrict
 
 
 def active_shuffles(scheduler: Scheduler) -> Collection[str]:

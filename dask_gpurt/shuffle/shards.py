@@ -164,6 +164,8 @@ class ShardStore:
         Where shards are spilled to; made when the first one is.
     budget
         Memory that shards may take before some are spilled; shared by the runs of a worker.
+    on_disk_io
+        Told `disk-write` or `p2p-disk-read` and how many bytes, in the thread that did it.
     """
 
     def __init__(
@@ -174,6 +176,8 @@ class ShardStore:
         budget: Budget,
         counters: Counters,
         open_file: Callable[[str], SpillFile] = SpillFile,
+        *,
+        on_disk_io: Callable[[str, int], None] | None = None,
     ) -> None:
         self._adapter = adapter
         self._slots = slots
@@ -181,6 +185,7 @@ class ShardStore:
         self._budget = budget
         self._counters = counters
         self._open_file = open_file
+        self._on_disk_io = on_disk_io or (lambda label, nbytes: None)
         self._lock = threading.Lock()
         self._spilling = threading.Lock()
         self._sources: dict[int, list[Shard]] = {}
@@ -291,6 +296,7 @@ class ShardStore:
             shard.packed_nbytes = packed.buffer.nbytes
             self.spilled_nbytes += packed.buffer.nbytes
         self._counters.add(spilled_nbytes=packed.buffer.nbytes)
+        self._on_disk_io("disk-write", packed.buffer.nbytes)
 
     def _evict(self, shard: Shard) -> None:
         with self._lock:
@@ -397,6 +403,7 @@ class ShardStore:
             raise ShardStorageError(f"cannot read {file.path}: {failure}") from failure
         self.unspilled_nbytes += buffer.nbytes
         self._counters.add(unspilled_nbytes=buffer.nbytes)
+        self._on_disk_io("p2p-disk-read", buffer.nbytes)
         return Packed(buffer, shard.n_rows, *shard.sections)
 
     def release(self, slot: int) -> None:

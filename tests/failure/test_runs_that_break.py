@@ -19,6 +19,7 @@ from distributed import Client, LocalCluster, get_worker
 
 import dask_gpurt
 from dask_gpurt.plugins.exchange_run import ExchangeRun
+from dask_gpurt.plugins.seams import barrier_key
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import shards
 from tests.integration.comparing import collection, runs
@@ -148,6 +149,33 @@ def fail_once(part, flag):
     if len(part) and once(flag):
         raise RuntimeError("flaky")
     return part
+
+
+@pytest.mark.timeout(60)
+def test_output_restricted_to_another_worker_goes_back_to_its_owner(in_process, monkeypatch):
+    """Between its placement and its first attempt. It runs there, asks for its owner, and moves."""
+    dask_gpurt.enable(in_process)
+    scheduler = in_process.cluster.scheduler
+    stock_barrier = ExchangeRun.barrier
+    attempts = []
+
+    async def barrier(run, run_ids):
+        outputs = scheduler.tasks[barrier_key(run.id)].dependents
+        for output in outputs:
+            (owner,) = output.worker_restrictions
+            scheduler.set_restrictions({output.key: set(scheduler.workers) - {owner}})
+        return await stock_barrier(run, run_ids)
+
+    move_task = ExchangeRun._move_task
+
+    async def moving(run, key, owner):
+        attempts.append(key)
+        await move_task(run, key, owner)
+
+    monkeypatch.setattr(ExchangeRun, "barrier", barrier)
+    monkeypatch.setattr(ExchangeRun, "_move_task", moving)
+    assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=5)))
+    assert len(attempts) == len(set(attempts)) == 5
 
 
 def test_retried_output_reads_its_shards_again(in_process, tmp_path):

@@ -1,0 +1,167 @@
+"""Carries the shards of one run to their receivers, and takes in what comes.
+
+Stands between `exchange_run`, which knows the run's life, and `links`, which knows the ways. Here
+is what a message of this run is made of on each of them, and what a peer's answer means for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import dask.config
+import numpy as np
+from dask.utils import parse_timedelta
+
+from dask_gpurt.codecs.shards import Encoded, joined
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.frames.port import BodyAdapter
+from dask_gpurt.plugins.paths import Path
+from dask_gpurt.plugins.seams import (
+    P2PConsistencyError,
+    ShuffleClosedError,
+    clean_exception,
+    context_meter,
+    retry,
+)
+from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.shuffle import messages
+from dask_gpurt.shuffle.messages import Message, Outgoing
+from dask_gpurt.shuffle.shards import Shard
+from dask_gpurt.transport import wire
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+    from dask_gpurt.plugins.exchange_run import ExchangeRun
+
+T = TypeVar("T")
+
+
+class Courier:
+    """Of one run, on one worker. On the event loop; what touches every byte is in threads.
+
+    Parameters
+    ----------
+    executor
+        Threads for encoding and decoding.
+    adapter
+        Says where in a shard bytes of one kind lie.
+    """
+
+    def __init__(
+        self,
+        run: ExchangeRun,
+        worker: Worker,
+        executor: ThreadPoolExecutor,
+        settings: ShuffleSettings,
+        adapter: BodyAdapter,
+    ) -> None:
+        self._run = run
+        self._worker = worker
+        self._executor = executor
+        self._settings = settings
+        self._adapter = adapter
+        self._state = state_of(worker)
+        retry_key = "distributed.p2p.comm.retry"
+        self._retry = {
+            "count": dask.config.get(f"{retry_key}.count"),
+            "delay_min": parse_timedelta(dask.config.get(f"{retry_key}.delay.min")),
+            "delay_max": parse_timedelta(dask.config.get(f"{retry_key}.delay.max")),
+        }
+
+    async def send(self, address: str, shards: Sequence[Outgoing]) -> Message:
+        """Deliver shards to a peer; returns what was sent once the peer has it.
+
+        Raises
+        ------
+        ShuffleClosedError
+            The run is over.
+        OSError
+            The peer could not be reached, however often it was tried.
+        Exception
+            Whatever the peer raised.
+        """
+
+        run = self._run
+
+        async def compose(path: Path) -> Message:
+            if path.is_local:
+                return messages.as_they_are(shards)
+            with context_meter.meter("compress"):
+                encode = partial(self._encode, path)
+                return await self._in_thread(messages.for_the_wire, shards, encode)
+
+        async def call(data: dict[str, Any]) -> dict[str, Any]:
+            run.raise_if_closed()
+            try:
+                answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
+                    data=data, shuffle_id=run.id, run_id=run.run_id
+                )
+            except ShuffleClosedError as closed:
+                # The peer is on its way out and the scheduler has yet to notice, which will end
+                # this run. Until then that is no more than a peer that cannot be reached.
+                raise OSError(f"{address} is closing") from closed
+            if answer["status"] == "error":
+                _, error, traceback = clean_exception(**answer)
+                assert error is not None
+                if isinstance(error, P2PConsistencyError):
+                    raise ShuffleClosedError(f"{run} is over") from error
+                raise error.with_traceback(traceback)
+            return answer
+
+        deliver = partial(
+            self._state.links.deliver, address, self._settings.transport, compose, call
+        )
+        message: Message = await retry(
+            deliver, operation=f"message to {address} of {self._run}", **self._retry
+        )
+        return message
+
+    async def take_in(self, header: bytes, payload: Any) -> list[Shard]:
+        """Shards of a message that came, in memory of this worker.
+
+        Raises
+        ------
+        DamagedError
+            The message is not what was sent.
+        TransportError
+            The sender has to offer its path again.
+        ProtocolError
+            It never was a message.
+        """
+        run, pool = self._run, self._state.pool
+        headers = wire.decode(header)
+        lengths = messages.checked(headers, self._state.memory_nbytes)
+        # One buffer of a message is one shard, unless it is encoded.
+        of_part = [header for header in headers for _ in header.parts]
+
+        def empty(number: int, nbytes: int) -> Any:
+            header = of_part[number]
+            if header.table:
+                return np.empty(nbytes, dtype=np.uint8)
+            return pool.empty(nbytes, run.lane_of(header.first_slot))
+
+        def empty_shard(header: wire.ShardHeader) -> Any:
+            return pool.empty(header.buffer_nbytes, run.lane_of(header.first_slot))
+
+        buffers = await self._state.links.fetch(payload, lengths, empty)
+        if any(header.table for header in headers):
+            return await self._in_thread(messages.opened, headers, buffers, empty_shard)
+        return messages.opened(headers, buffers, empty_shard)
+
+    def _encode(self, path: Path, shard: Outgoing) -> Encoded:
+        key, packed = shard.header.layout_key, shard.packed
+        link, bandwidth = path.address, path.bandwidth
+        chooser = self._state.chooser(self._settings.compression)
+        if not chooser.may_pay(key, packed.buffer.nbytes, link, bandwidth):
+            return Encoded((packed.buffer,), ())
+        sections = joined(self._adapter.sections(key, packed))
+        return chooser.encode(key, sections, packed.buffer, link, bandwidth)
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, partial(function, *arguments))

@@ -1,0 +1,78 @@
+"""What Dask's fine performance metrics are told of a run: the labels that a stock run has.
+
+Spans, the dashboard and Prometheus read them. What happens inside a task is told twice, under the
+task (`execute`) and under the shuffle (`p2p`, `foreground`); what happens behind tasks under the
+shuffle alone. The process-wide counters are `metrics`, figures of one run `shuffle.figures`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+
+from dask_gpurt.plugins.seams import context_meter
+
+
+class FineMetrics:
+    """Tells a worker's digests what one run does.
+
+    Parameters
+    ----------
+    digest
+        `Worker.digest_metric`.
+    span_id
+        Span that the shuffle belongs to.
+    """
+
+    def __init__(self, digest: Callable[[Hashable, float], None], span_id: str | None) -> None:
+        self._digest = digest
+        self._span_id = span_id
+
+    @contextlib.contextmanager
+    def foreground(self) -> Iterator[None]:
+        """Whatever is metered inside belongs to the current task and to the shuffle."""
+        with context_meter.add_callback(self._teller("foreground")):
+            yield
+
+    @contextlib.contextmanager
+    def background(self, where: str, *, on_loop: bool) -> Iterator[None]:
+        """Whatever is metered inside belongs to the shuffle alone.
+
+        A coroutine or callback inherits the context of the task that caused it, and would add its
+        seconds to a task that has long ended.
+
+        Parameters
+        ----------
+        where
+            `background-comms` or `background-disk`.
+        on_loop
+            On the event loop; what is offloaded to threads from there is told on the loop.
+        """
+        with (
+            context_meter.clear_callbacks(),
+            context_meter.add_callback(self._teller(where), allow_offload=on_loop),
+        ):
+            yield
+
+    def _teller(self, where: str) -> Callable[[Hashable, float, str], None]:
+        def tell(label: Hashable, value: float, unit: str) -> None:
+            labels = label if isinstance(label, tuple) else (label,)
+            first, *rest = labels
+            if isinstance(first, str):
+                first = first.removeprefix("p2p-")
+            self._digest(("p2p", self._span_id, where, first, *rest, unit), value)
+
+        return tell
+
+
+def amount(label: str, nbytes: int, count: int = 1) -> None:
+    """Add bytes, and how many things they are, to the metrics of the current context."""
+    context_meter.digest_metric(label, nbytes, "bytes")
+    context_meter.digest_metric(label, count, "count")
+
+
+def disk_io(label: str, nbytes: int) -> None:
+    """`amount` of a shard written (`disk-write`) or read back (`p2p-disk-read`)."""
+    amount(label, nbytes)
+    if label == "disk-write":
+        amount("process", nbytes)

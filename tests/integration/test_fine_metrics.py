@@ -1,0 +1,100 @@
+"""Dask's fine performance metrics of a shuffle: the labels that stock has, and right amounts."""
+
+from __future__ import annotations
+
+import contextlib
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from tests.integration.comparing import collection, runs
+
+IDLE = {("background-comms", "idle", "seconds"), ("background-disk", "idle", "seconds")}
+
+
+@contextlib.contextmanager
+def cluster(**settings):
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        dask.config.set(settings),
+        LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options) as local,
+        Client(local, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def shuffle(client):
+    rng = np.random.default_rng(0)
+    parts = [pd.DataFrame({"key": rng.integers(0, 99, 9_000)}) for _ in range(4)]
+    lazy = collection(parts)
+    with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        client.gather(client.compute(lazy.shuffle("key", npartitions=3).to_delayed()))
+
+
+def told(client, context):
+    """Sum over the workers of what was told in a context, without the span."""
+    totals = {}
+    for worker in client.cluster.workers.values():
+        for name, value in worker.digests_total.items():
+            if isinstance(name, tuple) and name[0] == context:
+                totals[name[2:]] = totals.get(name[2:], 0) + value
+    return totals
+
+
+@pytest.fixture(scope="module")
+def spilling():
+    """Metrics and counters of a shuffle of ours, all of which went through the disk."""
+    with cluster(**{"gpurt.shuffle.memory": "16 KiB", "gpurt.shuffle.transport": "comm"}) as client:
+        dask_gpurt.enable(client)
+        shuffle(client)
+        assert runs(client) == {"gpurt": 1, "stock": 0}
+        return told(client, "p2p"), told(client, "execute"), dask_gpurt.status(client)["totals"]
+
+
+def test_labels_are_stocks(spilling):
+    with cluster(**{"gpurt.enabled": False}) as client:
+        shuffle(client)
+        stock = told(client, "p2p")
+    ours, _, _ = spilling
+    # Nothing of ours stands by for a message or a write, so nothing is idle. How long a task was
+    # held back is told even where it was not.
+    assert stock.keys() - ours.keys() == IDLE
+    assert ours.keys() - stock.keys() <= {("foreground", "comms-limiter", "seconds")}
+
+
+def test_amounts_are_what_was_counted(spilling):
+    ours, _, totals = spilling
+    assert totals["sent_nbytes"] > 0
+    assert totals["spilled_nbytes"] > 0
+    assert totals["unspilled_nbytes"] > 0
+    assert ours["background-comms", "process", "bytes"] == totals["sent_nbytes"]
+    assert ours["background-comms", "process", "count"] == totals["messages"]
+    assert ours["background-disk", "disk-write", "bytes"] == totals["spilled_nbytes"]
+    assert ours["foreground", "disk-read", "bytes"] == totals["unspilled_nbytes"]
+    shards_nbytes = totals["sent_nbytes"] + totals["local_nbytes"]
+    assert ours["foreground", "shards", "bytes"] == shards_nbytes
+
+
+def test_tasks_have_their_own_phases_and_not_those_behind_them(spilling):
+    ours, execute, _ = spilling
+    of_shuffle = {key: value for key, value in ours.items() if key[0] == "foreground"}
+    of_tasks = {}
+    for (_, label, *rest), value in execute.items():
+        if label.startswith("p2p-"):
+            key = ("foreground", label.removeprefix("p2p-"), *rest)
+            of_tasks[key] = of_tasks.get(key, 0) + value
+    assert of_tasks == pytest.approx(of_shuffle)
+    transfers = {label for prefix, label, *_ in execute if prefix == "shuffle-transfer"}
+    assert not transfers & {"send", "process", "disk-write"}
+
+
+def test_nothing_of_the_disk_without_spilling():
+    with cluster() as client:
+        dask_gpurt.enable(client)
+        shuffle(client)
+        labels = {where for where, *_ in told(client, "p2p")}
+    assert labels == {"foreground", "background-comms"}

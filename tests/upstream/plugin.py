@@ -1,0 +1,162 @@
+"""Runs distributed's own tests of shuffles with the runtime on: a pytest plugin.
+
+Neither wheels nor source archives of distributed have its tests in them, so they come from a clone
+of it, and everything else from the installation: the clone's folders are appended to the paths of
+the installed packages. `make test-upstream` says how it is called.
+
+`differences.toml` lists the tests that must fail, with a reason each, and those that are left out.
+A listed test that passes fails the run, as does one that is not listed and fails. So does any
+shuffle of a pandas DataFrame that ends up on stock's data plane.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import pathlib
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import dask.config
+import distributed
+import distributed.shuffle
+import pytest
+from distributed.shuffle import _shuffle
+from distributed.shuffle._core import ShuffleSpec
+
+from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
+from tests.upstream.transplant import onto_ours
+
+DIFFERENCES = pathlib.Path(__file__).with_name("differences.toml")
+
+#: For each test, instead of distributed's own.
+TIMEOUT_S = 120
+
+#: Specs that runs were created of since the test began.
+_specs: list[ShuffleSpec[Any]] = []
+#: Shuffles that ran on the runtime, over all tests and processes.
+_N_OURS = "gpurt_runs"
+_totals = {_N_OURS: 0}
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    clone = early_config.rootpath / "distributed"
+    installed = pathlib.Path(distributed.__file__).parent
+    sources = [path.name for path in (installed / "shuffle").glob("*.py")]
+    _, different, missing = filecmp.cmpfiles(
+        installed / "shuffle", clone / "shuffle", sources, shallow=False
+    )
+    if different or missing:
+        raise pytest.UsageError(
+            f"{early_config.rootpath} is not a clone of distributed {distributed.__version__}: "
+            f"{', '.join(different + missing)} of its shuffle differ"
+        )
+    # Before `distributed.utils_test` keeps the configuration that each test begins with, and in the
+    # environment for processes that tests start.
+    os.environ["DASK_GPURT__ENABLED"] = "true"
+    dask.config.refresh()
+    distributed.__path__.append(str(clone))
+    distributed.shuffle.__path__.append(str(clone / "shuffle"))
+    _give_more_time()
+
+
+def _give_more_time() -> None:
+    """Some tests take half of their 30 s on an idle machine, with stock as well."""
+    from distributed import utils_test
+
+    for decorator in (utils_test.gen_cluster, utils_test.gen_test):
+        defaults = decorator.__defaults__ or ()
+        decorator.__defaults__ = tuple(
+            TIMEOUT_S if value is utils_test._TEST_TIMEOUT else value for value in defaults
+        )
+
+
+def pytest_configure() -> None:
+    stock_create = ShuffleSpec.create_new_run
+
+    def create_new_run(self: ShuffleSpec[Any], *args: Any, **kwargs: Any) -> Any:
+        _specs.append(self)
+        return stock_create(self, *args, **kwargs)
+
+    def create_run_on_worker(self: FrameSpec, *args: Any, **kwargs: Any) -> Any:
+        return onto_ours(_shuffle.DataFrameShuffleRun)(self, *args, **kwargs)
+
+    ShuffleSpec.create_new_run = create_new_run  # type: ignore[method-assign]
+    FrameSpec.create_run_on_worker = create_run_on_worker  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------- what must fail
+
+
+def _name(item: pytest.Item) -> str:
+    """Module and function of a test, without parameters."""
+    return f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+
+
+def listed(items: list[pytest.Item], table: list[dict[str, Any]]) -> dict[pytest.Item, str]:
+    """Items that a table names, with the reason it has for each.
+
+    Raises
+    ------
+    pytest.UsageError
+        The table names tests that do not exist in modules that were collected.
+    """
+    reasons = {name: group["reason"] for group in table for name in group["tests"]}
+    modules = {item.path.name for item in items}
+    stale = {name for name in reasons if name.split("::")[0] in modules}
+    found = {}
+    for item in items:
+        # A table may name a function, or one case of it.
+        for name in (_name(item), f"{item.path.name}::{item.name}"):
+            stale.discard(name)
+            if name in reasons:
+                found[item] = reasons[name]
+    if stale:
+        raise pytest.UsageError(f"{DIFFERENCES.name} lists unknown tests: {sorted(stale)}")
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if any("::" in argument for argument in config.args):
+        return  # one test was asked for: show what it does
+    table = tomllib.loads(DIFFERENCES.read_text())
+    left_out = listed(items, table["left_out"])
+    for item, reason in listed(items, table["fails"]).items():
+        item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+# ---------------------------------------------------------------------- was the runtime on?
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    _specs.clear()
+    try:
+        result = yield
+    finally:
+        ours = sum(isinstance(spec, FrameSpec) for spec in _specs)
+        item.user_properties.append((_N_OURS, ours))
+    for spec in _specs:
+        if isinstance(spec, _shuffle.DataFrameShuffleSpec) and not isinstance(spec, FrameSpec):
+            assert frame_kind(spec.meta) not in ADAPTERS, "a shuffle was left to stock Dask"
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        _totals[_N_OURS] += dict(report.user_properties).get(_N_OURS, 0)  # type: ignore[call-overload]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"{_totals[_N_OURS]} shuffles ran on dask_gpurt")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    is_whole = not hasattr(session.config, "workerinput")
+    if is_whole and session.testscollected and exitstatus == 0 and not _totals[_N_OURS]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
