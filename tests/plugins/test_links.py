@@ -31,7 +31,7 @@ def with_links(test):
         try:
             await test(links)
         finally:
-            links.close()
+            await links.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
@@ -48,7 +48,7 @@ def test_a_run_that_ends_while_it_links_takes_no_other_with_it():
 
         async def of_the_new_run(data):
             answered.append("offers" in data)
-            return {"status": "OK", "path": "comm", "why_not": {}}
+            return {"status": "OK", "ours": None, "why_not": None}
 
         old = asyncio.create_task(links.deliver("peer", "auto", compose, of_the_old_run))
         await asked.wait()
