@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -87,11 +88,46 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
         elif found["active"]:
             text = f"{worker} has not said that it is ready"
             findings.append(Finding("note", "worker", text, advice("no word from worker")))
+    findings += _links(found)
     for one in found["fallbacks"]:
         text = f"{one['what']} ran on stock Dask {times(one['count'])}: {one['why']}"
         findings.append(Finding("note", "fallback", text, advice(one["why"])))
     if found["active"] and not found["fallbacks"]:
         findings.append(Finding("ok", "fallback", "nothing was left to stock Dask"))
+    return findings
+
+
+#: What each way between two workers is, for `doctor`.
+_PATHS = {
+    "shared": "in shared memory",
+    "ucx": "over UCX",
+    "comm": "through Dask's own connections",
+}
+
+_UCX_REMEDY = "pip install dask-gpurt[ucx] on every worker, if their network is a fast one"
+
+
+def _links(found: Mapping[str, Any]) -> list[Finding]:
+    """Ways that shuffled data took between workers, and why not better ones."""
+    links = [
+        link for report in found["workers"].values() if report for link in report["links"].values()
+    ]
+    findings = []
+    for name, text in _PATHS.items():
+        taken = [link for link in links if link["path"] == name]
+        if not taken:
+            continue
+        pairs = "1 pair" if len(taken) == 1 else f"{len(taken)} pairs"
+        findings.append(Finding("ok", "links", f"{pairs} of workers exchange {text}"))
+        reasons = Counter(reason for link in taken for reason in link["why_not"].items())
+        for (better, why), count in reasons.most_common():
+            text = f"{count} of them not {_PATHS[better]}: {why}"
+            remedy = (
+                "pip install dask-gpurt[ucx] on every worker, if their network is fast"
+                if "without ucxx" in why
+                else ""
+            )
+            findings.append(Finding("note", "links", text, remedy))
     return findings
 
 

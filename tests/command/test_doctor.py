@@ -258,13 +258,22 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
     other = {"host": {"python": "3.12.1.final.0"}, "packages": {"dask": "1", "pandas": "2"}}
     problem = "worker tcp://b: dask-gpurt cannot be imported there; run `pip install dask-gpurt`"
     why = "there is no adapter for this kind of data"
+    links = {
+        "tcp://d": {"path": "shared", "why_not": {}},
+        "tcp://e": {"path": "comm", "why_not": {"shared": "not in view", "ucx": "without ucxx"}},
+        "tcp://f": {"path": "comm", "why_not": {"shared": "not in view", "ucx": "encrypted"}},
+    }
     told = cluster_findings(
         {
             "scheduler": "tcp://s",
             "active": True,
             "version": "0.0.1",
             "host": "h",
-            "workers": {"tcp://a": None, "tcp://b": None},
+            "workers": {
+                "tcp://a": None,
+                "tcp://b": None,
+                "tcp://c": {"version": "0.0.1", "links": links},
+            },
             "not_ready": {"tcp://b": problem},
             "fallbacks": [{"what": "shuffle of cudf", "why": why, "count": 2}],
             "versions": {"client": side, "scheduler": side, "workers": {"tcp://b": other}},
@@ -277,6 +286,18 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
         ("note", "versions"),
         ("note", "worker"),
         ("problem", "worker"),
+        ("note", "links"),
+        ("note", "links"),
+        ("note", "links"),
         ("note", "fallback"),
     ]
-    assert all(one.remedy for one in told if one.level != "ok")
+    assert all(one.remedy for one in told if one.level != "ok" and one.what != "links")
+    said = [(one.text, one.remedy) for one in told if one.what == "links"]
+    assert [text for text, _ in said] == [
+        "1 pair of workers exchange in shared memory",
+        "2 pairs of workers exchange through Dask's own connections",
+        "2 of them not in shared memory: not in view",
+        "1 of them not over UCX: without ucxx",
+        "1 of them not over UCX: encrypted",
+    ]
+    assert [bool(remedy) for _, remedy in said] == [False, False, False, True, False]

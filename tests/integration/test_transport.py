@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
+from distributed.security import Security
 
 import dask_gpurt
 from dask_gpurt.plugins import links
@@ -208,3 +209,44 @@ def test_a_peer_that_forgets_over_and_over_is_an_error(cluster, monkeypatch):
     ):
         shuffled(cluster)
     assert "does not keep a link" in str(raised.value.__cause__)
+
+
+# ------------------------------------------------------------------ what clusters themselves speak
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("in_view", [True, False])
+def test_tls_clusters(monkeypatch, in_view):
+    """Within a host shards do not pass through a network; beyond it they are always encrypted."""
+    if not in_view:
+        monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
+    security = Security.temporary()
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    local = LocalCluster(
+        processes=False, protocol="tls://", security=security, silence_logs=False, **options
+    )
+    with local, Client(local, security=security, set_as_default=False) as client:
+        dask_gpurt.enable(client)
+        assert all(worker.startswith("tls://") for worker in client.scheduler_info()["workers"])
+        assert_right(shuffled(client))
+        names, reasons = paths(client)
+        assert names == {"shared" if in_view else "comm"}
+        assert in_view or all("encrypted" in reason["ucx"] for reason in reasons)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["auto", "ucx", "comm"])
+def test_ucxx_clusters(ucx, transport):
+    """Clusters whose own connections are UCX's, beside which ours have to live."""
+    pytest.importorskip("distributed_ucxx", reason="the ucx extra is not installed")
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        LocalCluster(protocol="ucxx://", host="127.0.0.1", silence_logs=50, **options) as local,
+        Client(local, set_as_default=False) as client,
+    ):
+        with dask.config.set({"gpurt.shuffle.transport": transport}):
+            dask_gpurt.enable(client)
+        assert all(worker.startswith("ucxx://") for worker in client.scheduler_info()["workers"])
+        assert_right(shuffled(client))
+        wanted = {"auto": "shared", "ucx": "ucx", "comm": "comm"}[transport]
+        assert paths(client)[0] == {wanted}
