@@ -29,6 +29,7 @@ ROWS = 4_000
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "comm": {"gpurt.shuffle.transport": "comm"},
     "shared": {"gpurt.shuffle.transport": "auto"},
+    "ucx": {"gpurt.shuffle.transport": "ucx"},
 }
 
 #: A local cluster looks after a worker some time after it left, and closes its nanny if it is

@@ -60,9 +60,10 @@ def once(flag):
     return True
 
 
-def die_once(part, flag):
-    """Kill the worker, once, as soon as it has a part in a run."""
-    if len(part) and get_worker().plugins["shuffle"].shuffle_runs._active_runs and once(flag):
+def die_once(part, flag, in_a_run=False):
+    """Kill the worker, once; if asked, not before it has a part in a run."""
+    is_time = not in_a_run or get_worker().plugins["shuffle"].shuffle_runs._active_runs
+    if len(part) and is_time and once(flag):
         os.kill(os.getpid(), signal.SIGKILL)
     return part
 
@@ -90,7 +91,8 @@ def test_worker_killed(processes, tmp_path, when):
     lazy = inputs()
     killer = {"flag": flag, "meta": lazy._meta}
     if when == "transfer":
-        lazy = lazy.map_partitions(die_once, **killer).shuffle("key", npartitions=5)
+        lazy = lazy.map_partitions(die_once, in_a_run=True, **killer)
+        lazy = lazy.shuffle("key", npartitions=5)
     else:
         lazy = lazy.shuffle("key", npartitions=5).map_partitions(die_once, **killer)
     assert_all_rows_are_there(compute(processes, lazy))
@@ -106,7 +108,7 @@ def test_worker_killed_in_a_rechunk(processes, tmp_path, when):
     source = np.arange(240_000.0).reshape(600, 400)
     lazy = da.from_array(source, chunks=(60, 400))
     if when == "transfer":
-        lazy = lazy.map_blocks(die_once, flag, meta=source[:0])
+        lazy = lazy.map_blocks(die_once, flag, in_a_run=True, meta=source[:0])
     with dask.config.set({"array.chunk-size": "1B"}):
         lazy = lazy.rechunk((600, 40), method="p2p")
     if when == "unpack":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from distributed.shuffle._shuffle import DataFrameShuffleRun
 
@@ -27,7 +29,7 @@ def test_methods_move_and_call_ours():
     assert made.__mro__[:2] == (made, FrameRun)
     run = made()
     assert run.gate == "shut"
-    run.closed = False
+    run.closed, run._over = False, asyncio.Event()
     error = ValueError()
     run.fail(error)
     assert run.gate == "passed"
