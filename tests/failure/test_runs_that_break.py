@@ -15,13 +15,14 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster, get_worker
+from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import barrier_key
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import shards
+from tests.failure import gates
 from tests.integration.comparing import collection, runs
 
 N_PARTITIONS = 12
@@ -60,12 +61,24 @@ def once(flag):
     return True
 
 
-def die_once(part, flag, in_a_run=False):
-    """Kill the worker, once; if asked, not before it has a part in a run."""
-    is_time = not in_a_run or get_worker().plugins["shuffle"].shuffle_runs._active_runs
-    if len(part) and is_time and once(flag):
+def die_once(part, flag):
+    """Kill the worker, once."""
+    if len(part) and once(flag):
         os.kill(os.getpid(), signal.SIGKILL)
     return part
+
+
+def die_at_the_second_transfer(dask_worker):
+    """By then the worker has a part in a run. Its successor knows nothing of this."""
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    gates.before(dask_worker, "transfer", gates.from_call(2, die))
+
+
+def doom_one(client):
+    client.run(die_at_the_second_transfer, workers=[min(client.scheduler_info()["workers"])])
 
 
 @pytest.fixture
@@ -88,15 +101,13 @@ def compute(client, lazy, **options):
 def test_worker_killed(processes, tmp_path, when):
     """In the middle of the run; the nanny brings the worker back, and the shuffle starts over."""
     flag = str(tmp_path / "died")
-    lazy = inputs()
-    killer = {"flag": flag, "meta": lazy._meta}
+    lazy = inputs().shuffle("key", npartitions=5)
     if when == "transfer":
-        lazy = lazy.map_partitions(die_once, in_a_run=True, **killer)
-        lazy = lazy.shuffle("key", npartitions=5)
+        doom_one(processes)
     else:
-        lazy = lazy.shuffle("key", npartitions=5).map_partitions(die_once, **killer)
+        lazy = lazy.map_partitions(die_once, flag=flag, meta=lazy._meta)
     assert_all_rows_are_there(compute(processes, lazy))
-    assert os.path.exists(flag)
+    assert os.path.exists(flag) == (when == "unpack")
     assert runs(processes) == {"gpurt": 2, "stock": 0}
 
 
@@ -107,16 +118,16 @@ def test_worker_killed_in_a_rechunk(processes, tmp_path, when):
     flag = str(tmp_path / "died")
     source = np.arange(240_000.0).reshape(600, 400)
     lazy = da.from_array(source, chunks=(60, 400))
-    if when == "transfer":
-        lazy = lazy.map_blocks(die_once, flag, in_a_run=True, meta=source[:0])
     with dask.config.set({"array.chunk-size": "1B"}):
         lazy = lazy.rechunk((600, 40), method="p2p")
-    if when == "unpack":
+    if when == "transfer":
+        doom_one(processes)
+    else:
         lazy = lazy.map_blocks(die_once, flag, meta=source[:0])
     with processes.as_current():
         got = lazy.compute()
     np.testing.assert_array_equal(got, source)
-    assert os.path.exists(flag)
+    assert os.path.exists(flag) == (when == "unpack")
     assert runs(processes) == {"gpurt": 2, "stock": 0}
 
 
