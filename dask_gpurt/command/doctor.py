@@ -104,7 +104,7 @@ _PATHS = {
     "comm": "through Dask's own connections",
 }
 
-_UCX_REMEDY = "pip install dask-gpurt[ucx] on every worker, if their network is a fast one"
+_UCX_REMEDY = "install the ucx extra (pip install '.[ucx]') on every worker, if the network is fast"
 
 
 def _links(found: Mapping[str, Any]) -> list[Finding]:
@@ -122,11 +122,7 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
         reasons = Counter(reason for link in taken for reason in link["why_not"].items())
         for (better, why), count in reasons.most_common():
             text = f"{count} of them not {_PATHS[better]}: {why}"
-            remedy = (
-                "pip install dask-gpurt[ucx] on every worker, if their network is fast"
-                if "without ucxx" in why
-                else ""
-            )
+            remedy = _UCX_REMEDY if "without ucxx" in why else ""
             findings.append(Finding("note", "links", text, remedy))
     return findings
 

@@ -45,14 +45,14 @@ class RunFigures:
             self._seconds[phase] += seconds
 
     def sent(self, peer: str, nbytes: int, wire_nbytes: int, seconds: float) -> None:
-        """A message of `nbytes`, of which `wire_nbytes` were really moved, was answered."""
+        """A message was answered: `nbytes` of shards, for which `wire_nbytes` left this host."""
         with self._lock:
             self._counts["sent_nbytes"] += nbytes
             self._counts["wire_nbytes"] += wire_nbytes
             self._counts["messages"] += 1
             self._seconds["send"] += seconds
             link = self._links.setdefault(peer, [0, 0.0])
-            link[0] += wire_nbytes
+            link[0] += nbytes
             link[1] += seconds
 
     def snapshot(self, rows_of_partition: Mapping[Any, int]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def summarised(reports: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[
     -------
     list of dict
         `rows`, `nbytes` (on the way to an owner, on any worker), `sent_nbytes`, `wire_nbytes`,
-        `seconds` by phase (summed over workers), `busiest_link` (from, to, bytes on the wire,
+        `seconds` by phase (summed over workers), `busiest_link` (from, to, bytes of shards,
         seconds), `skew` (rows of the most loaded worker over the mean), `fullest` partitions with
         their rows.
     """

@@ -39,14 +39,17 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Message:
-    """A header, and the buffers that go with it."""
+    """A header, and the buffers that go with it.
+
+    Attributes
+    ----------
+    wire_nbytes
+        Bytes of them that leave this host.
+    """
 
     header: bytes
     buffers: list[Buffer]
-
-    @property
-    def wire_nbytes(self) -> int:
-        return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
+    wire_nbytes: int = 0
 
 
 def as_they_are(shards: Iterable[Outgoing]) -> Message:
@@ -56,7 +59,11 @@ def as_they_are(shards: Iterable[Outgoing]) -> Message:
 
 def for_the_wire(shards: Iterable[Outgoing], encode: Encode) -> Message:
     """A message that leaves this host: with checksums, and encoded where `encode` does it."""
-    return _message((shard, wire.checksum(shard.packed.buffer), encode(shard)) for shard in shards)
+    message = _message(
+        (shard, wire.checksum(shard.packed.buffer), encode(shard)) for shard in shards
+    )
+    wire_nbytes = len(message.header) + sum(buffer.nbytes for buffer in message.buffers)
+    return replace(message, wire_nbytes=wire_nbytes)
 
 
 def _message(shards: Iterable[tuple[Outgoing, int, Encoded]]) -> Message:

@@ -1,0 +1,72 @@
+"""What a sender makes of its shards, and a receiver of what came."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dask_gpurt.codecs.shards import Encoded
+from dask_gpurt.errors import DamagedError, ProtocolError
+from dask_gpurt.frames.port import Packed
+from dask_gpurt.shuffle import messages
+from dask_gpurt.shuffle.messages import Outgoing
+from dask_gpurt.transport import wire
+
+
+def outgoing(number, nbytes=5000):
+    header = wire.ShardHeader(b"layout", 3, 7, number, 2, number, (1, 2))
+    buffer = np.random.default_rng(number).integers(0, 9, nbytes, dtype=np.uint8)
+    return Outgoing(header, Packed(buffer, 3))
+
+
+def raw(shard):
+    return Encoded((shard.packed.buffer,), ())
+
+
+def fresh(header):
+    return np.empty(header.buffer_nbytes, dtype=np.uint8)
+
+
+SHARDS = [outgoing(0), outgoing(1, nbytes=1)]
+
+
+def opened(message):
+    return messages.opened(wire.decode(message.header), message.buffers, fresh)
+
+
+@pytest.mark.parametrize(
+    "message", [messages.as_they_are(SHARDS), messages.for_the_wire(SHARDS, raw)]
+)
+def test_what_is_sent_arrives(message):
+    for shard, sent in zip(opened(message), SHARDS, strict=True):
+        assert (shard.source, shard.attempt, shard.number, shard.count) == (
+            3,
+            7,
+            sent.header.number,
+            2,
+        )
+        assert shard.n_rows == 3
+        np.testing.assert_array_equal(shard.packed.buffer, sent.packed.buffer)
+
+
+def test_only_what_leaves_the_host_is_counted_and_summed_up():
+    local, away = messages.as_they_are(SHARDS), messages.for_the_wire(SHARDS, raw)
+    assert local.wire_nbytes == 0
+    assert away.wire_nbytes == len(away.header) + 5001
+    assert [header.checksum for header in wire.decode(local.header)] == [0, 0]
+    assert all(header.checksum for header in wire.decode(away.header))
+
+
+def test_damage_is_noticed():
+    message = messages.for_the_wire(SHARDS, raw)
+    message.buffers[0] = message.buffers[0].copy()
+    message.buffers[0][77] ^= 1
+    with pytest.raises(DamagedError, match="input partition 3"):
+        opened(message)
+
+
+def test_shards_that_would_not_fit_are_refused_before_they_are_made_room_for():
+    headers = wire.decode(messages.for_the_wire(SHARDS, raw).header)
+    assert messages.checked(headers, 5001) == [5000, 1]
+    with pytest.raises(ProtocolError, match="5001 bytes for a worker that has 5000"):
+        messages.checked(headers, 5000)
