@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,12 @@ IN_FLIGHT_NBYTES = 64 << 10
 
 #: What a message holds depends on its way; here it holds everything.
 TRANSPORT = "comm"
+
+
+@pytest.fixture(autouse=True)
+def no_tracebacks_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """What distributed logs of an error would keep its frames, and buffers in them, alive."""
+    caplog.set_level(logging.CRITICAL + 1, logger="distributed")
 
 
 @pytest.fixture

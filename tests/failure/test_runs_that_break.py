@@ -108,7 +108,9 @@ def test_worker_killed(processes, tmp_path, when):
         lazy = lazy.map_partitions(die_once, flag=flag, meta=lazy._meta)
     assert_all_rows_are_there(compute(processes, lazy))
     assert os.path.exists(flag) == (when == "unpack")
-    assert runs(processes) == {"gpurt": 2, "stock": 0}
+    # It starts over once more if a run begins before the scheduler knows of the death.
+    assert runs(processes)["gpurt"] >= 2
+    assert runs(processes)["stock"] == 0
 
 
 @pytest.mark.cluster
@@ -128,7 +130,9 @@ def test_worker_killed_in_a_rechunk(processes, tmp_path, when):
         got = lazy.compute()
     np.testing.assert_array_equal(got, source)
     assert os.path.exists(flag) == (when == "unpack")
-    assert runs(processes) == {"gpurt": 2, "stock": 0}
+    # It starts over once more if a run begins before the scheduler knows of the death.
+    assert runs(processes)["gpurt"] >= 2
+    assert runs(processes)["stock"] == 0
 
 
 @pytest.fixture
