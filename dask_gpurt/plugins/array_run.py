@@ -7,7 +7,7 @@ nothing has to be known of them before the run begins, which is well, since the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.arrays import Arrays, Part
-from dask_gpurt.frames.port import Packed, Piece
+from dask_gpurt.frames.port import Piece
 from dask_gpurt.frames.rechunking import Index, Rechunking
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import ArrayRechunkSpec, join_arrays
-from dask_gpurt.shuffle.messages import Outgoing, shard_of
-from dask_gpurt.shuffle.shards import Shard
+from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -82,27 +81,20 @@ class ArrayRun(ExchangeRun):
 
     def _shards_of(
         self, data: Any, partition_id: Index
-    ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
+    ) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
         opened = self._arrays.open(data, partition_id)
         plan = self._plan
         parts: list[Part | None] = [None] * plan.n_slots
         for part in opened.parts:
             parts[plan.slot_of[part.output]] = part
         before = list(accumulate((part.n_rows if part else 0 for part in parts), initial=0))
-        local: list[Shard] = []
-        outgoing: dict[str, list[Outgoing]] = {}
         source = self._rechunking.number(partition_id)
         cuts = self._cut(source, opened.layout_key, before, opened.row_nbytes)
         for worker, header, empty in cuts:
             first = header.first_slot
             mine = parts[first : first + len(header.rows_per_slot)]
             leaves = worker != self.local_address
-            made = opened.cut([part for part in mine if part], leaves, empty)
-            if isinstance(made, Packed):
-                outgoing.setdefault(worker, []).append(Outgoing(header, made))
-            else:
-                local.append(shard_of(header, body=made))
-        return local, outgoing
+            yield worker, header, opened.cut([part for part in mine if part], leaves, empty)
 
     def _assemble(self, partition_id: Index, pieces: Sequence[Piece]) -> Any:
         return self._arrays.concatenate(partition_id, pieces, self._state.pool.empty_alone)

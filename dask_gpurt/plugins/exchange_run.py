@@ -15,9 +15,9 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.errors import (
@@ -27,7 +27,7 @@ from dask_gpurt.errors import (
     ProtocolError,
     TransportError,
 )
-from dask_gpurt.frames.port import BodyAdapter, Empty, Piece
+from dask_gpurt.frames.port import BodyAdapter, Empty, Packed, Piece
 from dask_gpurt.plugins.courier import Courier
 from dask_gpurt.plugins.fine_metrics import FineMetrics, amount, disk_io
 from dask_gpurt.plugins.links import DAMAGED, OUTGOING, RELINK
@@ -44,7 +44,7 @@ from dask_gpurt.plugins.seams import (
 )
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle.figures import RunFigures
-from dask_gpurt.shuffle.messages import Outgoing
+from dask_gpurt.shuffle.messages import Outgoing, shard_of
 from dask_gpurt.shuffle.plan import ExchangePlan, cut_shards
 from dask_gpurt.shuffle.shards import Shard, ShardStore
 from dask_gpurt.transport import wire
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 logger = logging.getLogger("dask_gpurt.shuffle")
-
-T = TypeVar("T")
 
 
 class ExchangeRun:
@@ -153,7 +151,13 @@ class ExchangeRun:
             context_meter.meter("p2p-shard-partition-noncpu"),
             context_meter.meter("p2p-shard-partition-cpu", func=thread_time),
         ):
-            local, outgoing = self._shards_of(data, partition_id)
+            local: list[Shard] = []
+            outgoing: dict[str, list[Outgoing]] = {}
+            for worker, header, made in self._shards_of(data, partition_id):
+                if isinstance(made, Packed):
+                    outgoing.setdefault(worker, []).append(Outgoing(header, made))
+                else:
+                    local.append(shard_of(header, body=made))
         local_nbytes = sum(shard.nbytes for shard in local)
         sent_nbytes = sum(shard.nbytes for shards in outgoing.values() for shard in shards)
         amount(
@@ -174,8 +178,8 @@ class ExchangeRun:
 
     def _shards_of(
         self, data: Any, partition_id: Any
-    ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
-        """Shards of an input partition that stay here, and those that leave, by their receiver."""
+    ) -> Iterable[tuple[str, wire.ShardHeader, Any]]:
+        """Shards of an input partition: receiver, header, and a body or, if it leaves, `Packed`."""
         raise NotImplementedError
 
     def _cut(

@@ -7,18 +7,16 @@ here, in `ADAPTERS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.gather import group_rows
-from dask_gpurt.frames.port import FrameAdapter, Packed, Piece, Selection
+from dask_gpurt.frames.port import FrameAdapter, Piece, Selection
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import DataFrameShuffleSpec
 from dask_gpurt.shuffle.balance import owners
-from dask_gpurt.shuffle.messages import Outgoing, shard_of
-from dask_gpurt.shuffle.shards import Shard
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
@@ -131,7 +129,7 @@ class FrameRun(ExchangeRun):
 
     def _shards_of(
         self, data: Any, partition_id: int
-    ) -> tuple[list[Shard], dict[str, list[Outgoing]]]:
+    ) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
         opened = self._frames.open(data)
         plan = self._plan
         rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
@@ -145,14 +143,8 @@ class FrameRun(ExchangeRun):
             wanted.append((worker, header))
             leaves = worker != self.local_address
             selections.append(Selection(rows[before[a] : before[b]], leaves, empty))
-        local: list[Shard] = []
-        outgoing: dict[str, list[Outgoing]] = {}
-        for (worker, header), gathered in zip(wanted, opened.gather(selections), strict=True):
-            if isinstance(gathered, Packed):
-                outgoing.setdefault(worker, []).append(Outgoing(header, gathered))
-            else:
-                local.append(shard_of(header, body=gathered))
-        return local, outgoing
+        for (worker, header), made in zip(wanted, opened.gather(selections), strict=True):
+            yield worker, header, made
 
     def _assemble(self, partition_id: int, pieces: Sequence[Piece]) -> Any:
         return self._frames.concatenate(pieces, self._state.pool.empty_alone)

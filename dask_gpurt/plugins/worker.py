@@ -87,7 +87,10 @@ class WorkerState:
 
     def chooser(self, mode: Mode) -> Chooser:
         """Chooses codecs; what it learnt in one run serves for the next."""
-        return self._choosers.setdefault(mode, Chooser(mode))
+        found = self._choosers.get(mode)
+        if found is None:
+            found = self._choosers.setdefault(mode, Chooser(mode))
+        return found
 
     def begin_run(self, run: ExchangeRun) -> None:
         """A shuffle run begins on this worker. On the event loop."""

@@ -119,7 +119,7 @@ async def until(condition):
     """Wait for a state of the thread that nothing tells of."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
 
 
 async def both_ways(engine, other, number, sizes):
