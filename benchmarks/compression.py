@@ -13,7 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from distributed import Client, Scheduler, wait
 from distributed.deploy.spec import SpecCluster
 
 import dask_gpurt
-from benchmarks.harness import Timing, arguments, settle, write_json
+from benchmarks.harness import Timing, arguments, persisting_s, write_json
 from dask_gpurt.demo.tpch_data import make_tpch
 
 BRIDGE = "gpurt0"
@@ -105,14 +104,7 @@ def compare(client: Client, name: str, inputs: Any, repeats: int, target: float 
         }
         with dask.config.set(settings), client.as_current():
             dask_gpurt.enable(client)
-            collection = inputs.shuffle("l_partkey")
-            began = time.perf_counter()
-            result = client.persist(collection)
-            wait(result)
-            elapsed = time.perf_counter() - began
-            del result
-        settle(client)
-        return elapsed
+            return persisting_s(client, inputs.shuffle("l_partkey"))
 
     order = [("none", timing.stock_s), ("auto", timing.enabled_s)]
     for compression, _ in order:

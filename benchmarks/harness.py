@@ -121,14 +121,7 @@ def compare(
     def once(side: str, client: Client) -> float:
         # p2p is what Dask picks with a client; spelled out because neither client is the default.
         with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
-            collection = workload(inputs[side])
-            began = time.perf_counter()
-            result = client.persist(collection)
-            wait(result)
-            elapsed = time.perf_counter() - began
-            del result
-        settle(client)
-        return elapsed
+            return persisting_s(client, workload(inputs[side]))
 
     order = list(sides.both())
     for side, client in order:
@@ -151,6 +144,17 @@ def _nbytes(part: Any) -> int:
     if isinstance(part, np.ndarray):
         return part.nbytes
     return int(part.memory_usage(deep=True).sum())
+
+
+def persisting_s(client: Client, collection: Any) -> float:
+    """Seconds until a collection is in the memory of the workers. It is let go again."""
+    began = time.perf_counter()
+    result = client.persist(collection)
+    wait(result)
+    elapsed = time.perf_counter() - began
+    del result
+    settle(client)
+    return elapsed
 
 
 def settle(client: Client) -> None:
