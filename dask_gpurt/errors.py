@@ -12,6 +12,8 @@
     │   ├── IncompleteExchangeError         shards that were announced and never came
     │   └── PartitionReleasedError          an output partition asked for after it was let go
     ├── ShardStorageError (OSError)         shards on disk that cannot be read back
+    ├── TierFullError (MemoryError)         a tier of memory that has no room for a value
+    ├── DamagedValueError (OSError)         a value that was put away and did not come back the same
     └── TransportError (ConnectionError)    a link between workers that cannot be had, or broke
 
 One meaning each. Each also subclasses the builtin that a generic handler would expect.
@@ -58,6 +60,14 @@ class PartitionReleasedError(ExchangeError):
 
 class ShardStorageError(GpurtError, OSError):
     """Shards that were written to disk cannot be read back."""
+
+
+class TierFullError(GpurtError, MemoryError):
+    """A tier has no room for a value; the value stays where it is."""
+
+
+class DamagedValueError(GpurtError, OSError):
+    """What a tier kept of a value is not what was put there; its task has to run again."""
 
 
 class TransportError(GpurtError, ConnectionError):
