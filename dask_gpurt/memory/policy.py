@@ -1,0 +1,105 @@
+"""Which value to evict first. Pure.
+
+A policy ranks what could be evicted; the highest rank goes first. It knows neither keys nor tiers:
+`memory.residency` says what may be evicted at all (never the inputs of a running task), how much,
+and where to.
+
+The best choice is known if the future is: evict what is used furthest from now (L. A. Belady, A
+Study of Replacement Algorithms for a Virtual-Storage Computer, IBM Systems Journal 5(2), 1966). A
+worker knows a good part of its future. Its queue has priorities, and the scheduler has those of
+dependents that are not queued yet. `tests/memory/belady.py` measures how close that comes.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+
+class Role(Enum):
+    """What a value is held for."""
+
+    OUTPUT = "output"
+    #: A piece of a shuffle's input. It is sure to be used, once, by a task after the barrier.
+    SHARD = "shard"
+
+
+class Candidate(NamedTuple):
+    """What a policy may know of a value. A tuple, as thousands are made at a time.
+
+    Attributes
+    ----------
+    nbytes
+        Size in the memory that runs short.
+    next_use
+        Priority, as Dask has them, of the next task that takes this value: the smaller, the
+        sooner. None if no such task is known.
+    last_used
+        Count of uses on this worker when the value was made or last used: the larger, the more
+        recent.
+    is_clean
+        A valid copy is in a tier below, so that evicting it writes nothing.
+    role
+        What it is held for.
+    """
+
+    nbytes: int
+    next_use: tuple[float, ...] | None
+    last_used: int
+    is_clean: bool
+    role: Role = Role.OUTPUT
+
+
+class EvictionPolicy(Protocol):
+    """Ranks values. Without state, so that one object serves every worker of a process."""
+
+    @property
+    def name(self) -> str:
+        """As in the setting."""
+
+    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+        """Comparable with the ranks of all other candidates; the highest is evicted first."""
+
+
+class NextUse:
+    """Furthest next use first.
+
+    1. Outputs without a known use. Mostly a client holds them, and it may never ask again. Clean
+       ones first, and of those the least recently used: what a program made anew it looks at
+       sooner than what it left behind. For scans that are repeated the choice here does not
+       matter: once a scan is submitted its uses are known, and what it has passed goes first.
+    2. Shards whose unpack task is not known yet: it comes after everything that is.
+    3. What has a known use, the furthest first.
+    """
+
+    name = "next-use"
+
+    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+        _, next_use, last_used, is_clean, role = candidate
+        if next_use is not None:
+            return (0, next_use, is_clean, -last_used)
+        # The second element is only ever compared within one class, so its type may differ.
+        return (2 if role is Role.OUTPUT else 1, is_clean, -last_used)
+
+
+class LeastRecentlyUsed:
+    """What Dask does by default; the baseline."""
+
+    name = "lru"
+
+    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+        return (-candidate.last_used,)
+
+
+class Largest:
+    """The fewest evictions, whatever they cost later."""
+
+    name = "largest"
+
+    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+        return (candidate.nbytes, -candidate.last_used)
+
+
+POLICIES: dict[str, EvictionPolicy] = {
+    policy.name: policy for policy in (NextUse(), LeastRecentlyUsed(), Largest())
+}
