@@ -1,0 +1,302 @@
+"""Host tiers give back what was put, count what they hold, and refuse what they should."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from dask_gpurt.devices.pinned import PinnedPool, plain
+from dask_gpurt.errors import DamagedValueError, TierFullError
+from dask_gpurt.frames.values import Flat
+from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
+
+PATIENCE_S = 20.0
+MANY = 64 << 20
+
+
+def compressible(nbytes, seed=0):
+    """Of every four bytes, one is noise."""
+    values = np.zeros(nbytes, dtype=np.uint8)
+    values[::4] = noise(values[::4].nbytes, seed)
+    return values
+
+
+def noise(nbytes, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def flat(*buffers, header=b"header"):
+    return Flat(header, tuple(buffers))
+
+
+def assert_equal(got, expected):
+    assert got.header == expected.header
+    assert len(got.buffers) == len(expected.buffers)
+    for mine, theirs in zip(got.buffers, expected.buffers, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.fixture(params=["pinned", "lz4", "zstd"])
+def tier(request):
+    if request.param == "pinned":
+        return PinnedTier(PinnedPool(MANY, 1 << 16))
+    return CompressedTier(MANY, request.param)
+
+
+SHAPES = [
+    (5000,),
+    (1 << 16,),
+    ((1 << 20) + 1, 0, 7, 300_000),
+    (5 << 20,),
+    tuple(range(0, 4000, 300)),
+]
+
+
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+def test_a_value_comes_back_in_memory_of_its_own(tier, lengths):
+    value = flat(*(compressible(n, n) for n in lengths))
+    before = [buffer.copy() for buffer in value.buffers]
+    place = tier.put(value)
+    assert 0 < place.nbytes == tier.used_nbytes
+    first = tier.get(place)
+    assert_equal(first, flat(*before))
+    for buffer in first.buffers:
+        buffer[:] = 0xEE
+    for buffer in value.buffers:
+        buffer[:] = 0x11
+    assert_equal(tier.get(place), flat(*before))
+    tier.drop(place)
+    assert tier.used_nbytes == 0
+
+
+def test_a_value_that_is_read_only_is_taken(tier):
+    buffer = compressible(100_000)
+    buffer.flags.writeable = False
+    got = tier.get(tier.put(flat(buffer)))
+    assert_equal(got, flat(buffer))
+    assert got.buffers[0].flags.writeable
+
+
+def test_memory_of_what_is_read_comes_from_where_it_should(tier):
+    asked = []
+    tier._empty = lambda nbytes: asked.append(nbytes) or plain(nbytes)
+    tier.get(tier.put(flat(compressible(100_000), compressible(5000))))
+    assert asked == [100_000, 5000]
+
+
+def test_dropping_twice_counts_once(tier):
+    first, second = (tier.put(flat(compressible(200_000, n))) for n in range(2))
+    tier.drop(first)
+    tier.drop(first)
+    assert tier.used_nbytes == second.nbytes
+    with pytest.raises(KeyError):
+        tier.get(first)
+    assert_equal(tier.get(second), flat(compressible(200_000, 1)))
+
+
+def test_closing_lets_go_of_everything(tier):
+    places = [tier.put(flat(compressible(100_000, n))) for n in range(3)]
+    tier.drop(places[0])
+    tier.close()
+    tier.close()
+    assert tier.used_nbytes == 0
+    for place in places:
+        tier.drop(place)
+    with pytest.raises(TierFullError, match="closed"):
+        tier.put(flat(compressible(100_000)))
+    assert tier.used_nbytes == 0
+
+
+@pytest.mark.parametrize("ends", ["drop", "close"])
+def test_a_read_under_way_ends_as_if_nothing_was_dropped(tier, ends):
+    """Its memory is not anybody else's until it ends."""
+    values = [compressible(100_000, 1), compressible(100_000, 2)]
+    place = tier.put(flat(*values))
+    entered, go_on = threading.Event(), threading.Event()
+
+    def empty(nbytes):
+        if entered.is_set():
+            assert go_on.wait(PATIENCE_S)
+        entered.set()
+        return plain(nbytes)
+
+    tier._empty = empty
+    got = []
+    thread = threading.Thread(target=lambda: got.append(tier.get(place)), daemon=True)
+    thread.start()
+    assert entered.wait(PATIENCE_S)
+    if ends == "drop":
+        tier.drop(place)
+        for n in range(3, 6):
+            tier.put(flat(compressible(300_000, n)))
+    else:
+        tier.close()
+    go_on.set()
+    thread.join(PATIENCE_S)
+    assert_equal(got[0], flat(*values))
+    if ends == "close":
+        assert tier.used_nbytes == 0
+
+
+def test_threads_put_get_and_drop_at_once(tier):
+    failures = []
+
+    def work(number):
+        try:
+            for n in range(20):
+                value = flat(compressible(50_000 + n, 100 * number + n))
+                place = tier.put(value)
+                assert_equal(tier.get(place), value)
+                tier.drop(place)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert failures == []
+    assert not any(thread.is_alive() for thread in threads)
+    assert tier.used_nbytes == 0
+
+
+# ------------------------------------------------------------------ pinned
+
+
+def test_pinned_counts_whole_blocks():
+    pool = PinnedPool(1000, 100)
+    tier = PinnedTier(pool)
+    place = tier.put(flat(noise(150), noise(45)))
+    assert place.nbytes == tier.used_nbytes == pool.used_nbytes == 300, "the header counts"
+
+
+def test_pinned_keeps_values_of_no_bytes():
+    tier = PinnedTier(PinnedPool(1000, 100))
+    for value in (flat(header=b""), flat(noise(0), header=b""), flat(noise(0), noise(0))):
+        assert_equal(tier.get(tier.put(value)), value)
+
+
+def test_pinned_shares_its_pool():
+    pool = PinnedPool(1000, 100)
+    tier = PinnedTier(pool)
+    staging = pool.take(600)
+    tier.put(flat(noise(300)))
+    assert (tier.used_nbytes, tier.capacity_nbytes) == (400, 1000)
+    with pytest.raises(TierFullError, match="no pinned memory for 7 bytes"):
+        tier.put(flat(noise(1)))
+    pool.give_back(staging)
+    tier.put(flat(noise(1)))
+
+
+def test_what_pinned_refuses_leaves_nothing():
+    pool = PinnedPool(1000, 100)
+    tier = PinnedTier(pool)
+    with pytest.raises(TierFullError):
+        tier.put(flat(noise(1001)))
+    assert pool.used_nbytes == tier.used_nbytes == 0
+
+
+def test_a_copy_that_fails_leaves_nothing():
+    pool = PinnedPool(1000, 100)
+    tier = PinnedTier(pool)
+    with pytest.raises(TypeError):
+        tier.put(flat(np.array(["a"] * 10, dtype=object)))
+    assert pool.used_nbytes == tier.used_nbytes == 0
+
+
+def test_pinned_allocates_nothing_after_the_warm_up():
+    pool = PinnedPool(1 << 20, 1 << 12)
+    tier = PinnedTier(pool)
+    rng = np.random.default_rng(0)
+    tier.drop(tier.put(flat(noise(300_000))))
+    for n in range(300):
+        value = flat(noise(int(rng.integers(0, 250_000)), n))
+        place = tier.put(value)
+        assert_equal(tier.get(place), value)
+        tier.drop(place)
+    assert pool.n_allocations == 1
+
+
+# ------------------------------------------------------------------ compressed
+
+
+@pytest.fixture(params=["lz4", "zstd"])
+def coder(request):
+    return request.param
+
+
+def test_compressed_counts_what_it_holds(coder):
+    tier = CompressedTier(MANY, coder)
+    value = flat(np.zeros(3 << 20, dtype=np.uint8), compressible(2 << 20))
+    place = tier.put(value)
+    held = sum(piece.payload.nbytes for pieces in place.buffers for piece in pieces)
+    assert tier.used_nbytes == place.nbytes == held + len(value.header)
+    assert place.nbytes < 0.3 * value.nbytes
+    assert place.raw_nbytes == value.nbytes
+
+
+def test_compressed_memory_holds_no_more_than_it_counts(coder):
+    place = CompressedTier(MANY, coder).put(flat(compressible(3 << 20)))
+    for pieces in place.buffers:
+        assert all(piece.payload.base is None for piece in pieces)
+
+
+@pytest.mark.parametrize("size", [2000, 100_000, 3 << 20])
+def test_what_does_not_shrink_goes_further_down(coder, size):
+    tier = CompressedTier(MANY, coder)
+    with pytest.raises(TierFullError):
+        tier.put(flat(noise(size)))
+    assert tier.used_nbytes == 0
+
+
+def test_what_looks_well_in_the_middle_only_is_refused_as_well(coder):
+    buffer = noise(4 << 20)
+    buffer[(2 << 20) - (128 << 10) : (2 << 20) + (128 << 10)] = 0
+    tier = CompressedTier(MANY, coder)
+    with pytest.raises(TierFullError, match="do not shrink"):
+        tier.put(flat(buffer))
+    assert tier.used_nbytes == 0
+
+
+def test_noise_among_what_shrinks_is_kept_as_it_is(coder):
+    value = flat(np.zeros(4 << 20, dtype=np.uint8), noise(1 << 20))
+    tier = CompressedTier(MANY, coder)
+    place = tier.put(value)
+    assert [piece.is_raw for piece in place.buffers[1]] == [True]
+    assert_equal(tier.get(place), value)
+
+
+def test_a_value_that_does_not_fit_is_refused(coder):
+    value = flat(compressible(1 << 20))
+    needed = CompressedTier(MANY, coder).put(value).nbytes
+    tier = CompressedTier(2 * needed + needed // 2, coder)
+    places = [tier.put(value), tier.put(value)]
+    with pytest.raises(TierFullError, match="no room"):
+        tier.put(value)
+    assert tier.used_nbytes == 2 * needed
+    tier.drop(places[0])
+    tier.put(value)
+
+
+def test_room_found_missing_after_the_work_is_refused(coder):
+    """The middle promised more than the rest kept."""
+    buffer = compressible(4 << 20)
+    buffer[(2 << 20) - (128 << 10) : (2 << 20) + (128 << 10)] = 0
+    value = flat(buffer)
+    needed = CompressedTier(MANY, coder).put(value).nbytes
+    tier = CompressedTier(needed - 1, coder)
+    with pytest.raises(TierFullError, match="no room"):
+        tier.put(value)
+    assert tier.used_nbytes == 0
+
+
+def test_damage_is_an_error(coder):
+    tier = CompressedTier(MANY, coder)
+    place = tier.put(flat(compressible(1 << 20)))
+    piece = place.buffers[0][0]
+    piece.payload[:] = 0xFF
+    with pytest.raises(DamagedValueError):
+        tier.get(place)
