@@ -1,0 +1,54 @@
+"""What a worker had on disk when the runtime came: read from where it is, never written to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, MutableMapping
+from typing import Any, NamedTuple
+
+from dask_gpurt.errors import TierFullError
+from dask_gpurt.frames.values import Flat
+
+
+class Inherited(NamedTuple):
+    """A value in the mapping that was there before."""
+
+    key: Hashable
+    nbytes: int
+
+
+class InheritedTier:
+    """The cold part of the store that a worker had, as a tier that takes nothing.
+
+    Parameters
+    ----------
+    values
+        Reads a value when it is asked for one.
+    flatten
+        As `frames.values` has it.
+    """
+
+    name = "inherited"
+    #: Nothing is added, so there is nothing to limit.
+    capacity_nbytes = None
+
+    def __init__(self, values: MutableMapping[Any, Any], flatten: Callable[[Any], Flat]) -> None:
+        self._values = values
+        self._flatten = flatten
+
+    @property
+    def used_nbytes(self) -> int:
+        return 0
+
+    def put(self, flat: Flat) -> Inherited:
+        raise TierFullError("nothing is added to what was there before")
+
+    def get(self, place: Inherited) -> Flat:
+        return self._flatten(self._values[place.key])
+
+    def drop(self, place: Inherited) -> None:
+        with contextlib.suppress(KeyError, OSError):
+            del self._values[place.key]
+
+    def close(self) -> None:
+        """What was there before is not ours to remove."""

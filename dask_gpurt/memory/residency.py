@@ -1,0 +1,478 @@
+"""Which value is where, and what has to move next: the decisions of the store, without its effects.
+
+A value lives as an object in its *home* level (host memory, or a device). Below are tiers that
+keep bytes. A copy below stays when the object is brought back, until the value changes hands or
+its room is needed: evicting a value that has one is free. Adapters report what happened; `due()`
+answers with what to do now: `Put` a copy into a tier, `Load` a value home, `Drop` a copy.
+
+Nothing here reads a clock, takes a lock or touches bytes; `memory.store` does, `memory.admission`
+decides who may run, `memory.policy` who has to go. Not thread-safe: the owner serialises calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dask_gpurt.memory.policy import Candidate, EvictionPolicy
+
+#: As Dask has them: the smaller, the sooner.
+Priority = tuple[float, ...]
+
+#: Moves that may be under way at once, of each direction: few, so that decisions stay fresh.
+MAX_MOVES = 4
+#: Once a level is above its mark, it is relieved to this share of it.
+LOW_WATER = 0.95
+#: Loads ahead of need may hold at most this share of a level.
+AHEAD_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Put:
+    """Copy a value from one level into a tier further down."""
+
+    key: Hashable
+    serial: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bring a value back to its home."""
+
+    key: Hashable
+    serial: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Let go of one copy. It is counted as gone already."""
+
+    key: Hashable
+    serial: int
+    level: int
+
+
+Move = Put | Load | Drop
+
+
+@dataclass(eq=False)
+class Value:
+    """What is known of one key."""
+
+    key: Hashable
+    serial: int
+    home: int
+    nbytes: int
+    last_used: int
+    #: Level to the bytes this value takes there. Never empty.
+    copies: dict[int, int] = field(default_factory=dict)
+    moving: Put | Load | None = None
+    #: Who needs the object where it is: running tasks, messages that are being sent.
+    pins: int = 0
+    #: Tiers that cannot take it, whatever their room.
+    refused: set[int] = field(default_factory=set)
+
+    @property
+    def is_home(self) -> bool:
+        """Whether the object is there."""
+        return self.home in self.copies
+
+
+@dataclass(eq=False)
+class Level:
+    """One level of memory.
+
+    Parameters
+    ----------
+    name
+        What users see.
+    capacity_nbytes
+        Most bytes it should hold; None without a limit.
+    """
+
+    name: str
+    capacity_nbytes: int | None = None
+    used_nbytes: int = 0
+    #: Promised to loads that are under way and to outputs of tasks that run.
+    reserved_nbytes: int = 0
+    #: Will be free once copies below are complete.
+    leaving_nbytes: int = 0
+    #: A put failed for want of room or for an error; until `retry`, or until room came free.
+    is_blocked: bool = False
+    members: dict[Hashable, Value] = field(default_factory=dict)
+
+    def shortage_nbytes(self, want_nbytes: int = 0, mark: float = 1.0) -> int:
+        """Bytes above a share of the capacity, were `want_nbytes` more to come."""
+        if self.capacity_nbytes is None:
+            return 0
+        taken = self.used_nbytes + self.reserved_nbytes + want_nbytes - self.leaving_nbytes
+        return max(0, taken - int(self.capacity_nbytes * mark))
+
+
+class Residency:
+    """Values over levels.
+
+    Parameters
+    ----------
+    levels
+        Homes and tiers, fastest first.
+    chains
+        Home to the tiers its values go down to, in order.
+    policy
+        Who goes first.
+    next_use
+        Priority of the next task that needs a key; None if none is known.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        chains: dict[int, tuple[int, ...]],
+        policy: EvictionPolicy,
+        next_use: Callable[[Hashable], Priority | None] = lambda key: None,
+    ) -> None:
+        self.levels = list(levels)
+        self.chains = chains
+        self.policy = policy
+        self.values: dict[Hashable, Value] = {}
+        self.next_use = next_use
+        self._clock = 0
+        self._serial = 0
+        self._puts = 0
+        self._loads = 0
+        self._done: list[Move] = []
+        self._orders: dict[int, _Order] = {number: _Order() for number in range(len(levels))}
+
+    # ------------------------------------------------------------------ what happened
+
+    def insert(self, key: Hashable, nbytes: int, home: int = 0) -> Value:
+        """A new value is at home. A value of the same key must have been removed before."""
+        assert key not in self.values
+        self._serial += 1
+        value = Value(key, self._serial, home, nbytes, self._tick())
+        self.values[key] = value
+        self._add(value, home, nbytes)
+        return value
+
+    def insert_below(self, key: Hashable, nbytes: int, level: int) -> Value:
+        """A value whose only copy is in a tier. What it takes at home may not be known: 0."""
+        assert key not in self.values
+        self._serial += 1
+        value = Value(key, self._serial, 0, nbytes, self._tick())
+        self.values[key] = value
+        self._add(value, level, nbytes)
+        return value
+
+    def remove(self, key: Hashable) -> Value:
+        """A value is gone; `due` says which copies of it to let go of."""
+        value = self.values.pop(key)
+        for level in list(value.copies):
+            self._drop(value, level)
+        move = value.moving
+        if isinstance(move, Put) and move.source == value.home:
+            self.levels[move.source].leaving_nbytes -= value.nbytes
+        elif isinstance(move, Load):
+            self.levels[move.target].reserved_nbytes -= value.nbytes
+        return value
+
+    def touch(self, key: Hashable) -> None:
+        """A value was used."""
+        self.values[key].last_used = self._tick()
+
+    def put_done(self, move: Put, nbytes: int) -> bool:
+        """A copy is complete; False if it is of no use any more and has to be let go of."""
+        self._puts -= 1
+        value = self._current(move)
+        if value is None:
+            return False
+        value.moving = None
+        self._add(value, move.target, nbytes)
+        source = self.levels[move.source]
+        if move.source == value.home:
+            source.leaving_nbytes -= value.nbytes
+            # Wanted again meanwhile: the copy was not in vain, it stays as a clean one.
+            if value.pins:
+                return True
+        self._drop(value, move.source)
+        return True
+
+    def put_failed(self, move: Put, *, for_good: bool = False) -> None:
+        """A copy could not be made: the value stays where it is.
+
+        Parameters
+        ----------
+        for_good
+            That tier will never take this value; otherwise it takes nothing for now.
+        """
+        self._puts -= 1
+        value = self._current(move)
+        if not for_good:
+            self.levels[move.target].is_blocked = True
+        if value is None:
+            return
+        value.moving = None
+        if for_good:
+            value.refused.add(move.target)
+        if move.source == value.home:
+            self.levels[move.source].leaving_nbytes -= value.nbytes
+
+    def loaded(self, move: Load) -> bool:
+        """A value was read; False if it is of no use any more."""
+        self._loads -= 1
+        value = self._current(move)
+        if value is None:
+            return False
+        value.moving = None
+        self.levels[move.target].reserved_nbytes -= value.nbytes
+        self._add(value, move.target, value.nbytes)
+        value.last_used = self._tick()
+        return True
+
+    def load_put_off(self, move: Load) -> None:
+        """A value was not read for want of memory; its copy is as good as before."""
+        self._loads -= 1
+        value = self._current(move)
+        if value is not None:
+            value.moving = None
+            self.levels[move.target].reserved_nbytes -= value.nbytes
+
+    def load_failed(self, move: Load) -> bool:
+        """A copy could not be read and is let go of; False if the value has no other."""
+        self._loads -= 1
+        value = self._current(move)
+        if value is None:
+            return True
+        value.moving = None
+        self.levels[move.target].reserved_nbytes -= value.nbytes
+        return self.lose(value, move.source)
+
+    def lose(self, value: Value, level: int) -> bool:
+        """A copy is of no use; False if the value has no other."""
+        if len(value.copies) == 1:
+            return False
+        self._drop(value, level)
+        return True
+
+    def retry(self) -> None:
+        """Tiers that failed may be tried again."""
+        for level in self.levels:
+            level.is_blocked = False
+
+    def pin(self, value: Value) -> None:
+        """The object must stay. Eviction that is under way is not stopped; its copy stays clean."""
+        value.pins += 1
+        value.last_used = self._tick()
+        self._orders[value.home].changed()
+
+    def unpin(self, value: Value) -> None:
+        value.pins -= 1
+
+    # ------------------------------------------------------------------ what to do
+
+    def due(self) -> list[Move]:
+        """Moves to make now, because levels are above their marks."""
+        for number in range(len(self.levels)):
+            if self.levels[number].shortage_nbytes():
+                self.relieve(number, mark=LOW_WATER)
+        return self.take_moves()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether copies into tiers are under way: room may come free."""
+        return self._puts > 0
+
+    def take_moves(self) -> list[Move]:
+        """Moves decided on since the last call."""
+        moves, self._done = self._done, []
+        return moves
+
+    def load(self, value: Value) -> bool:
+        """Decide to bring a value home; False if that cannot begin now."""
+        if value.is_home or isinstance(value.moving, Load):
+            return True
+        if value.moving is not None:
+            return False
+        # The fastest copy: levels are numbered from the top.
+        move = Load(value.key, value.serial, min(value.copies), value.home)
+        value.moving = move
+        self._loads += 1
+        self.levels[value.home].reserved_nbytes += value.nbytes
+        self._done.append(move)
+        return True
+
+    def load_ahead(self, keys: Iterable[Hashable]) -> None:
+        """Decide to bring values home before they are needed, soonest first.
+
+        Only into free room, or into that of values that are needed later.
+        """
+        for key in keys:
+            if self._loads >= MAX_MOVES:
+                return
+            value = self.values.get(key)
+            if value is None or value.is_home or value.moving is not None:
+                continue
+            level = self.levels[value.home]
+            ahead_nbytes = level.reserved_nbytes + value.nbytes
+            if level.capacity_nbytes and ahead_nbytes > AHEAD_SHARE * level.capacity_nbytes:
+                return
+            use = self.next_use(key)
+            self.relieve(value.home, value.nbytes, later_than=use)
+            # Room that a write will make is not there yet: the next call sees it.
+            if level.shortage_nbytes(value.nbytes + level.leaving_nbytes):
+                return
+            self.load(value)
+
+    def relieve(
+        self,
+        number: int,
+        want_nbytes: int = 0,
+        *,
+        mark: float = 1.0,
+        spare: frozenset[Hashable] = frozenset(),
+        later_than: Priority | None = None,
+    ) -> int:
+        """Decide what leaves a level so that `want_nbytes` more fit under a mark.
+
+        Parameters
+        ----------
+        spare
+            Keys that must stay.
+        later_than
+            Only values whose next use is after this may leave.
+
+        Returns
+        -------
+        Bytes that are still missing and that nothing can free now.
+        """
+        level = self.levels[number]
+        missing = level.shortage_nbytes(want_nbytes, mark)
+        if not missing:
+            return 0
+        for value in self._victims(number, spare):
+            if later_than is not None and value.is_home:
+                use = self.next_use(value.key)
+                if use is not None and use <= later_than:
+                    break
+            if not self._evict(value, number):
+                continue
+            missing = level.shortage_nbytes(want_nbytes, mark)
+            if not missing:
+                return 0
+        return missing
+
+    # ------------------------------------------------------------------ inside
+
+    def _evict(self, value: Value, number: int) -> bool:
+        below = self._way_down(value, number)
+        if below is None:
+            return False
+        if below in value.copies:
+            self._drop(value, number)
+            return True
+        if self._puts >= MAX_MOVES:
+            return False
+        move = Put(value.key, value.serial, number, below)
+        value.moving = move
+        self._puts += 1
+        if number == value.home:
+            self.levels[number].leaving_nbytes += value.nbytes
+        self._done.append(move)
+        return True
+
+    def _way_down(self, value: Value, number: int) -> int | None:
+        """Tier below that has the value already, or else the first that may take it."""
+        copy = next((tier for tier in value.copies if tier > number), None)
+        if copy is not None:
+            return copy
+        for tier in self.chains[value.home]:
+            blocked = self.levels[tier].is_blocked or tier in value.refused
+            if tier > number and not blocked:
+                return tier
+        return None
+
+    def _may_leave(self, value: Value, number: int) -> bool:
+        if number == value.home:
+            return not value.pins and not isinstance(value.moving, Put)
+        # What is being read must stay; so must what is the source of a copy further down.
+        return value.moving is None
+
+    def _victims(self, number: int, spare: frozenset[Hashable]) -> Iterator[Value]:
+        level = self.levels[number]
+        order = self._orders[number]
+        if order.is_stale(len(level.members)):
+            order.renew(
+                sorted(
+                    level.members.values(),
+                    key=lambda value: self.policy.rank(self._candidate(value, number)),
+                )
+            )
+        seen = []
+        try:
+            while order.left:
+                value = order.left.pop()
+                if number not in value.copies or self.values.get(value.key) is not value:
+                    continue
+                seen.append(value)
+                if value.key not in spare and self._may_leave(value, number):
+                    yield value
+        finally:
+            order.left.extend(reversed(seen))
+
+    def _candidate(self, value: Value, number: int) -> Candidate:
+        return Candidate(
+            nbytes=value.nbytes,
+            next_use=self.next_use(value.key),
+            last_used=value.last_used,
+            is_clean=any(tier > number for tier in value.copies),
+        )
+
+    def _current(self, move: Put | Load) -> Value | None:
+        value = self.values.get(move.key)
+        return value if value is not None and value.serial == move.serial else None
+
+    def _add(self, value: Value, number: int, nbytes: int) -> None:
+        level = self.levels[number]
+        value.copies[number] = nbytes
+        level.members[value.key] = value
+        level.used_nbytes += nbytes
+        self._orders[number].changed()
+
+    def _drop(self, value: Value, number: int) -> None:
+        level = self.levels[number]
+        level.used_nbytes -= value.copies.pop(number)
+        del level.members[value.key]
+        level.is_blocked = False
+        self._orders[number].changed()
+        self._done.append(Drop(value.key, value.serial, number))
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+class _Order:
+    """Values of a level in the order in which they would leave, last first.
+
+    Ranking everything at every eviction would cost more than the eviction where there are many
+    small values. So an order is kept until a share of the level has changed.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[Value] = []
+        self._changes = 0
+        self._is_new = True
+
+    def changed(self) -> None:
+        self._changes += 1
+
+    def is_stale(self, n_members: int) -> bool:
+        return self._is_new or not self.left or self._changes * 16 > n_members
+
+    def renew(self, order: list[Value]) -> None:
+        self.left = order
+        self._changes = 0
+        self._is_new = False

@@ -1,0 +1,364 @@
+"""Decisions on residency: invariants under random histories, and what each rule says."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    precondition,
+    rule,
+)
+
+from dask_gpurt.memory.admission import Admission
+from dask_gpurt.memory.policy import POLICIES
+from dask_gpurt.memory.residency import AHEAD_SHARE, MAX_MOVES, Drop, Level, Load, Put, Residency
+
+MEMORY, PINNED, DISK = 0, 1, 2
+
+
+def two_levels(capacity, policy="lru", uses=None):
+    uses = uses if uses is not None else {}
+    return Residency(
+        [Level("memory", capacity), Level("disk")], {0: (1,)}, POLICIES[policy], uses.get
+    )
+
+
+def settle(residency, fail=()):
+    """Carry out everything that is due, at once; returns the moves."""
+    done = []
+    moves = residency.due()
+    while moves:
+        for move in moves:
+            done.append(move)
+            if isinstance(move, Put):
+                if move.key in fail:
+                    residency.put_failed(move)
+                else:
+                    residency.put_done(move, residency.values[move.key].nbytes)
+            elif isinstance(move, Load):
+                residency.loaded(move)
+        moves = residency.take_moves() + residency.due()
+    return done
+
+
+def where(residency):
+    return {key: sorted(value.copies) for key, value in residency.values.items()}
+
+
+def test_nothing_moves_while_there_is_room():
+    residency = two_levels(100)
+    for key in "abc":
+        residency.insert(key, 30)
+    assert residency.due() == []
+
+
+def test_above_the_mark_the_least_recently_used_leaves():
+    residency = two_levels(100)
+    for key in "abcd":
+        residency.insert(key, 30)
+    residency.touch("a")
+    moves = settle(residency)
+    assert [(type(move), move.key) for move in moves] == [(Put, "b"), (Drop, "b")]
+    assert where(residency) == {"a": [0], "b": [1], "c": [0], "d": [0]}
+
+
+def test_a_clean_value_leaves_without_a_write():
+    residency = two_levels(100)
+    for key in "abcd":
+        residency.insert(key, 30)
+    settle(residency)
+    residency.remove("d")
+    residency.take_moves()
+    assert residency.load(residency.values["a"])
+    settle(residency)
+    assert where(residency)["a"] == [0, 1]
+    residency.touch("b")
+    residency.touch("c")
+    residency.insert("e", 30)
+    assert settle(residency) == [Drop("a", 1, MEMORY)]
+    assert where(residency)["a"] == [1]
+
+
+def test_a_pinned_value_stays_and_its_copy_serves_later():
+    residency = two_levels(50)
+    value = residency.insert("a", 30)
+    residency.insert("b", 30)
+    (move,) = residency.due()
+    assert move.key == "a"
+    residency.pin(value)
+    assert residency.put_done(move, 30)
+    assert where(residency)["a"] == [0, 1]
+    # The other one goes instead.
+    assert [move.key for move in settle(residency)] == ["b", "b"]
+    residency.unpin(value)
+    residency.insert("c", 30)
+    assert settle(residency) == [Drop("a", 1, MEMORY)]
+
+
+def test_furthest_use_leaves_first_and_no_use_before_it():
+    uses = {"a": (0, 5), "b": (0, 9), "c": (0, 7)}
+    residency = two_levels(100, "next-use", uses)
+    for key in "abcd":
+        residency.insert(key, 25)
+    residency.insert("e", 25)
+    assert settle(residency)[0].key in "de"
+    del uses["c"]
+    residency.insert("f", 25)
+    assert "b" not in [key for key, levels in where(residency).items() if levels == [1]]
+
+
+def test_a_copy_of_a_value_that_is_gone_is_of_no_use():
+    residency = two_levels(50)
+    residency.insert("a", 30)
+    residency.insert("b", 30)
+    (move,) = residency.due()
+    residency.remove("a")
+    residency.insert("a", 10)
+    assert not residency.put_done(move, 30)
+    assert where(residency)["a"] == [0]
+    assert residency.levels[0].leaving_nbytes == 0
+
+
+def test_a_blocked_tier_is_left_alone_until_retried():
+    residency = two_levels(50)
+    residency.insert("a", 30)
+    residency.insert("b", 30)
+    settle(residency, fail={"a", "b"})
+    assert where(residency) == {"a": [0], "b": [0]}
+    assert residency.due() == []
+    residency.retry()
+    settle(residency)
+    assert where(residency)["a"] == [1]
+
+
+def test_few_writes_are_under_way_at_once():
+    residency = two_levels(10)
+    for number in range(100):
+        residency.insert(number, 10)
+    assert len(residency.due()) == MAX_MOVES
+
+
+def test_values_sink_through_the_tiers():
+    levels = [Level("memory", 60), Level("pinned", 60), Level("disk")]
+    residency = Residency(levels, {0: (1, 2)}, POLICIES["lru"])
+    for number in range(6):
+        residency.insert(number, 25)
+        settle(residency)
+    # Two fit into each of the upper levels, and the oldest are at the bottom.
+    assert where(residency) == {
+        0: [DISK],
+        1: [DISK],
+        2: [PINNED],
+        3: [PINNED],
+        4: [MEMORY],
+        5: [MEMORY],
+    }
+
+
+def test_reads_ahead_take_free_room_or_that_of_later_values():
+    uses = {key: (0, number) for number, key in enumerate("abcdefgh")}
+    residency = two_levels(190, "next-use", uses)
+    for key in "hgfedcba":
+        residency.insert(key, 40)
+    settle(residency)
+    cold = {key for key, levels in where(residency).items() if 0 not in levels}
+    assert cold == set("efgh")
+    # Everything at home is needed sooner than what is cold.
+    residency.load_ahead("efgh")
+    assert not [move for move in residency.take_moves() if isinstance(move, Load)]
+    for key in "ab":
+        residency.remove(key)
+    residency.take_moves()
+    residency.load_ahead("efgh")
+    assert [move.key for move in residency.take_moves()] == ["e"]
+    assert residency.levels[0].reserved_nbytes <= AHEAD_SHARE * 190
+
+
+def test_a_claim_waits_for_room_and_the_first_never_for_ever():
+    residency = two_levels(100)
+    admission = Admission(residency)
+    for key in "abc":
+        residency.insert(key, 30)
+    first = admission.ask("x", ["a"], 60, (0, 1))
+    second = admission.ask("y", ["b"], 60, (0, 2))
+    assert admission.due() == []
+    settle(residency)  # the others are written, which makes room
+    assert admission.due() == [first]
+    assert not second.is_admitted
+    residency.insert("out", 60)
+    admission.end(first)
+    residency.remove("a")
+    while not admission.due():
+        assert settle(residency)
+    assert second.is_ready
+    third = admission.ask("z", [], 1000, (0, 3))
+    assert not admission.due()
+    admission.end(second)
+    settle(residency)
+    while not admission.due():
+        settle(residency)
+    assert third.is_ready
+    assert admission.overcommitted == 1
+
+
+def test_n_tasks_of_four_tenths_never_run_more_than_two_at_a_time():
+    residency = two_levels(100)
+    admission = Admission(residency)
+    claims = [admission.ask(n, [], 40, (n,)) for n in range(6)]
+    most = 0
+    while any(not claim.is_ready for claim in claims):
+        for claim in admission.due():
+            most = max(most, len(admission.running))
+        for claim in [*admission.running][:1]:
+            admission.end(claim)
+    assert most == 2
+
+
+def test_a_lost_input_does_not_hold_its_task():
+    residency = two_levels(100)
+    admission = Admission(residency)
+    residency.insert_below("a", 10, 1)
+    claim = admission.ask("x", ["a"], 0, ())
+    assert admission.due() == []
+    (move,) = residency.take_moves()
+    assert not residency.load_failed(move)
+    admission.lost("a")
+    residency.remove("a")
+    assert admission.due() == [claim]
+    assert claim.lost == {"a"}
+
+
+class Histories(RuleBasedStateMachine):
+    """Any order of events, on three levels: the books stay right."""
+
+    claims = Bundle("claims")
+
+    def __init__(self):
+        super().__init__()
+        self.uses = {}
+        self.levels = [Level("memory", 100), Level("pinned", 60), Level("disk")]
+        self.residency = Residency(self.levels, {0: (1, 2)}, POLICIES["next-use"], self.uses.get)
+        self.admission = Admission(self.residency)
+        self.under_way = []
+        self.pins = []
+
+    def took(self):
+        for move in self.residency.take_moves():
+            if not isinstance(move, Drop):
+                self.under_way.append(move)
+
+    @rule(key=st.integers(0, 12), nbytes=st.integers(0, 60), use=st.none() | st.integers(0, 9))
+    def insert(self, key, nbytes, use):
+        if key in self.residency.values:
+            self.residency.remove(key)
+        self.residency.insert(key, nbytes)
+        self.uses[key] = None if use is None else (use,)
+        self.took()
+
+    @rule(key=st.integers(0, 12))
+    def remove(self, key):
+        if key in self.residency.values:
+            self.residency.remove(key)
+        self.took()
+
+    @rule()
+    def due(self):
+        self.under_way += [m for m in self.residency.due() if not isinstance(m, Drop)]
+
+    @rule(keys=st.lists(st.integers(0, 12)))
+    def ahead(self, keys):
+        self.residency.load_ahead(keys)
+        self.took()
+
+    @rule(
+        target=claims,
+        keys=st.lists(st.integers(0, 12), unique=True, max_size=4),
+        nbytes=st.integers(0, 120),
+        priority=st.integers(0, 9),
+    )
+    def ask(self, keys, nbytes, priority):
+        return self.admission.ask(object(), keys, nbytes, (priority,))
+
+    @rule()
+    def admit(self):
+        for claim in self.admission.due():
+            for value in claim.values:
+                if self.residency.values.get(value.key) is value:
+                    assert value.is_home
+        self.took()
+
+    @rule(claim=consumes(claims))
+    def end(self, claim):
+        self.admission.end(claim)
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), outcome=st.sampled_from(["done", "failed", "for good"]))
+    def finish(self, data, outcome):
+        number = data.draw(st.integers(0, len(self.under_way) - 1))
+        move = self.under_way.pop(number)
+        value = self.residency.values.get(move.key)
+        if isinstance(move, Put):
+            if outcome == "done":
+                self.residency.put_done(move, value.nbytes if value else 1)
+            else:
+                self.residency.put_failed(move, for_good=outcome == "for good")
+        elif outcome == "done":
+            self.residency.loaded(move)
+        elif outcome == "failed":
+            self.residency.load_put_off(move)
+        elif not self.residency.load_failed(move):
+            self.admission.lost(move.key)
+            self.residency.remove(move.key)
+        self.took()
+
+    @rule()
+    def retry(self):
+        self.residency.retry()
+
+    @invariant()
+    def books_are_right(self):
+        values = self.residency.values.values()
+        for number, level in enumerate(self.levels):
+            here = {value.key: value for value in values if number in value.copies}
+            assert level.members == here
+            assert level.used_nbytes == sum(value.copies[number] for value in here.values())
+            assert level.reserved_nbytes >= 0
+            assert level.leaving_nbytes >= 0
+        loading = sum(value.nbytes for value in values if isinstance(value.moving, Load))
+        promised = sum(claim.output_nbytes for claim in self.admission.running)
+        assert self.levels[0].reserved_nbytes == loading + promised
+        assert self.levels[0].leaving_nbytes == sum(
+            value.nbytes
+            for value in values
+            if isinstance(value.moving, Put) and value.moving.source == 0
+        )
+
+    @invariant()
+    def every_value_is_somewhere(self):
+        for value in self.residency.values.values():
+            assert value.copies
+            assert value.pins >= 0
+            if value.pins and value.is_home and value.moving is None:
+                continue
+        for claim in self.admission.running:
+            if claim.is_ready:
+                for value in claim.values:
+                    if self.residency.values.get(value.key) is value:
+                        assert value.is_home or value.key in claim.lost
+
+    @invariant()
+    def moves_are_few_and_of_this_world(self):
+        assert sum(isinstance(move, Put) for move in self.under_way) <= MAX_MOVES
+        for move in self.under_way:
+            value = self.residency.values.get(move.key)
+            if value is not None and value.serial == move.serial:
+                assert value.moving == move
+                assert move.source in value.copies
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

@@ -1,0 +1,490 @@
+"""The store against a dict, and its races one by one.
+
+Lanes are lists that the test steps through, so every order of writes, reads and decisions can be
+had, and the same one again.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dask_gpurt.devices.pinned import PinnedPool
+from dask_gpurt.errors import DamagedValueError, TierFullError
+from dask_gpurt.frames.values import Flat
+from dask_gpurt.memory.host_tiers import PinnedTier
+from dask_gpurt.memory.policy import POLICIES
+from dask_gpurt.memory.residency import Level, Residency
+from dask_gpurt.memory.store import Lanes, Packing, TieredStore
+
+
+@dataclass
+class ListLane:
+    """Calls that wait until the test makes them."""
+
+    calls: list = field(default_factory=list)
+
+    def __call__(self, call):
+        self.calls.append(call)
+
+    def step(self, number=0):
+        self.calls.pop(number)()
+
+
+class FailingTier:
+    """A tier whose n-th `put` or `get` from now on fails."""
+
+    def __init__(self, tier):
+        self._tier = tier
+        self._left = {}
+        self._errors = {}
+
+    def fail(self, operation, error, n=0):
+        self._left[operation] = n
+        self._errors[operation] = error
+
+    def mend(self):
+        self._left.clear()
+
+    def _count(self, operation):
+        if operation in self._left:
+            self._left[operation] -= 1
+            if self._left[operation] < 0:
+                del self._left[operation]
+                raise self._errors[operation]
+
+    def put(self, flat):
+        self._count("put")
+        return self._tier.put(flat)
+
+    def get(self, place):
+        self._count("get")
+        return self._tier.get(place)
+
+    def __getattr__(self, name):
+        return getattr(self._tier, name)
+
+
+def flatten(value):
+    if isinstance(value, threading.Event):
+        raise TypeError("cannot pickle an event")
+    return Flat(b"bytes", (np.frombuffer(value, dtype=np.uint8),))
+
+
+def restore(header, buffers):
+    assert header == b"bytes"
+    return buffers[0].tobytes()
+
+
+def sizeof(value):
+    return len(value) if isinstance(value, bytes) else 1000
+
+
+class Setup:
+    """A store of `capacity` bytes over one or more tiers, and its lanes."""
+
+    def __init__(self, capacity=100, n_tiers=1, tier_nbytes=None, **options):
+        self.write, self.read, self.owner = ListLane(), ListLane(), ListLane()
+        self.lost = []
+        self.tiers = [
+            FailingTier(PinnedTier(PinnedPool((tier_nbytes or 1 << 16), block_nbytes=10)))
+            for _ in range(n_tiers)
+        ]
+        levels = [Level("memory", capacity)]
+        for number in range(n_tiers):
+            # The last tier is limited by itself alone.
+            levels.append(Level(f"tier {number}", 60 if number < n_tiers - 1 else None))
+        self.residency = Residency(levels, {0: tuple(range(1, n_tiers + 1))}, POLICIES["lru"])
+        self.store = TieredStore(
+            self.residency,
+            self.tiers,
+            Packing(sizeof, flatten, restore),
+            Lanes(self.write, self.read, self.owner),
+            on_lost=self.lost.append,
+            **options,
+        )
+
+    @property
+    def lanes(self):
+        return [lane for lane in (self.owner, self.write, self.read) if lane.calls]
+
+    def settle(self):
+        while lanes := self.lanes:
+            lanes[0].step()
+
+
+def filled(setup, *keys, nbytes=40):
+    for key in keys:
+        setup.store[key] = key.encode() * nbytes
+        setup.settle()
+
+
+def test_a_value_is_reachable_at_every_step_of_its_way_down_and_up():
+    setup = Setup()
+    store = setup.store
+    for key in "abc":
+        store[key] = key.encode() * 40
+    told = []
+    claim = None
+    for _ in range(100):
+        for key in "abc":
+            assert store[key] == key.encode() * 40
+            assert key in store
+        if setup.lanes:
+            setup.lanes[0].step()
+        elif claim is None:
+            assert store.is_cold("a")
+            claim, ready = store.claim("task", ["a"], 0, (), told.append)
+            assert not ready
+    assert told == [set()]
+    assert "a" in store.memory
+
+
+def test_insertion_never_waits_and_asking_moves_nothing():
+    setup = Setup()
+    for key in "abcdef":
+        setup.store[key] = key.encode() * 40
+    assert len(setup.store.memory) == 6
+    assert setup.owner.calls
+    assert not setup.write.calls
+    setup.settle()
+    before = dict(setup.store.memory)
+    assert len(setup.store) == 6
+    assert list(setup.store) == list("abcdef")
+    assert "a" in setup.store
+    assert "x" not in setup.store
+    assert setup.store.memory == before
+    assert not setup.lanes
+
+
+def test_deleted_while_it_is_written():
+    setup = Setup()
+    for key in "abc":
+        setup.store[key] = key.encode() * 40
+    setup.owner.step()
+    assert setup.write.calls
+    del setup.store["a"]
+    setup.store["a"] = b"new"
+    setup.settle()
+    assert setup.store["a"] == b"new"
+    assert setup.tiers[0].used_nbytes == setup.residency.levels[1].used_nbytes
+
+
+def test_deleted_between_the_copy_and_the_books():
+    setup = Setup()
+    for key in "abc":
+        setup.store[key] = key.encode() * 40
+    setup.owner.step()
+    tier = setup.tiers[0]
+    put = tier._tier.put
+
+    def put_and_delete(flat):
+        place = put(flat)
+        if "a" in setup.store:
+            del setup.store["a"]
+        return place
+
+    tier._tier.put = put_and_delete
+    setup.settle()
+    assert "a" not in setup.store
+    assert setup.tiers[0].used_nbytes == setup.residency.levels[1].used_nbytes
+
+
+def test_deleted_while_it_is_read():
+    setup = Setup()
+    filled(setup, *"abc")
+    told = []
+    claim, ready = setup.store.claim("task", ["a"], 0, (), told.append)
+    assert not ready
+    while not setup.read.calls:
+        setup.lanes[0].step()
+    del setup.store["a"]
+    setup.settle()
+    # The task is told that it may begin, and finds out by itself that its input was released.
+    assert told == [set()]
+    with pytest.raises(KeyError):
+        setup.store["a"]
+    setup.store.end(claim)
+    assert setup.residency.levels[0].reserved_nbytes == 0
+
+
+def test_two_messages_borrow_one_read():
+    setup = Setup()
+    filled(setup, *"abc")
+    assert setup.store.is_cold("a")
+    loans = [setup.store.lend("a"), setup.store.lend("a")]
+    assert loans[0] is not None
+    assert setup.residency.levels[0].reserved_nbytes == 40
+    assert setup.store["a"] is setup.store["a"]
+    # Sending does not bring it home.
+    assert setup.store.is_cold("a")
+    setup.store.take_back(loans[0])
+    assert setup.store["a"] == b"a" * 40
+    setup.store.take_back(loans[1])
+    assert setup.store.lend("gone") is None
+    assert setup.residency.levels[0].reserved_nbytes == 0
+
+
+def test_running_inputs_stay():
+    setup = Setup()
+    filled(setup, "a")
+    claim, ready = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
+    assert ready
+    filled(setup, *"bcd")
+    assert "a" in setup.store.memory
+    setup.store.end(claim)
+    filled(setup, "e")
+    assert setup.store.is_cold("a") or setup.store.is_cold("b")
+
+
+def test_a_seceded_task_keeps_no_room():
+    setup = Setup()
+    claim, _ = setup.store.claim("parent", [], 90, (1,), lambda lost: None)
+    told = []
+    child, ready = setup.store.claim("child", [], 90, (2,), told.append)
+    assert not ready
+    setup.store.end(claim)
+    setup.settle()
+    assert told == [set()]
+    setup.store.end(child)
+    setup.store.end(claim)  # ending twice is no matter
+    assert setup.residency.levels[0].reserved_nbytes == 0
+
+
+def test_a_damaged_value_is_reported_and_gone():
+    setup = Setup()
+    filled(setup, *"abc")
+    setup.tiers[0].fail("get", DamagedValueError("checksum"))
+    told = []
+    setup.store.claim("task", ["a"], 0, (), told.append)
+    setup.settle()
+    assert told == [{"a"}]
+    assert setup.lost == ["a"]
+    assert "a" not in setup.store
+
+
+def test_a_damaged_value_asked_for_directly():
+    setup = Setup()
+    filled(setup, *"abc")
+    setup.tiers[0].fail("get", DamagedValueError("checksum"))
+    with pytest.raises(KeyError):
+        setup.store["a"]
+    setup.settle()
+    assert setup.lost == ["a"]
+    assert setup.store.lend("a") is None
+
+
+def test_no_memory_for_a_read_puts_it_off():
+    setup = Setup()
+    filled(setup, *"abc")
+    setup.tiers[0].fail("get", MemoryError())
+    told = []
+    setup.store.claim("task", ["a"], 0, (), told.append)
+    setup.settle()
+    assert told == []
+    setup.store.decide()
+    setup.settle()
+    assert told == [set()]
+    assert not setup.lost
+
+
+def test_a_full_disk_keeps_values_in_memory_and_says_so_once(caplog):
+    setup = Setup()
+    for number in range(20):
+        setup.tiers[0].fail("put", OSError("no space left on device"))
+        setup.store[number] = b"x" * 40
+        setup.settle()
+    assert len(setup.store.memory) == 20
+    assert len([r for r in caplog.records if "no space left" in r.message]) == 1
+    setup.tiers[0].mend()
+    setup.store.retry()
+    setup.store.decide()
+    setup.settle()
+    assert setup.residency.levels[0].used_nbytes <= 100
+
+
+def test_what_cannot_be_taken_apart_stays_and_the_others_leave():
+    setup = Setup(capacity=1100)
+    setup.store["event"] = threading.Event()
+    for number in range(10):
+        setup.store[number] = b"x" * 40
+        setup.settle()
+    assert "event" in setup.store.memory
+    assert setup.residency.levels[0].used_nbytes <= 1100
+
+
+def test_a_tier_that_is_full_passes_values_on():
+    setup = Setup(n_tiers=2)
+    setup.tiers[0]._tier.put = lambda flat: (_ for _ in ()).throw(TierFullError("full"))
+    filled(setup, *"abcdef")
+    assert setup.residency.levels[0].used_nbytes <= 100
+    assert setup.residency.levels[2].used_nbytes > 0
+
+
+def test_dasks_protocol_for_eviction():
+    setup = Setup()
+    filled(setup, *"ab")
+    assert setup.store.fast
+    assert setup.store.evict() == 40
+    setup.settle()
+    assert setup.store.spilled_total == (40, 40 + 5 + 5)
+    assert setup.store.evict() == 40
+    setup.settle()
+    assert not setup.store.fast
+    assert setup.store.evict() == -1
+
+
+def test_explain_and_report():
+    setup = Setup()
+    filled(setup, *"abc")
+    answer = setup.store.explain("a")
+    assert list(answer["levels"]) == ["tier 0"]
+    assert answer["policy"] == "lru"
+    report = setup.store.report()
+    assert [level["name"] for level in report["levels"]] == ["memory", "tier 0"]
+    assert sum(level["values"] for level in report["levels"]) == 3
+    with pytest.raises(KeyError):
+        setup.store.explain("x")
+
+
+def test_pop_is_refused_as_in_stock():
+    with pytest.raises(NotImplementedError, match="del"):
+        Setup().store.pop("a")
+
+
+def test_closed_with_work_under_way():
+    setup = Setup()
+    for key in "abcdef":
+        setup.store[key] = key.encode() * 40
+    setup.owner.step()
+    setup.store.close()
+    setup.settle()
+    assert setup.tiers[0].used_nbytes == 0
+
+
+class AgainstADict(RuleBasedStateMachine):
+    """Random operations and a random order of what lanes do: values are those of a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.setup = Setup(n_tiers=2, upcoming=lambda: self.soon)
+        self.soon = ()
+        self.model = {}
+        self.claims = []
+        self.borrowed = []
+
+    @rule(key=st.integers(0, 8), value=st.binary(max_size=60))
+    def put(self, key, value):
+        self.setup.store[key] = value
+        self.model[key] = value
+
+    @rule(key=st.integers(0, 8))
+    def delete(self, key):
+        if key in self.model:
+            del self.model[key]
+            del self.setup.store[key]
+        else:
+            with pytest.raises(KeyError):
+                del self.setup.store[key]
+
+    @rule(key=st.integers(0, 8))
+    def get(self, key):
+        if key in self.model:
+            assert self.setup.store[key] == self.model[key]
+        else:
+            with pytest.raises(KeyError):
+                self.setup.store[key]
+
+    @rule(keys=st.lists(st.integers(0, 8), unique=True, max_size=3), nbytes=st.integers(0, 80))
+    def claim(self, keys, nbytes):
+        told = []
+        claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append)
+        self.claims.append((claim, keys, told, ready))
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data())
+    def end(self, data):
+        claim, keys, told, ready = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
+        if ready or told:
+            for value in claim.values:
+                if self.setup.residency.values.get(value.key) is value:
+                    assert value.key in self.setup.store.memory
+        self.setup.store.end(claim)
+
+    @rule(key=st.integers(0, 8))
+    def lend(self, key):
+        found = self.setup.store.lend(key)
+        assert (found is not None) == (key in self.model)
+        if found is not None:
+            self.borrowed.append(found)
+
+    @precondition(lambda self: self.borrowed)
+    @rule()
+    def take_back(self):
+        self.setup.store.take_back(self.borrowed.pop())
+
+    @rule(keys=st.lists(st.integers(0, 8), max_size=4))
+    def look_ahead(self, keys):
+        self.soon = tuple(keys)
+        self.setup.store.decide()
+
+    @precondition(lambda self: self.setup.lanes)
+    @rule(data=st.data())
+    def step(self, data):
+        lane = data.draw(st.sampled_from(self.setup.lanes))
+        # Reads are done by several threads: in any order.
+        last = len(lane.calls) - 1 if lane is self.setup.read else 0
+        lane.step(data.draw(st.integers(0, last)))
+
+    @rule(tier=st.sampled_from([0, 1]), n=st.integers(0, 3), full=st.booleans())
+    def break_a_write(self, tier, n, full):
+        self.setup.tiers[tier].fail("put", TierFullError("full") if full else OSError("no"), n)
+
+    @rule()
+    def retry(self):
+        self.setup.store.retry()
+
+    @invariant()
+    def same_keys(self):
+        assert set(self.setup.store) == set(self.model)
+        assert len(self.setup.store) == len(self.model)
+
+    @invariant()
+    def books_are_right(self):
+        store = self.setup.store
+        for key in self.model:
+            assert (key in store.memory) == self.setup.residency.values[key].is_home
+        at_home = sum(len(self.model[key]) for key in store.memory)
+        assert self.setup.residency.levels[0].used_nbytes == at_home
+        assert self.setup.residency.levels[0].reserved_nbytes >= 0
+
+    def teardown(self):
+        for tier in self.setup.tiers:
+            tier.mend()
+        self.setup.store.retry()
+        for claim, *_ in self.claims:
+            self.setup.store.end(claim)
+        for loan in self.borrowed:
+            self.setup.store.take_back(loan)
+        self.setup.store.decide()
+        self.setup.settle()
+        for key, value in self.model.items():
+            assert self.setup.store[key] == value
+        for number, tier in enumerate(self.setup.tiers, 1):
+            assert tier.used_nbytes == self.setup.residency.levels[number].used_nbytes
+        assert self.setup.residency.levels[0].reserved_nbytes == 0
+        assert self.setup.residency.levels[0].leaving_nbytes == 0
+        for key in list(self.model):
+            del self.setup.store[key]
+        self.setup.settle()
+        assert all(tier.used_nbytes == 0 for tier in self.setup.tiers)
+
+
+TestAgainstADict = AgainstADict.TestCase
+TestAgainstADict.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
