@@ -138,7 +138,8 @@ def compose(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> 
 def np_or_extension(values: Any) -> Any:
     """The array below an Index or Series: plain NumPy where pandas only wraps it."""
     array = values.array
-    return array.to_numpy() if isinstance(array, pd.arrays.NumpyExtensionArray) else array
+    # Strings held by Python are a subclass, with a type of their own.
+    return array.to_numpy() if type(array) is pd.arrays.NumpyExtensionArray else array
 
 
 def _decompose_numpy(values: Any) -> Column:

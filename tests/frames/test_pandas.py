@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.frames import gather, joining
+from dask_gpurt.frames.columns import decompose_index
 from dask_gpurt.frames.gather import Counting, gather_into, group_rows
 from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.pandas_ import PandasFrames
@@ -179,3 +180,8 @@ def test_a_layout_comes_back_from_its_key():
     frame = TestMixed().frame(10, 0)
     layout = PandasFrames(frame.iloc[:0], "slot", drop_column=True).open(frame).layout
     assert FrameLayout.from_key(layout.key) == layout
+
+
+def test_an_index_of_strings_held_by_python_keeps_its_type():
+    index = pd.Index(["a", "b"], dtype="string[python]")
+    assert decompose_index(index).objects.dtype == index.dtype
