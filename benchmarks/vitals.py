@@ -1,0 +1,98 @@
+"""What a run did to its workers: peak memory, bytes to and from disk, event loops held up.
+
+`begin` and `vitals` run on the workers. The peak is the kernel's own (`VmHWM`), so nothing between
+two samples is missed. Spilled bytes are the store's own count, which stock Dask's store keeps as
+well. Shuffles write files of their own that no store counts, so what the process read and wrote
+through system calls is taken too; sockets are not in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import Client, Worker
+
+from benchmarks.memory import peak, reset_peak
+
+_STAMP_S = 0.01
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """Of one worker process, since `begin` or since it started."""
+
+    peak_nbytes: int
+    spill_read_nbytes: int
+    spill_written_nbytes: int
+    file_read_nbytes: int
+    file_written_nbytes: int
+    longest_gap_s: float
+
+
+class _LoopWatch:
+    """Longest time that the event loop did not come round, beyond what was slept."""
+
+    def __init__(self) -> None:
+        self.longest_gap_s = 0.0
+        self.task = asyncio.create_task(self._stamp())
+
+    async def _stamp(self) -> None:
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        while True:
+            await asyncio.sleep(_STAMP_S)
+            now = loop.time()
+            self.longest_gap_s = max(self.longest_gap_s, now - before - _STAMP_S)
+            before = now
+
+
+_watch: _LoopWatch | None = None
+
+
+async def _begin() -> int:
+    global _watch
+    reset_peak()
+    if _watch is not None:
+        _watch.task.cancel()
+    _watch = _LoopWatch()
+    return os.getpid()
+
+
+async def _vitals(dask_worker: Worker) -> Vitals:
+    spilled = getattr(dask_worker.data, "cumulative_metrics", {})
+    io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return Vitals(
+        peak(),
+        int(spilled.get(("disk-read", "bytes"), 0)),
+        int(spilled.get(("disk-write", "bytes"), 0)),
+        int(io["rchar"]),
+        int(io["wchar"]),
+        _watch.longest_gap_s if _watch else 0.0,
+    )
+
+
+def begin(client: Client) -> set[int]:
+    """Forget peaks and gaps so far; returns the process ids of the workers."""
+    return set(client.run(_begin).values())
+
+
+def vitals(client: Client) -> dict[str, Vitals]:
+    """Of each worker that answers, by its address."""
+    return client.run(_vitals, on_error="ignore")
+
+
+def restarts(client: Client, pids: set[int]) -> dict[str, int]:
+    """Worker processes that are gone, and those that a nanny ended for their memory."""
+    now: dict[Any, int] = client.run(os.getpid, on_error="ignore")
+    return {
+        "lost": len(pids - set(now.values())),
+        "ended for memory": len(client.get_events("worker-restart-memory")),
+    }
+
+
+def total(of: dict[str, Vitals], field: str) -> int:
+    return sum(getattr(one, field) for one in of.values())
