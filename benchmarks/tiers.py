@@ -245,8 +245,11 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     for field in ("wall_s", "spill_nbytes", "file_nbytes"):
         stock, enabled = figures["stock"][field], figures["enabled"][field]
         figures[f"{field.rpartition('_')[0]}_ratio"] = enabled / stock if stock else math.nan
-    results = [r["result"] for of_side in runs.values() for r in of_side if "result" in r]
-    figures["results_equal"] = all(same(results[0], one) for one in results[1:])
+    stock, enabled = ([r["result"] for r in of_side if "result" in r] for of_side in runs.values())
+    figures["results"] = "not compared"
+    if stock and enabled:
+        equal = all(same(stock[0], one) for one in stock + enabled)
+        figures["results"] = "equal" if equal else "DIFFER"
     return figures
 
 
@@ -265,7 +268,7 @@ def table(name: str, figures: dict[str, Any]) -> str:
     lines.append(
         f"  ratio  {figures['wall_ratio']:7.2f}    spilled and read back"
         f" {figures['spill_ratio']:6.2f}     files {figures['file_ratio']:6.2f}"
-        f"     results {'equal' if figures['results_equal'] else 'DIFFER'}"
+        f"     results {figures['results']}"
     )
     return "\n".join(lines)
 
