@@ -1,0 +1,197 @@
+"""Replays traces in memory that is too small, and counts the bytes moved to and from below.
+
+`Belady` knows the whole trace and evicts what is used furthest in the future. `Informed` ranks by
+one of our policies, with no more foresight than a worker has. Both share the rules of the memory:
+inputs of the running task stay; a value read back leaves a clean copy below, so that evicting it
+again costs nothing; a copy for a peer is read without being kept. `optimum` is the least that any
+choices could move, by trying them all: for tiny traces only. None of it knows the product but for
+the policies it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from dask_gpurt.memory.policy import Candidate, EvictionPolicy
+from tests.memory.traces import Event, Trace
+
+
+class Chooser(Protocol):
+    def see(self, time: int, event: Event) -> None:
+        """Take note of an event that is about to happen."""
+
+    def victim(self, candidates: Collection[int], clean: Collection[int]) -> int:
+        """One of the candidates."""
+
+
+@dataclass
+class Moved:
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.read_nbytes + self.written_nbytes
+
+
+def replay(trace: Trace, capacity_nbytes: int, chooser: Chooser) -> Moved:
+    """Bytes moved by a worker with this much memory.
+
+    What the running task needs is held even where it exceeds the capacity.
+    """
+    moved = Moved()
+    size = [node.nbytes for node in trace.nodes]
+    held: set[int] = set()
+    clean: set[int] = set()
+    running: tuple[int, ...] = ()
+    made_by_running = -1
+    used = 0
+
+    def make_room(nbytes: int) -> None:
+        nonlocal used
+        while used + nbytes > capacity_nbytes:
+            candidates = held.difference(running)
+            if not candidates:
+                return
+            victim = chooser.victim(candidates, clean)
+            held.remove(victim)
+            used -= size[victim]
+            if victim not in clean:
+                clean.add(victim)
+                moved.written_nbytes += size[victim]
+
+    for time, event in enumerate(trace.events):
+        chooser.see(time, event)
+        for node in event.nodes:
+            if event.kind == "run":
+                running, made_by_running = trace.nodes[node].inputs, node
+                missing = [one for one in running if one not in held]
+                make_room(sum(size[one] for one in missing))
+                for one in missing:
+                    assert one in clean, "a task ran before its inputs were there"
+                    held.add(one)
+                    used += size[one]
+                    moved.read_nbytes += size[one]
+            elif event.kind == "put" and node not in held and node not in clean:
+                held.add(node)
+                used += size[node]
+                make_room(0)
+            elif event.kind == "send" and node not in held:
+                assert node in clean, "a peer took what was not there"
+                moved.read_nbytes += size[node]
+            elif event.kind == "release":
+                if node in held:
+                    held.remove(node)
+                    used -= size[node]
+                clean.discard(node)
+            if event.kind == "put" and node == made_by_running:
+                running = ()
+    return moved
+
+
+class Belady:
+    """Evicts what is used furthest from now; of those never used again, clean ones first."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.now = 0
+        self.uses: dict[int, list[int]] = defaultdict(list)
+        for time, event in enumerate(trace.events):
+            for node in event.nodes:
+                if event.kind in ("run", "send"):
+                    used = trace.nodes[node].inputs if event.kind == "run" else (node,)
+                    for one in used:
+                        self.uses[one].append(time)
+
+    def see(self, time: int, event: Event) -> None:
+        self.now = time
+
+    def next_use(self, node: int) -> float:
+        uses = self.uses[node]
+        following = bisect_right(uses, self.now)
+        return uses[following] if following < len(uses) else math.inf
+
+    def victim(self, candidates: Collection[int], clean: Collection[int]) -> int:
+        return max(candidates, key=lambda node: (self.next_use(node), node in clean, node))
+
+
+class Informed:
+    """One of our policies with a worker's knowledge.
+
+    Parameters
+    ----------
+    hints
+        The scheduler tells of dependents that this worker was not given. Otherwise only tasks in
+        its own queue are known.
+    """
+
+    def __init__(self, trace: Trace, policy: EvictionPolicy, *, hints: bool = True) -> None:
+        self.nodes = trace.nodes
+        self.rank = policy.rank
+        self.learns_from = ("queue", "submit") if hints else ("queue",)
+        self.dependents: dict[int, set[int]] = defaultdict(set)
+        self.last_used: dict[int, int] = {}
+
+    def see(self, time: int, event: Event) -> None:
+        for node in event.nodes:
+            inputs = self.nodes[node].inputs
+            if event.kind in self.learns_from:
+                for one in inputs:
+                    self.dependents[one].add(node)
+            elif event.kind in ("run", "over"):
+                for one in inputs:
+                    self.dependents[one].discard(node)
+            if event.kind == "put":
+                self.last_used[node] = time
+            elif event.kind == "run":
+                self.last_used.update(dict.fromkeys(inputs, time))
+
+    def candidate(self, node: int, is_clean: bool) -> Candidate:
+        uses = [self.nodes[task].priority for task in self.dependents[node]]
+        return Candidate(
+            self.nodes[node].nbytes, min(uses, default=None), self.last_used[node], is_clean
+        )
+
+    def victim(self, candidates: Collection[int], clean: Collection[int]) -> int:
+        return max(candidates, key=lambda node: self.rank(self.candidate(node, node in clean)))
+
+
+def optimum(trace: Trace, capacity_nbytes: int, *, write_cost: int = 1) -> int:
+    """Least cost of any choices. A byte read costs 1, a byte written `write_cost`."""
+    size = [node.nbytes for node in trace.nodes]
+
+    @cache
+    def least(time: int, held: frozenset[int], clean: frozenset[int]) -> float:
+        """Cost of the events from `time` on."""
+        if time == len(trace.events):
+            return 0
+        kind, (node,) = trace.events[time]
+        if kind == "run":
+            inputs = frozenset(trace.nodes[node].inputs)
+            read = sum(size[one] for one in inputs - held)
+            return read + fit(time, held | inputs, clean, inputs)
+        if kind == "put":
+            return fit(time, held | {node}, clean, frozenset())
+        assert kind == "release"
+        return least(time + 1, held - {node}, clean - {node})
+
+    @cache
+    def fit(
+        time: int, held: frozenset[int], clean: frozenset[int], pinned: frozenset[int]
+    ) -> float:
+        """As `least` of the next event, once what is held fits."""
+        evictable = held - pinned
+        if sum(size[one] for one in held) <= capacity_nbytes or not evictable:
+            return least(time + 1, held, clean)
+        return min(
+            (0 if one in clean else write_cost * size[one])
+            + fit(time, held - {one}, clean | {one}, pinned)
+            for one in evictable
+        )
+
+    return int(least(0, frozenset(), frozenset()))
