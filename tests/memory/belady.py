@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
+from dask_gpurt.memory.foresight import Outlook
 from dask_gpurt.memory.policy import Candidate, EvictionPolicy
 from tests.memory.traces import Event, Trace
 
@@ -136,25 +137,53 @@ class Informed:
         self.learns_from = ("queue", "submit") if hints else ("queue",)
         self.dependents: dict[int, set[int]] = defaultdict(set)
         self.last_used: dict[int, int] = {}
+        self.queued: set[int] = set()
+        self.given: set[int] = set()
+        self.done: set[int] = set()
+        self.sent: set[int] = set()
+        self.outlook = self.look()
+
+    def look(self) -> Outlook[int]:
+        return Outlook(
+            lambda task: self.nodes[task].priority,
+            lambda task: (one for one in self.nodes[task].inputs if one not in self.done),
+            lambda task: task not in self.given and self.done.issuperset(self.nodes[task].inputs),
+        )
 
     def see(self, time: int, event: Event) -> None:
+        kind = event.kind
         for node in event.nodes:
             inputs = self.nodes[node].inputs
-            if event.kind in self.learns_from:
+            if kind in self.learns_from:
                 for one in inputs:
                     self.dependents[one].add(node)
-            elif event.kind in ("run", "over"):
+            if kind == "queue":
+                self.queued.add(node)
+            if kind in ("queue", "give"):
+                self.given.add(node)
+            elif kind in ("run", "over"):
                 for one in inputs:
                     self.dependents[one].discard(node)
-            if event.kind == "put":
+            elif kind == "send":
+                self.sent.add(node)
+            if kind == "over":
+                self.done.add(node)
+            elif kind == "put":
                 self.last_used[node] = time
-            elif event.kind == "run":
+            elif kind == "run":
                 self.last_used.update(dict.fromkeys(inputs, time))
+        self.outlook = self.look()
 
     def candidate(self, node: int, is_clean: bool) -> Candidate:
-        uses = [self.nodes[task].priority for task in self.dependents[node]]
+        uses = self.dependents[node]
+        if node in self.sent:
+            # The peer's own copy serves the tasks that the peer was given.
+            uses = {task for task in uses if task in self.queued or task not in self.given}
         return Candidate(
-            self.nodes[node].nbytes, min(uses, default=None), self.last_used[node], is_clean
+            self.nodes[node].nbytes,
+            self.outlook.next_use(uses),
+            self.last_used[node],
+            is_clean,
         )
 
     def victim(self, candidates: Collection[int], clean: Collection[int]) -> int:

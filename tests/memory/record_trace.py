@@ -66,6 +66,7 @@ class Watcher(WorkerPlugin):
         node = self.known[key]
         if finish == "waiting":
             self.tell("queue", node)
+            self.tell_others("give", node)
         elif finish == "executing":
             self.tell("run", node)
         elif finish == "memory":
@@ -73,10 +74,7 @@ class Watcher(WorkerPlugin):
             assert nbytes is not None
             recorder.nodes[node] = recorder.nodes[node]._replace(nbytes=nbytes)
             # With two workers, who has a value that came from a peer is the other one.
-            kind = "over" if start == "executing" else "send"
-            for address, events in recorder.events.items():
-                if address != self.worker.address:
-                    events.append(Event(kind, (node,)))
+            self.tell_others("over" if start == "executing" else "send", node)
             self.tell("put", node)
             if start == "executing":
                 self.tell("over", node)
@@ -85,6 +83,11 @@ class Watcher(WorkerPlugin):
 
     def tell(self, kind: str, node: int) -> None:
         self.events.append(Event(kind, (node,)))
+
+    def tell_others(self, kind: str, node: int) -> None:
+        for address, events in self.recorder.events.items():
+            if address != self.worker.address:
+                events.append(Event(kind, (node,)))
 
 
 def array(*shape: int, chunks: Any) -> Any:

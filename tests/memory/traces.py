@@ -5,6 +5,7 @@ them. A node is a task and the value that it makes. Events of a worker, in order
 
 - `submit`: a graph came to the scheduler, whose tasks are the given nodes
 - `queue`: a task was given to this worker
+- `give`: a task was given to the other worker
 - `run`: a task began on this worker; its inputs are used together
 - `put`: a value came into this worker's memory, made here or fetched
 - `send`: a peer took a copy of a value
