@@ -1,11 +1,15 @@
 """When a value is used next, as far as the states of tasks tell. Pure.
 
 Dask's priorities are an order in which one thread would run the whole graph. Real workers depart
-from it in one way that matters here: the scheduler holds root tasks back until a worker is idle,
-and an idle worker has run everything else that it could. So a task that still needs the output of
-a root which is held back comes after all tasks that do not, whatever its priority. Without this
-rule the pieces of a shuffle by tasks look as if they were used at once, and what is used at once is
-evicted for them (three times the bytes on the trace `merge` of the tests).
+from it in two ways that matter here, and a task comes after whatever it still waits for:
+
+- The scheduler holds root tasks back until a worker is idle, and an idle worker has run everything
+  else that it could. So a task that needs a root which is held back comes after all tasks that do
+  not, whatever its priority. Without this rule the pieces of a shuffle by tasks look as if they
+  were used at once, and what really is used at once is evicted for them: three times the bytes on
+  the trace `merge` of the tests.
+- Graphs that are submitted soon after one another are numbered alike, each from zero. So a task may
+  have a priority before that of its own inputs.
 
 A use is a tuple that compares: the smaller, the sooner.
 """
@@ -18,7 +22,7 @@ from typing import Generic, TypeVar
 Task = TypeVar("Task", bound=Hashable)
 Use = tuple[float, ...]
 
-#: Uses of tasks that can run, or wait only for tasks that can.
+#: Tasks that can run, or wait only for tasks that can, come before all others.
 _REACHABLE = 0
 _HELD_BACK = 1
 #: Tasks looked at for one outlook. Those beyond count as reachable: the answer is wanted in
@@ -53,35 +57,32 @@ class Outlook(Generic[Task]):
         self._priority = priority
         self._waits_for = waits_for
         self._is_held_back = is_held_back
-        #: Of each task, the last root that is held back and that it needs; () if none.
-        self._last_root: dict[Task, tuple[float, ...]] = {}
+        self._not_before: dict[Task, Use] = {}
 
     def use(self, task: Task) -> Use:
         """When this task takes its inputs."""
-        if root := self._needed_root(task):
-            return (_HELD_BACK, *root, *self._priority(task))
-        return reachable(self._priority(task))
+        return self._after_inputs(task) + self._priority(task)
 
     def next_use(self, dependents: Iterable[Task]) -> Use | None:
         """The soonest use by any of these tasks; None if there are none."""
         return min(map(self.use, dependents), default=None)
 
-    def _needed_root(self, task: Task) -> tuple[float, ...]:
+    def _after_inputs(self, task: Task) -> Use:
         # Depth first, without recursion: graphs are deeper than Python's stack.
-        known = self._last_root
+        known = self._not_before
         stack = [task]
         while stack:
             one = stack[-1]
             if one in known:
                 stack.pop()
                 continue
-            if self._is_held_back(one):
-                known[one] = self._priority(one)
-                continue
             inputs = list(self._waits_for(one)) if len(known) < _MAX_TASKS else []
             unknown = [other for other in inputs if other not in known]
             if unknown:
                 stack += unknown
-            else:
-                known[one] = max((known[other] for other in inputs), default=())
+                continue
+            held_back = _HELD_BACK if self._is_held_back(one) else _REACHABLE
+            known[one] = max(
+                [known[other] for other in inputs] + [(held_back, *self._priority(one))]
+            )
         return known[task]

@@ -138,6 +138,7 @@ class Informed:
         self.dependents: dict[int, set[int]] = defaultdict(set)
         self.last_used: dict[int, int] = {}
         self.queued: set[int] = set()
+        self.held_back: set[int] = set()
         self.given: set[int] = set()
         self.done: set[int] = set()
         self.sent: set[int] = set()
@@ -147,7 +148,7 @@ class Informed:
         return Outlook(
             lambda task: self.nodes[task].priority,
             lambda task: (one for one in self.nodes[task].inputs if one not in self.done),
-            lambda task: task not in self.given and self.done.issuperset(self.nodes[task].inputs),
+            lambda task: task in self.held_back and task not in self.given,
         )
 
     def see(self, time: int, event: Event) -> None:
@@ -157,7 +158,9 @@ class Informed:
             if kind in self.learns_from:
                 for one in inputs:
                     self.dependents[one].add(node)
-            if kind == "queue":
+            if kind == "hold":
+                self.held_back.add(node)
+            elif kind == "queue":
                 self.queued.add(node)
             if kind in ("queue", "give"):
                 self.given.add(node)
@@ -166,6 +169,8 @@ class Informed:
                     self.dependents[one].discard(node)
             elif kind == "send":
                 self.sent.add(node)
+            elif kind == "drop":
+                self.sent.discard(node)
             if kind == "over":
                 self.done.add(node)
             elif kind == "put":

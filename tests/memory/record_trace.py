@@ -44,8 +44,17 @@ class Recorder(SchedulerPlugin):
             node = self.latest[key]
             inputs = sorted(self.latest[dep.key] for dep in scheduler.tasks[key].dependencies)
             self.nodes[node] = self.nodes[node]._replace(inputs=tuple(inputs))
-        for events in self.events.values():
-            events.append(Event("submit", tuple(submitted)))
+        self.tell("submit", *submitted)
+
+    def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
+        if finish == "queued":
+            self.tell("hold", self.latest[key])
+
+    def tell(self, kind: str, *nodes: int, but: str = "") -> None:
+        """Every worker but one."""
+        for address, events in self.events.items():
+            if address != but:
+                events.append(Event(kind, nodes))
 
 
 class Watcher(WorkerPlugin):
@@ -80,14 +89,13 @@ class Watcher(WorkerPlugin):
                 self.tell("over", node)
         elif start == "memory":
             self.tell("release", node)
+            self.tell_others("drop", node)
 
     def tell(self, kind: str, node: int) -> None:
         self.events.append(Event(kind, (node,)))
 
     def tell_others(self, kind: str, node: int) -> None:
-        for address, events in self.recorder.events.items():
-            if address != self.worker.address:
-                events.append(Event(kind, (node,)))
+        self.recorder.tell(kind, node, but=self.worker.address)
 
 
 def array(*shape: int, chunks: Any) -> Any:

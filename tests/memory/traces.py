@@ -4,11 +4,13 @@
 them. A node is a task and the value that it makes. Events of a worker, in order:
 
 - `submit`: a graph came to the scheduler, whose tasks are the given nodes
+- `hold`: a task could run, but the scheduler keeps it until a worker is idle
 - `queue`: a task was given to this worker
 - `give`: a task was given to the other worker
 - `run`: a task began on this worker; its inputs are used together
 - `put`: a value came into this worker's memory, made here or fetched
 - `send`: a peer took a copy of a value
+- `drop`: the other worker let go of its value or copy
 - `over`: a task is done, on any worker
 - `release`: a value is not wanted any more
 """
