@@ -6,8 +6,8 @@ and where to.
 
 The best choice is known if the future is: evict what is used furthest from now (L. A. Belady, A
 Study of Replacement Algorithms for a Virtual-Storage Computer, IBM Systems Journal 5(2), 1966). A
-worker knows a good part of its future. Its queue has priorities, and the scheduler has those of
-dependents that are not queued yet. `tests/memory/belady.py` measures how close that comes.
+worker knows a good part of its future: `memory.foresight` says when a value is used.
+`tests/memory/test_oracle.py` says how close that comes on recorded programs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
     nbytes
         Size in the memory that runs short.
     next_use
-        Priority, as Dask has them, of the next task that takes this value: the smaller, the
+        When the next task takes this value: a tuple, such as Dask's priorities; the smaller, the
         sooner. None if no such task is known.
     last_used
         Count of uses on this worker when the value was made or last used: the larger, the more
@@ -68,6 +68,8 @@ class NextUse:
        ones first, and of those the least recently used: what a program made anew it looks at
        sooner than what it left behind. For scans that are repeated the choice here does not
        matter: once a scan is submitted its uses are known, and what it has passed goes first.
+       The most recently used first would move twice the bytes where each step of a program makes
+       new data from old, and gain 3 % on scans.
     2. Shards whose unpack task is not known yet: it comes after everything that is.
     3. What has a known use, the furthest first.
     """

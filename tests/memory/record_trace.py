@@ -137,7 +137,13 @@ def merge(client: Client) -> None:
 
 
 def tree(client: Client) -> None:
-    blocks = client.map(lambda seed: np.random.default_rng(seed).random(10_000), range(64))
+    x = array(256, 10_000, chunks=(1, -1))
+    x.sum(axis=0, split_every=2).compute()
+
+
+def layers(client: Client) -> None:
+    """A tree as well, each of its layers a graph of its own."""
+    blocks = client.map(lambda seed: np.random.default_rng(seed).random(10_000), range(256))
     while len(blocks) > 1:
         blocks = client.map(operator.add, blocks[::2], blocks[1::2])
     wait(blocks)
@@ -161,7 +167,7 @@ def steps(client: Client) -> None:
 
 PROGRAMS: dict[str, Callable[[Client], None]] = {
     program.__name__: program
-    for program in (scan, anomaly_held, anomaly_made, dot, merge, tree, overlap, steps)
+    for program in (scan, anomaly_held, anomaly_made, dot, merge, tree, layers, overlap, steps)
 }
 
 
