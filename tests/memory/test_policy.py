@@ -44,7 +44,7 @@ def test_priorities_of_different_lengths_compare():
     assert order == "later from_queue from_scheduler"
 
 
-def test_of_values_without_a_known_use_clean_ones_go_first_then_the_oldest():
+def test_of_values_without_a_known_use_the_last_clean_one_goes_first_and_the_first_dirty_one():
     order = eviction_order(
         "next-use",
         old=candidate(last_used=1),
@@ -52,7 +52,7 @@ def test_of_values_without_a_known_use_clean_ones_go_first_then_the_oldest():
         clean_old=candidate(last_used=3, is_clean=True),
         clean_recent=candidate(last_used=4, is_clean=True),
     )
-    assert order == "clean_old clean_recent old recent"
+    assert order == "clean_recent clean_old old recent"
 
 
 def test_a_clean_value_goes_before_a_dirty_one_that_is_used_by_the_same_task():
