@@ -32,7 +32,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "errors": (set(), set(), set()),
     "metrics": (set(), set(), {"threading"}),
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
-    "devices": (set(), {"numpy"}, {"os", "threading"}),
+    "devices": (set(), {"numpy", "nvtx"}, {"os", "threading"}),
     "frames": (set(), FRAMES, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
     "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),
@@ -83,6 +83,7 @@ ONLY_IN = {
     "dask._task_spec": {"plugins/seams.py"},
     "pandas._libs": {"frames/gather.py"},
     "ctypes": {"devices/malloc.py", "devices/pages.py"},
+    "nvtx": {"devices/ranges.py"},
     "ucxx": {"transport/ucx_thread.py"},
 }
 

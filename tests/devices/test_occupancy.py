@@ -358,6 +358,13 @@ def test_without_opt_in_a_block_may_not_have_enough():
     assert fewest.most_nbytes == 48 * KIB
 
 
+@pytest.mark.parametrize(("spare_nbytes", "kind"), [(0, Plan), (-1, Refusal)])
+def test_the_maximum_itself_is_allowed(spare_nbytes, kind):
+    largest = plan(SM90, Launch(256, 32), 1, pending=True).dynamic_nbytes
+    tight = replace(SM90, shared_per_block_opt_in_nbytes=largest + spare_nbytes)
+    assert isinstance(plan(tight, Launch(256, 32), 1, pending=True), kind)
+
+
 def test_static_memory_counts_towards_the_maximum():
     launch = Launch(256, 32, static_nbytes=10 * KIB)
     found = plan(SM90, launch, 4, pending=True, opt_in=False)
