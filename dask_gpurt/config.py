@@ -60,12 +60,26 @@ class ShuffleSettings:
 
 
 @dataclass(frozen=True)
+class DeviceSettings:
+    """How devices are used.
+
+    Attributes
+    ----------
+    shape_launches
+        Whether compute kernels make room for communication: `devices.shaping`.
+    """
+
+    shape_launches: bool
+
+
+@dataclass(frozen=True)
 class Settings:
     """Everything under `gpurt.`, parsed and checked."""
 
     enabled: bool
     strict: bool
     shuffle: ShuffleSettings
+    devices: DeviceSettings
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values, for a message."""
@@ -73,7 +87,11 @@ class Settings:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> Settings:
-        return Settings(**{**plain, "shuffle": ShuffleSettings(**plain["shuffle"])})
+        sections = {
+            "shuffle": ShuffleSettings(**plain["shuffle"]),
+            "devices": DeviceSettings(**plain["devices"]),
+        }
+        return Settings(**{**plain, **sections})
 
 
 @lru_cache(1)
@@ -111,6 +129,7 @@ def read() -> Settings:
             message_nbytes=_nbytes("shuffle.message-size"),
             in_flight_nbytes=_nbytes("shuffle.in-flight"),
         ),
+        devices=DeviceSettings(shape_launches=_flag("devices.shape-launches")),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dask_gpurt import config
-from dask_gpurt.config import Settings, ShuffleSettings
+from dask_gpurt.config import DeviceSettings, Settings, ShuffleSettings
 from dask_gpurt.errors import ConfigError
 
 MIB = 1 << 20
@@ -27,6 +27,7 @@ DEFAULTS = Settings(
         message_nbytes=8 * MIB,
         in_flight_nbytes=32 * MIB,
     ),
+    devices=DeviceSettings(shape_launches=False),
 )
 
 
@@ -116,6 +117,7 @@ def test_every_setting_is_read():
         "shuffle.memory": 0.5,
         "shuffle.message-size": 5,
         "shuffle.in-flight": 6,
+        "devices.shape-launches": True,
     }
     assert set(changed) == set(_leaves(config.defaults()))
     for key, value in changed.items():
@@ -153,7 +155,7 @@ def test_reading_half_a_section(section):
     assert settings.shuffle.message_nbytes == 8 * MIB
 
 
-@pytest.mark.parametrize("section", [None, {"shuffle": None}])
+@pytest.mark.parametrize("section", [None, {"shuffle": None, "devices": None}])
 def test_an_empty_section_of_a_file_means_the_defaults(warnings, section):
     """`gpurt:` with everything below it commented out."""
     with dask.config.set(gpurt=section):
@@ -332,10 +334,14 @@ def test_environment_variables(warnings):
         GPURT__SHUFFLE__MEMORY="0.5",
         GPURT__SHUFFLE__MESSAGE_SIZE="1 MiB",
         GPURT__SHUFFLE__IN_FLIGHT="2000000",
+        GPURT__DEVICES__SHAPE_LAUNCHES="on",
     )
     with dask.config.set(gpurt=section):
         assert config.read() == Settings(
-            True, True, ShuffleSettings("auto", "auto", 0.5, MIB, 2_000_000)
+            True,
+            True,
+            ShuffleSettings("auto", "auto", 0.5, MIB, 2_000_000),
+            DeviceSettings(shape_launches=True),
         )
     assert warnings() == []
 
@@ -364,7 +370,9 @@ def test_a_misspelt_environment_variable(warnings):
 
 
 def test_settings_survive_the_way_to_a_cluster():
-    settings = Settings(True, True, ShuffleSettings("comm", "zstd", 5e9, 7, 11))
+    settings = Settings(
+        True, True, ShuffleSettings("comm", "zstd", 5e9, 7, 11), DeviceSettings(shape_launches=True)
+    )
     plain = settings.to_plain()
     assert _leaves(plain) == {
         "enabled": True,
@@ -374,6 +382,7 @@ def test_settings_survive_the_way_to_a_cluster():
         "shuffle.memory": 5e9,
         "shuffle.message_nbytes": 7,
         "shuffle.in_flight_nbytes": 11,
+        "devices.shape_launches": True,
     }
     assert Settings.from_plain(plain) == settings
     assert Settings.from_plain(pickle.loads(pickle.dumps(plain))) == settings
