@@ -120,6 +120,37 @@ def status(scheduler: str | None, scheduler_file: Path | None, as_json: bool) ->
 
 
 @gpurt.command(context_settings=_CONTEXT)
+@click.option("--gpu", required=True, metavar="NAME", help="Such as H200.")
+@click.option("--threads", required=True, type=click.IntRange(1), help="Threads of a block.")
+@click.option("--registers", required=True, type=click.IntRange(0), help="Registers of a thread.")
+@click.option("--static", type=click.IntRange(0), default=0, help="Bytes the kernel declares.")
+@click.option("--dynamic", type=click.IntRange(0), default=0, help="Bytes it is launched with.")
+@click.option("--leave", type=click.IntRange(1), metavar="K", help="Plan to leave K blocks.")
+@_json
+def occupancy(
+    gpu: str,
+    threads: int,
+    registers: int,
+    static: int,
+    dynamic: int,
+    leave: int | None,
+    as_json: bool,
+) -> None:
+    """Say how many blocks of a kernel a multiprocessor of a GPU holds, and what limits them.
+
+    With --leave, also with how much dynamic shared memory it would hold only K. Computed from a
+    table: no GPU is asked, and none is needed.
+    """
+    from dask_gpurt.command.occupancy import UnknownGpuError, show
+
+    try:
+        code = show(gpu, threads, registers, static, dynamic, leave, as_json)
+    except UnknownGpuError as error:
+        code = _fail("occupancy", error)
+    sys.exit(code)
+
+
+@gpurt.command(context_settings=_CONTEXT)
 @click.option(
     "--scale",
     type=click.FloatRange(0, min_open=True),

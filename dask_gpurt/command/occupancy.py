@@ -1,0 +1,107 @@
+"""``dask gpurt occupancy``: resident blocks of a launch, and what would leave fewer of them.
+
+Computed from the table of `devices.architectures`; no GPU is asked.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from dask_gpurt.devices.architectures import GPUS, Gpu, gpu_named
+from dask_gpurt.devices.occupancy import Launch, Limit, Occupancy, occupancy
+from dask_gpurt.devices.planner import Plan, Refusal, plan
+
+
+class UnknownGpuError(LookupError):
+    """The table has no GPU of this name."""
+
+
+def show(
+    gpu_name: str,
+    threads: int,
+    registers: int,
+    static_nbytes: int,
+    dynamic_nbytes: int,
+    leave: int | None,
+    as_json: bool,
+) -> int:
+    """Print what is resident of a launch, and the plan to leave so many blocks.
+
+    Returns
+    -------
+    int
+        0, whether or not there is a plan.
+
+    Raises
+    ------
+    UnknownGpuError
+        Names the GPUs that are known.
+    """
+    gpu = gpu_named(gpu_name)
+    if gpu is None:
+        raise UnknownGpuError(f"no limits of {gpu_name!r} are known, only of {', '.join(GPUS)}")
+    launch = Launch(threads, registers, static_nbytes, dynamic_nbytes)
+    found = occupancy(gpu.architecture, launch)
+    planned = None
+    if leave is not None:
+        planned = plan(gpu.architecture, launch, leave, pending=True)
+    if as_json:
+        print(json.dumps(_as_plain(gpu, launch, found, planned), indent=2))
+    else:
+        print(_as_text(gpu, launch, found, planned, leave))
+    return 0
+
+
+def _names(limits: frozenset[Limit]) -> list[str]:
+    return sorted(limit.value for limit in limits)
+
+
+def _as_plain(
+    gpu: Gpu, launch: Launch, found: Occupancy, planned: Plan | Refusal | None
+) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "gpu": gpu.name,
+        "architecture": gpu.architecture.name,
+        "launch": asdict(launch),
+        "blocks": found.blocks,
+        "binding": _names(found.binding),
+        "allowed": {limit.value: n for limit, n in found.allowed.items()},
+    }
+    if isinstance(planned, Plan):
+        plain["plan"] = asdict(planned)
+    elif planned is not None:
+        plain["refusal"] = {
+            "reason": planned.reason.name.lower().replace("_", "-"),
+            "limits": _names(planned.limits),
+            "text": str(planned),
+        }
+    return plain
+
+
+def _as_text(
+    gpu: Gpu,
+    launch: Launch,
+    found: Occupancy,
+    planned: Plan | Refusal | None,
+    leave: int | None,
+) -> str:
+    shared = f"{launch.static_nbytes} + {launch.dynamic_nbytes} B of shared memory"
+    allowed = ", ".join(f"{n} by {limit.value}" for limit, n in found.allowed.items())
+    rows = [
+        ("GPU", f"{gpu.name}, {gpu.architecture.name}"),
+        ("block", f"{launch.threads} threads of {launch.registers} registers, {shared}"),
+        ("would fit", allowed),
+        ("resident", f"{found.blocks} on each multiprocessor ({', '.join(_names(found.binding))})"),
+    ]
+    if isinstance(planned, Plan):
+        opt_in = ", which the kernel must be allowed first" if planned.needs_opt_in else ""
+        rows += [
+            (f"to leave {planned.blocks}", f"{planned.dynamic_nbytes} B dynamic{opt_in}"),
+            ("then free", f"{planned.free_nbytes} B of shared memory"),
+        ]
+    elif planned is not None:
+        rows.append((f"to leave {leave}", f"no: {planned}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
