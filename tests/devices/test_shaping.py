@@ -409,15 +409,42 @@ def test_threads_shape_their_own_launches():
     assert driver.refused == []
 
 
-def test_a_kernel_that_many_threads_meet_at_once_is_decided_once(driver):
+class Door:
+    """A lock that says who has come to it."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.came = threading.Semaphore(0)
+
+    def __enter__(self):
+        self.came.release()
+        self.lock.acquire()
+
+    def __exit__(self, *exception):
+        self.lock.release()
+
+
+def test_a_kernel_that_many_threads_meet_at_once_is_decided_once(driver, monkeypatch):
+    """The first is kept inside until all the others have found nothing decided."""
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
-    n_threads = 8
-    together = threading.Barrier(n_threads, timeout=60)
+    n_threads = 4
+    door = Door()
+    # Entering takes the lock too, so the door is put in once all have.
+    entered = threading.Barrier(
+        n_threads, timeout=60, action=lambda: monkeypatch.setattr(hook, "_lock", door)
+    )
+
+    def attributes(kernel):
+        for _ in range(n_threads):
+            assert door.came.acquire(timeout=60)
+        return FakeDriver.attributes(driver, kernel)
+
+    monkeypatch.setattr(driver, "attributes", attributes)
 
     def work():
         with shaped(planner, always, hook):
-            together.wait()
+            entered.wait()
             launch(hook)
 
     with ThreadPoolExecutor(n_threads) as pool:
@@ -478,6 +505,7 @@ def test_what_is_remembered_is_bounded(hook, driver, monkeypatch):
             for number in range(5):
                 launch(hook, kernel=f"kernel {number}")
     assert len(hook.decisions()) <= 10
+    assert len(hook._planners) <= 10
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
     assert driver.carried[-1] == TWO
