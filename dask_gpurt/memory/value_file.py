@@ -1,0 +1,171 @@
+"""The format of a file that holds one flattened value. Values in, values out: no I/O.
+
+A file is a *lead* and *blocks*. The lead has everything that is small: the header of the value, its
+small buffers, and a table that says where each buffer is. Each large buffer is a block of its own,
+which begins on a 4 KiB boundary, so that it can be read past the page cache into memory of its own:
+memory that is then held, and let go of, buffer by buffer. The lead is written last. A file without
+one, or with another than its writer meant, is no value.
+
+::
+
+    offset  size
+         0     4  magic "GRV\\x01": the last byte is the version
+         4     4  CRC-32 of the lead after it              u32, little-endian as all below
+         8     8  bytes of the lead                        u64
+        16     8  bytes of the file                        u64
+        24     4  number of buffers                        u32
+        28     4  bytes of the value's header              u32
+        32        one entry for each buffer (`_ENTRY`): offset u64, bytes in the file u64,
+                  bytes of the buffer u64, checksum of the buffer u32 (`memory.checksums`; 0 for
+                  those that are in the lead as they are), coder u32 (0: as it is)
+                  the value's header
+                  small buffers, each on a 64-byte boundary
+                  blocks, each on a 4 KiB boundary
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC = b"GRV"
+VERSION = 1
+#: What blocks are aligned to, in files and in memory.
+BLOCK_NBYTES = 4096
+#: Buffers from here on are blocks, and so are all once the lead is as long as the second.
+SMALL_NBYTES = 64 << 10
+LONGEST_LEAD_NBYTES = 1 << 20
+
+#: How the bytes of a block came to be. Numbers are never used again for anything else.
+CODERS = ("none", "lz4", "zstd")
+
+_PREAMBLE = struct.Struct("<3sBIQQII")
+_SEALED_FROM = 8
+_ENTRY = struct.Struct("<QQQII")
+_ALIGNMENT = 64
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Entry(NamedTuple):
+    """Where one buffer is.
+
+    Attributes
+    ----------
+    offset
+        In the file.
+    stored_nbytes, nbytes
+        In the file, and once it is decoded.
+    checksum
+        Of the decoded bytes; 0 where the lead's own says it all.
+    coder
+        Number in `CODERS`.
+    """
+
+    offset: int
+    stored_nbytes: int
+    nbytes: int
+    checksum: int
+    coder: int
+
+    def is_in(self, lead_nbytes: int) -> bool:
+        return self.offset < lead_nbytes or not self.stored_nbytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything of one value goes.
+
+    Attributes
+    ----------
+    lead_nbytes
+        Bytes of the lead.
+    offsets
+        Where each buffer begins.
+    blocks
+        Numbers of the buffers that are blocks.
+    nbytes
+        Of the file: that of the lead alone where there are no blocks, else whole blocks.
+    """
+
+    lead_nbytes: int
+    offsets: tuple[int, ...]
+    blocks: tuple[int, ...]
+    nbytes: int
+
+
+def padded(nbytes: int, to: int = BLOCK_NBYTES) -> int:
+    return -(-nbytes // to) * to
+
+
+def layout_of(header_nbytes: int, stored_nbytes: Sequence[int]) -> Layout:
+    """Layout of a value whose buffers take these many bytes in the file."""
+    end = _PREAMBLE.size + len(stored_nbytes) * _ENTRY.size + header_nbytes
+    offsets = [0] * len(stored_nbytes)
+    blocks = []
+    for number, nbytes in enumerate(stored_nbytes):
+        if nbytes >= SMALL_NBYTES or (nbytes and end >= LONGEST_LEAD_NBYTES):
+            blocks.append(number)
+        else:
+            offsets[number] = padded(end, _ALIGNMENT)
+            end = offsets[number] + nbytes
+    if not blocks:
+        return Layout(end, tuple(offsets), (), end)
+    lead_nbytes = end = padded(end)
+    for number in blocks:
+        offsets[number] = end
+        end += padded(stored_nbytes[number])
+    return Layout(lead_nbytes, tuple(offsets), tuple(blocks), end)
+
+
+def write_lead(
+    out: Bytes, layout: Layout, header: bytes, stored: Sequence[Bytes], entries: Sequence[Entry]
+) -> None:
+    """Fill the memory of a lead.
+
+    Parameters
+    ----------
+    stored
+        All buffers as they are stored; those that are blocks are not looked at.
+    """
+    out[:] = 0
+    position = _PREAMBLE.size
+    for entry in entries:
+        _ENTRY.pack_into(out.data, position, *entry)
+        position += _ENTRY.size
+    out[position : position + len(header)] = np.frombuffer(header, np.uint8)
+    blocks = set(layout.blocks)
+    for number, (data, entry) in enumerate(zip(stored, entries, strict=True)):
+        if number not in blocks:
+            out[entry.offset : entry.offset + data.nbytes] = data
+    fields = (layout.lead_nbytes, layout.nbytes, len(entries), len(header))
+    _PREAMBLE.pack_into(out.data, 0, MAGIC, VERSION, 0, *fields)
+    seal = zlib.crc32(out[_SEALED_FROM:].data)
+    _PREAMBLE.pack_into(out.data, 0, MAGIC, VERSION, seal, *fields)
+
+
+def read_lead(lead: Bytes, file_nbytes: int) -> tuple[bytes, list[Entry]]:
+    """The value's header and where its buffers are.
+
+    Raises
+    ------
+    ValueError
+        This is not the lead of a file of this many bytes.
+    """
+    if lead.nbytes < _PREAMBLE.size:
+        raise ValueError("it is cut short")
+    magic, version, seal, *fields = _PREAMBLE.unpack_from(lead.data)
+    if magic != MAGIC or version != VERSION:
+        raise ValueError("it was not written to its end")
+    if fields[:2] != [lead.nbytes, file_nbytes] or zlib.crc32(lead[_SEALED_FROM:].data) != seal:
+        raise ValueError("its lead is damaged")
+    n_buffers, header_nbytes = fields[2:]
+    first = _PREAMBLE.size + n_buffers * _ENTRY.size
+    entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(lead[_PREAMBLE.size : first].data)]
+    return lead[first : first + header_nbytes].tobytes(), entries
