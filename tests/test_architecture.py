@@ -32,7 +32,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "errors": (set(), set(), set()),
     "metrics": (set(), set(), {"threading"}),
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
-    "devices": (set(), {"numpy", "nvtx"}, {"os", "threading"}),
+    # The clock is the ledger's, and what the emulated device keeps its rates by.
+    "devices": (set(), {"numpy", "nvtx"}, {"os", "threading", "time"}),
     "frames": (set(), FRAMES, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
     "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),

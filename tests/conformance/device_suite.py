@@ -1,0 +1,527 @@
+"""The suite that every device has to pass. Subclass it and say how to make one.
+
+What it queues is in order: what a device makes of work that is not is its own business.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_gpurt.devices.port import Priority
+
+PATIENCE_S = 20.0
+CAPACITY = 4096
+
+
+def noise(nbytes, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def add(source, target):
+    target += source
+
+
+def double(target):
+    target *= 2
+
+
+# ------------------------------------------------------------------ random programs
+
+N_STREAMS, N_BUFFERS, LENGTH = 3, 3, 32
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that a program queues; which of the fields count depends on `kind`."""
+
+    kind: str
+    stream: int
+    target: int
+    source: int
+    start: int
+    nbytes: int
+    #: For programs whose streams wait for each other at random: for which.
+    waits: tuple[int, ...]
+
+
+def programs(n_most=25):
+    step = st.builds(
+        Step,
+        kind=st.sampled_from(["in", "out", "on", "add", "double", "renew"]),
+        stream=st.integers(0, N_STREAMS - 1),
+        target=st.integers(0, N_BUFFERS - 1),
+        source=st.integers(0, N_BUFFERS - 1),
+        start=st.integers(0, LENGTH // 2),
+        nbytes=st.integers(1, LENGTH // 2),
+        waits=st.lists(st.integers(0, N_STREAMS - 1), max_size=2).map(tuple),
+    )
+    return st.lists(step, min_size=1, max_size=n_most)
+
+
+@dataclass
+class Touched:
+    """Events of those who used a buffer last."""
+
+    written: object = None
+    read: list = field(default_factory=list)
+
+
+def run_program(device, steps, *, in_order=True):
+    """What a program copies to the host, and what it leaves on the device.
+
+    Parameters
+    ----------
+    in_order
+        Wait for whatever a step has to come after. Else for what the step says.
+    """
+    streams = [device.stream(f"s{n}", list(Priority)[n % 3]) for n in range(N_STREAMS)]
+    events = [stream.record() for stream in streams]
+    buffers, touched = [], []
+    for n in range(N_BUFFERS):
+        buffers.append(device.allocate(LENGTH, streams[0]))
+        streams[0].to_device(buffers[n], noise(LENGTH, n))
+        touched.append(Touched(written=streams[0].record()))
+    if not in_order:
+        for stream in streams[1:]:
+            stream.wait(touched[-1].written)
+    copied = []
+    for number, step in enumerate(steps):
+        stream = streams[step.stream]
+        target, source = buffers[step.target], buffers[step.source]
+        start, nbytes = step.start, step.nbytes
+        reads = [step.source] if step.kind in ("on", "add", "out") else []
+        writes = [step.target] if step.kind != "out" else []
+        if step.kind in ("on", "add") and step.source == step.target:
+            continue
+        if in_order:
+            for n in reads + writes:
+                stream.wait(touched[n].written)
+            for n in writes:
+                for event in touched[n].read:
+                    stream.wait(event)
+        else:
+            for n in step.waits:
+                stream.wait(events[n])
+        if step.kind == "in":
+            stream.to_device(target.part(start, nbytes), noise(nbytes, number))
+        elif step.kind == "out":
+            copied.append(np.zeros(nbytes, dtype=np.uint8))
+            stream.to_host(copied[-1], source.part(start, nbytes))
+        elif step.kind == "on":
+            stream.on_device(target.part(start, nbytes), source.part(0, nbytes))
+        elif step.kind == "add":
+            stream.launch(add, [source.part(0, nbytes)], [target.part(start, nbytes)])
+        elif step.kind == "double":
+            stream.launch(double, writes=[target.part(start, nbytes)])
+        elif step.kind == "renew":
+            target.free(stream)
+            buffers[step.target] = device.allocate(LENGTH, stream)
+            stream.to_device(buffers[step.target], noise(LENGTH, 1000 + number))
+        event = events[step.stream] = stream.record()
+        for n in reads:
+            touched[n].read.append(event)
+        for n in writes:
+            touched[n] = Touched(written=event)
+    for stream in streams[1:]:
+        streams[0].wait(stream.record())
+    left = []
+    for buffer in buffers:
+        left.append(np.zeros(LENGTH, dtype=np.uint8))
+        streams[0].to_host(left[-1], buffer)
+    streams[0].synchronize()
+    return copied + left
+
+
+def expected_of(steps):
+    """The same, one step after the other."""
+    buffers = [noise(LENGTH, n) for n in range(N_BUFFERS)]
+    copied = []
+    for number, step in enumerate(steps):
+        target, source = buffers[step.target], buffers[step.source]
+        at, head = slice(step.start, step.start + step.nbytes), slice(0, step.nbytes)
+        if step.kind == "in":
+            target[at] = noise(step.nbytes, number)
+        elif step.kind == "out":
+            copied.append(source[at].copy())
+        elif step.kind == "on" and target is not source:
+            target[at] = source[head]
+        elif step.kind == "add" and target is not source:
+            target[at] += source[head]
+        elif step.kind == "double":
+            target[at] *= 2
+        elif step.kind == "renew":
+            buffers[step.target] = noise(LENGTH, 1000 + number)
+    return copied + buffers
+
+
+def assert_same(got, expected):
+    assert len(got) == len(expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+# ------------------------------------------------------------------ the suite
+
+
+class DeviceSuite:
+    """Say in a subclass how to make a device."""
+
+    n_programs = 100
+
+    def make_device(self, capacity_nbytes, seed=0):
+        """Devices that may do their work in more than one order do it in one that depends on
+        the seed."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def device(self):
+        device = self.make_device(CAPACITY)
+        yield device
+        device.close()
+
+    @pytest.fixture
+    def stream(self, device):
+        return device.stream("only")
+
+    def filled(self, device, stream, values):
+        buffer = device.allocate(values.nbytes, stream)
+        stream.to_device(buffer, values)
+        return buffer
+
+    def read(self, stream, buffer):
+        out = np.zeros(buffer.nbytes, dtype=np.uint8)
+        stream.to_host(out, buffer)
+        stream.synchronize()
+        return out
+
+    # ---------------------------------------------------------------- copies and kernels
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 7, 1000, CAPACITY])
+    def test_bytes_come_back(self, device, stream, nbytes):
+        values = noise(nbytes)
+        buffer = self.filled(device, stream, values)
+        assert buffer.nbytes == nbytes
+        np.testing.assert_array_equal(self.read(stream, buffer), values)
+
+    @pytest.mark.parametrize("dtype", ["u1", "i4", "f8", "M8[ns]", "?", "c16", "S3"])
+    def test_host_memory_of_any_type_and_shape_is_taken(self, device, stream, dtype):
+        values = np.arange(24).astype("S3" if dtype == "S3" else "i8").astype(dtype).reshape(2, 12)
+        values.flags.writeable = False
+        buffer = device.allocate(values.nbytes, stream)
+        stream.to_device(buffer, values)
+        out = np.empty_like(values)
+        stream.to_host(out, buffer)
+        stream.synchronize()
+        np.testing.assert_array_equal(out, values)
+
+    def test_parts_are_the_same_memory(self, device, stream):
+        values = noise(100)
+        buffer = self.filled(device, stream, values)
+        stream.to_device(buffer.part(10, 20), np.zeros(20, dtype=np.uint8))
+        inner = buffer.part(5, 50).part(10, 20)
+        assert inner.nbytes == 20
+        values[10:30] = 0
+        np.testing.assert_array_equal(self.read(stream, inner), values[15:35])
+        np.testing.assert_array_equal(self.read(stream, buffer), values)
+
+    @pytest.mark.parametrize(("start", "nbytes"), [(0, 101), (101, 0), (-1, 2), (60, 41), (5, -1)])
+    def test_there_are_no_parts_beyond_the_end(self, device, stream, start, nbytes):
+        with pytest.raises(IndexError):
+            device.allocate(100, stream).part(start, nbytes)
+
+    def test_copies_on_the_device(self, device, stream):
+        values = noise(100)
+        source = self.filled(device, stream, values)
+        target = device.allocate(100, stream)
+        stream.on_device(target, source)
+        stream.on_device(target.part(0, 10), target.part(90, 10))
+        values[:10] = values[90:]
+        np.testing.assert_array_equal(self.read(stream, target), values)
+
+    def test_a_kernel_gets_what_it_reads_and_then_what_it_writes(self, device, stream):
+        first, second = (self.filled(device, stream, noise(50, n)) for n in range(2))
+        result = device.allocate(50, stream)
+
+        def difference(a, b, out):
+            out[:] = a - b
+
+        stream.launch(difference, [first, second], [result])
+        np.testing.assert_array_equal(self.read(stream, result), noise(50, 0) - noise(50, 1))
+
+    def test_a_stream_keeps_its_order(self, device, stream):
+        buffer = self.filled(device, stream, np.ones(10, dtype=np.uint8))
+        other = device.allocate(10, stream)
+        for _ in range(3):
+            stream.launch(double, writes=[buffer])
+            stream.on_device(other, buffer)
+            stream.launch(add, [other], [buffer])
+        assert set(self.read(stream, buffer)) == {64}
+
+    def test_lengths_have_to_agree(self, device, stream):
+        buffer, longer = device.allocate(10, stream), device.allocate(11, stream)
+        with pytest.raises(ValueError, match="11"):
+            stream.to_device(buffer, noise(11))
+        with pytest.raises(ValueError, match="11"):
+            stream.to_host(noise(11), buffer)
+        with pytest.raises(ValueError, match="11"):
+            stream.on_device(buffer, longer)
+
+    def test_the_ends_of_a_copy_do_not_overlap(self, device, stream):
+        buffer = device.allocate(100, stream)
+        with pytest.raises(ValueError, match="overlap"):
+            stream.on_device(buffer.part(0, 10), buffer.part(9, 10))
+
+    def test_host_memory_has_to_be_contiguous_and_writable(self, device, stream):
+        buffer = device.allocate(10, stream)
+        with pytest.raises(ValueError, match="contiguous"):
+            stream.to_device(buffer, noise(20)[::2])
+        with pytest.raises(ValueError, match="contiguous"):
+            stream.to_host(noise(20)[::2], buffer)
+        fixed = noise(10)
+        fixed.flags.writeable = False
+        with pytest.raises(ValueError, match="read-only"):
+            stream.to_host(fixed, buffer)
+
+    # ---------------------------------------------------------------- streams and events
+
+    def test_streams_say_who_they_are(self, device):
+        stream = device.stream("copies", Priority.HIGH)
+        assert (stream.name, stream.priority) == ("copies", Priority.HIGH)
+        assert device.stream("copies").priority == Priority.NORMAL
+
+    def test_an_event_orders_two_streams(self, device):
+        """There and back, several times."""
+        one, other = device.stream("one"), device.stream("other", Priority.HIGH)
+        buffer = self.filled(device, one, np.ones(10, dtype=np.uint8))
+        for _ in range(3):
+            other.wait(one.record())
+            other.launch(double, writes=[buffer])
+            one.wait(other.record())
+            one.launch(double, writes=[buffer])
+        assert set(self.read(one, buffer)) == {64}
+
+    def test_what_the_host_has_waited_for_comes_first(self, device):
+        one, other = device.stream("one"), device.stream("other")
+        buffer = self.filled(device, one, noise(10))
+        event = one.record()
+        event.synchronize()
+        assert event.is_done()
+        np.testing.assert_array_equal(self.read(other, buffer), noise(10))
+
+    def test_an_event_of_an_idle_stream_gets_done(self, stream):
+        stream.record().synchronize()
+        stream.synchronize()
+
+    def test_a_stream_may_wait_for_itself(self, device, stream):
+        buffer = self.filled(device, stream, noise(10))
+        stream.wait(stream.record())
+        np.testing.assert_array_equal(self.read(stream, buffer), noise(10))
+
+    def test_programs_do_what_they_would_do_step_by_step(self):
+        @settings(derandomize=True, deadline=None, max_examples=self.n_programs)
+        @given(programs(), st.integers(0, 2**32))
+        def check(steps, seed):
+            device = self.make_device(N_BUFFERS * LENGTH, seed)
+            try:
+                assert_same(run_program(device, steps), expected_of(steps))
+                assert device.used_nbytes == N_BUFFERS * LENGTH
+            finally:
+                device.close()
+
+        check()
+
+    def test_threads_queue_at_once(self, device):
+        failures = []
+
+        def work(number):
+            try:
+                stream = device.stream(f"thread {number}")
+                for n in range(20):
+                    values = noise(100, 100 * number + n)
+                    buffer = self.filled(device, stream, values)
+                    stream.launch(double, writes=[buffer])
+                    np.testing.assert_array_equal(self.read(stream, buffer), values * 2)
+                    buffer.free(stream)
+                stream.synchronize()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert failures == []
+        assert not any(thread.is_alive() for thread in threads)
+        assert device.used_nbytes == 0
+
+    # ---------------------------------------------------------------- a kernel that fails
+
+    def test_who_waits_for_a_kernel_that_failed_hears_of_it(self, device):
+        stream, other, third = (device.stream(name) for name in ("one", "other", "third"))
+        buffer = self.filled(device, stream, noise(10))
+        before = stream.record()
+
+        def fail(target):
+            raise LookupError("not today")
+
+        stream.launch(fail, writes=[buffer])
+        after = stream.record()
+        other.wait(after)
+        before.synchronize()
+        for wait in (after.synchronize, stream.synchronize, other.synchronize, after.synchronize):
+            with pytest.raises(LookupError, match="not today"):
+                wait()
+        third.synchronize()
+
+    def test_nothing_is_done_after_a_kernel_that_failed(self, device, stream):
+        buffer = self.filled(device, stream, noise(10))
+        ran = []
+
+        def fail(target):
+            raise LookupError("not today")
+
+        def note(target):
+            ran.append(target)
+
+        stream.launch(fail, writes=[buffer])
+        stream.launch(note, writes=[buffer])
+        buffer.free(stream)
+        with pytest.raises(LookupError):
+            stream.synchronize()
+        assert ran == []
+        assert device.used_nbytes == 0, "but memory is freed"
+
+    # ---------------------------------------------------------------- memory
+
+    def test_all_of_it_can_be_allocated_and_no_more(self, device, stream):
+        assert device.capacity_nbytes == CAPACITY
+        buffer = device.allocate(CAPACITY - 1000, stream)
+        device.allocate(1000, stream)
+        assert device.used_nbytes == CAPACITY
+        with pytest.raises(MemoryError, match=str(CAPACITY)):
+            device.allocate(1, stream)
+        buffer.free(stream)
+        with pytest.raises(MemoryError):
+            device.allocate(CAPACITY, stream)
+        device.allocate(CAPACITY - 1000, stream)
+
+    def test_freed_memory_is_used_again_without_anybody_waiting_for_it(self, device):
+        streams = device.stream("one"), device.stream("other", Priority.HIGH)
+        results = []
+        for n in range(20):
+            stream = streams[n % 2]
+            buffer = self.filled(device, stream, noise(CAPACITY * 2 // 3, n))
+            results.append(np.zeros(buffer.nbytes, dtype=np.uint8))
+            stream.to_host(results[-1], buffer)
+            buffer.free(stream)
+        for stream in streams:
+            stream.synchronize()
+        assert_same(results, [noise(CAPACITY * 2 // 3, n) for n in range(20)])
+        assert device.used_nbytes == 0
+
+    def test_a_part_is_not_freed_by_itself(self, device, stream):
+        buffer = device.allocate(100, stream)
+        with pytest.raises(ValueError, match="part"):
+            buffer.part(0, 50).free(stream)
+        buffer.part(0, 100).free(stream)
+        stream.synchronize()
+        assert device.used_nbytes == 0
+
+    def test_who_can_make_room_is_asked(self, device, stream):
+        """As the store does: a value is copied to the host, and its memory freed."""
+        values = [noise(CAPACITY // 2, n) for n in range(3)]
+        held = {n: self.filled(device, stream, values[n]) for n in range(2)}
+        asked, evicted = [], {}
+        spill = device.stream("spill", Priority.HIGH)
+
+        def make_room(nbytes):
+            asked.append(nbytes)
+            if not held:
+                return False
+            oldest = min(held)
+            buffer = held.pop(oldest)
+            spill.wait(stream.record())
+            evicted[oldest] = self.read(spill, buffer)
+            buffer.free(spill)
+            return True
+
+        device.on_full(make_room)
+        held[2] = self.filled(device, stream, values[2])
+        assert asked == [CAPACITY // 2]
+        np.testing.assert_array_equal(evicted[0], values[0])
+        np.testing.assert_array_equal(self.read(stream, held[2]), values[2])
+        big = device.allocate(CAPACITY, stream)
+        assert asked == [CAPACITY // 2, CAPACITY, CAPACITY], "no oftener than it takes"
+        assert sorted(evicted) == [0, 1, 2]
+        big.free(stream)
+
+    def test_who_cannot_make_room_is_asked_once(self, device, stream):
+        asked = []
+        device.on_full(lambda nbytes: asked.append(nbytes) or len(asked) < 3)
+        device.allocate(CAPACITY, stream)
+        with pytest.raises(MemoryError):
+            device.allocate(7, stream)
+        assert asked == [7, 7, 7]
+        device.on_full(None)
+        with pytest.raises(MemoryError):
+            device.allocate(7, stream)
+        assert asked == [7, 7, 7]
+
+    def test_the_device_is_not_emptied_for_what_can_never_fit(self, device, stream):
+        asked = []
+        device.on_full(lambda nbytes: asked.append(nbytes) or True)
+        with pytest.raises(MemoryError):
+            device.allocate(CAPACITY + 1, stream)
+        assert asked == []
+
+    def test_an_error_of_who_makes_room_is_not_hidden(self, device, stream):
+        def fail(nbytes):
+            raise OSError("no disk")
+
+        device.on_full(fail)
+        device.allocate(CAPACITY, stream)
+        with pytest.raises(OSError, match="no disk"):
+            device.allocate(1, stream)
+        assert device.used_nbytes == CAPACITY
+
+    def test_other_devices_things_are_refused(self, device, stream):
+        other = self.make_device(CAPACITY)
+        try:
+            theirs = other.stream("theirs")
+            buffer = other.allocate(10, theirs)
+            for refused in (
+                lambda: stream.to_device(buffer, noise(10)),
+                lambda: stream.launch(double, writes=[buffer]),
+                lambda: stream.wait(theirs.record()),
+                lambda: device.allocate(10, theirs),
+                lambda: buffer.free(stream),
+            ):
+                with pytest.raises(ValueError, match="another device"):
+                    refused()
+        finally:
+            other.close()
+
+    # ---------------------------------------------------------------- the end
+
+    def test_closing_ends_it(self, device, stream):
+        buffer = self.filled(device, stream, noise(10))
+        done = stream.record()
+        done.synchronize()
+        device.close()
+        device.close()
+        assert done.is_done()
+        done.synchronize()
+        for refused in (
+            lambda: device.allocate(10, stream),
+            lambda: stream.to_device(buffer, noise(10)),
+            stream.synchronize,
+        ):
+            with pytest.raises(RuntimeError, match="closed"):
+                refused()
