@@ -311,8 +311,10 @@ class DeviceSuite:
         buffer = self.filled(device, one, noise(10))
         event = one.record()
         event.synchronize()
+        other.launch(double, writes=[buffer])
+        other.synchronize()
+        np.testing.assert_array_equal(self.read(one, buffer), noise(10) * 2)
         assert event.is_done()
-        np.testing.assert_array_equal(self.read(other, buffer), noise(10))
 
     def test_an_event_of_an_idle_stream_gets_done(self, stream):
         stream.record().synchronize()

@@ -198,10 +198,11 @@ def test_what_was_freed_is_not_used(device, streams, use):
 def test_what_is_refused_leaves_nothing_behind(device, streams):
     """A kernel that may use the one buffer and not the other has used neither."""
     one, other = streams
-    mine, theirs = device.allocate(10, other), device.allocate(10, one)
+    mine = device.allocate(10, one)
+    other.wait(one.record())
+    theirs = device.allocate(10, one)
     with pytest.raises(HazardError):
         other.launch(add, [mine], [theirs])
-    one.wait(other.record())
     mine.free(one)
     theirs.free(one)
 
@@ -234,14 +235,52 @@ def test_programs_out_of_order_are_found_or_do_no_harm():
     assert outcomes == {"found", "harmless"}
 
 
-def test_notes_of_uses_do_not_pile_up(device, streams):
+# What later uses stand for is forgotten; what they do not stand for must not be.
+
+
+def test_a_read_does_not_hide_the_write_before_it(device, streams):
     one, other = streams
     buffer = device.allocate(10, one)
+    one.to_host(noise(10), buffer)
+    with pytest.raises(HazardError, match="allocation"):
+        other.to_host(noise(10), buffer)
+
+
+def test_a_read_does_not_hide_a_read_of_another_stream(device, streams):
+    one, other = streams
+    buffer = device.allocate(10, one)
+    other.wait(one.record())
+    one.to_host(noise(10), buffer)
+    other.to_host(noise(10), buffer)
+    with pytest.raises(HazardError, match=r"kernel double.*copy to the host.*'one"):
+        other.launch(double, writes=[buffer])
+
+
+@pytest.mark.parametrize("later", [(0, 4), (6, 4), (2, 6)])
+def test_a_write_hides_only_what_lies_within_it(device, streams, later):
+    one, other = streams
+    buffer = device.allocate(10, one)
+    other.wait(one.record())
+    one.launch(double, writes=[buffer])
+    one.to_device(buffer.part(*later), noise(later[1]))
+    hidden = range(later[0], sum(later))
+    for n in range(10):
+        with pytest.raises(HazardError, match="." if n in hidden else "kernel double"):
+            other.to_host(noise(1), buffer.part(n, 1))
+
+
+def test_notes_of_uses_do_not_pile_up(device, streams):
+    one, other = streams
+    buffer = device.allocate(100, one)
     for _ in range(100):
         one.launch(double, writes=[buffer])
         other.wait(one.record())
-        other.to_host(noise(10), buffer)
+        other.to_host(noise(100), buffer)
         one.wait(other.record())
+    assert len(buffer.allocation.uses._uses) <= 3
+    for n in range(100):
+        one.to_host(noise(1), buffer.part(n, 1))
+        one.synchronize()
     assert len(buffer.allocation.uses._uses) <= 3
 
 
@@ -349,6 +388,14 @@ def test_waiting_pumps_no_more_than_it_takes():
     assert ran == ["one"]
     other.synchronize()
     assert ran == ["one", "other"]
+
+
+def test_a_kernel_that_waits_for_its_own_stream_does_not_hang():
+    device = pumped()
+    stream = device.stream("only")
+    stream.launch(lambda: stream.synchronize())
+    with pytest.raises(HazardError, match="no work that is queued"):
+        stream.synchronize()
 
 
 def test_room_that_is_about_to_be_freed_is_pumped_for():
