@@ -1,0 +1,254 @@
+"""Lanes do what is urgent first, each on its own threads, and end without losing anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError, wait
+
+import pytest
+
+from dask_gpurt.devices.lanes import Lane
+from dask_gpurt.devices.ledger import Entry, Ledger
+from dask_gpurt.devices.port import Priority
+
+PATIENCE_S = 20.0
+
+
+class Gate:
+    """Work that waits to be let through."""
+
+    def __init__(self):
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.entered.set()
+        assert self.open.wait(PATIENCE_S)
+        return "through"
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.open.set()
+
+
+def closed_in(gate):
+    """A lane whose only thread waits in the gate."""
+    lane = Lane("lane")
+    future = lane.submit(gate)
+    assert gate.entered.wait(PATIENCE_S)
+    return lane, future
+
+
+def test_results_and_errors_come_back():
+    with Lane("lane", 2) as lane:
+        assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            lane.submit(divmod, 7, 0).result(PATIENCE_S)
+        with pytest.raises(SystemExit):
+            lane.submit(sys.exit).result(PATIENCE_S)
+        assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1), "threads survive errors"
+
+
+def test_one_thread_keeps_the_order(gate):
+    lane, _ = closed_in(gate)
+    ran = []
+    futures = [lane.submit(ran.append, n) for n in range(50)]
+    gate.open.set()
+    wait(futures, PATIENCE_S)
+    assert ran == list(range(50))
+    lane.close()
+
+
+def test_the_urgent_overtakes_all_that_waits(gate):
+    """Its start is delayed by what runs, and by nothing else."""
+    lane, _ = closed_in(gate)
+    ran = []
+    order = [Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.LOW, Priority.HIGH]
+    futures = [
+        lane.submit(ran.append, (priority.name, n), priority=priority)
+        for n, priority in enumerate(order)
+    ]
+    assert lane.n_waiting == 5
+    gate.open.set()
+    wait(futures, PATIENCE_S)
+    assert ran == [("HIGH", 2), ("HIGH", 4), ("NORMAL", 1), ("LOW", 0), ("LOW", 3)]
+    assert lane.n_waiting == 0
+    lane.close()
+
+
+def test_threads_of_a_lane_work_at_once():
+    together = threading.Barrier(3)
+    with Lane("lane", 3) as lane:
+        futures = [lane.submit(together.wait, PATIENCE_S) for _ in range(3)]
+        assert sorted(future.result(PATIENCE_S) for future in futures) == [0, 1, 2]
+
+
+def test_lanes_work_at_once():
+    together = threading.Barrier(2)
+    with Lane("one") as one, Lane("other") as other:
+        futures = [lane.submit(together.wait, PATIENCE_S) for lane in (one, other)]
+        assert sorted(future.result(PATIENCE_S) for future in futures) == [0, 1]
+
+
+def test_no_more_threads_than_needed(gate):
+    before = threading.active_count()
+    lane = Lane("lane", 8)
+    assert threading.active_count() == before
+    second = Gate()
+    for number, one in enumerate((gate, second), 1):
+        lane.submit(one)
+        assert one.entered.wait(PATIENCE_S)
+        assert threading.active_count() == before + number
+    second.open.set()
+    gate.open.set()
+    lane.close()
+    assert threading.active_count() == before
+
+
+def test_an_idle_thread_is_used_before_another_is_started():
+    with Lane("lane", 8) as lane:
+        for _ in range(5):
+            lane.submit(int).result(PATIENCE_S)
+            deadline_s = time.monotonic() + PATIENCE_S
+            # It goes idle just after it has told of the result.
+            while lane._n_idle == 0:
+                assert time.monotonic() < deadline_s
+        assert len(lane._threads) == 1
+
+
+def test_what_is_cancelled_is_not_done(gate):
+    lane, _ = closed_in(gate)
+    ran = []
+    first, second = lane.submit(ran.append, 1), lane.submit(ran.append, 2)
+    assert first.cancel()
+    gate.open.set()
+    second.result(PATIENCE_S)
+    assert ran == [2]
+    lane.close()
+
+
+def test_closing_cancels_what_has_not_begun_and_waits_for_what_has(gate):
+    lane, running = closed_in(gate)
+    ran, told = [], []
+    waiting = [lane.submit(ran.append, n) for n in range(3)]
+    for future in waiting:
+        future.add_done_callback(lambda future: told.append(future.cancelled()))
+    closing = threading.Thread(target=lane.close, daemon=True)
+    closing.start()
+    for future in waiting:
+        with pytest.raises(CancelledError):
+            future.result(PATIENCE_S)
+    assert closing.is_alive()
+    with pytest.raises(RuntimeError, match="lane 'lane' is closed"):
+        lane.submit(ran.append, 4)
+    gate.open.set()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert running.result(0) == "through"
+    assert (ran, told) == ([], [True] * 3)
+    lane.close()
+
+
+def test_work_may_close_its_own_lane():
+    lane = Lane("lane")
+    lane.submit(lane.close).result(PATIENCE_S)
+    with pytest.raises(RuntimeError):
+        lane.submit(int)
+    lane.close()
+
+
+def test_who_hears_of_a_cancellation_may_use_the_lane(gate):
+    """The lane is not locked while it tells."""
+    lane, _ = closed_in(gate)
+    refused, told = [], threading.Event()
+
+    def try_again(future):
+        try:
+            lane.submit(int)
+        except RuntimeError as error:
+            refused.append(str(error))
+        told.set()
+
+    lane.submit(int).add_done_callback(try_again)
+    threading.Thread(target=lane.close, daemon=True).start()
+    assert told.wait(PATIENCE_S)
+    assert refused == ["lane 'lane' is closed"]
+
+
+class Value:
+    """Something whose end can be seen."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_idle_lane_keeps_nothing_alive(fails):
+    def work(value):
+        if fails:
+            raise LookupError
+
+    gc.disable()
+    try:
+        with Lane("lane") as lane:
+            value = Value()
+            gone = threading.Event()
+            weakref.finalize(value, gone.set)
+            future = lane.submit(work, value)
+            wait([future], PATIENCE_S)
+            del value, future
+            # The thread lets go just after it has told of the result.
+            assert gone.wait(PATIENCE_S)
+    finally:
+        gc.enable()
+
+
+def test_coroutines_await_lanes():
+    async def main():
+        with Lane("lane") as lane:
+            return await asyncio.wrap_future(lane.submit(divmod, 7, 2))
+
+    assert asyncio.run(main()) == (3, 1)
+
+
+def test_work_is_entered_in_the_ledger_before_its_result_is_told():
+    times = iter(range(10))
+    ledger = Ledger(clock=lambda: next(times))
+    with Lane("disk", ledger=ledger) as lane:
+        lane.submit(int, path="write", nbytes=100).result(PATIENCE_S)
+        assert ledger.entries() == [Entry("disk", "write", 100, 0, 1)]
+        lane.submit(divmod, 7, 2).result(PATIENCE_S)
+        assert ledger.entries()[1:] == [Entry("disk", "divmod", 0, 2, 3)]
+
+
+def test_failed_work_is_entered_and_cancelled_work_is_not(gate):
+    ledger = Ledger()
+    lane = Lane("disk", ledger=ledger)
+    lane.submit(gate)
+    assert gate.entered.wait(PATIENCE_S)
+    lane.submit(int, path="never").cancel()
+    failed = lane.submit(divmod, 1, 0, nbytes=7)
+    gate.open.set()
+    wait([failed], PATIENCE_S)
+    lane.close()
+    assert [(entry.path, entry.nbytes) for entry in ledger.entries()] == [("", 0), ("divmod", 7)]
+
+
+def test_threads_submit_at_once():
+    done = []
+    with Lane("lane", 3) as lane:
+
+        def submit_many(number):
+            futures = [lane.submit(done.append, (number, n)) for n in range(200)]
+            wait(futures, PATIENCE_S)
+
+        threads = [threading.Thread(target=submit_many, args=(n,), daemon=True) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert sorted(done) == [(number, n) for number in range(4) for n in range(200)]
