@@ -1,1 +1,1 @@
-"""Memory and, later, streams of the device a worker computes on."""
+"""Memory of host and device, streams of work on a device, and lanes of threads beside tasks."""

@@ -162,7 +162,10 @@ class Device(Protocol):
         """What to call when there is no room, instead of what was registered before."""
 
     def stream(self, name: str, priority: Priority = Priority.NORMAL) -> Stream:
-        """A new stream. The name is what ledgers and messages call it."""
+        """A new stream; they are few, and live as long as the device.
+
+        The name is what ledgers and messages call it.
+        """
 
     def close(self) -> None:
         """Stop. Work that has not begun is dropped; whoever waits for it gets a RuntimeError."""
