@@ -7,9 +7,11 @@ import threading
 import numpy as np
 import pytest
 
+from dask_gpurt.codecs.coders import compress
 from dask_gpurt.devices.pinned import PinnedPool, plain
 from dask_gpurt.errors import DamagedValueError, TierFullError
 from dask_gpurt.frames.values import Flat
+from dask_gpurt.memory import host_tiers
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
 from tests.conformance.tier_suite import TierSuite
 
@@ -89,6 +91,7 @@ def test_a_read_under_way_ends_as_if_nothing_was_dropped(tier, ends):
     thread.start()
     assert entered.wait(PATIENCE_S)
     if ends == "drop":
+        tier.drop(place)
         tier.drop(place)
         for n in range(3, 6):
             tier.put(flat(compressible(300_000, n)))
@@ -188,6 +191,19 @@ def test_what_does_not_shrink_goes_further_down(coder, size):
     with pytest.raises(TierFullError):
         tier.put(flat(noise(size)))
     assert tier.used_nbytes == 0
+
+
+def test_what_does_not_shrink_costs_a_sample(coder, monkeypatch):
+    tried = []
+
+    def counting(coder, raw):
+        tried.append(raw.nbytes)
+        return compress(coder, raw)
+
+    monkeypatch.setattr(host_tiers, "compress", counting)
+    with pytest.raises(TierFullError):
+        CompressedTier(MANY, coder).put(flat(noise(8 << 20)))
+    assert sum(tried) <= 64 << 10
 
 
 def test_what_looks_well_in_the_middle_only_is_refused_as_well(coder):
