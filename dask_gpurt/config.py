@@ -73,12 +73,40 @@ class DeviceSettings:
 
 
 @dataclass(frozen=True)
+class MemorySettings:
+    """How workers keep task outputs.
+
+    Attributes
+    ----------
+    policy
+        Name of an eviction policy.
+    directory
+        Where values are written; None for the worker's own.
+    disk_limit_nbytes
+        None for Dask's own limit.
+    compression
+        Of what is written.
+    compressed_nbytes
+        Memory for compressed values; None for no such tier.
+    """
+
+    enabled: bool
+    policy: str
+    directory: str | None
+    disk_limit_nbytes: int | None
+    compression: Literal["none", "lz4", "zstd"]
+    compressed_nbytes: int | None
+    replace_dask_cuda: bool
+
+
+@dataclass(frozen=True)
 class Settings:
     """Everything under `gpurt.`, parsed and checked."""
 
     enabled: bool
     strict: bool
     shuffle: ShuffleSettings
+    memory: MemorySettings
     devices: DeviceSettings
 
     def to_plain(self) -> dict[str, Any]:
@@ -88,10 +116,11 @@ class Settings:
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> Settings:
         sections = {
-            "shuffle": ShuffleSettings(**plain["shuffle"]),
-            "devices": DeviceSettings(**plain["devices"]),
+            "shuffle": ShuffleSettings,
+            "memory": MemorySettings,
+            "devices": DeviceSettings,
         }
-        return Settings(**{**plain, **sections})
+        return Settings(**{**plain, **{k: kind(**plain[k]) for k, kind in sections.items()}})
 
 
 @lru_cache(1)
@@ -128,6 +157,15 @@ def read() -> Settings:
             memory=_memory("shuffle.memory"),
             message_nbytes=_nbytes("shuffle.message-size"),
             in_flight_nbytes=_nbytes("shuffle.in-flight"),
+        ),
+        memory=MemorySettings(
+            enabled=_flag("memory.enabled"),
+            policy=_choice("memory.policy"),
+            directory=_path("memory.directory"),
+            disk_limit_nbytes=_optional_nbytes("memory.disk-limit"),
+            compression=_choice("memory.compression"),
+            compressed_nbytes=_optional_nbytes("memory.compressed"),
+            replace_dask_cuda=_flag("memory.replace-dask-cuda"),
         ),
         devices=DeviceSettings(shape_launches=_flag("devices.shape-launches")),
     )
@@ -213,6 +251,17 @@ def _nbytes(key: str) -> int:
     if nbytes <= 0:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a size such as '16 MiB'")
     return int(nbytes)
+
+
+def _optional_nbytes(key: str) -> int | None:
+    return None if _get(key) is None else _nbytes(key)
+
+
+def _path(key: str) -> str | None:
+    value = _get(key)
+    if value is not None and not (isinstance(value, str) and value):
+        raise ConfigError(f"gpurt.{key} is {value!r}; it may be a directory")
+    return value
 
 
 def _memory(key: str) -> float:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dask_gpurt import config
-from dask_gpurt.config import DeviceSettings, Settings, ShuffleSettings
+from dask_gpurt.config import DeviceSettings, MemorySettings, Settings, ShuffleSettings
 from dask_gpurt.errors import ConfigError
 
 MIB = 1 << 20
@@ -26,6 +26,15 @@ DEFAULTS = Settings(
         memory=0.3,
         message_nbytes=8 * MIB,
         in_flight_nbytes=32 * MIB,
+    ),
+    memory=MemorySettings(
+        enabled=True,
+        policy="next-use",
+        directory=None,
+        disk_limit_nbytes=None,
+        compression="none",
+        compressed_nbytes=None,
+        replace_dask_cuda=False,
     ),
     devices=DeviceSettings(shape_launches=False),
 )
@@ -100,6 +109,7 @@ def test_every_section_is_closed_and_described():
 
 def test_defaults_have_the_types_of_the_schema():
     types = {"boolean": bool, "string": str, "number": (int, float), "integer": int}
+    types["null"] = type(None)
     defaults = _leaves(config.defaults())
     for key, entry in _schema_leaves(config.schema()).items():
         names = [entry["type"]] if isinstance(entry["type"], str) else entry["type"]
@@ -117,6 +127,13 @@ def test_every_setting_is_read():
         "shuffle.memory": 0.5,
         "shuffle.message-size": 5,
         "shuffle.in-flight": 6,
+        "memory.enabled": False,
+        "memory.policy": "lru",
+        "memory.directory": "/scratch",
+        "memory.disk-limit": "1 GiB",
+        "memory.compression": "lz4",
+        "memory.compressed": "1 GiB",
+        "memory.replace-dask-cuda": True,
         "devices.shape-launches": True,
     }
     assert set(changed) == set(_leaves(config.defaults()))
@@ -334,6 +351,13 @@ def test_environment_variables(warnings):
         GPURT__SHUFFLE__MEMORY="0.5",
         GPURT__SHUFFLE__MESSAGE_SIZE="1 MiB",
         GPURT__SHUFFLE__IN_FLIGHT="2000000",
+        GPURT__MEMORY__ENABLED="no",
+        GPURT__MEMORY__POLICY="lru",
+        GPURT__MEMORY__DIRECTORY="/scratch",
+        GPURT__MEMORY__DISK_LIMIT="5 MiB",
+        GPURT__MEMORY__COMPRESSION="zstd",
+        GPURT__MEMORY__COMPRESSED="1 MiB",
+        GPURT__MEMORY__REPLACE_DASK_CUDA="on",
         GPURT__DEVICES__SHAPE_LAUNCHES="on",
     )
     with dask.config.set(gpurt=section):
@@ -341,6 +365,7 @@ def test_environment_variables(warnings):
             True,
             True,
             ShuffleSettings("auto", "auto", 0.5, MIB, 2_000_000),
+            MemorySettings(False, "lru", "/scratch", 5 * MIB, "zstd", MIB, True),
             DeviceSettings(shape_launches=True),
         )
     assert warnings() == []
@@ -371,7 +396,11 @@ def test_a_misspelt_environment_variable(warnings):
 
 def test_settings_survive_the_way_to_a_cluster():
     settings = Settings(
-        True, True, ShuffleSettings("comm", "zstd", 5e9, 7, 11), DeviceSettings(shape_launches=True)
+        True,
+        True,
+        ShuffleSettings("comm", "zstd", 5e9, 7, 11),
+        MemorySettings(True, "largest", None, None, "lz4", None, False),
+        DeviceSettings(shape_launches=True),
     )
     plain = settings.to_plain()
     assert _leaves(plain) == {
@@ -382,6 +411,13 @@ def test_settings_survive_the_way_to_a_cluster():
         "shuffle.memory": 5e9,
         "shuffle.message_nbytes": 7,
         "shuffle.in_flight_nbytes": 11,
+        "memory.enabled": True,
+        "memory.policy": "largest",
+        "memory.directory": None,
+        "memory.disk_limit_nbytes": None,
+        "memory.compression": "lz4",
+        "memory.compressed_nbytes": None,
+        "memory.replace_dask_cuda": False,
         "devices.shape_launches": True,
     }
     assert Settings.from_plain(plain) == settings

@@ -54,6 +54,9 @@ def as_text(found: dict[str, Any]) -> str:
     lines += ["", f"workers: {len(found['workers'])}"]
     workers = sorted(found["workers"].items())
     lines += _aligned([_worker(address, said, found) for address, said in workers], "  ")
+    if any(said and said.get("memory") for _, said in workers):
+        lines += ["", "task outputs, where they are, and what was moved since the worker started"]
+        lines += _memory(workers)
     if found["shuffles"]:
         lines += ["", "last shuffles with dask_gpurt (seconds are summed over workers)"]
         lines += _shuffles(found["shuffles"])
@@ -91,13 +94,8 @@ def _link(link: Sequence[Any] | None) -> str:
 
 
 def _shuffles(shuffles: list[dict[str, Any]]) -> list[str]:
-    rows = [list(_COLUMNS)]
-    rows += [[content(one) for content in _COLUMNS.values()] for one in shuffles]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  " + "  ".join(cells).rstrip())
+    rows = [[content(one) for content in _COLUMNS.values()] for one in shuffles]
+    lines = _table(list(_COLUMNS), rows)
     for one in shuffles:
         if one["skew"] >= _NOTABLE_SKEW:
             fullest = ", ".join(f"{name} ({rows:,} rows)" for name, rows in one["fullest"])
@@ -105,6 +103,38 @@ def _shuffles(shuffles: list[dict[str, Any]]) -> list[str]:
                 f"  {_COLUMNS['shuffle'](one)}: the fullest output partitions are {fullest}"
             )
     return lines
+
+
+def _memory(workers: list[tuple[str, Any]]) -> list[str]:
+    """A row a worker: what each tier holds, what was written and read, what waits for room."""
+    managed = [(address, said["memory"]) for address, said in workers if said and said["memory"]]
+    names = list(dict.fromkeys(level["name"] for _, one in managed for level in one["levels"]))
+    rows = []
+    for address, one in managed:
+        levels = {level["name"]: level for level in one["levels"]}
+        cells = [_level(levels[name]) if name in levels else "-" for name in names]
+        moved = [format_bytes(int(one["io"].get(f"{way}-bytes", 0))) for way in _MOVED.values()]
+        rows.append([address, *cells, *moved, str(one["waiting"])])
+    return _table(["worker", *names, *_MOVED, "tasks waiting"], rows)
+
+
+#: Heading to the counter in a worker's report.
+_MOVED = {"written": "disk-write", "read": "disk-read"}
+
+
+def _level(level: dict[str, Any]) -> str:
+    amount = format_bytes(level["used_nbytes"])
+    if level["capacity_nbytes"]:
+        amount += f" of {format_bytes(level['capacity_nbytes'])}"
+    return amount + (" (cannot be written to)" if level["is_blocked"] else "")
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
 
 
 def _worker(address: str, report: dict[str, Any] | None, found: dict[str, Any]) -> tuple[str, str]:

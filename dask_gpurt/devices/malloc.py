@@ -58,7 +58,7 @@ class PageKeeper:
                     _M_MMAP_THRESHOLD,
                     _environment("MALLOC_MMAP_THRESHOLD_", _DEFAULT_THRESHOLD),
                 )
-                _trim()
+                trim()
 
 
 def _environment(name: str, default: int) -> int:
@@ -78,7 +78,8 @@ def _glibc_mallopt() -> Callable[[int, int], int] | None:
     return mallopt
 
 
-def _trim() -> None:
+def trim() -> None:
+    """Give free pages back to the system."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""The port of a tier: somewhere a flattened value can be kept and read back from.
+"""The ports of the store: tiers that keep flattened values, and what it does its work with.
 
 Task outputs live as objects. What has to leave the objects' memory is flattened by the frames
 room and put into a tier below: pinned or compressed host memory, or disk. A tier only keeps bytes.
@@ -8,6 +8,8 @@ Which value goes where, and when, is decided by `memory.residency`; `memory.stor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dask_gpurt.frames.values import Flat
@@ -57,3 +59,34 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Let go of everything."""
+
+
+#: Takes a call and makes it later, elsewhere, in order.
+Lane = Callable[[Callable[[], None]], object]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How values are measured and taken apart.
+
+    Attributes
+    ----------
+    sizeof
+        Bytes an object takes in memory.
+    flatten, restore
+        As `frames.values` has them.
+    """
+
+    sizeof: Callable[[Any], int]
+    flatten: Callable[[Any], Flat]
+    restore: Callable[[bytes, Any], Any]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Where work is done: writing and dropping, reading, deciding, and deciding in a moment."""
+
+    write: Lane
+    read: Lane
+    owner: Lane
+    later: Lane

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dask_gpurt.memory.policy import Candidate, EvictionPolicy
 
@@ -21,10 +22,13 @@ Priority = tuple[float, ...]
 
 #: Moves that may be under way at once, of each direction: few, so that decisions stay fresh.
 MAX_MOVES = 4
+#: What is smaller leaves last, whatever the policy says: a move costs more than its room is worth.
+SMALL_NBYTES = 64 << 10
 #: Once a level is above its mark, it is relieved to this share of it.
 LOW_WATER = 0.95
-#: Loads ahead of need may hold at most this share of a level.
-AHEAD_SHARE = 0.25
+#: What is brought home ahead of need may hold at most this share of a level, but for the first.
+#: More would hide no more of the reading, and every byte of it evicts one that is needed later.
+AHEAD_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Value:
     moving: Put | Load | None = None
     #: Who needs the object where it is: running tasks, messages that are being sent.
     pins: int = 0
+    #: Just used. If nobody else is known to want it, its release is probably on the way.
+    rests: bool = False
     #: Tiers that cannot take it, whatever their room.
     refused: set[int] = field(default_factory=set)
 
@@ -170,13 +176,13 @@ class Residency:
     def remove(self, key: Hashable) -> Value:
         """A value is gone; `due` says which copies of it to let go of."""
         value = self.values.pop(key)
-        for level in list(value.copies):
-            self._drop(value, level)
         move = value.moving
-        if isinstance(move, Put) and move.source == value.home:
-            self.levels[move.source].leaving_nbytes -= value.nbytes
+        if isinstance(move, Put):
+            self.levels[move.source].leaving_nbytes -= value.copies[move.source]
         elif isinstance(move, Load):
             self.levels[move.target].reserved_nbytes -= value.nbytes
+        for level in list(value.copies):
+            self._drop(value, level)
         return value
 
     def touch(self, key: Hashable) -> None:
@@ -191,13 +197,10 @@ class Residency:
             return False
         value.moving = None
         self._add(value, move.target, nbytes)
-        source = self.levels[move.source]
-        if move.source == value.home:
-            source.leaving_nbytes -= value.nbytes
-            # Wanted again meanwhile: the copy was not in vain, it stays as a clean one.
-            if value.pins:
-                return True
-        self._drop(value, move.source)
+        self.levels[move.source].leaving_nbytes -= value.copies[move.source]
+        # Wanted again meanwhile: the copy was not in vain, it stays as a clean one.
+        if move.source != value.home or not value.pins:
+            self._drop(value, move.source)
         return True
 
     def put_failed(self, move: Put, *, for_good: bool = False) -> None:
@@ -217,8 +220,7 @@ class Residency:
         value.moving = None
         if for_good:
             value.refused.add(move.target)
-        if move.source == value.home:
-            self.levels[move.source].leaving_nbytes -= value.nbytes
+        self.levels[move.source].leaving_nbytes -= value.copies[move.source]
 
     def loaded(self, move: Load) -> bool:
         """A value was read; False if it is of no use any more."""
@@ -271,6 +273,17 @@ class Residency:
     def unpin(self, value: Value) -> None:
         value.pins -= 1
 
+    def rest(self, values: Iterable[Value]) -> None:
+        """Inputs of a task that just ended: not worth a write until `rested` says so."""
+        for value in values:
+            value.rests = True
+            self._orders[value.home].changed()
+
+    def rested(self, values: Iterable[Value]) -> None:
+        for value in values:
+            value.rests = False
+            self._orders[value.home].changed()
+
     # ------------------------------------------------------------------ what to do
 
     def due(self) -> list[Move]:
@@ -279,6 +292,10 @@ class Residency:
             if self.levels[number].shortage_nbytes():
                 self.relieve(number, mark=LOW_WATER)
         return self.take_moves()
+
+    def is_last(self, number: int) -> bool:
+        """Whether values do not go down any further than this tier."""
+        return all(number >= chain[-1] for chain in self.chains.values())
 
     @property
     def is_writing(self) -> bool:
@@ -309,15 +326,19 @@ class Residency:
 
         Only into free room, or into that of values that are needed later.
         """
+        ahead_nbytes = 0
         for key in keys:
-            if self._loads >= MAX_MOVES:
-                return
             value = self.values.get(key)
-            if value is None or value.is_home or value.moving is not None:
+            if value is None or value.pins:
                 continue
             level = self.levels[value.home]
-            ahead_nbytes = level.reserved_nbytes + value.nbytes
-            if level.capacity_nbytes and ahead_nbytes > AHEAD_SHARE * level.capacity_nbytes:
+            if ahead_nbytes and level.capacity_nbytes is not None:
+                if ahead_nbytes + value.nbytes > AHEAD_SHARE * level.capacity_nbytes:
+                    return
+            ahead_nbytes += value.nbytes
+            if value.is_home or value.moving is not None:
+                continue
+            if self._loads >= MAX_MOVES:
                 return
             use = self.next_use(key)
             self.relieve(value.home, value.nbytes, later_than=use)
@@ -378,8 +399,7 @@ class Residency:
         move = Put(value.key, value.serial, number, below)
         value.moving = move
         self._puts += 1
-        if number == value.home:
-            self.levels[number].leaving_nbytes += value.nbytes
+        self.levels[number].leaving_nbytes += value.copies[number]
         self._done.append(move)
         return True
 
@@ -407,7 +427,7 @@ class Residency:
             order.renew(
                 sorted(
                     level.members.values(),
-                    key=lambda value: self.policy.rank(self._candidate(value, number)),
+                    key=lambda value: self._rank(value, number),
                 )
             )
         seen = []
@@ -422,13 +442,15 @@ class Residency:
         finally:
             order.left.extend(reversed(seen))
 
-    def _candidate(self, value: Value, number: int) -> Candidate:
-        return Candidate(
+    def _rank(self, value: Value, number: int) -> tuple[Any, ...]:
+        candidate = Candidate(
             nbytes=value.nbytes,
             next_use=self.next_use(value.key),
             last_used=value.last_used,
             is_clean=any(tier > number for tier in value.copies),
         )
+        is_worth_it = value.nbytes >= SMALL_NBYTES and (candidate.is_clean or not value.rests)
+        return (is_worth_it, self.policy.rank(candidate))
 
     def _current(self, move: Put | Load) -> Value | None:
         value = self.values.get(move.key)

@@ -18,68 +18,24 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from collections.abc import MutableMapping as MutableMappingABC
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from dask_gpurt.errors import DamagedValueError, TierFullError
-from dask_gpurt.frames.values import Flat
 from dask_gpurt.memory.admission import Admission, Claim
 from dask_gpurt.memory.inherited import Inherited
-from dask_gpurt.memory.port import Tier
+from dask_gpurt.memory.loans import Loans
+from dask_gpurt.memory.port import Lanes, Packing, Tier
+from dask_gpurt.memory.report import explained, reported, spilled
 from dask_gpurt.memory.residency import Drop, Load, Move, Priority, Put, Residency, Value
 
 logger = logging.getLogger("dask_gpurt.memory")
 
 HOME = 0
 
+#: Told which inputs of a task were lost, once it may begin.
+Tell = Callable[[set[Hashable]], None]
 #: What an operation may run out of without the bytes on disk being any worse.
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
-
-#: Takes a call and makes it later, elsewhere, in order.
-Lane = Callable[[Callable[[], None]], object]
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How values are measured and taken apart.
-
-    Attributes
-    ----------
-    sizeof
-        Bytes an object takes in memory.
-    flatten, restore
-        As `frames.values` has them.
-    """
-
-    sizeof: Callable[[Any], int]
-    flatten: Callable[[Any], Flat]
-    restore: Callable[[bytes, Any], Any]
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """Where work is done: writing and dropping, reading, and deciding."""
-
-    write: Lane
-    read: Lane
-    owner: Lane
-
-
-@dataclass(eq=False)
-class Held:
-    """A task's claim and whom to tell when it may begin."""
-
-    claim: Claim
-    tell: Callable[[set[Hashable]], None] = field(repr=False)
-
-
-@dataclass(eq=False)
-class Loan:
-    """A value that was read for messages, and how many of them want it."""
-
-    value: Any
-    nbytes: int
-    users: int = 0
 
 
 class TieredStore(MutableMappingABC[Hashable, Any]):
@@ -120,12 +76,11 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         self._objects: dict[Hashable, Any] = {}
         #: Where each tier has a value, by serial number and level.
         self._places: dict[tuple[int, int], Any] = {}
-        #: Objects read for messages, by serial number.
-        self._lent: dict[int, Loan] = {}
-        self._held: dict[Claim, Held] = {}
+        self._loans = Loans(residency.levels[HOME])
+        #: Whom to tell that a claim is ready.
+        self._tell: dict[Claim, Tell] = {}
         self._is_deciding = False
         self._is_closed = False
-        self._complained: set[str] = set()
         #: As stock's `SpillBuffer` has it: Dask's metrics read it.
         self.cumulative_metrics: defaultdict[tuple[str, str], float] = defaultdict(float)
 
@@ -149,8 +104,8 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             if key in self._objects:
                 self._count("memory-read", found.nbytes)
                 return self._objects[key]
-            if found.serial in self._lent:
-                return self._lent[found.serial].value
+            if found.serial in self._loans:
+                return self._loans[found.serial]
         # Whoever did not claim the key waits for it here; the object is not kept.
         return self._read_through(key)
 
@@ -181,7 +136,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         keys: Collection[Hashable],
         output_nbytes: int,
         priority: Priority,
-        tell: Callable[[set[Hashable]], None],
+        tell: Tell,
     ) -> tuple[Claim, bool]:
         """A task wants to run: its inputs at home, and room for its output. From the owner.
 
@@ -192,18 +147,26 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """
         with self._lock:
             claim = self.admission.ask(name, keys, output_nbytes, priority)
-            self._held[claim] = Held(claim, tell)
+            self._tell[claim] = tell
         self._decide_now(telling=claim)
         return claim, claim.is_ready and not claim.lost
 
     def end(self, claim: Claim) -> None:
         """The task of a claim ended or gave up. From the owner."""
         with self._lock:
-            self._held.pop(claim, None)
+            self._tell.pop(claim, None)
             self.admission.end(claim)
-            busy = self.admission.n_waiting or self._is_short() or self.has_cold
+            if claim.values and self._is_under_pressure():
+                self.residency.rest(claim.values)
+                self._lanes.later(lambda: self._rested(claim))
+            busy = self.admission.n_waiting or self._is_under_pressure()
         if busy:
             self.decide()
+
+    def _rested(self, claim: Claim) -> None:
+        with self._lock:
+            self.residency.rested(claim.values)
+        self.decide()
 
     def lend(self, key: Hashable) -> int | None:
         """Have a value at hand for a message, without bringing it home. May read: not the owner.
@@ -216,31 +179,21 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             value = self.residency.values.get(key)
             if value is None:
                 return None
-            loan = self._lent.get(value.serial)
-            if loan is not None:
-                loan.users += 1
+            if self._loans.again(value.serial):
                 return value.serial
         try:
             found = self._read_through(key)
         except KeyError:
             return None
         with self._lock:
-            loan = self._lent.get(value.serial)
-            if loan is None:
-                # It may have come home meanwhile; then this counts the same memory twice, briefly.
-                loan = self._lent[value.serial] = Loan(found, value.nbytes)
-                self.residency.levels[HOME].reserved_nbytes += loan.nbytes
-            loan.users += 1
+            if not self._loans.again(value.serial):
+                self._loans.add(value.serial, found, value.nbytes)
         return value.serial
 
     def take_back(self, serial: int) -> None:
         """A message that a value was lent for is through."""
         with self._lock:
-            loan = self._lent[serial]
-            loan.users -= 1
-            if not loan.users:
-                del self._lent[serial]
-                self.residency.levels[HOME].reserved_nbytes -= loan.nbytes
+            self._loans.take_back(serial)
 
     # ------------------------------------------------------------------ deciding
 
@@ -262,14 +215,17 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             if self.has_cold:
                 self.residency.load_ahead(self._upcoming())
                 moves += self.residency.take_moves()
-            told = [self._held[claim] for claim in ready if claim in self._held]
+            told = [(self._tell[claim], claim) for claim in ready if claim in self._tell]
             self._carry_out(moves)
-        for held in told:
-            if held.claim is not telling or held.claim.lost:
-                held.tell(held.claim.lost)
+        for tell, claim in told:
+            if claim is not telling or claim.lost:
+                tell(claim.lost)
 
     def _is_short(self) -> bool:
         return any(level.shortage_nbytes() for level in self.residency.levels)
+
+    def _is_under_pressure(self) -> bool:
+        return self.has_cold or self._is_short()
 
     def is_cold(self, key: Hashable) -> bool:
         """Whether a value is here, but not in memory."""
@@ -362,17 +318,17 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
                 flat = self._tiers[move.source].get(place)
         except Exception as error:
             # Whatever a value's own pickling raises: it is a matter of that value alone.
-            self._complain(f"cannot put {move.key!r} away ({error!r}); it stays in memory")
+            logger.warning("cannot put %r away; it stays in memory: %s", move.key, error)
             self._failed_to_put(move, for_good=True)
             return
         try:
             place = tier.put(flat)
         except TierFullError:
             # Another tier may take what this one has no room for, or no use.
-            self._failed_to_put(move, for_good=move.target + 1 in self._tiers)
+            self._failed_to_put(move, for_good=not self.residency.is_last(move.target))
             return
-        except (OSError, MemoryError) as error:
-            self._complain(f"cannot write to {tier.name} ({error}); values stay in memory")
+        except (OSError, MemoryError):
+            # The tier says what is wrong, once; values stay where they are.
             self._failed_to_put(move)
             return
         del flat, source
@@ -469,12 +425,6 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
                 self._remove(value.key)
         self._lanes.owner(lambda: self._on_lost(value.key))
 
-    def _complain(self, problem: str) -> None:
-        # Once: a full disk would otherwise fill the log as well.
-        if problem not in self._complained and len(self._complained) < 100:
-            self._complained.add(problem)
-            logger.error("%s", problem)
-
     def _count(self, label: str, nbytes: int) -> None:
         self.cumulative_metrics[label, "count"] += 1
         self.cumulative_metrics[label, "bytes"] += nbytes
@@ -500,14 +450,8 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     @property
     def spilled_total(self) -> tuple[int, int]:
         """Bytes of values that are not in memory: in memory they would take, and as kept."""
-        memory = kept = 0
         with self._lock:
-            if self.has_cold:
-                for value in self.residency.values.values():
-                    if not value.is_home:
-                        memory += value.nbytes
-                        kept += value.copies[max(value.copies)]
-        return memory, kept
+            return spilled(self.residency) if self.has_cold else (0, 0)
 
     @property
     def fast(self) -> Mapping[Hashable, Any]:
@@ -527,50 +471,14 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         return freed or -1
 
     def explain(self, key: Hashable) -> dict[str, Any]:
-        """Where a value is and why it may or may not leave.
-
-        Raises
-        ------
-        KeyError
-            It is not here.
-        """
+        """Where a value is and why it may or may not leave; `KeyError` if it is not here."""
         with self._lock:
-            value = self.residency.values[key]
-            names = [level.name for level in self.residency.levels]
-            return {
-                "key": key,
-                "nbytes": value.nbytes,
-                "levels": {names[level]: nbytes for level, nbytes in value.copies.items()},
-                "moving": type(value.moving).__name__.lower() if value.moving else None,
-                "pins": value.pins,
-                "next_use": self.residency.next_use(key),
-                "policy": self.residency.policy.name,
-                "refused_by": [names[level] for level in sorted(value.refused)],
-            }
+            return explained(self.residency, key)
 
     def report(self) -> dict[str, Any]:
         """Levels and what was admitted, for `status`."""
         with self._lock:
-            return {
-                "policy": self.residency.policy.name,
-                "levels": [
-                    {
-                        "name": level.name,
-                        "used_nbytes": level.used_nbytes,
-                        "reserved_nbytes": level.reserved_nbytes,
-                        "capacity_nbytes": level.capacity_nbytes,
-                        "values": len(level.members),
-                        "is_blocked": level.is_blocked,
-                    }
-                    for level in self.residency.levels
-                ],
-                "waiting": self.admission.n_waiting,
-                "overcommitted": self.admission.overcommitted,
-                "io": {
-                    f"{label}-{unit}": amount
-                    for (label, unit), amount in sorted(self.cumulative_metrics.items())
-                },
-            }
+            return reported(self.residency, self.admission, self.cumulative_metrics)
 
     def close(self) -> None:
         """Let go of everything."""

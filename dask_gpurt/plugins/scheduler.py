@@ -19,7 +19,7 @@ from distributed.protocol.pickle import dumps
 import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import StrictFallbackError
-from dask_gpurt.plugins import seams
+from dask_gpurt.plugins import memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
 from dask_gpurt.plugins.worker import NAME, bootstrap
@@ -69,12 +69,16 @@ class GpurtScheduler(SchedulerPlugin):
             return
         scheduler.handlers["gpurt_worker_ready"] = self.worker_ready
         scheduler.handlers["gpurt_sketch"] = self.sketch
+        scheduler.handlers["gpurt_next_uses"] = self.next_uses
         scheduler.handlers["gpurt_disable"] = self.disable
         scheduler.handlers["gpurt_configure"] = self.configure
         self._swap = seams.SpecSwap(scheduler, self._choose, self._everyone_reported)
         self.is_active = True
         await scheduler.register_worker_plugin(
-            None, dumps(bootstrap(self.version)), name=NAME, idempotent=False
+            None,
+            dumps(bootstrap(self.version, self.settings.to_plain())),
+            name=NAME,
+            idempotent=False,
         )
 
     def _unusable(self) -> str | None:
@@ -104,8 +108,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off.
-        for name in ("gpurt_worker_ready", "gpurt_sketch", "gpurt_disable", "gpurt_configure"):
-            self.scheduler.handlers.pop(name, None)
+        for name in ("worker_ready", "sketch", "next_uses", "disable", "configure"):
+            self.scheduler.handlers.pop(f"gpurt_{name}", None)
         await self.scheduler.unregister_worker_plugin(None, name=NAME)
         self.scheduler.remove_plugin(NAME)
 
@@ -177,6 +181,10 @@ class GpurtScheduler(SchedulerPlugin):
         while len(self._sketches) > MAX_SKETCHES:
             self._sketches.popitem(last=False)
         return None
+
+    async def next_uses(self, keys: list[Any]) -> list[Any]:
+        """Handler: when values are needed next, for a worker that runs short of memory."""
+        return memory_seams.next_uses(self.scheduler, keys)
 
     def _obstacle(self, stock: seams.ShuffleSpec[Any]) -> tuple[str, str | None]:
         if isinstance(stock, seams.ArrayRechunkSpec):

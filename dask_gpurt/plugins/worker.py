@@ -20,11 +20,12 @@ from distributed.diagnostics.plugin import WorkerPlugin
 import dask_gpurt
 from dask_gpurt.codecs.chooser import Chooser
 from dask_gpurt.codecs.rule import Mode
-from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
 from dask_gpurt.plugins.links import OUTGOING, Links
+from dask_gpurt.plugins.memory import ManagedMemory, obstacle
 from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 
@@ -76,6 +77,10 @@ class WorkerState:
             self._budget = Budget(0)
         self._budget.limit_nbytes = settings.memory_nbytes(self._memory_limit_nbytes())
         return self._budget
+
+    def shards_nbytes(self) -> int:
+        """Memory that shards take on this worker now."""
+        return self._budget.used_nbytes if self._budget is not None else 0
 
     def _memory_limit_nbytes(self) -> int:
         limit = self._worker.memory_manager.memory_limit
@@ -183,7 +188,7 @@ class Attachment:
 
     version = dask_gpurt.__version__
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, settings: Settings) -> None:
         from dask_gpurt.plugins.exchange_run import ExchangeRun
 
         self._worker = worker
@@ -192,23 +197,42 @@ class Attachment:
             worker, lambda run: isinstance(run, ExchangeRun), partial(sketch, worker)
         )
 
+        self._unmanaged_reason = obstacle(worker, settings.memory)
+        self._memory: ManagedMemory | None = None
+        if self._unmanaged_reason is None:
+            self._memory = ManagedMemory(worker, settings.memory, state.shards_nbytes)
+        else:
+            logger.info("Dask's own store stays: %s", self._unmanaged_reason)
+
         async def gpurt_report() -> dict[str, Any]:
-            return state.report()
+            memory = self._memory.report() if self._memory is not None else None
+            return {**state.report(), "memory": memory, "unmanaged": self._unmanaged_reason}
 
         worker.handlers["gpurt_report"] = gpurt_report
 
     def task_left(self, key: Any, state: str) -> None:
-        self.state.task_left(key, state)
+        if state == "long-running":
+            if self._memory is not None:
+                self._memory.seceded(key)
+        else:
+            self.state.task_left(key, state)
 
     async def detach(self) -> None:
         """Leave the worker as stock has it. Runs that are under way go on."""
         self._lookup.remove()
+        if self._memory is not None:
+            self._memory.close()
         self._worker.handlers.pop("gpurt_report", None)
         await self.state.links.close()
 
 
-def bootstrap(version: str) -> WorkerPlugin:
+def bootstrap(version: str, settings: dict[str, Any]) -> WorkerPlugin:
     """Plugin that attaches the runtime to a worker, or says why it cannot.
+
+    Parameters
+    ----------
+    settings
+        As plain values.
 
     The class is local so that it is pickled by value: a worker without this package can load it.
     """
@@ -227,12 +251,13 @@ def bootstrap(version: str) -> WorkerPlugin:
                     break
                 await asyncio.sleep(0)
             try:
+                from dask_gpurt.config import Settings
                 from dask_gpurt.plugins.worker import Attachment
 
                 if Attachment.version != version:
                     problem = f"dask-gpurt {Attachment.version} is installed there, not {version}"
                 else:
-                    self._attachment = Attachment(worker)
+                    self._attachment = Attachment(worker, Settings.from_plain(settings))
             except ImportError as error:
                 problem = f"dask-gpurt cannot be imported there ({error})"
             except Exception as error:
@@ -249,8 +274,15 @@ def bootstrap(version: str) -> WorkerPlugin:
             await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
 
         def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-            ended = finish in ("memory", "error", "released", "rescheduled", "forgotten")
-            if ended and self._attachment is not None:
+            left = finish in (
+                "memory",
+                "error",
+                "released",
+                "rescheduled",
+                "forgotten",
+                "long-running",
+            )
+            if left and self._attachment is not None:
                 self._attachment.task_left(key, finish)
 
         async def teardown(self, worker: Any) -> None:

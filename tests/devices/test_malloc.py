@@ -35,7 +35,7 @@ def mallopt(monkeypatch):
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
     mallopt = FakeMallopt()
-    monkeypatch.setattr(malloc, "_trim", lambda: mallopt.calls.append("trim"))
+    monkeypatch.setattr(malloc, "trim", lambda: mallopt.calls.append("trim"))
     return mallopt
 
 
@@ -132,7 +132,7 @@ def test_nothing_happens_without_glibc(monkeypatch, load):
     monkeypatch.setattr(ctypes, "CDLL", load)
     trimmed = []
     keeper = PageKeeper(100 * MIB)
-    monkeypatch.setattr(malloc, "_trim", lambda: trimmed.append(True))
+    monkeypatch.setattr(malloc, "trim", lambda: trimmed.append(True))
     keeper.acquire()
     keeper.release()
     assert trimmed == []
@@ -141,7 +141,7 @@ def test_nothing_happens_without_glibc(monkeypatch, load):
 @pytest.mark.parametrize("load", [lambda *_: OtherLibrary(), _no_library])
 def test_trimming_without_glibc_is_no_error(monkeypatch, load):
     monkeypatch.setattr(ctypes, "CDLL", load)
-    malloc._trim()
+    malloc.trim()
 
 
 class GlibcLike:

@@ -175,7 +175,8 @@ def test_reads_ahead_take_free_room_or_that_of_later_values():
     residency.take_moves()
     residency.load_ahead("efgh")
     assert [move.key for move in residency.take_moves()] == ["e"]
-    assert residency.levels[0].reserved_nbytes <= AHEAD_SHARE * 190
+    # The next one would be more than the share; the first may be, or nothing large ever moved.
+    assert residency.levels[0].reserved_nbytes == 40 > AHEAD_SHARE * 190
 
 
 def test_a_claim_waits_for_room_and_the_first_never_for_ever():
@@ -211,8 +212,8 @@ def test_n_tasks_of_four_tenths_never_run_more_than_two_at_a_time():
     claims = [admission.ask(n, [], 40, (n,)) for n in range(6)]
     most = 0
     while any(not claim.is_ready for claim in claims):
-        for claim in admission.due():
-            most = max(most, len(admission.running))
+        admission.due()
+        most = max(most, len(admission.running))
         for claim in [*admission.running][:1]:
             admission.end(claim)
     assert most == 2
@@ -331,11 +332,12 @@ class Histories(RuleBasedStateMachine):
         loading = sum(value.nbytes for value in values if isinstance(value.moving, Load))
         promised = sum(claim.output_nbytes for claim in self.admission.running)
         assert self.levels[0].reserved_nbytes == loading + promised
-        assert self.levels[0].leaving_nbytes == sum(
-            value.nbytes
-            for value in values
-            if isinstance(value.moving, Put) and value.moving.source == 0
-        )
+        for number, level in enumerate(self.levels):
+            assert level.leaving_nbytes == sum(
+                value.copies[number]
+                for value in values
+                if isinstance(value.moving, Put) and value.moving.source == number
+            )
 
     @invariant()
     def every_value_is_somewhere(self):

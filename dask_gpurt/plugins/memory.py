@@ -1,0 +1,280 @@
+"""Managed memory on one worker: the store in place of the worker's own, and what it listens to.
+
+Makes the tiers that settings ask for, has tasks claim room before they run and values read off the
+event loop before they are sent, tells the store what the worker and the scheduler know of the
+future, and how much room is left by what it does not manage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import key_split
+
+from dask_gpurt.config import MemorySettings
+from dask_gpurt.devices import malloc
+from dask_gpurt.frames.values import flatten, restore
+from dask_gpurt.memory.directory import sweep
+from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.host_tiers import CompressedTier
+from dask_gpurt.memory.inherited import InheritedTier
+from dask_gpurt.memory.policy import POLICIES
+from dask_gpurt.memory.port import Lanes, Packing, Tier
+from dask_gpurt.memory.residency import Level, Residency
+from dask_gpurt.memory.sizes import Sizes
+from dask_gpurt.memory.store import TieredStore
+from dask_gpurt.plugins import memory_seams
+from dask_gpurt.plugins.seams import event_loop
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+logger = logging.getLogger("dask_gpurt.memory")
+
+#: The store keeps at least this share of its room, however much memory it does not know of.
+LEAST_SHARE = 0.25
+#: Tasks ahead of the one that runs, for each thread, whose inputs may be read early.
+TASKS_AHEAD = 8
+#: A worker under pressure asks the scheduler about this many values at a time.
+MAX_ASKED = 5_000
+#: Free pages go back to the system this often at most.
+TRIM_INTERVAL_S = 1.0
+#: Inputs that nobody else is known to want are not written for so long after their task: the
+#: scheduler's word that they can go is on its way.
+REST_S = 0.05
+#: What the process takes besides comes and goes with every task: the median of so many looks.
+SAMPLES = 5
+#: With nothing moving or ending for so long, the next task begins although it does not fit: it
+#: may be what the running ones wait for.
+PATIENCE_S = 10.0
+
+
+def obstacle(worker: Worker, settings: MemorySettings) -> str | None:
+    """Why this worker keeps the store it has; None if it gets ours."""
+    if not settings.enabled:
+        return "gpurt.memory.enabled is false"
+    if memory_seams.spill_marks_nbytes(worker) is None:
+        return "the worker has no memory limit, or distributed.worker.memory.spill is off"
+    kind = type(worker.data)
+    if kind.__module__.startswith("dask_cuda") and not settings.replace_dask_cuda:
+        return "the worker has dask-cuda's store, and gpurt.memory.replace-dask-cuda is false"
+    if kind is memory_seams.SpillBuffer or kind.__module__.startswith("dask_cuda"):
+        return None
+    return f"the worker has a store of its own kind ({kind.__module__}.{kind.__qualname__})"
+
+
+class ManagedMemory:
+    """The store of one worker, from when the runtime is attached until it is detached.
+
+    Parameters
+    ----------
+    shards_nbytes
+        Bytes that shards of shuffles take on this worker now.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: MemorySettings,
+        shards_nbytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._worker = worker
+        self._shards_nbytes = shards_nbytes
+        self._loop = event_loop(worker)
+        self._stock: Any = worker.data
+        self._sizes = Sizes()
+        self._hints: dict[Hashable, Any] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
+        self._trimmed_at = self._moved_at = self._loop.time()
+        self._upcoming: list[Hashable] = []
+        self._started = 0
+        self._claims: dict[Hashable, Any] = {}
+        marks = memory_seams.spill_marks_nbytes(worker)
+        assert marks is not None
+        self._target_nbytes, self._spill_nbytes = marks
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="gpurt-spill")
+        self._reader = ThreadPoolExecutor(2, thread_name_prefix="gpurt-unspill")
+        tiers, levels = self._tiers(settings)
+        self.store = TieredStore(
+            Residency(
+                [Level("memory", self._target_nbytes), *levels],
+                {0: tuple(range(1, len(levels)))},
+                POLICIES[settings.policy],
+                self._next_use,
+            ),
+            tiers,
+            Packing(
+                memory_seams.safe_sizeof,
+                partial(flatten, dumps=memory_seams.dumps),
+                partial(restore, loads=memory_seams.loads),
+            ),
+            Lanes(self._writer.submit, self._reader.submit, self._on_loop, self._later),
+            upcoming=self._soon,
+            on_lost=partial(memory_seams.recompute, worker),
+        )
+        self.store.adopt(*memory_seams.take_over(self._stock), level=len(levels))
+        self._swap = memory_seams.StoreSwap(
+            worker,
+            self.store,
+            execute=self._execute,
+            get_data=self._get_data,
+            monitor=self._monitor,
+        )
+
+    def _tiers(self, settings: MemorySettings) -> tuple[list[Tier], list[Level]]:
+        parent = settings.directory or self._worker.local_directory
+        sweep(parent)
+        limit = settings.disk_limit_nbytes or self._worker.memory_manager.max_spill or None
+        disk = DiskTier(
+            parent,
+            limit,
+            None if settings.compression == "none" else settings.compression,
+            lambda *moved: self.store.on_io(*moved),
+        )
+        tiers: list[Tier] = [disk, InheritedTier(self._stock.slow, flatten)]
+        if settings.compressed_nbytes:
+            tiers.insert(0, CompressedTier(settings.compressed_nbytes))
+        return tiers, [Level(tier.name, tier.capacity_nbytes) for tier in tiers]
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(call)
+
+    def _later(self, call: Callable[[], None]) -> None:
+        self._loop.call_later(REST_S, call)
+
+    # ------------------------------------------------------------------ tasks and messages
+
+    async def _execute(self, stock: Callable[..., Awaitable[Any]], key: Any, **kwargs: Any) -> Any:
+        task = self._worker.state.tasks.get(key)
+        if task is None:
+            return await stock(key, **kwargs)
+        group = key_split(key)
+        begun: asyncio.Future[set[Hashable]] = self._loop.create_future()
+
+        def begin(lost: set[Hashable]) -> None:
+            if not begun.done():  # the wait may have been cancelled, as when a worker closes
+                begun.set_result(lost)
+
+        claim, is_ready = self.store.claim(
+            key,
+            [dependency.key for dependency in task.dependencies],
+            self._sizes.expected(group) or 0,
+            task.priority or (),
+            begin,
+        )
+        self._claims[key] = claim
+        try:
+            if not is_ready and (await begun or memory_seams.is_cancelled(self._worker, key)):
+                return memory_seams.reschedule(key)
+            event = await stock(key, **kwargs)
+        finally:
+            if self._claims.get(key) is claim:
+                del self._claims[key]
+            self.store.end(claim)
+            self._moved_at = self._loop.time()
+        nbytes = memory_seams.result_nbytes(event)
+        if nbytes is not None:
+            self._sizes.learn(group, nbytes)
+        return event
+
+    def seceded(self, key: Hashable) -> None:
+        """A task left its thread and may wait for others: it keeps no room."""
+        if (claim := self._claims.pop(key, None)) is not None:
+            self.store.end(claim)
+
+    async def _get_data(
+        self, stock: Callable[..., Awaitable[Any]], comm: Any, keys: Iterable[Any], **kwargs: Any
+    ) -> Any:
+        cold = [key for key in keys if self.store.is_cold(key)]
+        loans: list[int] = []
+        try:
+            for key in cold:
+                loan = None
+                # Without room for it the message goes without it, and its worker asks again.
+                with contextlib.suppress(MemoryError, OSError):
+                    loan = await self._loop.run_in_executor(self._reader, self.store.lend, key)
+                if loan is not None:
+                    loans.append(loan)
+            return await stock(comm, keys, **kwargs)
+        finally:
+            for loan in loans:
+                self.store.take_back(loan)
+
+    # ------------------------------------------------------------------ what lies ahead
+
+    def _next_use(self, key: Hashable) -> Any:
+        here = memory_seams.next_local_use(self._worker, key)
+        hint = self._hints.get(key)
+        if here is None or hint is None:
+            return hint if here is None else here
+        return min(here, hint)
+
+    def _soon(self) -> list[Hashable]:
+        # Looking into the queue costs a pass over it, so what was seen serves for some tasks.
+        started = self._worker.state.executed_count
+        ahead = TASKS_AHEAD * self._worker.state.nthreads
+        if not self._upcoming or started - self._started >= ahead // 2:
+            self._started = started
+            self._upcoming = list(memory_seams.queued_inputs(self._worker, ahead))
+        return self._upcoming
+
+    async def _ask_ahead(self) -> None:
+        """Ask the scheduler when values are needed that nothing here waits for."""
+        keys = [
+            key for key in self.store if memory_seams.next_local_use(self._worker, key) is None
+        ][:MAX_ASKED]
+        try:
+            uses = await self._worker.scheduler.gpurt_next_uses(keys=keys)
+        except OSError:
+            return  # the scheduler is gone or busy; there is a next time
+        self._hints = {
+            key: tuple(use) for key, use in zip(keys, uses, strict=True) if use is not None
+        }
+
+    # ------------------------------------------------------------------ room
+
+    async def _monitor(self, process_nbytes: int) -> None:
+        """Fit the store's room to what the process takes besides."""
+        now = self._loop.time()
+        shards_nbytes = self._shards_nbytes()
+        room = self._target_nbytes
+        if self._spill_nbytes is not None:
+            if process_nbytes > self._spill_nbytes and now - self._trimmed_at > TRIM_INTERVAL_S:
+                self._trimmed_at = now
+                await self._loop.run_in_executor(self._writer, malloc.trim)
+                process_nbytes = self._worker.monitor.get_process_memory()
+            managed_nbytes = self.store.managed_nbytes + shards_nbytes
+            self._unmanaged.append(process_nbytes - managed_nbytes)
+            unmanaged_nbytes = max(0, int(median(self._unmanaged)))
+            room = min(room, self._spill_nbytes - unmanaged_nbytes)
+        self.store.fit(max(room - shards_nbytes, int(LEAST_SHARE * self._target_nbytes)))
+        self.store.retry()
+        if now - self._moved_at > PATIENCE_S and self.store.hurry():
+            self._moved_at = now
+        self.store.decide()
+        if self.store.has_cold and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask_ahead(), name="gpurt-next-uses")
+
+    def report(self) -> dict[str, Any]:
+        """For `status`."""
+        return self.store.report()
+
+    def close(self) -> None:
+        """Leave the worker with the store it had, and with everything in that."""
+        if self._asking is not None:
+            self._asking.cancel()
+        for key in list(self.store):
+            self._stock[key] = self.store[key]
+        self._swap.remove(self._stock)
+        self.store.close()
+        self._writer.shutdown(wait=False)
+        self._reader.shutdown(wait=False)

@@ -1,0 +1,200 @@
+"""Private names of distributed that managed memory touches; the rest is in `plugins.seams`.
+
+Contract tests in `tests/plugins/test_memory_seams.py` fail when distributed moves any of it.
+
+| what | why | taken back by |
+|---|---|---|
+| `Worker.memory_manager.data`, `Worker.state.data` | our store is the one that the worker and its
+state machine use | `StoreSwap.remove` |
+| `SpillBuffer.fast`, `.slow`, `._slow_uncached` | what a worker has when the runtime comes is taken
+over where it is | |
+| `Worker.execute` | a task begins once its inputs are at home and its output has room, and not by
+reading from disk on the event loop | `StoreSwap.remove` |
+| handler `get_data` | values that are sent are read off the event loop | `StoreSwap.remove` |
+| `WorkerMemoryManager._maybe_spill` | memory that the store does not know of shrinks its room;
+stock would write on the event loop | `StoreSwap.remove` |
+| `WorkerState.tasks`, `.ready`, `TaskState.dependents` | which value is needed next | |
+| `FreeKeysEvent`, `ReleaseWorkerDataMsg` | a value that cannot be read back is computed again | |
+| `TaskState.waiters`, `.waiting_on`, `.priority`, `.state` of the scheduler | the next use of a
+value that no task here waits for | |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Hashable, Iterator, MutableMapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from distributed.metrics import time
+from distributed.protocol.pickle import dumps, loads
+from distributed.sizeof import safe_sizeof
+from distributed.spill import SpillBuffer
+from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent, RescheduleEvent
+
+from dask_gpurt.memory.foresight import Outlook, reachable
+
+if TYPE_CHECKING:
+    from distributed import Scheduler, Worker
+
+__all__ = [
+    "SpillBuffer",
+    "StoreSwap",
+    "dumps",
+    "is_cancelled",
+    "loads",
+    "next_local_use",
+    "next_uses",
+    "queued_inputs",
+    "recompute",
+    "reschedule",
+    "safe_sizeof",
+    "spill_marks_nbytes",
+    "take_over",
+    "result_nbytes",
+]
+
+#: States of a task on a worker that will still take its inputs.
+_WILL_USE = frozenset({"waiting", "ready", "constrained"})
+
+Execute = Callable[..., Awaitable[Any]]
+
+
+class StoreSwap:
+    """Puts a store in place of the one that a worker has.
+
+    Parameters
+    ----------
+    worker
+        A live worker.
+    store
+        Takes over; what the worker has already must be in it.
+    execute
+        Called in place of `Worker.execute`, with that as its first argument.
+    get_data
+        Called in place of the handler, with that as its first argument.
+    monitor
+        Awaited with the process' memory in bytes, every
+        `distributed.worker.memory.monitor-interval`.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        store: MutableMapping[Any, Any],
+        *,
+        execute: Callable[..., Awaitable[Any]],
+        get_data: Callable[..., Awaitable[Any]],
+        monitor: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self._worker = worker
+        self._stock_get_data = stock_get_data = worker.handlers["get_data"]
+        stock_execute = worker.execute
+
+        async def gpurt_execute(key: Any, *, stimulus_id: str) -> Any:
+            return await execute(stock_execute, key, stimulus_id=stimulus_id)
+
+        async def gpurt_get_data(comm: Any, keys: Any, **kwargs: Any) -> Any:
+            return await get_data(stock_get_data, comm, keys, **kwargs)
+
+        async def maybe_spill(worker: Worker, memory: int) -> None:
+            await monitor(memory)
+
+        # Dask looks at the names of a handler's parameters.
+        gpurt_get_data.__signature__ = inspect.signature(stock_get_data)  # type: ignore[attr-defined]
+        self._put(store)
+        worker.execute = gpurt_execute  # type: ignore[method-assign]
+        worker.get_data = gpurt_get_data  # type: ignore[method-assign, assignment]
+        worker.handlers["get_data"] = gpurt_get_data
+        worker.memory_manager._maybe_spill = maybe_spill  # type: ignore[method-assign]
+
+    def _put(self, store: MutableMapping[Any, Any]) -> None:
+        self._worker.memory_manager.data = store
+        self._worker.state.data = store
+
+    def remove(self, stock: MutableMapping[Any, Any]) -> None:
+        """Give the stock methods back, and the worker a store that has what ours had."""
+        self._put(stock)
+        for name in ("execute", "get_data"):
+            vars(self._worker).pop(name, None)
+        vars(self._worker.memory_manager).pop("_maybe_spill", None)
+        self._worker.handlers["get_data"] = self._stock_get_data
+
+
+def take_over(stock: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
+    """What a stock store has: objects, which are taken out of it, and bytes of those on disk."""
+    objects = dict(stock.fast)
+    cold = {key: weight.memory for key, weight in stock._slow_uncached.weight_by_key.items()}
+    for key in objects:
+        del stock[key]
+    return objects, cold
+
+
+def spill_marks_nbytes(worker: Worker) -> tuple[int, int | None] | None:
+    """Above which managed memory, and which memory of the process, a worker spills, in bytes.
+
+    The second is None where only managed memory counts; all of it if the worker never spills.
+
+    Stock finds out that the process is over `spill` after the fact, and then spills far below it.
+    With room reserved beforehand that much slack is not needed: the mark is half-way to `pause`.
+    """
+    manager = worker.memory_manager
+    limit, target = manager.memory_limit, manager.memory_target_fraction
+    spill, pause = manager.memory_spill_fraction, manager.memory_pause_fraction
+    if not limit or not (target or spill):
+        return None
+    mark = (spill + max(spill, pause or 1.0)) / 2 if spill else None
+    return int(limit * (target or spill)), int(limit * mark) if mark else None
+
+
+def next_local_use(worker: Worker, key: Hashable) -> Any:
+    """When a task on this worker takes a value next; None if none is known to."""
+    task = worker.state.tasks.get(key)  # type: ignore[call-overload]
+    if task is None:
+        return None
+    uses = [user.priority for user in task.dependents if user.state in _WILL_USE]
+    return reachable(min(uses)) if uses else None
+
+
+def queued_inputs(worker: Worker, n_tasks: int) -> Iterator[Any]:
+    """Inputs of the tasks that this worker will begin next, in that order."""
+    for task in islice(worker.state.ready.peekn(n_tasks), n_tasks):
+        for dependency in task.dependencies:
+            yield dependency.key
+
+
+def result_nbytes(event: Any) -> int | None:
+    """Size of a result in bytes; None if the task has none."""
+    return event.nbytes if isinstance(event, ExecuteSuccessEvent) else None
+
+
+def is_cancelled(worker: Worker, key: Any) -> bool:
+    """Whether nobody wants a task any more that was told to begin."""
+    task = worker.state.tasks.get(key)
+    return task is None or task.state == "cancelled"
+
+
+def reschedule(key: Any) -> Any:
+    """A task cannot run now: the scheduler will say when."""
+    return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-input-{time()}")
+
+
+def recompute(worker: Worker, key: Any) -> None:
+    """A value that the worker had is gone: have it computed again, here or elsewhere."""
+    if key in worker.state.tasks:
+        worker.handle_stimulus(FreeKeysEvent(keys=[key], stimulus_id=f"gpurt-lost-value-{time()}"))
+
+
+def next_uses(scheduler: Scheduler, keys: list[Any]) -> list[Any]:
+    """When each value is taken next, anywhere; None where nobody is known to."""
+    outlook: Outlook[Any] = Outlook(
+        priority=lambda task: task.priority,
+        waits_for=lambda task: task.waiting_on or (),
+        is_held_back=lambda task: task.state in ("queued", "no-worker"),
+    )
+    uses = []
+    for key in keys:
+        task = scheduler.tasks.get(key)
+        waiters = task.waiters if task is not None else None
+        uses.append(outlook.next_use(waiters) if waiters else None)
+    return uses

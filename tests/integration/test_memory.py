@@ -1,0 +1,212 @@
+"""Managed memory on real workers: more data than memory, damage, disabling, a live cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from dask import delayed
+from distributed import Client, Event, LocalCluster, wait, worker_client
+
+import dask_gpurt
+
+MIB = 1 << 20
+
+#: In one process with everything else, so that what the process takes besides is not looked at.
+MANAGED_ALONE = {
+    "distributed.worker.memory.target": 0.6,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.terminate": False,
+}
+
+
+@contextlib.contextmanager
+def cluster(memory_limit=32 * MIB, n_workers=2, n_threads=1, enable=True, **config):
+    settings = {**MANAGED_ALONE, "gpurt.enabled": False, **config}
+    with (
+        dask.config.set(settings),
+        LocalCluster(
+            n_workers=n_workers,
+            threads_per_worker=n_threads,
+            processes=False,
+            protocol="tcp://",
+            memory_limit=memory_limit,
+            dashboard_address=":0",
+            silence_logs=False,
+        ) as local,
+        Client(local) as client,
+    ):
+        if enable:
+            dask_gpurt.enable(client)
+        yield client
+
+
+def stores(client):
+    return [worker.data for worker in client.cluster.workers.values()]
+
+
+def on_disk(client):
+    return sum(len(store.disk) for store in stores(client))
+
+
+@delayed(pure=False)
+def block(number, nbytes=4 * MIB):
+    return np.full(nbytes // 8, number, dtype=np.int64)
+
+
+def test_more_data_than_memory():
+    with cluster() as client:
+        x = da.random.default_rng(0).random((24 * MIB // 8, 4), chunks=(MIB // 4, 4)).persist()
+        wait(x)
+        assert on_disk(client)
+        expected = None
+        for _ in range(3):
+            total = x.sum().compute()
+            expected = total if expected is None else expected
+            assert total == expected
+        for store in stores(client):
+            report = store.report()
+            memory = report["levels"][0]
+            assert memory["used_nbytes"] <= memory["capacity_nbytes"]
+            # Nothing was written twice.
+            assert report["io"]["disk-write-bytes"] <= 1.05 * x.nbytes
+
+
+def test_the_dashboards_figures_of_spilled_data():
+    with cluster() as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        workers = list(client.cluster.workers.values())
+        metrics = [client.sync(worker.get_metrics) for worker in workers]
+        cold = sum(m["spilled_bytes"]["memory"] for m in metrics)
+        at_home = sum(store.residency.levels[0].used_nbytes for store in stores(client))
+        # A value is in memory or spilled, and not both, however many copies there are.
+        assert cold + at_home == sum(m["managed_bytes"] for m in metrics)
+        assert all(m["spilled_bytes"]["disk"] > 0 for m in metrics)
+        assert all(worker.data.cumulative_metrics["disk-write", "bytes"] > 0 for worker in workers)
+
+
+def test_a_value_on_disk_is_sent_without_coming_home():
+    with cluster() as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        cold = next(key for store in stores(client) for key in store.disk)
+        (part,) = [p for p in parts if p.key == cold]
+        assert (part.result() == part.result()[0]).all()
+        assert any(store.is_cold(cold) for store in stores(client))
+
+
+def files(client):
+    return [
+        path
+        for worker in client.cluster.workers.values()
+        for path in pathlib.Path(worker.local_directory).glob("dask-gpurt-values-*/*")
+        if path.stat().st_size > MIB
+    ]
+
+
+@pytest.mark.parametrize("how", ["damaged", "deleted"])
+def test_a_value_whose_file_is_lost_is_computed_again(how):
+    with cluster() as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        found = files(client)
+        assert found
+        for path in found:
+            if how == "deleted":
+                path.unlink()
+            else:
+                with open(path, "r+b") as file:
+                    file.seek(path.stat().st_size // 2)
+                    byte = file.read(1)
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([byte[0] ^ 1]))
+        sums = client.compute([delayed(np.sum)(part) for part in parts])
+        got = client.gather(sums)
+        assert got == [n * (4 * MIB // 8) for n in range(24)]
+
+
+def test_disabling_gives_the_stock_store_back_with_everything_in_it():
+    with cluster() as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        assert on_disk(client)
+        paths = files(client)
+        dask_gpurt.disable(client)
+        for worker in client.cluster.workers.values():
+            assert type(worker.data).__name__ == "SpillBuffer"
+            assert worker.state.data is worker.data
+            assert "execute" not in vars(worker)
+        assert not any(path.exists() for path in paths)
+        for number, part in enumerate(parts):
+            assert (part.result() == number).all()
+
+
+def test_a_live_cluster_with_spilled_data_is_taken_over():
+    with cluster(enable=False) as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        assert any(worker.data.slow for worker in client.cluster.workers.values())
+        dask_gpurt.enable(client)
+        sums = client.gather(client.compute([delayed(np.sum)(part) for part in parts]))
+        assert sums == [n * (4 * MIB // 8) for n in range(24)]
+        dask_gpurt.disable(client)
+        for number, part in enumerate(parts):
+            assert (part.result() == number).all()
+
+
+def test_a_task_that_waits_for_others_does_not_keep_their_room():
+    def parent():
+        with worker_client() as inner:
+            return sum(inner.gather([inner.submit(child, n, pure=False) for n in range(4)]))
+
+    def child(number):
+        return int(np.full(20 * MIB // 8, number, dtype=np.int64).max())
+
+    with cluster(n_workers=1) as client:
+        # They are known to be large: what is learnt of one is expected of the next.
+        assert client.submit(parent, pure=False).result() == 6
+        assert client.submit(parent, pure=False).result() == 6
+
+
+def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr("dask_gpurt.plugins.memory.PATIENCE_S", 0.5)
+
+    def waits():
+        Event("go").wait()
+        return np.zeros(18 * MIB // 8)
+
+    def sets():
+        Event("go").set()
+        return np.zeros(18 * MIB // 8)
+
+    config = {"distributed.worker.memory.spill": 0.99}
+    with cluster(n_workers=1, n_threads=2, **config) as client:
+        # What the tasks make is known from others of their names.
+        for name in ("waits", "sets"):
+            client.submit(np.zeros, 18 * MIB // 8, key=f"{name}-0").result()
+        first = client.submit(waits, key="waits-1", priority=10)
+        second = client.submit(sets, key="sets-1")
+        wait([first, second])
+
+
+def test_without_a_limit_the_worker_keeps_what_it_has():
+    with cluster(memory_limit=0) as client:
+        status = dask_gpurt.status(client)
+        assert all("no memory limit" in w["unmanaged"] for w in status["workers"].values())
+        assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_status_shows_tiers():
+    with cluster() as client:
+        wait([client.compute(block(n)) for n in range(24)])
+        status = dask_gpurt.status(client)
+        for report in status["workers"].values():
+            names = [level["name"] for level in report["memory"]["levels"]]
+            assert names == ["memory", "disk", "inherited"]
