@@ -9,7 +9,9 @@ directory and goes after it. Whoever holds the lock may remove both, so:
 - the latter finds, once he has the lock, that the file he locked is not the one at its path, and
   starts over with another name.
 
-Directories and files are for their user alone. Those of other users are left alone.
+A process that was forked off holds the lock too: what it leaves is swept once both are gone.
+
+Directories and files are for their user alone. Those of other users are let be.
 """
 
 from __future__ import annotations
@@ -73,11 +75,14 @@ class ValueDirectory:
             assert self._path is not None
             return self._path, self._is_direct
 
-    def lost(self, path: str) -> None:
-        """If the directory at `path` is gone, make another one when it is next asked for."""
+    def lost(self, path: str) -> bool:
+        """Whether the directory at `path` is gone; another one is then made for whoever asks."""
         with self._making:
-            if path == self._path and not os.path.isdir(path):
+            if os.path.isdir(path):
+                return False
+            if path == self._path:
                 self._remove()
+            return True
 
     def remove(self) -> None:
         """Remove it and all that is in it."""

@@ -1,8 +1,8 @@
 """The disk tier: one file a value, named by a number, in a directory of this process alone.
 
-What is written where is `memory.value_file`'s business, how bytes get to the disk that of
-`memory.block_io`, and whose files may be removed that of `memory.directory`. This module keeps the
-account and deals with what goes wrong: a value is either kept whole, or not at all.
+How a value becomes a file is the business of `memory.value_io`, whose files may be removed that of
+`memory.directory`. This module keeps the account and deals with what goes wrong: a value is either
+kept whole, or not at all.
 
 Locking: `_lock` guards the account and is never held over I/O. Nothing here needs a file to be
 there for longer than it takes to open it, so a value may be dropped while it is read.
@@ -14,72 +14,26 @@ import errno
 import itertools
 import logging
 import os
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from dask_gpurt.codecs.coders import compress, decompress
-from dask_gpurt.errors import DamagedValueError, ProtocolError, TierFullError
+from dask_gpurt.errors import TierFullError
 from dask_gpurt.frames.values import Flat
 from dask_gpurt.memory.backoff import Backoff, Complaints
-from dask_gpurt.memory.block_io import (
-    Bounces,
-    empty_blocks,
-    is_aligned,
-    read_into,
-    write_all,
-    write_through,
-)
-from dask_gpurt.memory.checksums import checksum
+from dask_gpurt.memory.block_io import empty_blocks
 from dask_gpurt.memory.directory import ValueDirectory
-from dask_gpurt.memory.value_file import (
-    BLOCK_NBYTES,
-    CODERS,
-    SMALL_NBYTES,
-    Bytes,
-    Entry,
-    Layout,
-    layout_of,
-    padded,
-    read_lead,
-    write_lead,
-)
+from dask_gpurt.memory.value_file import CODERS, Bytes
+from dask_gpurt.memory.value_io import DiskPlace, Encoded, ValueFiles, encoded
 
 logger = logging.getLogger("dask_gpurt.memory")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: Longer buffers are not compressed: what comes of it takes memory just when there is none left.
-_MOST_COMPRESSED_NBYTES = 256 << 20
-
 #: Told `disk-write` or `disk-read`, how many bytes and how long, in the thread that did it.
 OnIO = Callable[[str, int, float], None]
-
-
-@dataclass(frozen=True, eq=False)
-class DiskPlace:
-    """Where a value is.
-
-    Attributes
-    ----------
-    nbytes
-        It takes on the disk.
-    file_nbytes, lead_nbytes
-        Length of the file, and of its lead.
-    blocks
-        Bytes of each block that are read.
-    is_direct
-        Whether the file is read past the page cache.
-    """
-
-    path: str
-    nbytes: int
-    file_nbytes: int
-    lead_nbytes: int
-    blocks: tuple[int, ...]
-    is_direct: bool
 
 
 class DiskTier:
@@ -120,12 +74,11 @@ class DiskTier:
         self.capacity_nbytes = capacity_nbytes
         self._coder = CODERS.index(compression) if compression else 0
         self._on_io = on_io or (lambda label, nbytes, seconds: None)
-        self._empty = empty
-        self._system = system
         self._clock = clock
         self._directory = ValueDirectory(directory, system)
-        self._bounces = Bounces()
+        self._files = ValueFiles(system, empty)
         self._numbers = itertools.count()
+        self._first_identity = secrets.randbits(62)
         self._lock = threading.Lock()
         #: Bytes of what is kept, by path.
         self._kept: dict[str, int] = {}
@@ -145,22 +98,23 @@ class DiskTier:
     def put(self, flat: Flat) -> DiskPlace:
         """Write a value to a file of its own."""
         self._check_it_may_be_tried()
-        stored, coders = self._encoded(flat.buffers)
-        layout = layout_of(len(flat.header), [buffer.nbytes for buffer in stored])
-        nbytes = padded(layout.nbytes)
+        value = encoded(flat, self._coder)
         began_s = self._clock()
-        with self._reserved(nbytes):
+        with self._reserved(value.nbytes):
             try:
-                place = self._write_anywhere(flat, stored, coders, layout)
+                place = self._write(value)
             except OSError as error:
-                raise self._failed(error) from error
+                self._failed(error)
+                if error.errno in _FULL:
+                    raise TierFullError(f"no room on disk: {error}") from error
+                raise
             with self._lock:
                 # A tier that was closed meanwhile has let go of the file, or its directory will.
                 if self._closed:
                     raise TierFullError("the disk tier was closed")
-                self._kept[place.path] = nbytes
+                self._kept[place.path] = place.nbytes
                 self._backoff = Backoff()
-        self._on_io("disk-write", nbytes, self._clock() - began_s)
+        self._on_io("disk-write", place.nbytes, self._clock() - began_s)
         return place
 
     def _check_it_may_be_tried(self) -> None:
@@ -171,19 +125,6 @@ class DiskTier:
         wait_s = backoff.until_s - self._clock()
         if backoff.is_waiting(self._clock()):
             raise TierFullError(f"writing to disk failed and is tried again in {wait_s:.0f} s")
-
-    def _encoded(self, buffers: Sequence[Bytes]) -> tuple[list[Bytes], list[int]]:
-        """Buffers as they are stored, and the number of the coder of each."""
-        stored, coders = [], []
-        for buffer in buffers:
-            coder = 0
-            if self._coder and SMALL_NBYTES <= buffer.nbytes <= _MOST_COMPRESSED_NBYTES:
-                smaller = compress(CODERS[self._coder], buffer)
-                if padded(smaller.nbytes) <= padded(buffer.nbytes) - BLOCK_NBYTES:
-                    buffer, coder = smaller, self._coder
-            stored.append(buffer)
-            coders.append(coder)
-        return stored, coders
 
     @contextmanager
     def _reserved(self, nbytes: int) -> Iterator[None]:
@@ -209,84 +150,25 @@ class DiskTier:
             if is_last:
                 self._directory.remove()
 
-    def _write_anywhere(
-        self, flat: Flat, stored: list[Bytes], coders: list[int], layout: Layout
-    ) -> DiskPlace:
+    def _write(self, value: Encoded) -> DiskPlace:
         directory, is_direct = self._directory.ready()
         try:
-            return self._write(directory, is_direct, flat, stored, coders, layout)
+            return self._write_into(directory, is_direct, value)
         except FileNotFoundError:
+            if not self._directory.lost(directory):
+                raise
             # Somebody tidied up. Values that were in there are lost; this one is not.
             logger.warning("%s was removed by somebody else; another one is made", directory)
-            self._directory.lost(directory)
         directory, is_direct = self._directory.ready()
-        return self._write(directory, is_direct, flat, stored, coders, layout)
+        return self._write_into(directory, is_direct, value)
 
-    def _write(
-        self,
-        directory: str,
-        is_direct: bool,
-        flat: Flat,
-        stored: list[Bytes],
-        coders: list[int],
-        layout: Layout,
-    ) -> DiskPlace:
-        system = self._system
-        path = os.path.join(directory, f"{next(self._numbers):08d}")
-        # Small values stay in the page cache: they would not fill a block, and come back soon.
-        is_direct = is_direct and bool(layout.blocks)
-        flags = system.O_RDWR | system.O_CREAT | system.O_EXCL | system.O_CLOEXEC
-        if is_direct:
-            flags |= system.O_DIRECT
-        bounce = self._bounces.take() if is_direct else None
-        fd = -1
-        try:
-            fd = system.open(path, flags, 0o600)
-            if layout.blocks:
-                # Whole blocks can be read to the end of the file, however it was written.
-                system.ftruncate(fd, layout.nbytes)
-            sums = [0] * len(stored)
-            for number in layout.blocks:
-                data = stored[number]
-                sums[number] = write_through(system, fd, data, layout.offsets[number], bounce)
-            for number, coder in enumerate(coders):
-                if coder:
-                    # What is decoded is checked, and with it the decoder.
-                    sums[number] = checksum(flat.buffers[number])
-            entries = [
-                Entry(offset, data.nbytes, raw.nbytes, total, coder)
-                for offset, data, raw, total, coder in zip(
-                    layout.offsets, stored, flat.buffers, sums, coders, strict=True
-                )
-            ]
-            lead = empty_blocks(layout.lead_nbytes)
-            write_lead(lead, layout, flat.header, stored, entries)
-            write_all(system, fd, lead, 0)
-        except BaseException:
-            if fd >= 0:
-                self._close(fd)
-                self._unlink(path)
-            raise
-        finally:
-            if bounce is not None:
-                self._bounces.put_back(bounce)
-        try:
-            system.close(fd)
-        except OSError:
-            # Some file systems only say here that the disk is full.
-            self._unlink(path)
-            raise
-        return DiskPlace(
-            path,
-            padded(layout.nbytes),
-            layout.nbytes,
-            layout.lead_nbytes,
-            tuple(padded(stored[number].nbytes) for number in layout.blocks),
-            is_direct,
-        )
+    def _write_into(self, directory: str, is_direct: bool, value: Encoded) -> DiskPlace:
+        number = next(self._numbers)
+        path = os.path.join(directory, f"{number:08d}")
+        return self._files.write(path, value, self._first_identity + number, is_direct)
 
-    def _failed(self, error: OSError) -> OSError | TierFullError:
-        """What to raise for an error; it is said once, and writing is not tried for a while."""
+    def _failed(self, error: OSError) -> None:
+        """Say it once, and do not try again for a while."""
         now_s = self._clock()
         reason = error.strerror or str(error)
         with self._lock:
@@ -299,39 +181,15 @@ class DiskTier:
                 self._directory.parent,
                 reason,
             )
-        if error.errno in _FULL:
-            return TierFullError(f"no room in {self._directory.parent}: {reason}")
-        return error
 
     # -------------------------------------------------------------- out
 
     def get(self, place: DiskPlace) -> Flat:
         """Read a value, each large buffer into memory of its own."""
         began_s = self._clock()
-        lead = self._empty(place.lead_nbytes)
-        blocks = [self._empty(nbytes) for nbytes in place.blocks]
-        try:
-            self._read(place, [lead, *blocks])
-            took_s = self._clock() - began_s
-            header, entries = read_lead(lead, place.file_nbytes)
-            flat = Flat(header, tuple(_decoded(place, lead, blocks, entries)))
-        except (EOFError, ValueError, FileNotFoundError) as error:
-            reason = {EOFError: "it ended early", FileNotFoundError: "it is gone"}
-            why = reason.get(type(error), str(error))
-            raise DamagedValueError(f"{place.path} is not the value it was: {why}") from error
-        self._on_io("disk-read", place.nbytes, took_s)
+        flat = self._files.read(place)
+        self._on_io("disk-read", place.nbytes, self._clock() - began_s)
         return flat
-
-    def _read(self, place: DiskPlace, parts: list[Bytes]) -> None:
-        system = self._system
-        flags = system.O_RDONLY | system.O_CLOEXEC
-        if place.is_direct and all(is_aligned(part) for part in parts):
-            flags |= system.O_DIRECT
-        fd = system.open(place.path, flags)
-        try:
-            read_into(system, fd, parts)
-        finally:
-            self._close(fd)
 
     def drop(self, place: DiskPlace) -> None:
         """Remove a file. One that was dropped before is dropped already."""
@@ -339,7 +197,7 @@ class DiskTier:
             nbytes = self._kept.pop(place.path, None)
             self._used_nbytes -= nbytes or 0
         if nbytes is not None:
-            self._unlink(place.path)
+            self._files.remove(place.path)
 
     def close(self) -> None:
         """Remove the directory; later if somebody is still writing to it."""
@@ -350,46 +208,3 @@ class DiskTier:
             is_quiet = not self._n_writing
         if is_quiet:
             self._directory.remove()
-
-    def _close(self, fd: int) -> None:
-        try:
-            self._system.close(fd)
-        except OSError:
-            pass  # Linux lets go of the descriptor whatever it answers
-
-    def _unlink(self, path: str) -> None:
-        try:
-            self._system.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            logger.warning("cannot remove %s, which goes when the worker closes: %s", path, error)
-
-
-def _decoded(
-    place: DiskPlace, lead: Bytes, blocks: list[Bytes], entries: list[Entry]
-) -> Iterator[Bytes]:
-    """Buffers of a value, checked.
-
-    Raises
-    ------
-    ValueError
-        One of them is not what was written.
-    """
-    waiting = iter(blocks)
-    for entry in entries:
-        if entry.is_in(place.lead_nbytes):
-            data = lead[entry.offset : entry.offset + entry.stored_nbytes]
-            if not entry.coder:
-                yield data
-                continue
-        else:
-            data = next(waiting)[: entry.stored_nbytes]
-        if entry.coder:
-            try:
-                data = decompress(CODERS[entry.coder], data, entry.nbytes)
-            except ProtocolError as error:
-                raise ValueError(str(error)) from error
-        if checksum(data) != entry.checksum:
-            raise ValueError("a buffer is damaged")
-        yield data

@@ -13,9 +13,10 @@ one, or with another than its writer meant, is no value.
          4     4  CRC-32 of the lead after it              u32, little-endian as all below
          8     8  bytes of the lead                        u64
         16     8  bytes of the file                        u64
-        24     4  number of buffers                        u32
-        28     4  bytes of the value's header              u32
-        32        one entry for each buffer (`_ENTRY`): offset u64, bytes in the file u64,
+        24     8  identity: a number that no other file has  u64
+        32     4  number of buffers                        u32
+        36     4  bytes of the value's header              u32
+        40        one entry for each buffer (`_ENTRY`): offset u64, bytes in the file u64,
                   bytes of the buffer u64, checksum of the buffer u32 (`memory.checksums`; 0 for
                   those that are in the lead as they are), coder u32 (0: as it is)
                   the value's header
@@ -45,7 +46,7 @@ LONGEST_LEAD_NBYTES = 1 << 20
 #: How the bytes of a block came to be. Numbers are never used again for anything else.
 CODERS = ("none", "lz4", "zstd")
 
-_PREAMBLE = struct.Struct("<3sBIQQII")
+_PREAMBLE = struct.Struct("<3sBIQQQII")
 _SEALED_FROM = 8
 _ENTRY = struct.Struct("<QQQII")
 _ALIGNMENT = 64
@@ -125,12 +126,20 @@ def layout_of(header_nbytes: int, stored_nbytes: Sequence[int]) -> Layout:
 
 
 def write_lead(
-    out: Bytes, layout: Layout, header: bytes, stored: Sequence[Bytes], entries: Sequence[Entry]
+    out: Bytes,
+    layout: Layout,
+    identity: int,
+    header: bytes,
+    stored: Sequence[Bytes],
+    entries: Sequence[Entry],
 ) -> None:
     """Fill the memory of a lead.
 
     Parameters
     ----------
+    identity
+        What the reader has to ask for. A disk that lost a write shows what was there before, which
+        may well be another value that is laid out alike.
     stored
         All buffers as they are stored; those that are blocks are not looked at.
     """
@@ -144,28 +153,30 @@ def write_lead(
     for number, (data, entry) in enumerate(zip(stored, entries, strict=True)):
         if number not in blocks:
             out[entry.offset : entry.offset + data.nbytes] = data
-    fields = (layout.lead_nbytes, layout.nbytes, len(entries), len(header))
+    fields = (layout.lead_nbytes, layout.nbytes, identity, len(entries), len(header))
     _PREAMBLE.pack_into(out.data, 0, MAGIC, VERSION, 0, *fields)
     seal = zlib.crc32(out[_SEALED_FROM:].data)
     _PREAMBLE.pack_into(out.data, 0, MAGIC, VERSION, seal, *fields)
 
 
-def read_lead(lead: Bytes, file_nbytes: int) -> tuple[bytes, list[Entry]]:
+def read_lead(lead: Bytes, file_nbytes: int, identity: int) -> tuple[bytes, list[Entry]]:
     """The value's header and where its buffers are.
 
     Raises
     ------
     ValueError
-        This is not the lead of a file of this many bytes.
+        This is not the lead of this file.
     """
     if lead.nbytes < _PREAMBLE.size:
         raise ValueError("it is cut short")
     magic, version, seal, *fields = _PREAMBLE.unpack_from(lead.data)
     if magic != MAGIC or version != VERSION:
         raise ValueError("it was not written to its end")
-    if fields[:2] != [lead.nbytes, file_nbytes] or zlib.crc32(lead[_SEALED_FROM:].data) != seal:
+    *expected, n_buffers, header_nbytes = fields
+    if zlib.crc32(lead[_SEALED_FROM:].data) != seal:
         raise ValueError("its lead is damaged")
-    n_buffers, header_nbytes = fields[2:]
+    if expected != [lead.nbytes, file_nbytes, identity]:
+        raise ValueError("it is another file")
     first = _PREAMBLE.size + n_buffers * _ENTRY.size
     entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(lead[_PREAMBLE.size : first].data)]
     return lead[first : first + header_nbytes].tobytes(), entries

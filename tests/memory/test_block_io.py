@@ -119,13 +119,13 @@ def a_lead(header=b"header", sizes=(5, 0, 70_000, 9)):
     layout = layout_of(len(header), sizes)
     entries = [Entry(layout.offsets[n], size, size, n, 0) for n, size in enumerate(sizes)]
     lead = empty_blocks(layout.lead_nbytes)
-    write_lead(lead, layout, header, stored, entries)
+    write_lead(lead, layout, 77, header, stored, entries)
     return lead, layout, entries
 
 
 def test_a_lead_says_what_was_written():
     lead, layout, entries = a_lead()
-    assert read_lead(lead, layout.nbytes) == (b"header", entries)
+    assert read_lead(lead, layout.nbytes, 77) == (b"header", entries)
     assert lead[entries[3].offset : entries[3].offset + 9].tobytes() == noise(9).tobytes()
 
 
@@ -135,12 +135,14 @@ def test_a_lead_that_was_changed_is_refused():
         damaged = lead.copy()
         damaged[position] ^= 16
         with pytest.raises(ValueError):
-            read_lead(damaged, layout.nbytes)
+            read_lead(damaged, layout.nbytes, 77)
     for wrong in (lead[:0], lead[:31], lead[:-1], np.append(lead, np.uint8(0))):
         with pytest.raises(ValueError):
-            read_lead(wrong, layout.nbytes)
+            read_lead(wrong, layout.nbytes, 77)
     with pytest.raises(ValueError):
-        read_lead(lead, layout.nbytes + 4096)
+        read_lead(lead, layout.nbytes + 4096, 77)
+    with pytest.raises(ValueError, match="another file"):
+        read_lead(lead, layout.nbytes, 78)
 
 
 # ------------------------------------------------------------------ in and out

@@ -275,7 +275,7 @@ def test_damage_is_noticed_wherever_it_is(parent, lengths, compression):
     path = pathlib.Path(place.path)
     good = path.read_bytes()
     rng = np.random.default_rng(0)
-    for position in {0, 3, 4, 8, 16, 24, 28, *rng.integers(0, len(good), 100).tolist()}:
+    for position in {0, 3, 4, 8, 16, 24, 32, 36, *rng.integers(0, len(good), 100).tolist()}:
         bad = bytearray(good)
         bad[position] ^= 1 << int(rng.integers(8))
         path.write_bytes(bad)
@@ -284,7 +284,7 @@ def test_damage_is_noticed_wherever_it_is(parent, lengths, compression):
         except DamagedValueError:
             continue
         assert_same(got, value)  # it was padding
-    for end in (0, 1, 31, 32, 100, 4096, len(good) // 2, len(good) - 1):
+    for end in (0, 1, 39, 40, 100, 4096, len(good) // 2, len(good) - 1):
         path.write_bytes(good[: min(end, len(good) - 1)])
         with pytest.raises(DamagedValueError):
             tier.get(place)
@@ -307,10 +307,11 @@ def test_blocks_that_changed_places_are_noticed(parent):
 
 def test_another_value_in_its_place_is_noticed(parent):
     tier = DiskTier(str(parent))
-    one, other = tier.put(flat_of(LARGE, 1)), tier.put(flat_of((70_000,), 2))
-    os.replace(other.path, one.path)
-    with pytest.raises(DamagedValueError):
-        tier.get(one)
+    for lengths in (LARGE, (70_000,)):
+        one, other = tier.put(flat_of(LARGE, 1)), tier.put(flat_of(lengths, 2))
+        os.replace(other.path, one.path)
+        with pytest.raises(DamagedValueError):
+            tier.get(one)
     tier.close()
 
 
@@ -413,6 +414,7 @@ def test_every_call_fails_once(tmp_path, lengths, code):
                 if step == "put":
                     is_full = code in (errno.ENOSPC, errno.EDQUOT)
                     assert isinstance(error, TierFullError) == is_full
+                    assert (error.__cause__ or error).errno == code
             assert tier.used_nbytes == sum(place.nbytes for place in kept)
             assert len(files(parent)) == len(kept)
             now_s[0] += 1_000.0
