@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from distributed.protocol import pickle as dask_pickle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -834,3 +835,12 @@ def test_a_class_that_does_not_come_back_is_a_value_error():
     flat = flatten(fractions.Fraction(1, 2))
     with pytest.raises(ValueError, match="gone"):
         restore(flat.header, [], loads)
+
+
+def test_the_way_dask_pickles_will_do():
+    value = [np.arange(3), lambda x: x + 1, Point(np.arange(1000), "y")]
+    flat = flatten(value, dask_pickle.dumps)
+    array, function, point = restore(flat.header, copies_of(flat), dask_pickle.loads)
+    assert function(1) == 2
+    assert_same([array, point], [value[0], value[2]])
+    assert sum(buffer.nbytes for buffer in flat.buffers) > 8_000
