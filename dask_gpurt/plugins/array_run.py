@@ -19,6 +19,7 @@ from dask_gpurt.frames.port import Piece
 from dask_gpurt.frames.rechunking import Index, Rechunking
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import ArrayRechunkSpec, join_arrays
+from dask_gpurt.shuffle.plan import ExchangePlan
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
@@ -33,13 +34,25 @@ class ArraySpec(ArrayRechunkSpec):
     ----------
     settings
         As the client that switched the runtime on had them.
+    read_order
+        Output chunks in the order of their tasks.
     """
 
     settings: ShuffleSettings
+    read_order: tuple[Index, ...]
 
     @classmethod
-    def replacing(cls, stock: ArrayRechunkSpec, settings: ShuffleSettings) -> ArraySpec:
-        return cls(id=stock.id, disk=stock.disk, new=stock.new, old=stock.old, settings=settings)
+    def replacing(
+        cls, stock: ArrayRechunkSpec, settings: ShuffleSettings, read_order: Sequence[Index] = ()
+    ) -> ArraySpec:
+        return cls(
+            id=stock.id,
+            disk=stock.disk,
+            new=stock.new,
+            old=stock.old,
+            settings=settings,
+            read_order=tuple(read_order),
+        )
 
     def pick_worker(self, partition: Index, workers: Sequence[str]) -> str:
         """Owner of an output chunk: as many for each worker, neighbours together.
@@ -75,9 +88,8 @@ class ArrayRun(ExchangeRun):
     ) -> None:
         self._rechunking = Rechunking(spec.old, spec.new)
         self._arrays = Arrays(self._rechunking, join=join_arrays)
-        super().__init__(
-            spec, spec.settings, "array", self._arrays, run_id, span_id, worker_for, plugin
-        )
+        plan = ExchangePlan(worker_for, spec.read_order)
+        super().__init__(spec, spec.settings, "array", self._arrays, run_id, span_id, plan, plugin)
 
     def _shards_of(
         self, data: Any, partition_id: Index

@@ -78,7 +78,7 @@ class ExchangeRun:
         adapter: BodyAdapter,
         run_id: int,
         span_id: str | None,
-        worker_for: dict[Any, str],
+        plan: ExchangePlan,
         plugin: ShuffleWorkerPlugin,
     ) -> None:
         state = state_of(plugin.worker)
@@ -97,7 +97,7 @@ class ExchangeRun:
         self._worker = worker
         self._executor = plugin._executor
         self._state = state
-        self._plan = ExchangePlan(worker_for)
+        self._plan = plan
         self._store = ShardStore(
             adapter,
             self._plan.slots_of_worker.get(self.local_address, (0, 0)),
@@ -174,7 +174,7 @@ class ExchangeRun:
         with self._timed("held_back"), context_meter.meter("p2p-comms-limiter"):
             for address, shards in outgoing.items():
                 self._outbox.put(address, shards)
-        self._make_room()
+        self.make_room()
 
     def _shards_of(
         self, data: Any, partition_id: Any
@@ -254,7 +254,7 @@ class ExchangeRun:
         if self._store.is_over_limit:
             # The peer waits for the answer, and so do its producers: this is the back-pressure.
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._executor, self._make_room)
+            await loop.run_in_executor(self._executor, self.make_room)
         return {"status": "OK"}
 
     # ------------------------------------------------------------------ barrier
@@ -328,10 +328,11 @@ class ExchangeRun:
             result = self._assemble(partition_id, pieces)
         self._state.counters.add(partitions_out=1)
         self._state.release_with(key, self._store, slot)
-        self._make_room()
+        self.make_room()
         return result
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
+        """Spill shards if they take more than they may. In a thread."""
         if self._store.is_over_limit:
             with self._metrics.background("background-disk", on_loop=False):
                 with context_meter.meter("process"), context_meter.meter("disk-write"):

@@ -17,6 +17,7 @@ from dask_gpurt.frames.port import FrameAdapter, Piece, Selection
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import DataFrameShuffleSpec
 from dask_gpurt.shuffle.balance import owners
+from dask_gpurt.shuffle.plan import ExchangePlan
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
@@ -35,11 +36,14 @@ class FrameSpec(DataFrameShuffleSpec):
         As the client that switched the runtime on had them.
     rows
         Rows of each output partition in a sample; empty without one.
+    read_order
+        Output partitions in the order of their tasks.
     """
 
     frame_kind: str
     settings: ShuffleSettings
     rows: tuple[int, ...]
+    read_order: tuple[int, ...]
 
     @classmethod
     def replacing(
@@ -48,6 +52,7 @@ class FrameSpec(DataFrameShuffleSpec):
         frame_kind: str,
         settings: ShuffleSettings,
         rows: Sequence[int] | None = None,
+        read_order: Sequence[int] = (),
     ) -> FrameSpec:
         return cls(
             id=stock.id,
@@ -60,6 +65,7 @@ class FrameSpec(DataFrameShuffleSpec):
             frame_kind=frame_kind,
             settings=settings,
             rows=_padded(rows or (), stock.npartitions),
+            read_order=tuple(read_order),
         )
 
     def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
@@ -123,7 +129,7 @@ class FrameRun(ExchangeRun):
             self._frames,
             run_id,
             span_id,
-            worker_for,
+            ExchangePlan(worker_for, spec.read_order),
             plugin,
         )
 

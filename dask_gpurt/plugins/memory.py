@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask.utils import key_split
 
@@ -45,8 +45,8 @@ LEAST_SHARE = 0.25
 TASKS_AHEAD = 8
 #: A worker under pressure asks the scheduler about this many values at a time.
 MAX_ASKED = 5_000
-#: Free pages go back to the system this often at most.
-TRIM_INTERVAL_S = 1.0
+#: Memory that is only kept warm is given back, and shards are spilled, this often at most.
+RELIEF_INTERVAL_S = 0.5
 #: Inputs that nobody else is known to want are not written for so long after their task: the
 #: scheduler's word that they can go is on its way.
 REST_S = 0.05
@@ -71,30 +71,43 @@ def obstacle(worker: Worker, settings: MemorySettings) -> str | None:
     return f"the worker has a store of its own kind ({kind.__module__}.{kind.__qualname__})"
 
 
+class Besides(Protocol):
+    """What takes memory on a worker besides task outputs: shards, and memory that is kept warm."""
+
+    def shards_nbytes(self) -> int:
+        """Bytes that shards of shuffles take now."""
+
+    def relieve(self, over_nbytes: int) -> None:
+        """The process takes so much too much. In a thread."""
+
+    def ease(self) -> None:
+        """The process has memory again."""
+
+
 class ManagedMemory:
     """The store of one worker, from when the runtime is attached until it is detached.
 
     Parameters
     ----------
-    shards_nbytes
-        Bytes that shards of shuffles take on this worker now.
+    besides
+        The rest of what is ours on this worker, which can give memory back.
     """
 
     def __init__(
         self,
         worker: Worker,
         settings: MemorySettings,
-        shards_nbytes: Callable[[], int] = lambda: 0,
+        besides: Besides,
     ) -> None:
         self._worker = worker
-        self._shards_nbytes = shards_nbytes
+        self._besides = besides
         self._loop = event_loop(worker)
         self._stock: Any = worker.data
         self._sizes = Sizes()
         self._hints: dict[Hashable, Any] = {}
         self._asking: asyncio.Task[None] | None = None
         self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
-        self._trimmed_at = self._moved_at = self._loop.time()
+        self._relieved_at = self._moved_at = self._loop.time()
         self._upcoming: list[Hashable] = []
         self._started = 0
         self._claims: dict[Hashable, Any] = {}
@@ -245,13 +258,17 @@ class ManagedMemory:
     async def _monitor(self, process_nbytes: int) -> None:
         """Fit the store's room to what the process takes besides."""
         now = self._loop.time()
-        shards_nbytes = self._shards_nbytes()
         room = self._target_nbytes
+        shards_nbytes = self._besides.shards_nbytes()
         if self._spill_nbytes is not None:
-            if process_nbytes > self._spill_nbytes and now - self._trimmed_at > TRIM_INTERVAL_S:
-                self._trimmed_at = now
-                await self._loop.run_in_executor(self._writer, malloc.trim)
+            if process_nbytes > self._spill_nbytes and now - self._relieved_at > RELIEF_INTERVAL_S:
+                self._relieved_at = now
+                over_nbytes = process_nbytes - self._spill_nbytes
+                await self._loop.run_in_executor(self._writer, self._relieve, over_nbytes)
                 process_nbytes = self._worker.monitor.get_process_memory()
+                shards_nbytes = self._besides.shards_nbytes()
+            elif process_nbytes < self._target_nbytes:
+                self._besides.ease()
             managed_nbytes = self.store.managed_nbytes + shards_nbytes
             self._unmanaged.append(process_nbytes - managed_nbytes)
             unmanaged_nbytes = max(0, int(median(self._unmanaged)))
@@ -263,6 +280,10 @@ class ManagedMemory:
         self.store.decide()
         if self.store.has_cold and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask_ahead(), name="gpurt-next-uses")
+
+    def _relieve(self, over_nbytes: int) -> None:
+        self._besides.relieve(over_nbytes)
+        malloc.trim()
 
     def report(self) -> dict[str, Any]:
         """For `status`."""

@@ -151,11 +151,14 @@ class GpurtScheduler(SchedulerPlugin):
         what, why = self._obstacle(stock)
         if why is None:
             self.runs["gpurt"] += 1
+            order = seams.read_order(self.scheduler, stock.id)
             if isinstance(stock, seams.ArrayRechunkSpec):
-                return ArraySpec.replacing(stock, self.settings.shuffle)
+                return ArraySpec.replacing(stock, self.settings.shuffle, order)
             assert isinstance(stock, seams.DataFrameShuffleSpec)
             rows = self._sketches.get(stock.id)
-            return FrameSpec.replacing(stock, frame_kind(stock.meta), self.settings.shuffle, rows)
+            return FrameSpec.replacing(
+                stock, frame_kind(stock.meta), self.settings.shuffle, rows, order
+            )
         if self.settings.strict:
             raise StrictFallbackError(
                 f"{what} would run on stock Dask: {why}. Set gpurt.strict to false to allow that."

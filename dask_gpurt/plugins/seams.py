@@ -15,7 +15,8 @@ lets each run once in the wrong place to find out | `SpecSwap.remove` |
 | `dask.array.core.concatenate3` | chunks that are not plain memory are joined as by stock | |
 | handler `shuffle_restrict_task` | sends a task to the owner of its partition although it was sent
 somewhere before; stock would leave it where it is | `SpecSwap.remove` |
-| `Task.func`, `Task.args` | which partition an output task reads, fused or not | |
+| `Task.func`, `Task.args`, `TaskState.priority` | which partition an output task reads, fused or
+not, and when | |
 | `ShuffleWorkerPlugin.add_partition` | a first look at the data, before a run is asked for
 | `RunLookup.remove` |
 | `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run` | a task finds a run of ours
@@ -82,6 +83,7 @@ __all__ = [
     "handle_transfer_errors",
     "handle_unpack_errors",
     "join_arrays",
+    "read_order",
     "refuse_work",
     "requires_encryption",
     "retry",
@@ -190,6 +192,15 @@ def stock_spec(scheduler: Scheduler, shuffle_id: Any) -> ShuffleSpec[Any] | None
     """Spec of a shuffle as its graph has it, None if there is no such shuffle."""
     barrier = scheduler.tasks.get(barrier_key(shuffle_id))
     return getattr(barrier.run_spec, "spec", None) if barrier is not None else None
+
+
+def read_order(scheduler: Scheduler, shuffle_id: ShuffleId) -> list[Any]:
+    """Output partitions of a shuffle in the order in which workers will read them."""
+    barrier = scheduler.tasks.get(barrier_key(shuffle_id))
+    readers = sorted(barrier.dependents, key=lambda task: task.priority or ()) if barrier else ()
+    return [
+        partition for task in readers for partition in partitions_read(task.run_spec, shuffle_id)
+    ]
 
 
 def partitions_read(task: Any, shuffle_id: ShuffleId) -> set[Any]:

@@ -75,8 +75,25 @@ class WorkerState:
         """The budget that all runs of this worker share."""
         if self._budget is None:
             self._budget = Budget(0)
-        self._budget.limit_nbytes = settings.memory_nbytes(self._memory_limit_nbytes())
+        self._budget.most_nbytes = settings.memory_nbytes(self._memory_limit_nbytes())
         return self._budget
+
+    def relieve(self, over_nbytes: int) -> None:
+        """The process takes so much too much. In a thread: spills.
+
+        What is only kept warm goes first, then shards that are needed last.
+        """
+        self.pool.trim()
+        self.links.outgoing.trim()
+        if self._budget is not None:
+            self._budget.press(over_nbytes)
+            for run in tuple(self._runs):
+                run.make_room()
+
+    def ease(self) -> None:
+        """The process has memory again."""
+        if self._budget is not None:
+            self._budget.ease(self._budget.most_nbytes // 20)
 
     def shards_nbytes(self) -> int:
         """Memory that shards take on this worker now."""
@@ -200,7 +217,7 @@ class Attachment:
         self._unmanaged_reason = obstacle(worker, settings.memory)
         self._memory: ManagedMemory | None = None
         if self._unmanaged_reason is None:
-            self._memory = ManagedMemory(worker, settings.memory, state.shards_nbytes)
+            self._memory = ManagedMemory(worker, settings.memory, state)
         else:
             logger.info("Dask's own store stays: %s", self._unmanaged_reason)
 

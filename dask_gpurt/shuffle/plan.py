@@ -4,8 +4,10 @@ Pure decisions over numbers. Knows nothing of frames (`frames`), of memory (`shu
 of the scheduler that made the assignment (`plugins`).
 
 Output partitions get *slots*: consecutive numbers in which each worker's partitions stand side by
-side. Grouping rows by slot therefore groups them by worker too, which is what makes one sort and
-one gather enough.
+side, in the order in which they will be read. Grouping rows by slot therefore groups them by worker
+too, which is what makes one sort and one gather enough; and a shard, which has neighbouring slots,
+is through soon after it was first needed. Dask reads partitions in an order of its own (by names,
+mostly), so neighbouring numbers are of no use for that.
 """
 
 from __future__ import annotations
@@ -32,9 +34,12 @@ class ExchangePlan:
     worker_for
         Owner of each wanted output partition. Partitions that are not listed are dropped.
         A partition is a number, or whatever else can be sorted: chunks have tuples.
+    read_order
+        Partitions in the order in which they will be read; those that are not listed come last.
     """
 
     worker_for: Mapping[Any, str]
+    read_order: Sequence[Any] = ()
 
     @cached_property
     def workers(self) -> tuple[str, ...]:
@@ -47,7 +52,14 @@ class ExchangePlan:
         rank: dict[str, int] = {}
         for partition in sorted(self.worker_for):
             rank.setdefault(self.worker_for[partition], len(rank))
-        return tuple(sorted(self.worker_for, key=lambda p: (rank[self.worker_for[p]], p)))
+        turn = {partition: number for number, partition in enumerate(self.read_order)}
+        last = len(turn)
+        return tuple(
+            sorted(
+                self.worker_for,
+                key=lambda p: (rank[self.worker_for[p]], turn.get(p, last), p),
+            )
+        )
 
     @cached_property
     def slot_of(self) -> dict[Any, int]:

@@ -38,6 +38,8 @@ logger = logging.getLogger("dask_gpurt.shuffle")
 
 #: Spilling goes on until this share of the limit is left, so that it does not start over at once.
 LOW_WATER = 0.8
+#: However short of memory a worker is, shards may take this share of their limit.
+LEAST_SHARE = 0.1
 
 
 class SpillFile:
@@ -87,12 +89,36 @@ class SpillFile:
 
 
 class Budget:
-    """Memory that the shards of all runs on one worker may take together."""
+    """Memory that the shards of all runs on one worker may take together.
 
-    def __init__(self, limit_nbytes: int) -> None:
-        self.limit_nbytes = limit_nbytes
+    Attributes
+    ----------
+    most_nbytes
+        What they may take while the worker has memory to spare.
+    limit_nbytes
+        What they may take now.
+    """
+
+    def __init__(self, most_nbytes: int) -> None:
         self._lock = threading.Lock()
         self._used_nbytes = 0
+        self._withheld_nbytes = 0
+        self.most_nbytes = most_nbytes
+
+    @property
+    def limit_nbytes(self) -> int:
+        return max(int(LEAST_SHARE * self.most_nbytes), self.most_nbytes - self._withheld_nbytes)
+
+    def press(self, nbytes: int) -> None:
+        """The worker is short of memory: shards may take less than they do."""
+        with self._lock:
+            taken = min(self._used_nbytes, self.limit_nbytes)
+            self._withheld_nbytes = min(self.most_nbytes, self.most_nbytes - taken + nbytes)
+
+    def ease(self, nbytes: int) -> None:
+        """The worker has memory again: shards may take more, up to what they always may."""
+        with self._lock:
+            self._withheld_nbytes = max(0, self._withheld_nbytes - nbytes)
 
     @property
     def used_nbytes(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask._task_spec import Task
-from distributed.shuffle._core import ShuffleRun
+from distributed.shuffle._core import ShuffleRun, barrier_key
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
 
@@ -88,7 +88,7 @@ def test_spec_carries_every_field_of_stock_s():
         parts_out=4,
         drop_column=True,
     )
-    ours = FrameSpec.replacing(stock, frame_kind(stock.meta), settings=None)
+    ours = FrameSpec.replacing(stock, frame_kind(stock.meta), settings=None, read_order=())
     for field in stock.__dataclass_fields__:
         assert getattr(ours, field) is getattr(stock, field)
     assert list(ours.output_partitions) == [0, 1, 2, 3]
@@ -107,7 +107,7 @@ def test_array_spec_carries_every_field_of_stock_s():
 def test_output_chunks_are_spread_evenly(n_chunks):
     """Neighbours stay together, and no worker has more than one chunk more than another."""
     new = tuple((1,) * n for n in n_chunks)
-    spec = ArraySpec(id="x", disk=True, new=new, old=new, settings=None)
+    spec = ArraySpec(id="x", disk=True, new=new, old=new, settings=None, read_order=())
     workers = ["a", "b", "c"]
     picked = [spec.pick_worker(index, workers) for index in spec.output_partitions]
     assert picked == sorted(picked)
@@ -200,3 +200,26 @@ def test_no_output_task_runs_in_the_wrong_place_first(sides):
     with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
         assert (collection(frames).shuffle("a")["b"] * 2).sum().compute() == 1200.0
     assert client.run_on_scheduler(moves) == 0
+
+
+def test_output_partitions_are_known_in_the_order_of_their_tasks(sides, monkeypatch):
+    found = []
+
+    def read_order(scheduler, shuffle_id, stock=seams.read_order):
+        order = stock(scheduler, shuffle_id)
+        readers = scheduler.tasks[barrier_key(shuffle_id)].dependents
+        turns = {
+            partition: task.priority
+            for task in readers
+            for partition in seams.partitions_read(task.run_spec, shuffle_id)
+        }
+        found.append((order, turns))
+        return order
+
+    monkeypatch.setattr(seams, "read_order", read_order)
+    frames = [pd.DataFrame({"key": range(10), "x": range(10)}) for _ in range(10)]
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        sides.enabled.compute(collection(frames).shuffle("key")).result()
+    ((order, turns),) = found
+    assert sorted(order) == list(range(10))
+    assert order == sorted(order, key=turns.get)

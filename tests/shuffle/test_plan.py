@@ -244,3 +244,11 @@ def test_the_usual_target():
     rows = SHARD_TARGET_NBYTES // 8
     before = [0, rows - 1, rows, rows + 1]
     assert cut_shards(before, 8.0) == [(0, 2), (2, 3)]
+
+
+def test_neighbouring_slots_are_read_one_after_the_other():
+    plan = ExchangePlan({0: "a", 1: "a", 2: "b", 3: "a", 4: "b"}, read_order=[3, 4, 0, 2])
+    # What nobody is known to read comes last; each worker's partitions stay together.
+    assert plan.partitions == (3, 0, 1, 4, 2)
+    assert plan.slots_of_worker == {"a": (0, 3), "b": (3, 5)}
+    assert plan.slots(np.array([4, 0, 3, 9])).tolist() == [3, 1, 0, -1]
