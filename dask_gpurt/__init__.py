@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "disable", "enable", "status"]
+__all__ = ["__version__", "disable", "enable", "explain", "status"]
 
 
 def enable(client: Client) -> Any:
@@ -53,10 +53,35 @@ def status(client: Client) -> Any:
     dict
         `active` and, if not, `reason`; `runs` on our data plane and on stock's; `fallbacks`, each
         with `what`, `why` and `count`; `workers` with their counters and the path to each peer;
-        `totals` over all workers (bytes, as `dask_gpurt.metrics.MEANING` explains them);
+        `placement`, how many tasks were placed and how many differently than by stock, None if
+        stock places; `totals` over all workers (bytes, as `dask_gpurt.metrics.MEANING` explains
+        them);
         `shuffles`, the last runs on our data plane, each with its rows, bytes, seconds by phase,
         busiest link and skew (see `dask_gpurt.shuffle.figures.summarised`).
     """
     from dask_gpurt.plugins import activation
 
     return activation.status(client)
+
+
+def explain(client: Client, key: Any) -> Any:
+    """Why a task ran where it did.
+
+    With an asynchronous client, await the result.
+
+    Parameters
+    ----------
+    key
+        Of the task, or its future.
+
+    Returns
+    -------
+    dict
+        `known`, and if that is false `reason` says why: only the last decisions are remembered.
+        Else `worker`, `reason`, `stock_worker` that stock Dask would have chosen, `saved_s` that
+        this is estimated to save, and `candidates`, each with the terms of its cost in seconds
+        (see `dask_gpurt.placement.cost.Cost`), the cheapest first.
+    """
+    from dask_gpurt.plugins import activation
+
+    return activation.explain(client, key)

@@ -107,13 +107,16 @@ def doctor(scheduler: str | None, scheduler_file: Path | None, as_json: bool) ->
 @_scheduler
 @_scheduler_file
 @_json
-def status(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> None:
+@click.option("--placement", is_flag=True, help="Show where tasks were sent, and why, instead.")
+def status(
+    scheduler: str | None, scheduler_file: Path | None, as_json: bool, placement: bool
+) -> None:
     """Show what the runtime does on a running cluster."""
     from dask_gpurt.command.connect import ConnectError
     from dask_gpurt.command.status import show
 
     try:
-        code = show(scheduler, scheduler_file, as_json)
+        code = show(scheduler, scheduler_file, as_json, placement=placement)
     except ConnectError as error:
         code = _fail("status", error)
     sys.exit(code)

@@ -11,7 +11,7 @@ import difflib
 import logging
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -100,6 +100,38 @@ class MemorySettings:
 
 
 @dataclass(frozen=True)
+class PlacementSettings:
+    """Which worker a task is sent to.
+
+    Attributes
+    ----------
+    enabled
+        Whether the runtime has a say at all.
+    policy
+        `data-aware`, or `stock`: stock's decisions, which can then be explained.
+    """
+
+    enabled: bool
+    policy: Literal["data-aware", "stock"]
+
+
+@dataclass(frozen=True)
+class TopologySettings:
+    """What is known of the machines.
+
+    Attributes
+    ----------
+    file
+        Where it was described; a name for messages.
+    text
+        What was in the file, where the flag was seen: others may not have it.
+    """
+
+    file: str | None
+    text: str | None
+
+
+@dataclass(frozen=True)
 class Settings:
     """Everything under `gpurt.`, parsed and checked."""
 
@@ -108,6 +140,8 @@ class Settings:
     shuffle: ShuffleSettings
     memory: MemorySettings
     devices: DeviceSettings
+    placement: PlacementSettings
+    topology: TopologySettings
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values, for a message."""
@@ -115,12 +149,17 @@ class Settings:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> Settings:
-        sections = {
-            "shuffle": ShuffleSettings,
-            "memory": MemorySettings,
-            "devices": DeviceSettings,
-        }
-        return Settings(**{**plain, **{k: kind(**plain[k]) for k, kind in sections.items()}})
+        sections = {name: kind(**plain[name]) for name, kind in _SECTIONS.items()}
+        return Settings(**{**plain, **sections})
+
+
+_SECTIONS: dict[str, Callable[..., Any]] = {
+    "shuffle": ShuffleSettings,
+    "memory": MemorySettings,
+    "devices": DeviceSettings,
+    "placement": PlacementSettings,
+    "topology": TopologySettings,
+}
 
 
 @lru_cache(1)
@@ -168,6 +207,11 @@ def read() -> Settings:
             replace_dask_cuda=_flag("memory.replace-dask-cuda"),
         ),
         devices=DeviceSettings(shape_launches=_flag("devices.shape-launches")),
+        placement=PlacementSettings(
+            enabled=_flag("placement.enabled"),
+            policy=_choice("placement.policy"),
+        ),
+        topology=TopologySettings(*_text("topology.file")),
     )
 
 
@@ -238,6 +282,19 @@ def _choice(key: str) -> Any:
     if value not in section["enum"]:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be {' or '.join(section['enum'])}")
     return value
+
+
+def _text(key: str) -> tuple[str | None, str | None]:
+    """A file's name and what is in it."""
+    name = _get(key)
+    if name is None or name == "":
+        return None, None
+    if not isinstance(name, str):
+        raise ConfigError(f"gpurt.{key} is {name!r}; it may be the name of a file, or null")
+    try:
+        return name, pathlib.Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"gpurt.{key} is {name!r}, which cannot be read: {error}") from None
 
 
 def _nbytes(key: str) -> int:

@@ -43,6 +43,9 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"numpy"},
         {"logging", "os", "threading"},
     ),
+    # Pure: descriptions come as text, measurements as numbers.
+    "topology": ({"errors"}, {"yaml"}, set()),
+    "placement": ({"topology"}, set(), set()),
     "memory": (
         {"codecs", "devices", "errors", "frames", "metrics"},
         {"msgpack", "numpy"},
@@ -58,7 +61,9 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "frames",
             "memory",
             "metrics",
+            "placement",
             "shuffle",
+            "topology",
             "transport",
         },
         DASK | {"numpy", "packaging"},
@@ -67,7 +72,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "preload": ({"errors", "plugins"}, {"dask"}, {"logging"}),
     "cli": ({"", "command", "demo", "errors"}, {"click"}, IMPURE),
     "command": (
-        {"", "config", "demo", "devices", "errors", "metrics", "plugins"},
+        {"", "config", "demo", "devices", "errors", "metrics", "placement", "plugins"},
         DASK | {"click", "cloudpickle", "rich", "yaml"},
         IMPURE,
     ),

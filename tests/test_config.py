@@ -5,13 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from dataclasses import replace
 
 import dask.config
 import pytest
 import yaml
 
 from dask_gpurt import config
-from dask_gpurt.config import DeviceSettings, MemorySettings, Settings, ShuffleSettings
+from dask_gpurt.config import (
+    DeviceSettings,
+    MemorySettings,
+    PlacementSettings,
+    Settings,
+    ShuffleSettings,
+    TopologySettings,
+)
 from dask_gpurt.errors import ConfigError
 
 MIB = 1 << 20
@@ -37,6 +45,8 @@ DEFAULTS = Settings(
         replace_dask_cuda=False,
     ),
     devices=DeviceSettings(shape_launches=False),
+    placement=PlacementSettings(enabled=True, policy="data-aware"),
+    topology=TopologySettings(file=None, text=None),
 )
 
 
@@ -135,6 +145,9 @@ def test_every_setting_is_read():
         "memory.compressed": "1 GiB",
         "memory.replace-dask-cuda": True,
         "devices.shape-launches": True,
+        "placement.enabled": False,
+        "placement.policy": "stock",
+        "topology.file": str(config.DEFAULTS_PATH),
     }
     assert set(changed) == set(_leaves(config.defaults()))
     for key, value in changed.items():
@@ -341,6 +354,24 @@ def test_each_unknown_key_is_named(warnings):
     assert len(warnings()) == 2
 
 
+def test_what_is_in_a_file_is_read_with_its_name(tmp_path):
+    path = tmp_path / "machines.yaml"
+    path.write_text("hosts: []  # für später", encoding="utf-8")
+    with dask.config.set({"gpurt.topology.file": str(path)}):
+        assert config.read().topology == TopologySettings(str(path), "hosts: []  # für später")
+    with dask.config.set({"gpurt.topology.file": ""}):
+        assert config.read().topology == TopologySettings(None, None)
+
+
+@pytest.mark.parametrize("value", ["no/such/file", 3, True, ["a"], "a\0b"])
+def test_a_file_that_cannot_be_read(value):
+    with (
+        dask.config.set({"gpurt.topology.file": value}),
+        pytest.raises(ConfigError, match=r"gpurt\.topology\.file is"),
+    ):
+        config.read()
+
+
 # ------------------------------------------------------------------ environment variables
 
 
@@ -361,12 +392,13 @@ def test_environment_variables(warnings):
         GPURT__DEVICES__SHAPE_LAUNCHES="on",
     )
     with dask.config.set(gpurt=section):
-        assert config.read() == Settings(
-            True,
-            True,
-            ShuffleSettings("auto", "auto", 0.5, MIB, 2_000_000),
-            MemorySettings(False, "lru", "/scratch", 5 * MIB, "zstd", MIB, True),
-            DeviceSettings(shape_launches=True),
+        assert config.read() == replace(
+            DEFAULTS,
+            enabled=True,
+            strict=True,
+            shuffle=ShuffleSettings("auto", "auto", 0.5, MIB, 2_000_000),
+            memory=MemorySettings(False, "lru", "/scratch", 5 * MIB, "zstd", MIB, True),
+            devices=DeviceSettings(shape_launches=True),
         )
     assert warnings() == []
 
@@ -395,12 +427,15 @@ def test_a_misspelt_environment_variable(warnings):
 
 
 def test_settings_survive_the_way_to_a_cluster():
-    settings = Settings(
-        True,
-        True,
-        ShuffleSettings("comm", "zstd", 5e9, 7, 11),
-        MemorySettings(True, "largest", None, None, "lz4", None, False),
-        DeviceSettings(shape_launches=True),
+    settings = replace(
+        DEFAULTS,
+        enabled=True,
+        strict=True,
+        shuffle=ShuffleSettings("comm", "zstd", 5e9, 7, 11),
+        placement=PlacementSettings(False, "stock"),
+        topology=TopologySettings("machines.yaml", "hosts: []"),
+        memory=MemorySettings(True, "largest", None, None, "lz4", None, False),
+        devices=DeviceSettings(shape_launches=True),
     )
     plain = settings.to_plain()
     assert _leaves(plain) == {
@@ -419,6 +454,10 @@ def test_settings_survive_the_way_to_a_cluster():
         "memory.compressed_nbytes": None,
         "memory.replace_dask_cuda": False,
         "devices.shape_launches": True,
+        "placement.enabled": False,
+        "placement.policy": "stock",
+        "topology.file": "machines.yaml",
+        "topology.text": "hosts: []",
     }
     assert Settings.from_plain(plain) == settings
     assert Settings.from_plain(pickle.loads(pickle.dumps(plain))) == settings

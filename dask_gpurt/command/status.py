@@ -13,10 +13,17 @@ from dask.utils import format_bytes
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
 from dask_gpurt.command.report import times
 from dask_gpurt.metrics import MEANING
+from dask_gpurt.placement.explanation import REASONS
 
 
-def show(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> int:
-    """Print the status of a cluster.
+def show(
+    scheduler: str | None,
+    scheduler_file: Path | None,
+    as_json: bool,
+    *,
+    placement: bool = False,
+) -> int:
+    """Print the status of a cluster, or of its placement alone.
 
     Returns
     -------
@@ -34,8 +41,39 @@ def show(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> i
     with connected(address) as client:
         found = ask(client)
     del found["versions"]
-    print(json.dumps(found, indent=2) if as_json else as_text(found))
+    if placement:
+        placed = found.get("placement")
+        print(json.dumps(placed, indent=2) if as_json else placement_as_text(placed))
+    else:
+        print(json.dumps(found, indent=2) if as_json else as_text(found))
     return 0
+
+
+def placement_as_text(placed: dict[str, Any] | None) -> str:
+    """How tasks were placed, for a terminal; None if stock Dask places them."""
+    if placed is None:
+        return "stock Dask chooses workers"
+    counts, steals = placed["decisions"], placed["steals"]
+    n_differing = placed["differ_from_stock"]
+    lines = _aligned(
+        [
+            ("policy", placed["policy"]),
+            ("decisions", f"{sum(counts.values()):,}"),
+            *((f"  {reason}", f"{count:,}, {REASONS[reason]}") for reason, count in counts.items()),
+            ("other than stock", f"{n_differing:,}, {placed['saved_s']:.3f} s saved, estimated"),
+            ("steals", f"{steals['allowed']:,} allowed, {steals['refused']:,} refused"),
+        ]
+    )
+    if placed["failed"]:
+        lines.append(f"failed {times(placed['failed'])}, see the scheduler's log; stock decided")
+    for one in placed["last_differing"]:
+        lines += ["", f"{one['key']}: {one['worker']}, stock {one['stock_worker']}"]
+        lines.append(f"  {one['reason']}")
+        for candidate in one["candidates"]:
+            terms = (name for name, term in candidate.items() if name.endswith("_s") and term)
+            said = ", ".join(f"{name[:-2]} {candidate[name]:.4f} s" for name in terms)
+            lines.append(f"  {candidate['worker']}: {said}")
+    return "\n".join(lines)
 
 
 def as_text(found: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.plugins import seams
 from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.shuffle import figures
+from dask_gpurt.topology import description
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -38,11 +39,15 @@ async def activate(client: Client, settings: config.Settings) -> None:
     ------
     ActivationError
         The scheduler cannot run it; says where and what to do.
+    ConfigError
+        The description of the machines is wrong; says in which line.
     """
     from dask_gpurt.plugins.scheduler import GpurtScheduler
 
     if reason := seams.unsupported_reason():
         raise ActivationError(f"{reason}; stock Dask runs")
+    if settings.topology.text is not None:
+        description.parse(settings.topology.text, settings.topology.file or "topology")
     status = await _status(client)
     if status["active"]:
         problem = await _scheduler(client).gpurt_configure(
@@ -119,6 +124,7 @@ async def _status(client: Client) -> dict[str, Any]:
             "reason": "not switched on for this cluster",
             "runs": {"gpurt": 0, "stock": 0},
             "fallbacks": [],
+            "placement": None,
             "workers": {},
             "not_ready": {},
         }
@@ -134,3 +140,18 @@ async def _status(client: Client) -> dict[str, Any]:
 
 def status(client: Client) -> Any:
     return client.sync(_status, client)
+
+
+async def _explain(client: Client, key: Any) -> dict[str, Any]:
+    key = getattr(key, "key", key)
+    if not await _knows_us(client):
+        return {"known": False, "key": str(key), "reason": "not switched on for this cluster"}
+    status = await _scheduler(client).gpurt_status()
+    if not status["active"]:
+        return {"known": False, "key": str(key), "reason": str(status["reason"])}
+    answer: dict[str, Any] = await _scheduler(client).gpurt_explain(key=key)
+    return answer
+
+
+def explain(client: Client, key: Any) -> Any:
+    return client.sync(_explain, client, key)

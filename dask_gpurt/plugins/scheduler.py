@@ -1,4 +1,4 @@
-"""The scheduler's side: who is ready, and which data plane each new shuffle run gets.
+"""The scheduler's side: who is ready, which data plane each new shuffle run gets, who places tasks.
 
 The plugin is what activation registers; the scheduler then sends a bootstrap to every worker it
 has or will have. A run is put on our data plane if every worker is ready for it and there is an
@@ -22,7 +22,9 @@ from dask_gpurt.errors import StrictFallbackError
 from dask_gpurt.plugins import memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
+from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.worker import NAME, bootstrap
+from dask_gpurt.topology.description import parse
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -63,10 +65,13 @@ class GpurtScheduler(SchedulerPlugin):
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self._sketches: OrderedDict[str, list[int]] = OrderedDict()
         self._all_reported = asyncio.Condition()
+        self.placement: Placement | None = None
         scheduler.handlers["gpurt_status"] = self.status
         if self.inactive_reason is not None:
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
+        self._place()
+        scheduler.handlers["gpurt_explain"] = self.explain
         scheduler.handlers["gpurt_worker_ready"] = self.worker_ready
         scheduler.handlers["gpurt_sketch"] = self.sketch
         scheduler.handlers["gpurt_next_uses"] = self.next_uses
@@ -97,8 +102,37 @@ class GpurtScheduler(SchedulerPlugin):
         """
         if version != self.version:
             return f"the cluster runs dask-gpurt {self.version}, this client has {version}"
-        self.settings = Settings.from_plain(settings)
+        before, self.settings = self.settings, Settings.from_plain(settings)
+        new = self.settings
+        if (new.placement, new.topology) != (before.placement, before.topology):
+            self._place()
         return None
+
+    def _place(self) -> None:
+        """Choose workers as the settings say, or leave that to stock.
+
+        Raises
+        ------
+        ConfigError
+            The description of the machines is wrong.
+        """
+        settings, topology = self.settings, None
+        if settings.topology.text is not None:
+            topology = parse(settings.topology.text, settings.topology.file or "topology")
+        self._leave_placing()
+        if settings.placement.enabled:
+            self.placement = Placement(self.scheduler, settings.placement.policy, topology)
+
+    def _leave_placing(self) -> None:
+        if self.placement is not None:
+            self.placement.remove()
+            self.placement = None
+
+    async def explain(self, key: Any) -> dict[str, Any]:
+        """Handler: why a task ran where it did."""
+        if self.placement is None:
+            return {"known": False, "key": str(key), "reason": "gpurt.placement.enabled is false"}
+        return self.placement.explain(key)
 
     async def disable(self) -> None:
         """Handler: stock behaviour from here on. Runs that are under way end on our data plane."""
@@ -107,8 +141,10 @@ class GpurtScheduler(SchedulerPlugin):
         self.is_active = False
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
+        self._leave_placing()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off.
-        for name in ("worker_ready", "sketch", "next_uses", "disable", "configure"):
+        names = ("worker_ready", "sketch", "next_uses", "disable", "configure", "explain")
+        for name in names:
             self.scheduler.handlers.pop(f"gpurt_{name}", None)
         await self.scheduler.unregister_worker_plugin(None, name=NAME)
         self.scheduler.remove_plugin(NAME)
@@ -126,7 +162,13 @@ class GpurtScheduler(SchedulerPlugin):
         async with self._all_reported:
             self._all_reported.notify_all()
 
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        if self.placement is not None:
+            self.placement.add_worker(scheduler.workers[worker])
+
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        if self.placement is not None:
+            self.placement.remove_worker(worker)
         self.ready.discard(worker)
         self.not_ready.pop(worker, None)
 
@@ -227,6 +269,7 @@ class GpurtScheduler(SchedulerPlugin):
                 {"what": what, "why": why, "count": count}
                 for (what, why), count in self.fallbacks.items()
             ],
+            "placement": None if self.placement is None else self.placement.summary(),
             "workers": workers,
             "not_ready": dict(self.not_ready),
         }

@@ -1,0 +1,1 @@
+"""Where a task should run: cost in seconds, policies, and what they were weighing."""

@@ -1,0 +1,260 @@
+"""The scheduler's side of placement: what policies choose is what the scheduler does.
+
+Whatever restricts a task (workers, hosts, resources, actors) is asked of the scheduler first;
+what is left is what policies see. Decides nothing itself but where there is nothing to decide.
+What is replaced on the scheduler is in `seams.DecisionSwap`; what is read of it, in
+`placement_view`; what is kept, in `placement_log`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from distributed.metrics import time
+
+from dask_gpurt.placement.cost import Cost, Task, cost, join_s, steal_pays
+from dask_gpurt.placement.explanation import Record
+from dask_gpurt.placement.policy import DataAware, Snapshot
+from dask_gpurt.placement.siblings import Seat, seat
+from dask_gpurt.plugins import seams
+from dask_gpurt.plugins.placement_log import MAX_RECORDS, PlacementLog
+from dask_gpurt.plugins.placement_view import (
+    MAX_HOLDERS,
+    MAX_PLACES,
+    MIN_JOIN_NBYTES,
+    PlacementView,
+    expected_nbytes,
+)
+from dask_gpurt.plugins.worker_paths import WorkerPaths
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+    from dask_gpurt.topology.model import Topology
+
+logger = logging.getLogger("dask_gpurt")
+
+
+class Placement:
+    """Where tasks go, on one scheduler. Made switched on; `remove` puts stock back.
+
+    Parameters
+    ----------
+    scheduler
+        A live scheduler.
+    policy
+        `data-aware`, or `stock`, which only writes down.
+    topology
+        What is known of the machines, if anything was described.
+    clock
+        Seconds, for what is on its way. Replaced where time is simulated.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        policy: Literal["data-aware", "stock"],
+        topology: Topology | None = None,
+        clock: Callable[[], float] = time,
+    ) -> None:
+        self._scheduler = scheduler
+        self._is_stock = policy == "stock"
+        self._policy_name = policy
+        self._policy = DataAware()
+        self._paths = WorkerPaths(topology)
+        self._view = PlacementView(scheduler, self._paths, clock)
+        self.log = PlacementLog()
+        for ws in scheduler.workers.values():
+            self.add_worker(ws)
+        self._swap = seams.DecisionSwap(scheduler, self)
+
+    def remove(self) -> None:
+        """Stock decides from here on."""
+        self._swap.remove()
+
+    def add_worker(self, ws: WorkerState) -> None:
+        """A worker came."""
+        self._view.add_worker(ws)
+
+    def remove_worker(self, address: str) -> None:
+        """A worker left."""
+        self._view.remove_worker(address)
+
+    def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
+        """A worker received data, at these rates."""
+        self._paths.observe(address, rates)
+
+    def failed(self, error: Exception) -> None:
+        """Something here raised; stock decided instead. Said in full once, then counted."""
+        if not self.log.n_failed:
+            logger.error("placement failed, stock Dask decides instead", exc_info=error)
+        self.log.n_failed += 1
+
+    def explain(self, key: Any) -> dict[str, Any]:
+        """Why a task ran where it did, in plain values; says so if that is not remembered."""
+        found = self.log.explain(key)
+        if found is not None:
+            return {"known": True, "policy": self._policy_name, **found}
+        ts = self._scheduler.tasks.get(key)
+        where = "there is no such task now" if ts is None else f"the task is {ts.state}"
+        reason = f"no decision about it is among the last {MAX_RECORDS:,}; {where}"
+        return {"known": False, "key": str(key), "reason": reason}
+
+    def summary(self) -> dict[str, Any]:
+        """Counts of decisions, and of those that stock would have made differently."""
+        return {"policy": self._policy_name, **self.log.summary()}
+
+    # ------------------------------------------------------------------ tasks with inputs
+
+    def place(
+        self, ts: TaskState, stock: Callable[[TaskState], WorkerState | None]
+    ) -> WorkerState | None:
+        """Worker for a task with inputs, None if no worker may run it."""
+        state, view = self._scheduler, self._view
+        if self._is_stock or ts.actor or not ts.dependencies:
+            return self._as_stock(ts, stock(ts))
+        valid = state.valid_workers(ts)
+        if valid is not None and len(valid) < 2:
+            # None, or one, or whatever stock makes of loose restrictions.
+            ws = self._as_stock(ts, stock(ts))
+            if ws is not None and len(ts.dependencies) <= MAX_HOLDERS:
+                view.expect(ws.address, view.task(ts, (), (ws.address,)))
+            return ws
+        only = view.only_holder(ts)
+        joins = view.joins(ts)
+        if (
+            only is not None
+            and not joins
+            and only in state.running
+            and (valid is None or only in valid)
+            and (len(only.processing) < only.nthreads or not state.idle)
+            and not view.with_gpu
+        ):
+            self.log.keep(Record(ts.key, only.address, "holder", only.address, {}))
+            return only
+        idle = () if not state.idle or view.has_free_holder(ts) else tuple(view.idle_near(ts))
+        task = view.task(ts, joins, idle)
+        decision = self._policy.decide(
+            Snapshot(
+                task,
+                view.worker,
+                self._paths,
+                None if valid is None else {ws.address for ws in valid},
+                idle,
+                state.bandwidth,
+                view.is_running,
+            )
+        )
+        if decision.worker is None:
+            return self._as_stock(ts, stock(ts))
+        view.expect(decision.worker, task)
+        self.log.keep(Record(ts.key, decision.worker, "cost", decision.stock, decision.costs))
+        return state.workers[decision.worker]
+
+    def _as_stock(self, ts: TaskState, ws: WorkerState | None) -> WorkerState | None:
+        if ws is not None:
+            self.log.keep(Record(ts.key, ws.address, "stock", ws.address, {}))
+        return ws
+
+    # ------------------------------------------------------------------ root tasks
+
+    def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState:
+        """Worker for a task that has no data to go by."""
+        chosen = None if self._is_stock else self._next_to_siblings(ts, stock)
+        if chosen is None:
+            self._as_stock(ts, stock)
+            return stock
+        self.log.keep(Record(ts.key, chosen.address, "siblings", stock.address, {}))
+        return chosen
+
+    def _next_to_siblings(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
+        state = self._scheduler
+        saturation = state.WORKER_SATURATION
+        is_queueing = math.isfinite(saturation)
+        nbytes = expected_nbytes(ts)
+        joins = self._view.joins(
+            ts,
+            # Before anything of the group is done, all that is known is who belongs together.
+            MIN_JOIN_NBYTES if nbytes else 0,
+            # Without queueing, stock deals out a group in even runs of neighbours, and nothing
+            # else keeps a group from following its first task to one worker.
+            other_group=not is_queueing,
+        )
+        if not joins:
+            return None
+
+        def joined_s(address: str) -> float:
+            return sum(join_s(address, nbytes, others, self._paths) for others in joins)
+
+        elsewhere_s = joined_s(stock.address) if nbytes else 0.0
+        seats = []
+        for address in {address for others in joins for address in others}:
+            ws = state.workers.get(address)
+            if ws is None or ws not in state.running:
+                continue
+            n_ahead = len(ws.processing) - len(ws.long_running)
+            n_free = math.inf
+            if is_queueing:
+                n_free = max(math.ceil(saturation * ws.nthreads), 1) - n_ahead
+            saved_s = elsewhere_s - joined_s(address) if nbytes else None
+            seats.append(Seat(address, ws.nthreads, n_free, n_ahead / ws.nthreads, saved_s))
+        chosen = seat(
+            seats,
+            ahead=(len(stock.processing) - len(stock.long_running)) / stock.nthreads,
+            duration_s=seams.expected_duration_s(state, ts),
+            n_queued=len(state.queued) + ts.group.states["waiting"] - state.total_nthreads,
+        )
+        return None if chosen is None else state.workers[chosen]
+
+    # ------------------------------------------------------------------ stealing
+
+    def choose_thief(
+        self,
+        ts: TaskState,
+        stock: WorkerState,
+        thieves: Collection[WorkerState],
+        occupancy_s: Callable[[WorkerState], float],
+    ) -> WorkerState | None:
+        """Worker that may take a task from the one it waits on; None if it had better stay."""
+        view, victim = self._view, ts.processing_on
+        if self._is_stock or victim is None or ts.actor:
+            return stock
+        task = view.task(ts, view.joins(ts), (stock.address, victim.address))
+
+        def cost_on(ws: WorkerState) -> Cost:
+            # Stock's figure also has the steals that are being negotiated.
+            busy_s = max(0.0, view.busy_s(ws) + occupancy_s(ws) - ws.occupancy)
+            seen = view.worker(ws.address)._replace(occupancy_s=busy_s)
+            return cost(task, seen, self._paths)
+
+        candidates = {stock.address: stock, **self._thieves_near(ts, task, thieves)}
+        if task.device is not None and victim.address in view.with_gpu:
+            candidates = {a: ws for a, ws in candidates.items() if a in view.with_gpu}
+        bids = [(cost_on(ws), ws) for ws in candidates.values()]
+        if bids:
+            found, thief = min(bids, key=lambda bid: (bid[0].total_s, bid[1].address))
+            if steal_pays(cost_on(victim), found):
+                self.log.steals_allowed += 1
+                return thief
+        self.log.steals_refused += 1
+        return None
+
+    def _thieves_near(
+        self, ts: TaskState, task: Task, thieves: Collection[WorkerState]
+    ) -> dict[str, WorkerState]:
+        """Thieves that have, or will have, something of what a task needs, and may run it."""
+        near: set[str] = set()
+        for one in islice(task.inputs, MAX_HOLDERS):
+            near.update(islice(one.holders, MAX_PLACES), one.arriving_s)
+        near.update(*task.joins)
+        workers = self._scheduler.workers
+        found = {one: workers[one] for one in sorted(near) if one in workers}
+        found = {one: ws for one, ws in found.items() if ws in thieves}
+        if found and (valid := self._scheduler.valid_workers(ts)) is not None:
+            found = {one: ws for one, ws in found.items() if ws in valid}
+        return found

@@ -1,0 +1,56 @@
+"""The last decisions about where tasks go, and counts of all of them. Bounded."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from itertools import islice
+from typing import Any
+
+from dask_gpurt.placement.explanation import REASONS, Record, explained
+
+#: Decisions that are remembered (about a kilobyte each), and shown of those that stock would have
+#: made differently.
+MAX_RECORDS = 4_000
+N_SHOWN = 5
+
+
+class PlacementLog:
+    """One a scheduler. Records are kept as they are, and put into words when somebody asks."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[Hashable, Record] = OrderedDict()
+        self._reasons: Counter[str] = Counter()
+        self._n_differing = 0
+        self._saved_s = 0.0
+        self.steals_allowed = 0
+        self.steals_refused = 0
+        self.n_failed = 0
+
+    def keep(self, record: Record) -> None:
+        """Take in a decision; the oldest one goes if there are too many."""
+        self._reasons[record.reason] += 1
+        if record.worker != record.stock:
+            self._n_differing += record.differs
+            self._saved_s += record.saved_s
+        records = self._records
+        records[record.key] = record
+        if len(records) > MAX_RECORDS:
+            records.popitem(last=False)
+
+    def explain(self, key: Hashable) -> dict[str, Any] | None:
+        """Plain values about the last decision on a task, None if it is not remembered."""
+        record = self._records.get(key)
+        return None if record is None else explained(record)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values: counts, and the last decisions that stock would have made differently."""
+        differing = (one for one in reversed(self._records.values()) if one.differs)
+        return {
+            "decisions": {reason: self._reasons[reason] for reason in REASONS},
+            "differ_from_stock": self._n_differing,
+            "saved_s": self._saved_s,
+            "failed": self.n_failed,
+            "steals": {"allowed": self.steals_allowed, "refused": self.steals_refused},
+            "last_differing": [explained(one) for one in islice(differing, N_SHOWN)],
+        }

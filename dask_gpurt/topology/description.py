@@ -1,0 +1,347 @@
+"""The file in which a user describes machines: YAML to `Topology`, and back.
+
+::
+
+    hosts:
+      - name: box
+        addresses: [10.0.0.1]
+        numa: [{name: numa0, memory: 512 GiB}]
+        devices: [{name: gpu0, kind: gpu, numa: numa0, memory: 80 GiB, workers: ["box-0"]}]
+        nics: [{name: mlx0, numa: numa0}]
+        switches: [pcie0]
+        links:
+          - {between: [gpu*, pcie0], kind: pcie, bandwidth: 55 GB/s, latency: 2 us}
+    switches: [fabric]
+    links:
+      - {between: [box/mlx0, fabric], kind: ethernet, bandwidth: 100 Gb/s, latency: 5 us}
+
+Ends of links may be patterns: each node that fits the first is joined to each that fits the
+second. `GB/s` are bytes, `Gb/s` bits, both of powers of ten. Everything is checked, and an error
+names the line and the key. Reads text, not files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+
+import yaml
+
+from dask_gpurt.errors import ConfigError
+from dask_gpurt.topology.model import (
+    DEVICE_KINDS,
+    Device,
+    Host,
+    Link,
+    Nic,
+    Numa,
+    Topology,
+)
+
+#: A file longer than this describes no machines.
+MAX_NCHARS = 4_000_000
+#: Links that patterns may stand for.
+MAX_LINKS = 100_000
+
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.IGNORECASE)
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SIZES = {f"{p}B": n for p, n in (_PREFIXES | _BINARY).items()}
+_RATES = {f"{unit}/s": n for unit, n in _SIZES.items()}
+_RATES |= {f"{p}{bit}/s": n / 8 for p, n in _PREFIXES.items() for bit in ("b", "bit")}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def parse(text: str, source: str = "topology") -> Topology:
+    """The topology a text describes.
+
+    Parameters
+    ----------
+    source
+        Name of the file, for errors.
+
+    Raises
+    ------
+    ConfigError
+        The text is not YAML, or describes no topology. Names the line and the key.
+    """
+    if len(text) > MAX_NCHARS:
+        raise ConfigError(f"{source} has more than {MAX_NCHARS:,} characters")
+    try:
+        tree = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source} is nested too deeply") from None
+    return _Reader(source).topology(tree)
+
+
+def dump(topology: Topology) -> str:
+    """The YAML that describes a topology; `parse` makes an equal one of it."""
+    hosts = []
+    outer: list[Link] = []
+    inner: dict[str, list[Link]] = {host.name: [] for host in topology.hosts}
+    for link in topology.links:
+        homes = {end.partition("/")[0] if "/" in end else None for end in link.ends}
+        home = homes.pop() if len(homes) == 1 else None
+        (inner[home] if home is not None else outer).append(link)
+    for host in topology.hosts:
+        hosts.append(
+            {
+                "name": host.name,
+                "addresses": list(host.addresses),
+                "numa": [
+                    _filled(name=one.name, memory=_size(one.memory_nbytes)) for one in host.numa
+                ],
+                "devices": [
+                    _filled(
+                        name=one.name,
+                        kind=one.kind,
+                        numa=one.numa,
+                        memory=_size(one.memory_nbytes),
+                        workers=list(one.workers),
+                    )
+                    for one in host.devices
+                ],
+                "nics": [_filled(name=one.name, numa=one.numa) for one in host.nics],
+                "switches": list(host.switches),
+                "links": [_plain_link(link, host.name + "/") for link in inner[host.name]],
+            }
+        )
+    plain = {
+        "hosts": hosts,
+        "switches": list(topology.switches),
+        "links": [_plain_link(link, "") for link in outer],
+    }
+    return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None))
+
+
+def _filled(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value}
+
+
+def _size(nbytes: int) -> str | None:
+    return f"{nbytes} B" if nbytes else None
+
+
+def _plain_link(link: Link, prefix: str) -> dict[str, Any]:
+    return {
+        "name": link.name,
+        "between": [end.removeprefix(prefix) for end in link.ends],
+        "kind": link.kind,
+        "bandwidth": f"{link.bandwidth_nbytes_per_s!r} B/s",
+        "latency": f"{link.latency_s!r} s",
+    }
+
+
+class _Section(dict[str, Any]):
+    """A mapping that knows the line of each key."""
+
+    line = 0
+    lines: dict[str, int]
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe, and refuses keys that are given twice."""
+
+    def section(self, node: yaml.MappingNode) -> _Section:
+        own = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value in own:
+                problem = f"the key {key.value!r} is given twice, or is no word"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            own.add(key.value)
+        self.flatten_mapping(node)
+        found = _Section()
+        found.line = node.start_mark.line + 1
+        found.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
+        for key, value in node.value:
+            found[str(key.value)] = self.construct_object(value, deep=True)
+        return found
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.section)
+
+
+class _Reader:
+    """Turns the tree of a file into a topology, and knows where it is when something is wrong."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def topology(self, tree: Any) -> Topology:
+        section = self._section(tree, "the file", {"hosts"}, {"switches", "links"})
+        hosts: list[Host] = []
+        links: list[Link] = []
+        for i, one in enumerate(self._sections(section, "hosts")):
+            host, inner = self._host(one, f"hosts[{i}]")
+            hosts.append(host)
+            links += inner
+        self._unique(section, "hosts", [host.name for host in hosts])
+        switches = self._names(section, "switches", "")
+        found = Topology(tuple(hosts), (), switches)
+        links += self._links(section, "", found.nodes, "")
+        self._unique(section, "links", [link.name for link in links])
+        return Topology(tuple(hosts), tuple(links), switches)
+
+    def _host(self, section: Any, where: str) -> tuple[Host, list[Link]]:
+        optional = {"addresses", "devices", "nics", "switches", "links"}
+        section = self._section(section, where, {"name", "numa"}, optional)
+        numa = tuple(
+            Numa(self._name(one, f"{where}.numa[{i}]"), self._memory(one, f"{where}.numa[{i}]"))
+            for i, one in enumerate(self._parts(section, "numa", where, set(), {"memory"}))
+        )
+        if not numa:
+            self._fail(section, "numa", f"{where}.numa is empty; a host has at least one NUMA node")
+        devices = []
+        wanted = {"numa", "memory", "workers"}
+        for i, one in enumerate(self._parts(section, "devices", where, {"kind"}, wanted)):
+            at = f"{where}.devices[{i}]"
+            if one["kind"] not in DEVICE_KINDS:
+                allowed = " or ".join(DEVICE_KINDS)
+                self._fail(one, "kind", f"{at}.kind is {one['kind']!r}; it may be {allowed}")
+            near = self._near(one, numa, at)
+            workers = self._names(one, "workers", f"{at}.", patterns=True)
+            memory = self._memory(one, at)
+            devices.append(Device(self._name(one, at), one["kind"], near, memory, workers))
+        nics = tuple(
+            Nic(self._name(one, f"{where}.nics[{i}]"), self._near(one, numa, f"{where}.nics[{i}]"))
+            for i, one in enumerate(self._parts(section, "nics", where, set(), {"numa"}))
+        )
+        host = Host(
+            self._name(section, where),
+            numa,
+            tuple(devices),
+            nics,
+            self._names(section, "switches", f"{where}."),
+            self._names(section, "addresses", f"{where}.", patterns=True),
+        )
+        nodes = Topology((host,), ()).nodes
+        self._unique(section, "numa", list(nodes))
+        return host, self._links(section, f"{where}.", nodes, host.name + "/")
+
+    def _links(
+        self, section: _Section, where: str, nodes: Iterable[str], prefix: str
+    ) -> list[Link]:
+        found: list[Link] = []
+        for i, one in enumerate(self._sections(section, "links")):
+            at = f"{where}links[{i}]"
+            one = self._section(one, at, {"between", "bandwidth"}, {"name", "kind", "latency"})
+            ends = one["between"]
+            if not isinstance(ends, list) or len(ends) != 2:
+                self._fail(one, "between", f"{at}.between is {ends!r}; it may be two nodes")
+            matching = []
+            for end in ends:
+                fitting = [node for node in nodes if fnmatchcase(node, f"{prefix}{end}")]
+                if not fitting:
+                    self._fail(one, "between", f"{at}.between names {end!r}, which is no node here")
+                matching.append(fitting)
+            bandwidth = self._quantity(one, "bandwidth", at, _RATES, "450 GB/s' or '100 Gb/s")
+            latency = self._quantity(one, "latency", at, _TIMES, "2 us", missing=0.0)
+            if bandwidth <= 0:
+                self._fail(one, "bandwidth", f"{at}.bandwidth is 0; leave the link out instead")
+            pairs = [(a, b) for a in matching[0] for b in matching[1] if a != b]
+            if len(found) + len(pairs) > MAX_LINKS:
+                self._fail(one, "between", f"{at} makes more than {MAX_LINKS:,} links")
+            if "name" in one and len(pairs) > 1:
+                self._fail(one, "name", f"{at}.name would name {len(pairs)} links")
+            for a, b in pairs:
+                name = str(one.get("name", f"{a} - {b}"))
+                kind = str(one.get("kind", "link"))
+                found.append(Link(name, (a, b), kind, bandwidth, latency))
+        return found
+
+    # ------------------------------------------------------------------ values
+
+    def _section(self, value: Any, where: str, needed: set[str], optional: set[str]) -> _Section:
+        if not isinstance(value, _Section):
+            raise ConfigError(f"{self._source}: {where} is {value!r}; it may be a section of keys")
+        for key in value:
+            if key not in needed | optional:
+                allowed = ", ".join(sorted(needed | optional))
+                self._fail(value, key, f"{where} has no key {key!r}; it may have {allowed}")
+        for key in sorted(needed - set(value)):
+            self._fail(value, None, f"{where} lacks the key {key!r}")
+        return value
+
+    def _sections(self, section: _Section, key: str) -> list[Any]:
+        value = section.get(key) or []
+        if not isinstance(value, list):
+            self._fail(section, key, f"{key} is {value!r}; it may be a list")
+        return list(value)
+
+    def _parts(
+        self, section: _Section, key: str, where: str, needed: set[str], optional: set[str]
+    ) -> list[_Section]:
+        found = self._sections(section, key)
+        return [
+            self._section(one, f"{where}.{key}[{i}]", {"name"} | needed, optional)
+            for i, one in enumerate(found)
+        ]
+
+    def _name(self, section: _Section, where: str) -> str:
+        name = section["name"]
+        if not isinstance(name, str) or not name or re.search(r"[/*?\[\]\s]", name):
+            self._fail(
+                section,
+                "name",
+                f"{where}.name is {name!r}; it may be a word without slash, star or blank",
+            )
+        return str(name)
+
+    def _names(
+        self, section: _Section, key: str, where: str, *, patterns: bool = False
+    ) -> tuple[str, ...]:
+        value = section.get(key) or []
+        fits: Callable[[Any], bool] = (
+            (lambda one: isinstance(one, str | int) and not isinstance(one, bool))
+            if patterns
+            else (lambda one: isinstance(one, str) and not re.search(r"[/*?\[\]\s]", one))
+        )
+        if not isinstance(value, list) or not all(map(fits, value)):
+            self._fail(section, key, f"{where}{key} is {value!r}; it may be a list of names")
+        return tuple(map(str, value))
+
+    def _near(self, section: _Section, numa: Iterable[Numa], where: str) -> str | None:
+        near = section.get("numa")
+        known = [one.name for one in numa]
+        if near is not None and near not in known:
+            allowed = " or ".join(known)
+            self._fail(section, "numa", f"{where}.numa is {near!r}; it may be {allowed}")
+        return near
+
+    def _memory(self, section: _Section, where: str) -> int:
+        return int(self._quantity(section, "memory", where, _SIZES, "80 GiB", missing=0.0))
+
+    def _quantity(
+        self,
+        section: _Section,
+        key: str,
+        where: str,
+        units: Mapping[str, float],
+        example: str,
+        missing: float | None = None,
+    ) -> float:
+        if key not in section and missing is not None:
+            return missing
+        value = section[key]
+        found = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+        amount = math.inf
+        if found is not None and found[2] in units:
+            amount = float(found[1]) * units[found[2]]
+        if amount == math.inf:
+            self._fail(section, key, f"{where}.{key} is {value!r}; it may be such as '{example}'")
+        return amount
+
+    def _unique(self, section: _Section, key: str, names: list[str]) -> None:
+        for name, times in Counter(names).items():
+            if times > 1:
+                self._fail(section, key, f"{name!r} is there twice")
+
+    def _fail(self, section: _Section, key: str | None, what: str) -> NoReturn:
+        line = section.lines.get(key, section.line) if key is not None else section.line
+        raise ConfigError(f"{self._source}, line {line}: {what}")

@@ -1,0 +1,131 @@
+"""What links carry, learnt from the transfers that Dask reports anyway. Pure: fed from outside.
+
+Every worker tells the scheduler at what rate it received data from each peer. Those figures are
+of whole transfers, with serialisation and busy processes at both ends in them, which is what
+placing a task has to reckon with; they scatter accordingly. So a rate is a mean of logarithms,
+and a report that is far from many before it moves it by a bounded step.
+
+Rates are kept for pairs of workers, for pairs of hosts, and for the two kinds of pairs (on one
+host, between hosts). Each stands in for the one before while that has few reports, so that what
+is known of some links of a cluster is believed of the others until they are seen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from dask_gpurt.topology.model import LOCAL, Path
+
+#: Before anything was transferred: what processes of one host manage through Dask's own
+#: connections, and between hosts what stock Dask assumes.
+SAME_HOST_NBYTES_PER_S = 400e6
+OTHER_HOST_NBYTES_PER_S = 100e6
+#: Of asking for data and being answered, by Dask's own connections.
+LATENCY_S = 0.001
+
+#: Reports that the stand-in counts for, and the most that the past does.
+_PRIOR_WEIGHT = 0.5
+_MAX_WEIGHT = 20.0
+#: From so many reports on, one moves a rate no further than by this factor times its weight.
+_SETTLED = 3.0
+_STEP = math.log(4)
+#: Rates beyond these are not of this world, whoever reports them.
+_SLOWEST, _FASTEST = 1e3, 1e13
+#: Pairs that are remembered. At 1,000 workers, a sixteenth of all there are.
+MAX_PAIRS = 65_536
+
+
+class End(NamedTuple):
+    """A worker: its address, and the host that is in it."""
+
+    address: str
+    host: str
+
+
+class _Mean:
+    """Mean of the logarithms of what was reported, older reports counting less and less."""
+
+    __slots__ = ("log_rate", "weight")
+
+    def __init__(self) -> None:
+        self.log_rate = 0.0
+        self.weight = 0.0
+
+    def add(self, log_rate: float, count: float) -> None:
+        surprise = log_rate - self.log_rate
+        if self.weight >= _SETTLED:
+            surprise = max(-_STEP, min(_STEP, surprise))
+        self.weight += count
+        self.log_rate += surprise * count / self.weight
+        self.weight = min(self.weight, _MAX_WEIGHT)
+
+    def with_prior(self, log_rate: float) -> float:
+        total = self.log_rate * self.weight + log_rate * _PRIOR_WEIGHT
+        return total / (self.weight + _PRIOR_WEIGHT)
+
+
+class LearnedLinks:
+    """Paths between workers on machines that nobody described."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[str, str], _Mean] = {}
+        self._hosts: dict[tuple[str, str], _Mean] = {}
+        self._kinds: dict[bool, _Mean] = {True: _Mean(), False: _Mean()}
+
+    def observe(self, source: End, target: End, nbytes_per_s: float, count: int = 1) -> bool:
+        """Take in a report.
+
+        Parameters
+        ----------
+        source, target
+            Who sent and who received.
+        nbytes_per_s
+            Mean rate of `count` transfers.
+
+        Returns
+        -------
+        bool
+            Whether it was one that can be believed.
+        """
+        try:
+            if not (_SLOWEST <= nbytes_per_s <= _FASTEST and count >= 1) or source == target:
+                return False
+        except TypeError:
+            return False
+        log_rate, weight = math.log(nbytes_per_s), min(float(count), _MAX_WEIGHT)
+        hosts = source.host, target.host
+        _entry(self._pairs, (source.address, target.address)).add(log_rate, weight)
+        _entry(self._hosts, hosts).add(log_rate, weight)
+        self._kinds[source.host == target.host].add(log_rate, weight)
+        return True
+
+    def path(self, source: End, target: End) -> Path:
+        """The way between two workers, as far as is known."""
+        if source.address == target.address:
+            return LOCAL
+        is_near = source.host == target.host
+        prior = SAME_HOST_NBYTES_PER_S if is_near else OTHER_HOST_NBYTES_PER_S
+        log_rate = self._kinds[is_near].with_prior(math.log(prior))
+        for mean in (
+            self._hosts.get((source.host, target.host)),
+            self._pairs.get((source.address, target.address)),
+        ):
+            if mean is not None:
+                log_rate = mean.with_prior(log_rate)
+        kind = "same host" if is_near else "network"
+        return Path(LATENCY_S, math.exp(log_rate), kind)
+
+    def forget(self, address: str) -> None:
+        """A worker left; its host may have others."""
+        for pair in [pair for pair in self._pairs if address in pair]:
+            del self._pairs[pair]
+
+
+def _entry(means: dict[tuple[str, str], _Mean], key: tuple[str, str]) -> _Mean:
+    found = means.get(key)
+    if found is None:
+        while len(means) >= MAX_PAIRS:
+            del means[next(iter(means))]
+        found = means[key] = _Mean()
+    return found

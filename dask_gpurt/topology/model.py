@@ -1,0 +1,278 @@
+"""Machines and the links between them, and which way bytes take from one place to another.
+
+A topology is a graph. Its *nodes* are where bytes can be (NUMA nodes, devices), what they pass
+through (switches, network cards), and its edges are links, each with a bandwidth in each
+direction and a latency. A node of a host is named `host/node`; a switch between hosts has a name
+without a slash. Nothing here measures, reads files or knows Dask: a worker is put on a node by its
+name, address or host (`Topology.node_of`), and that is all there is to workers.
+
+Descriptions of machines are in `dask_gpurt.topology.description`; what transfers were measured to
+take, where nobody described the machines, in `dask_gpurt.topology.learned`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+#: Kinds of devices a worker may compute on.
+DEVICE_KINDS = ("gpu",)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One edge of the graph. Several pairs of nodes may have it on their paths, and then share it.
+
+    Attributes
+    ----------
+    name
+        Unique in a topology.
+    ends
+        The two nodes it joins.
+    kind
+        Such as `nvlink`, `pcie`, `ethernet`; not interpreted.
+    bandwidth_nbytes_per_s
+        In each direction.
+    latency_s
+        Of one message.
+    """
+
+    name: str
+    ends: tuple[str, str]
+    kind: str
+    bandwidth_nbytes_per_s: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Numa:
+    """Processors and the memory next to them: where workers without a device are.
+
+    Attributes
+    ----------
+    memory_nbytes
+        0 where it was not said.
+    """
+
+    name: str
+    memory_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator with memory of its own.
+
+    Attributes
+    ----------
+    workers
+        Patterns (`*`, `?`) of names or addresses of the workers that compute on it.
+    """
+
+    name: str
+    kind: str
+    numa: str | None = None
+    memory_nbytes: int = 0
+    workers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network card."""
+
+    name: str
+    numa: str | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine.
+
+    Attributes
+    ----------
+    addresses
+        Names and IP addresses it has in Dask's worker addresses, besides its own name.
+    switches
+        Nodes that bytes only pass through: PCIe switches and root complexes, NVSwitch.
+    """
+
+    name: str
+    numa: tuple[Numa, ...]
+    devices: tuple[Device, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    switches: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+
+    def node(self, name: str) -> str:
+        """Name of one of its nodes in the whole topology."""
+        return f"{self.name}/{name}"
+
+
+@dataclass(frozen=True)
+class Path:
+    """The way bytes take between two nodes.
+
+    Attributes
+    ----------
+    latency_s
+        Sum over its links.
+    bandwidth_nbytes_per_s
+        Of its narrowest link; infinite between a node and itself.
+    kind
+        Kind of the narrowest link, or `local`.
+    links
+        Names of its links, from the source on.
+    """
+
+    latency_s: float
+    bandwidth_nbytes_per_s: float
+    kind: str
+    links: tuple[str, ...] = ()
+
+    def transfer_s(self, nbytes: float) -> float:
+        """Seconds that so many bytes take, with the path to themselves."""
+        return self.latency_s + nbytes / self.bandwidth_nbytes_per_s
+
+
+#: Between a place and itself.
+LOCAL = Path(0.0, math.inf, "local")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts, the switches between them, and all links.
+
+    Whoever makes one checks the names; `dask_gpurt.topology.description` does.
+    """
+
+    hosts: tuple[Host, ...]
+    links: tuple[Link, ...]
+    switches: tuple[str, ...] = ()
+    _paths: dict[tuple[str, str], Path | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of all nodes, hosts' in the order of the hosts."""
+        found = []
+        for host in self.hosts:
+            for parts in (host.numa, host.devices, host.nics):
+                found += [host.node(part.name) for part in parts]
+            found += [host.node(name) for name in host.switches]
+        return (*found, *self.switches)
+
+    def node_of(self, *, address: str, name: object, host: str) -> str | None:
+        """Where a worker is.
+
+        Parameters
+        ----------
+        address
+            Of the worker.
+        name
+            Its name, of any type.
+        host
+            Name or IP address of the machine in `address`.
+
+        Returns
+        -------
+        str or None
+            The first device of which a pattern has its name or address, else the first NUMA node
+            of its machine; None if the machine is not described.
+        """
+        for one in self.hosts:
+            for device in one.devices:
+                if any(
+                    fnmatchcase(str(name), p) or fnmatchcase(address, p) for p in device.workers
+                ):
+                    return one.node(device.name)
+        for one in self.hosts:
+            if host == one.name or host in one.addresses:
+                return one.node(one.numa[0].name)
+        return None
+
+    def device(self, node: str) -> Device | None:
+        """The device at a node, None if something else is there."""
+        return self._devices.get(node)
+
+    @cached_property
+    def _devices(self) -> dict[str, Device]:
+        return {host.node(one.name): one for host in self.hosts for one in host.devices}
+
+    def path(self, source: str, target: str) -> Path | None:
+        """The widest way from a node to another, the fastest of those; None if there is none.
+
+        Widest and not the quickest for some size: large transfers are what placement is about.
+        Ways that are equally wide are told apart by latency, then by the number of links, then
+        by name, so that the answer is always the same.
+        """
+        if source == target:
+            return LOCAL
+        try:
+            return self._paths[source, target]
+        except KeyError:
+            found = self._paths[source, target] = self._search(source, target)
+            return found
+
+    @cached_property
+    def _neighbours(self) -> dict[str, list[tuple[str, Link]]]:
+        found: dict[str, list[tuple[str, Link]]] = {node: [] for node in self.nodes}
+        for link in self.links:
+            one, other = link.ends
+            found[one].append((other, link))
+            found[other].append((one, link))
+        return found
+
+    def _search(self, source: str, target: str) -> Path | None:
+        width = self._width(source, target)
+        if width == 0:
+            return None
+        # Dijkstra over the links that are wide enough.
+        queue: list[tuple[float, int, tuple[str, ...], str]] = [(0.0, 0, (), source)]
+        seen: set[str] = set()
+        while queue:
+            latency_s, n_links, names, node = heapq.heappop(queue)
+            if node == target:
+                narrowest = min(self._named(names), key=lambda one: one.bandwidth_nbytes_per_s)
+                return Path(latency_s, narrowest.bandwidth_nbytes_per_s, narrowest.kind, names)
+            if node in seen:
+                continue
+            seen.add(node)
+            for neighbour, link in self._ways_on(node, source):
+                if neighbour not in seen and link.bandwidth_nbytes_per_s >= width:
+                    total_s = latency_s + link.latency_s
+                    heapq.heappush(queue, (total_s, n_links + 1, (*names, link.name), neighbour))
+        return None
+
+    def _width(self, source: str, target: str) -> float:
+        """Bandwidth of the widest way, 0 if there is none."""
+        queue = [(-math.inf, source)]
+        seen: set[str] = set()
+        while queue:
+            width, node = heapq.heappop(queue)
+            if node == target:
+                return -width
+            if node in seen:
+                continue
+            seen.add(node)
+            for neighbour, link in self._ways_on(node, source):
+                if neighbour not in seen:
+                    heapq.heappush(queue, (max(width, -link.bandwidth_nbytes_per_s), neighbour))
+        return 0.0
+
+    def _ways_on(self, node: str, source: str) -> Sequence[tuple[str, Link]]:
+        # Bytes pass through memory, cards and switches, but not through a device on their way
+        # from another: that would take its memory, and a process to move them on.
+        if node != source and node in self._devices:
+            return ()
+        return self._neighbours[node]
+
+    def _named(self, names: Sequence[str]) -> list[Link]:
+        return [self._links[name] for name in names]
+
+    @cached_property
+    def _links(self) -> dict[str, Link]:
+        return {link.name: link for link in self.links}

@@ -1,0 +1,263 @@
+"""Tasks placed by the runtime on real clusters: same results, fewer bytes, restrictions kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Event, Worker, wait
+from distributed.core import Status
+from distributed.utils_test import BlockedGetData, async_poll_for, gen_cluster
+
+import dask_gpurt
+from dask_gpurt.command import status
+from dask_gpurt.errors import ConfigError
+from dask_gpurt.plugins.placement import Placement
+from tests.conftest import two_clusters
+
+N = 250
+
+
+@pytest.fixture(scope="module")
+def four():
+    with two_clusters(4) as clients:
+        yield clients
+
+
+def received_nbytes(client):
+    def total(dask_worker):
+        return sum(one["total"] for one in dask_worker.transfer_incoming_log)
+
+    return sum(client.run(total).values())
+
+
+def random_array(seed):
+    return da.random.default_rng(seed).random((8 * N, 8 * N), chunks=(N, N))
+
+
+GRAPHS = {
+    "a + b": lambda: random_array(1) + random_array(2),
+    "x.T + x": lambda: (lambda x: x.T + x)(random_array(1)),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_is_joined_is_made_in_one_place(four, name):
+    """Stock moves about half of it; a bound in between leaves room for who is busy when."""
+    nbytes, results = {}, {}
+    for side, client in (("stock", four.stock), ("enabled", four.enabled)):
+        with client.as_current():
+            before = received_nbytes(client)
+            made = client.persist(GRAPHS[name]())
+            wait(made)
+            nbytes[side] = received_nbytes(client) - before
+            results[side] = client.compute(made).result()
+    np.testing.assert_array_equal(results["enabled"], results["stock"])
+    assert nbytes["enabled"] <= 0.75 * nbytes["stock"]
+
+
+def test_a_decision_can_be_explained_as_long_as_it_is_remembered(four):
+    client = four.enabled
+    with client.as_current():
+        x = client.persist(random_array(3) @ random_array(4))
+        wait(x)
+    for key in x.__dask_keys__()[0]:
+        said = dask_gpurt.explain(client, key)
+        assert said["known"]
+        assert said["worker"] in client.scheduler_info(n_workers=-1)["workers"]
+        costs = [one["total_s"] for one in said["candidates"]]
+        assert costs == sorted(costs)
+    future = client.submit(lambda: 1, key="one-that-is-known")
+    future.result()
+    assert dask_gpurt.explain(client, future)["known"]
+    unknown = dask_gpurt.explain(client, "never-heard-of")
+    assert not unknown["known"]
+    assert "there is no such task" in unknown["reason"]
+    assert not dask_gpurt.explain(four.stock, future.key)["known"]
+
+
+def test_status_counts_decisions(four):
+    client = four.enabled
+    found = dask_gpurt.status(client)["placement"]
+    assert found["policy"] == "data-aware"
+    assert sum(found["decisions"].values()) > 0
+    text = status.placement_as_text(found)
+    assert f"{sum(found['decisions'].values()):,}" in text
+    for one in found["last_differing"]:
+        assert one["key"] in text
+        assert one["worker"] != one["stock_worker"]
+    assert status.placement_as_text(None) == "stock Dask chooses workers"
+    assert dask_gpurt.status(four.stock)["placement"] is None
+
+
+def test_the_command_shows_placement_alone(four, capsys):
+    address = four.enabled.scheduler.address
+    assert status.show(address, None, False, placement=True) == 0
+    text = capsys.readouterr().out
+    assert "other than stock" in text
+    assert "shuffles" not in text
+    assert status.show(address, None, True, placement=True) == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == "data-aware"
+
+
+@contextlib.contextmanager
+def settings_of(client, **values):
+    """Other settings on a live cluster, as another client would bring them."""
+    try:
+        with dask.config.set(values):
+            dask_gpurt.enable(client)
+        yield
+    finally:
+        dask_gpurt.enable(client)
+
+
+def test_placement_is_switched_on_a_live_cluster(four):
+    client = four.enabled
+    key = "gpurt.placement"
+    with settings_of(client, **{f"{key}.enabled": False}):
+        assert dask_gpurt.status(client)["placement"] is None
+        assert client.submit(sum, [client.submit(int, 7)]).result() == 7
+        assert "placement" in dask_gpurt.explain(client, "x")["reason"]
+    with settings_of(client, **{f"{key}.policy": "stock"}):
+        with client.as_current():
+            wait(client.persist(GRAPHS["a + b"]()))
+        found = dask_gpurt.status(client)["placement"]
+        assert found["policy"] == "stock"
+        assert found["decisions"]["stock"] == sum(found["decisions"].values()) > 0
+        assert found["differ_from_stock"] == 0
+    assert dask_gpurt.status(client)["placement"]["policy"] == "data-aware"
+
+
+def test_a_wrong_description_changes_nothing(four, tmp_path):
+    client = four.enabled
+    path = tmp_path / "machines.yaml"
+    path.write_text("hosts: [{name: h}]")
+    with (
+        dask.config.set({"gpurt.topology.file": str(path)}),
+        pytest.raises(
+            ConfigError, match=r"machines\.yaml, line 1: hosts\[0\] lacks the key 'numa'"
+        ),
+    ):
+        dask_gpurt.enable(client)
+    assert dask_gpurt.status(client)["placement"]["policy"] == "data-aware"
+
+
+# ------------------------------------------------------------------ restrictions
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("", 1)] * 3,
+    worker_kwargs={"resources": {"token": 1}},
+)
+async def test_restrictions_always_hold(c, s, *workers):
+    """Although each task's input is on a worker that it must not run on."""
+    Placement(s, "data-aware")
+    extra = await Worker(s.address, nthreads=1, resources={"special": 1})
+    addresses = [worker.address for worker in workers]
+    for i, home in enumerate(addresses):
+        x = c.submit(np.ones, 200_000, key=f"x-{i}", workers=[home])
+        others = [one for one in addresses if one != home]
+        for j in range(6):
+            allowed = others if j % 2 else others[:1]
+            y = c.submit(np.sum, x, key=f"y-{i}-{j}", workers=allowed)
+            await y
+            assert {ws.address for ws in s.tasks[y.key].who_has} <= set(allowed)
+        special = c.submit(np.sum, x, key=f"special-{i}", resources={"special": 1})
+        token = c.submit(np.sum, x, key=f"token-{i}", resources={"token": 1})
+        await wait([special, token])
+        assert {ws.address for ws in s.tasks[special.key].who_has} == {extra.address}
+        assert {ws.address for ws in s.tasks[token.key].who_has} <= set(addresses)
+    loose = c.submit(np.sum, x, workers=["127.0.0.9"], allow_other_workers=True)
+    assert await loose == 200_000
+    actor = await c.submit(Counter, x, actor=True)
+    assert await actor.value() == 200_000
+    await extra.close()
+
+
+class Counter:
+    def __init__(self, x):
+        self._n = len(x)
+
+    def value(self):
+        return self._n
+
+
+# Or the worker's memory monitor would have it go on.
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config={"distributed.worker.memory.pause": False})
+async def test_a_paused_worker_gets_nothing(c, s, a, b):
+    Placement(s, "data-aware")
+    x = c.submit(np.ones, 1_000_000, workers=[a.address])
+    await x
+    a.status = Status.paused
+    await async_poll_for(lambda: s.workers[a.address] not in s.running, timeout=10)
+    y = c.submit(np.sum, x)
+    await y
+    assert {ws.address for ws in s.tasks[y.key].who_has} == {b.address}
+
+
+# ------------------------------------------------------------------ what is on its way
+
+
+class Large:
+    """Takes no memory, and says it takes a gigabyte."""
+
+    def __sizeof__(self):
+        return 10**9
+
+
+ONE_SECOND_EACH = {"distributed.scheduler.default-task-durations": {"blocked": "1s"}}
+
+
+@gen_cluster(client=True, nthreads=[("", 1)], config=ONE_SECOND_EACH)
+async def test_a_task_goes_where_its_input_is_being_fetched(c, s, b):
+    """And so it is fetched once. The holder is busy for longer than the transfer takes."""
+    placement = Placement(s, "data-aware")
+    async with (
+        BlockedGetData(s.address, nthreads=1) as a,
+        Worker(s.address, nthreads=1) as idle,
+    ):
+        gate = Event()
+        x = c.submit(Large, key="x", workers=[a.address])
+        await wait(x)
+        keys = [f"blocked-{i}" for i in range(20)]
+        blocked = c.map(lambda i: gate.wait(), range(20), key=keys, workers=[a.address])
+        first = c.submit(id, x, key="first", workers=[b.address])
+        await a.in_get_data.wait()
+        second = c.submit(type, x, key="second")
+        await async_poll_for(lambda: "second" in s.tasks, timeout=10)
+        await async_poll_for(lambda: s.tasks["second"].processing_on is not None, timeout=10)
+        chosen = s.tasks["second"].processing_on.address
+        a.block_get_data.set()
+        await gate.set()
+        await wait([first, second, *blocked])
+        assert chosen == b.address, placement.explain("second")
+        assert "x" not in idle.data
+        assert len(b.transfer_incoming_log) == 1
+
+
+# ------------------------------------------------------------------ devices
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_device_data_stays_with_workers_that_have_a_device(c, s, host):
+    """The type of a result says where it lies; a worker with the resource says it has a GPU."""
+    placement = Placement(s, "data-aware")
+    async with Worker(s.address, nthreads=1, resources={"GPU": 1}) as gpu:
+        placement.add_worker(s.workers[gpu.address])
+        gate = Event()
+        x = c.submit(Large, key="x", workers=[gpu.address])
+        await wait(x)
+        s.tasks["x"].type = "cudf.core.dataframe.DataFrame"
+        blocked = c.map(lambda i: gate.wait(), range(50), workers=[gpu.address], pure=False)
+        await async_poll_for(lambda: len(s.workers[gpu.address].processing) == 50, timeout=10)
+        y = c.submit(type, x, key="y")
+        await async_poll_for(lambda: "y" in s.tasks, timeout=10)
+        await async_poll_for(lambda: s.tasks["y"].processing_on is not None, timeout=10)
+        assert s.tasks["y"].processing_on.address == gpu.address
+        await gate.set()
+        await wait([y, *blocked])

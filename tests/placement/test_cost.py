@@ -1,0 +1,100 @@
+"""Terms of the cost of a task on a worker, one by one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.placement import cost as costs
+from dask_gpurt.placement.cost import Cost, Input, Task, Worker, cost, steal_pays
+from dask_gpurt.topology.model import LOCAL, Path
+from tests.placement import machines
+
+
+def ways(**paths):
+    """Paths by pairs such as `a_b`, each a latency and a bandwidth."""
+    known = {tuple(pair.split("_")): Path(*values, "k") for pair, values in paths.items()}
+    return lambda source, target: LOCAL if source == target else known[source, target]
+
+
+def test_a_missing_input_takes_the_best_way_from_any_holder():
+    task = Task("t", [Input("x", 1000, {"a", "b"})])
+    found = cost(task, Worker("c", 1), ways(a_c=(1.0, 1000.0), b_c=(0.0, 2000.0)))
+    assert found.transfer_s == found.sending_s == 0.5
+    assert cost(task, Worker("a", 1), ways()).data_s == 0
+
+
+def test_latency_decides_where_there_is_little_to_move():
+    ways_to_c = ways(a_c=(1.0, 1000.0), b_c=(0.0, 10.0))
+    small = Task("t", [Input("x", 5, {"a", "b"})])
+    large = Task("t", [Input("x", 500, {"a", "b"})])
+    assert cost(small, Worker("c", 1), ways_to_c).transfer_s == 0.5
+    assert cost(large, Worker("c", 1), ways_to_c).transfer_s == 1.5
+
+
+def test_what_is_on_its_way_counts_for_what_remains():
+    way = ways(a_c=(0.0, 100.0))
+    task = Task("t", [Input("x", 1000, {"a"}, {"c": 2.5})])
+    found = cost(task, Worker("c", 1), way)
+    assert (found.arriving_s, found.transfer_s, found.sending_s) == (2.5, 0, 0)
+    late = Task("t", [Input("x", 1000, {"a"}, {"c": 99.0})])
+    assert cost(late, Worker("c", 1), way).arriving_s == 10
+
+
+def test_the_queue_is_shared_by_the_threads():
+    task = Task("t", [], duration_s=3.0)
+    found = cost(task, Worker("a", 4, occupancy_s=8.0), ways())
+    assert (found.queue_s, found.duration_s, found.total_s) == (2, 3, 5)
+
+
+def test_what_does_not_fit_is_put_away():
+    task = Task("t", [Input("x", 600, {"a"})], output_nbytes=500)
+    way = ways(a_b=(0.0, 1e9))
+    room = Worker("b", 1, room_nbytes=1000)
+    assert cost(task, room, way).spill_s == 100 / costs.SPILL_NBYTES_PER_S
+    # Where the input is already, there is nothing but the output to find room for.
+    assert cost(task, room._replace(address="a"), way).spill_s == 0
+    overfull = Worker("a", 1, room_nbytes=-100)
+    assert cost(task, overfull, way).spill_s == 600 / costs.SPILL_NBYTES_PER_S
+
+
+def test_a_join_costs_what_moves_to_the_best_place():
+    path = machines.even(100.0)
+    small = Task("t", [], output_nbytes=100, joins=[{"b": 1000}])
+    large = Task("t", [], output_nbytes=9000, joins=[{"b": 1000}])
+    assert cost(small, Worker("a", 1), path).join_s == 1
+    assert cost(large, Worker("a", 1), path).join_s == 10
+    assert cost(large, Worker("b", 1), path).join_s == 0
+    two = Task("t", [], output_nbytes=100, joins=[{"b": 100}, {"c": 300}])
+    assert cost(two, Worker("b", 1), path).join_s == 1
+    assert cost(two, Worker("c", 1), path).join_s == 1
+    assert cost(two, Worker("d", 1), path).join_s == 2
+
+
+@given(machines.tasks(), machines.workers(), machines.ways())
+def test_no_term_is_negative_and_the_total_is_their_sum(task, workers, path):
+    for worker in workers:
+        found = cost(task, worker, path)
+        assert all(term >= 0 for term in found)
+        assert found.total_s == pytest.approx(
+            found.data_s + found.sending_s + found.queue_s + found.duration_s, abs=1e-9
+        )
+
+
+def term(queue_s, transfer_s):
+    return Cost(transfer_s, 0.0, 0.0, queue_s, 1.0, 0.0, 0.0)
+
+
+def test_a_steal_has_to_save_more_than_it_moves():
+    assert steal_pays(term(5.0, 0.0), term(1.0, 3.0))
+    assert not steal_pays(term(5.0, 0.0), term(1.0, 4.0))
+    assert not steal_pays(term(5.0, 0.0), term(5.0, 0.0))
+    # What has to be moved to the victim, too, is not moved by the steal.
+    assert steal_pays(term(5.0, 3.0), term(1.0, 6.0))
+
+
+@given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3))
+def test_nothing_is_stolen_back_and_forth(a_queue, a_data, b_queue, b_data):
+    a, b = term(a_queue, a_data), term(b_queue, b_data)
+    assert not (steal_pays(a, b) and steal_pays(b, a))

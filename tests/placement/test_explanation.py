@@ -1,0 +1,32 @@
+"""What is said of a decision."""
+
+from __future__ import annotations
+
+import json
+
+from dask_gpurt.placement.cost import Cost
+from dask_gpurt.placement.explanation import Record, explained
+
+
+def term(queue_s, transfer_s):
+    return Cost(transfer_s, transfer_s, 0.0, queue_s, 1.0, 0.0, 0.0)
+
+
+def test_candidates_are_sorted_and_their_terms_add_up():
+    record = Record(("x", 1), "b", "cost", "a", {"a": term(5.0, 0.0), "b": term(1.0, 0.5)})
+    assert record.differs
+    assert record.saved_s == 3.0
+    said = explained(record)
+    assert json.loads(json.dumps(said)) == said
+    assert said["key"] == "('x', 1)"
+    assert (said["worker"], said["stock_worker"]) == ("b", "a")
+    assert [one["worker"] for one in said["candidates"]] == ["b", "a"]
+    for one in said["candidates"]:
+        terms = {name: n for name, n in one.items() if name not in ("worker", "total_s")}
+        assert one["total_s"] == sum(terms.values())
+
+
+def test_nothing_is_claimed_that_was_not_worked_out():
+    assert not Record("x", "a", "holder", None, {}).differs
+    assert Record("x", "a", "siblings", "b", {}).saved_s == 0
+    assert Record("x", "a", "cost", "a", {"a": term(1.0, 0.0)}).saved_s == 0

@@ -1,0 +1,179 @@
+"""Which worker is chosen: rules that hold for every snapshot, and cases worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.placement.cost import Input, Task, Worker
+from dask_gpurt.placement.policy import MAX_RESTRICTED, DataAware, Stock
+from dask_gpurt.topology.model import LOCAL, Path
+from tests.placement.machines import NAMES, even, inputs, sizes, snapshot, snapshots, subsets
+from tests.test_architecture import ROOT as PACKAGE
+from tests.topology.test_model import load
+
+ROOT = PACKAGE.parent
+POLICIES = [DataAware(), Stock()]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@given(found=snapshots())
+def test_never_outside_of_the_valid_workers(policy, found):
+    decision = policy.decide(found)
+    if found.valid is None:
+        assert decision.worker in NAMES or not (found.idle or found.task.inputs)
+    elif found.valid:
+        assert decision.worker in found.valid
+        assert decision.stock in found.valid
+    else:
+        assert decision.worker is None
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@given(found=snapshots(), order=st.randoms())
+def test_the_same_snapshot_gives_the_same_decision_in_whatever_order(policy, found, order):
+    shuffled = list(found.idle)
+    order.shuffle(shuffled)
+    again = [one._replace(holders=sorted(one.holders)) for one in found.task.inputs]
+    same = found._replace(idle=tuple(shuffled), task=found.task._replace(inputs=again))
+    assert policy.decide(same).worker == policy.decide(found).worker
+
+
+@given(
+    st.lists(inputs(arriving=False), min_size=1, max_size=5),
+    st.lists(sizes, min_size=6, max_size=6),
+    st.none() | subsets.filter(bool),
+    subsets,
+)
+def test_with_equal_links_and_nothing_queued_it_agrees_with_stock(needed, held, valid, idle):
+    workers = [Worker(name, 1, 0.0, n) for name, n in zip(NAMES, held, strict=True)]
+    # Rates that are powers of two, so that sums of seconds are exact and ties are ties.
+    found = snapshot(
+        Task("t", needed),
+        workers,
+        even(2.0**27),
+        valid=valid,
+        idle=tuple(idle),
+        bandwidth_nbytes_per_s=2.0**27,
+    )
+    stock = Stock().decide(found).worker
+    decision = DataAware().decide(found)
+    holders = set.union(*(set(one.holders) for one in needed))
+    assert decision.stock == stock
+    if valid is None or valid & holders:
+        assert decision.worker == stock
+
+
+@given(snapshots(), st.data())
+def test_another_holder_never_makes_the_chosen_cost_worse(found, data):
+    if not found.task.inputs:
+        return
+    decision = DataAware().decide(found)
+    if decision.worker is None:
+        return
+    i = data.draw(st.integers(0, len(found.task.inputs) - 1))
+    more = list(found.task.inputs)
+    more[i] = more[i]._replace(holders=more[i].holders | {data.draw(st.sampled_from(NAMES))})
+    better = DataAware().decide(found._replace(task=found.task._replace(inputs=more)))
+    if found.task.device is not None:
+        # One with the device may come in, and then none without is chosen.
+        return
+    before, after = decision.costs[decision.worker], better.costs[better.worker]
+    assert after.total_s <= before.total_s * (1 + 1e-12)
+
+
+def test_the_faster_link_is_taken_although_stock_sees_no_difference():
+    """Half of the data each on `a` and `b`; only `b` can be reached quickly."""
+
+    def path(source, target):
+        return LOCAL if source == target else Path(0.0, 1e9 if target == "b" else 1e7, "k")
+
+    task = Task("t", [Input("x", 10**7, {"a"}), Input("y", 10**7, {"b"})])
+    workers = [Worker("a", 1), Worker("b", 1, nbytes=1)]
+    decision = DataAware().decide(snapshot(task, workers, path))
+    assert (decision.worker, decision.stock) == ("b", "a")
+
+
+def test_a_worker_that_will_soon_have_the_input_is_looked_at():
+    """A second task that needs `x` goes where a first one is having it fetched."""
+    task = Task("t", [Input("x", 10**9, {"a"}, {"b": 0.5})])
+    workers = [Worker("a", 1, occupancy_s=9.0), Worker("b", 1), Worker("c", 1)]
+    found = snapshot(task, workers, even(1e8), idle=("c",))
+    decision = DataAware().decide(found)
+    assert (decision.worker, decision.stock) == ("b", "a")
+
+
+def test_company_is_looked_for_only_when_waiting_costs_more_than_moving():
+    task = Task("t", [Input("x", 10**8, {"a"})])
+    for occupancy_s, chosen in [(1.9, "a"), (2.1, "b")]:
+        workers = [Worker("a", 1, occupancy_s=occupancy_s), Worker("b", 1)]
+        decision = DataAware().decide(snapshot(task, workers, even(1e8), idle=("b",)))
+        assert decision.worker == chosen
+
+
+def test_device_data_stays_where_there_is_a_device():
+    task = Task("t", [Input("x", 100, {"a"})], device="gpu")
+    busy = Worker("a", 1, occupancy_s=100.0, devices=("gpu",))
+    found = snapshot(task, [busy, Worker("b", 1)], idle=("b",))
+    assert DataAware().decide(found).worker == "a"
+    # Restrictions of the user come first.
+    assert DataAware().decide(found._replace(valid={"b"})).worker == "b"
+    on_host = task._replace(device=None)
+    assert DataAware().decide(found._replace(task=on_host)).worker == "b"
+
+
+def test_a_task_goes_where_its_output_will_be_joined():
+    task = Task("t", [Input("x", 10, {"a"})], output_nbytes=10**9, joins=[{"b": 10**9}])
+    workers = [Worker("a", 1), Worker("b", 1)]
+    decision = DataAware().decide(snapshot(task, workers, even(1e8)))
+    assert (decision.worker, decision.stock) == ("b", "a")
+
+
+def test_workers_that_take_no_tasks_are_not_looked_at():
+    task = Task("t", [Input("x", 10**9, {"a", "b"})])
+    workers = [Worker("a", 1), Worker("b", 1, nbytes=1)]
+    found = snapshot(task, workers, is_running=lambda address: address != "a")
+    assert DataAware().decide(found).worker == "b"
+    assert Stock().decide(found).worker == "b"
+
+
+def test_work_does_not_grow_with_the_cluster():
+    names = [f"w{i}" for i in range(1000)]
+    seen = []
+
+    def worker(address):
+        seen.append(address)
+        return Worker(address, 1)
+
+    task = Task("t", [Input("x", 100, {"w1"})])
+    found = snapshot(task, [], valid=frozenset(names), idle=tuple(names[:4]))
+    DataAware().decide(found._replace(worker=worker))
+    assert set(seen) == {"w0", "w1", "w2", "w3"}
+    assert len(names) > MAX_RESTRICTED
+
+
+def test_the_decision_that_the_documentation_works_through():
+    topology = load("two-hosts")
+    nodes = {"left-0": "left/gpu0", "left-1": "left/gpu1", "right-0": "right/gpu0"}
+
+    def path(source, target):
+        return topology.path(nodes[source], nodes[target])
+
+    inputs = [Input("x", 4 * 10**9, {"left-0"}), Input("y", 5 * 10**9, {"right-0"})]
+    workers = [Worker("left-0", 1, 0.5), Worker("left-1", 1), Worker("right-0", 1, 0.3)]
+    found = snapshot(
+        Task("t", inputs, 0.05), workers, path, idle=("left-1",), bandwidth_nbytes_per_s=1e9
+    )
+    decision = DataAware().decide(found)
+    page = (ROOT / "docs" / "placement.md").read_text()
+    for worker in workers:
+        one = decision.costs[worker.address]
+        cells = [one.transfer_s, one.sending_s, one.queue_s, one.duration_s]
+        row = " | ".join(f"{cell:.4f}" for cell in cells)
+        total = f"{one.total_s:.4f}"
+        total = f"**{total}**" if worker.address == decision.worker else total
+        stock = f"{Stock.objective(found, worker)[0]:.4f}"
+        stock = f"**{stock}**" if worker.address == decision.stock else stock
+        stock = "not looked at" if worker.address in found.idle else stock
+        assert f"| `{worker.address}` | {row} | {total} | {stock} |" in page

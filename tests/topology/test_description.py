@@ -1,0 +1,119 @@
+"""Files that describe machines: read, written, and refused with the line that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from dask_gpurt.errors import ConfigError
+from dask_gpurt.topology import description
+from tests.topology.test_model import DATA
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_is_written_reads_the_same(path):
+    topology = description.parse(path.read_text(), path.name)
+    again = description.parse(description.dump(topology))
+    assert set(again.links) == set(topology.links)
+    assert (again.hosts, again.switches) == (topology.hosts, topology.switches)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes_per_s"),
+    [
+        ("450 GB/s", 450e9),
+        ("100 Gb/s", 12.5e9),
+        ("100Gbit/s", 12.5e9),
+        ("1 GiB/s", 2**30),
+        ("2.5e2 MB/s", 250e6),
+        ("7 B/s", 7),
+    ],
+)
+def test_rates_in_bytes_and_in_bits(text, nbytes_per_s):
+    made = description.parse(
+        f"""
+        hosts: [{{name: h, numa: [{{name: a}}, {{name: b}}],
+                  links: [{{between: [a, b], bandwidth: {text}}}]}}]
+        """
+    )
+    assert made.links[0].bandwidth_nbytes_per_s == nbytes_per_s
+
+
+HOST = """\
+hosts:
+  - name: box
+    numa: [{name: numa0}, {name: numa1}]
+    links:
+      - {between: [numa0, numa1], bandwidth: 20 GB/s}
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "line", "says"),
+    [
+        ("20 GB/s", "20 GBs", 5, "hosts[0].links[0].bandwidth is '20 GBs'; it may be such as"),
+        ("20 GB/s", "20", 5, "bandwidth is 20"),
+        ("20 GB/s", "0 GB/s", 5, "leave the link out"),
+        ("20 GB/s", "1e999 GB/s", 5, "bandwidth is"),
+        ("20 GB/s", "-1 GB/s", 5, "bandwidth is"),
+        (", bandwidth: 20 GB/s", "", 5, "lacks the key 'bandwidth'"),
+        ("[numa0, numa1]", "[numa0, numa7]", 5, "'numa7', which is no node here"),
+        ("[numa0, numa1]", "[numa0]", 5, "it may be two nodes"),
+        ("bandwidth", "bandwith", 5, "has no key 'bandwith'"),
+        ("between", "name: x, between: ['numa*', 'numa*'], x", 5, "has no key 'x'"),
+        ("[numa0, numa1]", "['numa*', 'numa*'], name: x", 5, "would name 2 links"),
+        ("name: box", "name: a/b", 2, "hosts[0].name is 'a/b'"),
+        ("{name: numa1}", "{name: numa0}", 3, "'box/numa0' is there twice"),
+        ("[{name: numa0}, {name: numa1}]", "[]", 3, "at least one NUMA node"),
+        ("    links:", "    addresses: here\n    links:", 4, "hosts[0].addresses is 'here'"),
+        ("    links:", "    name: other\n    links:", 4, "given twice"),
+        ("hosts:", "host:", 1, "no key 'host'"),
+        (
+            "    links:",
+            "    devices: [{name: g, kind: tpu}]\n    links:",
+            4,
+            "hosts[0].devices[0].kind is 'tpu'; it may be gpu",
+        ),
+        (
+            "    links:",
+            "    nics: [{name: e, numa: n9}]\n    links:",
+            4,
+            "numa is 'n9'; it may be numa0 or numa1",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(right, wrong, line, says):
+    assert HOST.count(right) == 1
+    with pytest.raises(ConfigError) as caught:
+        description.parse(HOST.replace(right, wrong), "machines.yaml")
+    assert says in str(caught.value)
+    assert f"line {line}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "the file is None"),
+        ("[]", "the file is []"),
+        ("hosts: 3", "hosts is 3"),
+        ("hosts: [3]", "hosts[0] is 3"),
+        ("hosts: [", "is not YAML"),
+        ("? [a]\n: 1", "is not YAML"),
+        ("hosts: &a [*a]", "is not YAML"),
+        ("hosts: !!python/object/apply:os.getcwd []", "is not YAML"),
+        ("[" * 50_000, "topology"),
+        ("#" * (description.MAX_NCHARS + 1), "has more than"),
+    ],
+)
+def test_what_describes_nothing_is_refused(text, says):
+    with pytest.raises(ConfigError, match="topology") as caught:
+        description.parse(text)
+    assert says in str(caught.value)
+
+
+def test_links_that_patterns_stand_for_are_bounded():
+    nodes = [{"name": f"n{i}"} for i in range(400)]
+    links = [{"between": ["n*", "n*"], "bandwidth": "1 GB/s"}]
+    text = yaml.safe_dump({"hosts": [{"name": "h", "numa": nodes, "links": links}]})
+    with pytest.raises(ConfigError, match="makes more than"):
+        description.parse(text)
