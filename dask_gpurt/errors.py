@@ -14,7 +14,9 @@
     ├── ShardStorageError (OSError)         shards on disk that cannot be read back
     ├── TierFullError (MemoryError)         a tier of memory that has no room for a value
     ├── DamagedValueError (OSError)         a value that was put away and did not come back the same
-    └── TransportError (ConnectionError)    a link between workers that cannot be had, or broke
+    ├── TransportError (ConnectionError)    a link between workers that cannot be had, or broke
+    └── SimulationError (RuntimeError)      a simulation that cannot come to its end
+        └── TraceError (ValueError)         a recorded workload that cannot be replayed
 
 One meaning each. Each also subclasses the builtin that a generic handler would expect.
 """
@@ -72,3 +74,11 @@ class DamagedValueError(GpurtError, OSError):
 
 class TransportError(GpurtError, ConnectionError):
     """A link to another worker cannot be had, broke, or did not deliver in time."""
+
+
+class SimulationError(GpurtError, RuntimeError):
+    """A simulated computation failed, or nothing was left to happen before it was done."""
+
+
+class TraceError(SimulationError, ValueError):
+    """A recorded workload is damaged, of another version, or makes no sense."""

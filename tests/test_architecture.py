@@ -46,6 +46,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     # Pure: descriptions come as text, measurements as numbers.
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
+    # Public parts of Dask, of whose graphs workloads are made; never distributed.
+    "simulate": ({"errors", "topology"}, {"dask", "pandas"}, set()),
     "memory": (
         {"codecs", "devices", "errors", "frames", "metrics"},
         {"msgpack", "numpy"},
@@ -63,10 +65,12 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "metrics",
             "placement",
             "shuffle",
+            "simulate",
             "topology",
             "transport",
         },
-        DASK | {"numpy", "packaging"},
+        # Tornado: the loop of a simulation has to be one that distributed's callbacks know.
+        DASK | {"numpy", "packaging", "tornado"},
         IMPURE,
     ),
     "preload": ({"errors", "plugins"}, {"dask"}, {"logging"}),
@@ -86,7 +90,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
 #: What may only be named in one module.
 ONLY_IN = {
     "distributed.shuffle": {"plugins/seams.py"},
-    "dask._task_spec": {"plugins/seams.py"},
+    "dask._task_spec": {"plugins/seams.py", "plugins/simulation_seams.py"},
     "pandas._libs": {"frames/gather.py"},
     "ctypes": {"devices/malloc.py", "devices/pages.py"},
     "nvtx": {"devices/ranges.py"},

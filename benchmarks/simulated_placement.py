@@ -1,0 +1,241 @@
+"""Makespans of simulated computations, with stock placement and with a policy, on three machines.
+
+distributed's own scheduler drives modelled workers in virtual time, so there is no noise: stock
+against stock is a ratio of exactly 1, which is checked. The one thing measured is the processor
+time that the scheduler takes, on one machine of as many workers as `--workers` says.
+
+See docs/simulator.md for what is modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import Scheduler
+
+from dask_gpurt.plugins.simulation import Install, simulate
+from dask_gpurt.simulate.examples import EXAMPLES, Scale, add, transpose_add, uneven_tree_sum
+from dask_gpurt.simulate.machine import ChangesSpeed, Dies, Incident, Machine
+from dask_gpurt.simulate.machines import nvlink_hosts, one_slow_nic, pcie_gpus
+from dask_gpurt.simulate.result import Result
+from dask_gpurt.simulate.workload import Workload
+
+#: Each machine with examples that fit it: about four blocks for each worker, at a GPU's and at a
+#: processor's rates.
+MACHINES: tuple[tuple[Callable[[], Machine], Scale], ...] = (
+    (nvlink_hosts, Scale(side=16, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)),
+    (pcie_gpus, Scale(side=8, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)),
+    (one_slow_nic, Scale(side=12, block_nbytes=100_000_000, load_rate=0.5e9, rate=2e9)),
+)
+
+
+def stock(machine: Machine) -> Install | None:
+    """Nothing is installed."""
+    return None
+
+
+def data_aware(machine: Machine) -> Install:
+    """The policy of `gpurt.placement`, told of the machine."""
+    from dask_gpurt.plugins.placement import Placement
+
+    def install(scheduler: Scheduler) -> None:
+        topology = getattr(machine.network, "topology", None)
+        clock = asyncio.get_running_loop().time
+        Placement(scheduler, "data-aware", topology, clock=clock)
+
+    return install
+
+
+def data_aware_untold(machine: Machine) -> Install:
+    """The same, which has to learn of the links by what workers measure."""
+    from dask_gpurt.plugins.placement import Placement
+
+    def install(scheduler: Scheduler) -> None:
+        Placement(scheduler, "data-aware", None, clock=asyncio.get_running_loop().time)
+
+    return install
+
+
+POLICIES: dict[str, Callable[[Machine], Install | None]] = {
+    "stock": stock,
+    "data-aware": data_aware,
+    "data-aware-untold": data_aware_untold,
+}
+
+
+@dataclass
+class Row:
+    """One example on one machine, both ways."""
+
+    machine: str
+    workload: str
+    tasks: int
+    stock: Result
+    policy: Result
+
+    @property
+    def ratio(self) -> float:
+        return self.policy.makespan_s / self.stock.makespan_s
+
+    def line(self) -> str:
+        return (
+            f"  {self.workload:26} {self.tasks:6} tasks"
+            f"  stock {self.stock.makespan_s:8.3f} s {self.stock.moved_nbytes / 1e9:8.1f} GB"
+            f"  policy {self.policy.makespan_s:8.3f} s {self.policy.moved_nbytes / 1e9:8.1f} GB"
+            f"  ratio {self.ratio:5.3f}"
+        )
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine,
+            "workload": self.workload,
+            "tasks": self.tasks,
+            "ratio": self.ratio,
+            **{
+                f"{side}_{what}": value
+                for side, result in (("stock", self.stock), ("policy", self.policy))
+                for what, value in (
+                    ("makespan_s", result.makespan_s),
+                    ("moved_nbytes", result.moved_nbytes),
+                    ("scheduler_s_per_task", result.scheduler_s_per_task),
+                )
+            },
+        }
+
+
+def compare(model: Workload, machine: Machine, policy: str) -> Row:
+    """The same workload on the same machine, both ways."""
+    one = simulate(model, machine)
+    other = simulate(model, machine, POLICIES[policy](machine))
+    row = Row(machine.name, model.name, len(model.tasks), one, other)
+    assert {run.key for run in one.tasks} == {run.key for run in other.tasks}
+    if policy == "stock":
+        assert one == other, f"{model.name}: the simulation is not deterministic"
+    print(row.line(), flush=True)
+    return row
+
+
+def compare_all(policy: str, only: str, share: float) -> list[Row]:
+    """Every example on every machine."""
+    rows: list[Row] = []
+    for machine, models in _examples(only, share):
+        print(f"{machine.name}, {policy} against stock", flush=True)
+        here = [compare(model, machine, policy) for model in models]
+        if here:
+            ratios = [row.ratio for row in here]
+            mean = statistics.geometric_mean(ratios)
+            print(f"  geometric mean {mean:.3f}, worst {max(ratios):.3f}", flush=True)
+        rows += here
+    return rows
+
+
+#: What happens to the first worker, at a time.
+INCIDENTS: dict[str, Callable[[str, float], Incident]] = {
+    "slow": lambda address, at_s: ChangesSpeed(address, at_s, speed=0.2),
+    "gone": Dies,
+}
+
+
+def bad_days(policy: str, only: str, share: float) -> list[dict[str, Any]]:
+    """Every example on every machine, with one worker in trouble at two fifths of the way."""
+    found = []
+    for machine, models in _examples(only, share):
+        print(f"{machine.name}, {policy}, one worker in trouble", flush=True)
+        for model in models:
+            healthy = simulate(model, machine, POLICIES[policy](machine))
+            for what, incident in INCIDENTS.items():
+                address = machine.workers[0].address
+                bad = machine.with_incidents(incident(address, 0.4 * healthy.makespan_s))
+                result = simulate(model, bad, POLICIES[policy](bad))
+                assert {run.key for run in result.tasks} == {run.key for run in healthy.tasks}
+                ratio = result.makespan_s / healthy.makespan_s
+                print(
+                    f"  {model.name:26} healthy {healthy.makespan_s:8.3f} s"
+                    f"  {what} {result.makespan_s:8.3f} s  ratio {ratio:5.3f}",
+                    flush=True,
+                )
+                found.append(
+                    {
+                        "machine": machine.name,
+                        "workload": model.name,
+                        "incident": what,
+                        "healthy_s": healthy.makespan_s,
+                        "makespan_s": result.makespan_s,
+                        "ratio": ratio,
+                    }
+                )
+    return found
+
+
+def _examples(only: str, share: float) -> Iterator[tuple[Machine, list[Workload]]]:
+    """Machines, each with the examples that fit it; `share` of the blocks along an edge."""
+    for make_machine, scale in MACHINES:
+        side = max(2, round(scale.side * share))
+        fitting = Scale(side, scale.block_nbytes, scale.load_rate, scale.rate)
+        models = [example(fitting) for example in EXAMPLES]
+        yield make_machine(), [model for model in models if only in model.name]
+
+
+def time_scheduler(workers: int, policy: str, repeats: int) -> dict[str, Any]:
+    """Processor time of the scheduler for each task, at a size that few have."""
+    machine = nvlink_hosts(math.ceil(workers / 8), 8)
+    scale = Scale(
+        side=round((4 * workers) ** 0.5), block_nbytes=100_000_000, load_rate=1e9, rate=20e9
+    )
+    print(f"{machine.name}: scheduler time, {policy} against stock", flush=True)
+    found: dict[str, Any] = {"workers": len(machine.workers), "policy": policy, "workloads": {}}
+    for example in (uneven_tree_sum, add, transpose_add):
+        model = example(scale)
+        taken: dict[str, list[float]] = {"stock": [], "policy": []}
+        for _ in range(repeats):
+            for side, name in (("stock", "stock"), ("policy", policy)):
+                gc.collect()
+                result = simulate(model, machine, POLICIES[name](machine))
+                taken[side].append(result.scheduler_s_per_task)
+        one, other = statistics.median(taken["stock"]), statistics.median(taken["policy"])
+        print(
+            f"  {model.name:26} {len(model.tasks):6} tasks  stock {one * 1e6:6.0f} us a task"
+            f"  policy {other * 1e6:6.0f} us a task  ratio {other / one:5.3f}",
+            flush=True,
+        )
+        found["workloads"][model.name] = {**taken, "tasks": len(model.tasks), "ratio": other / one}
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policy", choices=POLICIES, default="stock")
+    parser.add_argument("--only", default="", help="run the workloads whose name contains this")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="share of the blocks along an edge"
+    )
+    parser.add_argument("--workers", type=int, help="measure scheduler time at so many instead")
+    parser.add_argument(
+        "--bad-days", action="store_true", help="slow down or lose a worker instead of comparing"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="of that measurement")
+    parser.add_argument("--json", metavar="FILE", help="write results here")
+    chosen = parser.parse_args(arguments)
+    found: Any
+    if chosen.bad_days:
+        found = bad_days(chosen.policy, chosen.only, chosen.scale)
+    elif chosen.workers:
+        found = time_scheduler(chosen.workers, chosen.policy, chosen.repeats)
+    else:
+        found = [row.plain() for row in compare_all(chosen.policy, chosen.only, chosen.scale)]
+    if chosen.json:
+        Path(chosen.json).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,131 @@
+"""Record what a live cluster computes, to replay it in a simulation.
+
+A scheduler plugin that writes down each task when it is in memory for the first time: what it
+needed, how long it ran, how large its result is. It changes nothing and keeps no data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dask.typing import Key
+from distributed import SchedulerPlugin
+
+from dask_gpurt.errors import TraceError
+from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
+
+if TYPE_CHECKING:
+    from distributed import Client, Scheduler
+    from distributed.scheduler import TaskState
+
+NAME = "gpurt-trace"
+#: Tasks after which nothing more is written down: some hundreds of bytes each, on the scheduler.
+MAX_TASKS = 1_000_000
+
+
+class TraceRecorder(SchedulerPlugin):
+    """Writes down tasks on a scheduler."""
+
+    name = NAME
+
+    def __init__(self, max_tasks: int = MAX_TASKS) -> None:
+        self._max_tasks = max_tasks
+        self._scheduler: Scheduler | None = None
+        #: By key: priority, keys it needed, seconds, bytes, whether it makes data out of nothing.
+        self._rows: dict[str, tuple[Any, tuple[str, ...], float, int, bool]] = {}
+        self._wanted: dict[str, None] = {}
+        self._is_full = False
+
+    async def start(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def update_graph(self, scheduler: Scheduler, *, keys: set[Key], **kwargs: Any) -> None:
+        self._wanted.update(dict.fromkeys(sorted(map(str, keys))))
+
+    def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        if start != "processing" or finish != "memory" or self._scheduler is None:
+            return
+        ts = self._scheduler.tasks[key]
+        seconds = sum(
+            one["stop"] - one["start"]
+            for one in kwargs.get("startstops", ())
+            if one["action"] == "compute"
+        )
+        for dependency in ts.dependencies:
+            # What was in memory before recording began is there from the start.
+            if str(dependency.key) not in self._rows:
+                self._write(dependency, 0.0, ())
+        self._write(ts, seconds, sorted(str(one.key) for one in ts.dependencies))
+
+    def _write(self, ts: TaskState, seconds: float, needed: Sequence[str]) -> None:
+        key = str(ts.key)
+        if key in self._rows or self._is_full:
+            return
+        if len(self._rows) >= self._max_tasks:
+            self._is_full = True
+            return
+        self._rows[key] = (
+            ts.priority or (),
+            tuple(needed),
+            max(seconds, 0.0),
+            max(ts.get_nbytes(), 0),
+            ts.run_spec is None or bool(ts.run_spec.data_producer),
+        )
+
+    def workload(self, name: str) -> Workload:
+        """What was written down so far.
+
+        Raises
+        ------
+        TraceError
+            If nothing was, or more than would fit.
+        """
+        if self._is_full:
+            raise TraceError(f"{name}: more than {self._max_tasks} tasks ran")
+        keys = sorted(self._rows, key=lambda key: (self._rows[key][0], key))
+        position = {key: number for number, key in enumerate(keys)}
+        tasks = []
+        for key in keys:
+            _, needed, seconds, nbytes, produces_data = self._rows[key]
+            dependencies = tuple(position[one] for one in needed)
+            tasks.append(TaskModel(StableStr(key), dependencies, seconds, nbytes, produces_data))
+        wanted = tuple(position[key] for key in self._wanted if key in position)
+        return Workload(name, tuple(tasks), wanted)
+
+
+class Recording:
+    """What is recorded between two moments."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def workload(self, name: str) -> Workload:
+        """What was computed since the recording began.
+
+        Raises
+        ------
+        TraceError
+            If nothing was, or more than is kept.
+        """
+
+        def to_json(dask_scheduler: Scheduler) -> str:
+            recorder: Any = dask_scheduler.plugins[NAME]
+            text: str = recorder.workload(name).to_json()
+            return text
+
+        return Workload.from_json(self._client.run_on_scheduler(to_json))
+
+
+@contextlib.contextmanager
+def recorded(client: Client) -> Iterator[Recording]:
+    """Record what a cluster computes meanwhile; take the workload before this ends.
+
+    The scheduler needs this package too.
+    """
+    client.register_plugin(TraceRecorder())
+    try:
+        yield Recording(client)
+    finally:
+        client.unregister_scheduler_plugin(NAME)

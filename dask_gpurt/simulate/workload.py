@@ -1,0 +1,189 @@
+"""A workload: tasks in order of priority, what each needs, how long it takes, how much it makes.
+
+This is also the trace format: `Workload.to_json` and `Workload.from_json` are exact opposites, so a
+recorded workload replays to the last bit. `dask_gpurt.simulate.graphs` makes workloads of Dask
+graphs.
+
+The format is JSON, version 1, with each task a row of a list to keep files small::
+
+    {"format": "gpurt-trace", "version": 1, "name": "...",
+     "columns": ["key", "dependencies", "duration_s", "nbytes", "produces_data"],
+     "tasks": [["('sum-1', 0)", [], 0.5, 8000000, true], ...],
+     "wanted": [12, 13]}
+
+Tasks are in order of priority. Dependencies and wanted tasks are positions in that list, and a task
+may come before what it needs. Durations are seconds at speed 1, sizes bytes of the result.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dask_gpurt.errors import TraceError
+
+FORMAT = "gpurt-trace"
+VERSION = 1
+COLUMNS = ("key", "dependencies", "duration_s", "nbytes", "produces_data")
+
+
+class StableStr(str):
+    """Text whose hash is the same in every process.
+
+    Schedulers keep keys and addresses in sets, and the order of a set follows from hashes, which
+    Python draws anew for text in each process. With these a simulation does not depend on it.
+    It equals the plain text but has another hash, so never mix both in one set or dict.
+    """
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __new__(cls, text: str) -> StableStr:
+        self = super().__new__(cls, text)
+        self._hash = zlib.crc32(text.encode())
+        return self
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[StableStr], tuple[str]]:
+        return StableStr, (str(self),)
+
+
+@dataclass(frozen=True)
+class TaskModel:
+    """One task.
+
+    Attributes
+    ----------
+    key
+        Its name; Dask reads groups and prefixes off it, so keep the form that Dask gives it.
+    dependencies
+        Positions in the workload of the tasks whose results it needs.
+    duration_s
+        Seconds it runs on a worker of speed 1, its inputs in memory.
+    nbytes
+        Size of its result.
+    produces_data
+        It reads or makes data rather than computing on some; Dask spreads such tasks.
+    """
+
+    key: StableStr
+    dependencies: tuple[int, ...]
+    duration_s: float
+    nbytes: int
+    produces_data: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tasks in order of priority, the most urgent first, and which of them somebody wants.
+
+    Raises
+    ------
+    TraceError
+        If a position is out of range, a key occurs twice, a number is negative or not finite, or
+        tasks need one another in a circle.
+    """
+
+    name: str
+    tasks: tuple[TaskModel, ...]
+    wanted: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        count = len(self.tasks)
+        if len({task.key for task in self.tasks}) < count:
+            raise TraceError(f"{self.name}: two tasks have the same key")
+        for task in self.tasks:
+            if not all(0 <= position < count for position in task.dependencies):
+                raise TraceError(f"{task.key}: needs a task that is not there")
+            if not (math.isfinite(task.duration_s) and task.duration_s >= 0 and task.nbytes >= 0):
+                raise TraceError(f"{task.key}: durations and sizes are finite and not negative")
+        if not self.wanted or not all(0 <= position < count for position in self.wanted):
+            raise TraceError(f"{self.name}: at least one task is wanted, and each is in the list")
+        if sum(1 for _ in inputs_first([task.dependencies for task in self.tasks])) < count:
+            raise TraceError(f"{self.name}: tasks need one another in a circle")
+
+    def to_json(self) -> str:
+        """The workload as a trace."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "name": self.name,
+                "columns": COLUMNS,
+                "tasks": [
+                    [task.key, task.dependencies, task.duration_s, task.nbytes, task.produces_data]
+                    for task in self.tasks
+                ],
+                "wanted": self.wanted,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Workload:
+        """Read a trace.
+
+        Raises
+        ------
+        TraceError
+            If it is not a trace of this version.
+        """
+        try:
+            trace = json.loads(text)
+        except ValueError as error:
+            raise TraceError(f"not JSON: {error}") from error
+        if not isinstance(trace, dict) or trace.get("format") != FORMAT:
+            raise TraceError(f"not a trace: `format` is not {FORMAT!r}")
+        if trace.get("version") != VERSION:
+            raise TraceError(f"version {trace.get('version')!r} of the trace format, not {VERSION}")
+        if trace.get("columns") != list(COLUMNS):
+            raise TraceError(f"columns {trace.get('columns')!r}, not {COLUMNS}"[:200])
+        try:
+            tasks = tuple(task_of(row) for row in trace["tasks"])
+            return cls(str(trace["name"]), tasks, positions(trace["wanted"]))
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceError(f"damaged trace: {error!r}") from error
+
+
+def inputs_first(dependencies: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Positions of tasks, none before what it needs, and none that is in a circle."""
+    missing = [len(set(needed)) for needed in dependencies]
+    dependents: list[list[int]] = [[] for _ in dependencies]
+    for position, needed in enumerate(dependencies):
+        for other in set(needed):
+            dependents[other].append(position)
+    ready = deque(position for position, count in enumerate(missing) if not count)
+    while ready:
+        position = ready.popleft()
+        yield position
+        for other in dependents[position]:
+            missing[other] -= 1
+            if not missing[other]:
+                ready.append(other)
+
+
+def task_of(row: Sequence[Any]) -> TaskModel:
+    """A row of a trace as a task."""
+    key, dependencies, duration_s, nbytes, produces_data = row
+    return TaskModel(
+        StableStr(str(key)),
+        positions(dependencies),
+        float(duration_s),
+        int(nbytes),
+        bool(produces_data),
+    )
+
+
+def positions(values: Sequence[Any]) -> tuple[int, ...]:
+    """Positions as they stand in a trace."""
+    if not all(type(value) is int for value in values):
+        raise TraceError(f"positions are whole numbers, not {list(values)!r}"[:200])
+    return tuple(values)

@@ -1,0 +1,55 @@
+"""The smallest machine: each worker a host, with one link into a switch and one out of it.
+
+Numbers are powers of two, so that sums of times are exact in whatever order they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dask_gpurt.simulate.machine import Machine, Route, WorkerModel
+from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
+
+CONTROL_S = 2.0**-12
+LATENCY_S = 2.0**-10
+BANDWIDTH = 2.0**30
+
+
+@dataclass
+class FlatNetwork:
+    """A link out of and a link into each worker."""
+
+    capacities: dict[str, float]
+
+    def route(self, source: str, target: str) -> Route:
+        if source == target:
+            return Route(0.0, ())
+        return Route(LATENCY_S, (f"out {source}", f"in {target}"))
+
+
+def address(number: int) -> str:
+    """Of a worker of a flat machine."""
+    return f"tcp://10.0.0.{number}:40000"
+
+
+def flat(workers: int, *, nthreads: int = 1, speeds: Sequence[float] = ()) -> Machine:
+    """A machine of equal hosts; `speeds` are those of the first workers."""
+    models = tuple(
+        WorkerModel(address(number), nthreads=nthreads, speed=speed)
+        for number, speed in enumerate([*speeds, *[1.0] * (workers - len(speeds))])
+    )
+    links = {f"{way} {model.address}": BANDWIDTH for model in models for way in ("in", "out")}
+    return Machine("flat", models, FlatNetwork(links), control_latency_s=CONTROL_S)
+
+
+def task(
+    key: str, *dependencies: int, s: float = 1.0, nbytes: int = 0, source: bool = False
+) -> TaskModel:
+    """A task; dependencies are positions in its workload."""
+    return TaskModel(StableStr(key), dependencies, s, nbytes, source)
+
+
+def workload(*tasks: TaskModel, wanted: Sequence[int] = (-1,)) -> Workload:
+    """A workload of which the last task is wanted, if nothing else is said."""
+    return Workload("test", tasks, tuple(position % len(tasks) for position in wanted))

@@ -1,0 +1,90 @@
+"""Machines: workers on a described topology, and the ways between them."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from dask_gpurt.errors import SimulationError
+from dask_gpurt.simulate.machine import Dies, TopologyNetwork, machine_of
+from dask_gpurt.simulate.machines import nvlink_hosts, one_slow_nic, pcie_gpus
+from dask_gpurt.topology.description import parse
+from dask_gpurt.topology.model import Host, Numa, Topology
+
+DESCRIBED = pathlib.Path(__file__).parents[1] / "data" / "topologies"
+
+
+def test_a_described_machine_has_a_worker_on_each_device():
+    topology = parse((DESCRIBED / "dgx-h100.yaml").read_text())
+    machine = machine_of("a DGX", topology, nthreads=2)
+    assert len(machine.workers) == 8
+    assert machine.workers[3].name == "dgx-3"
+    assert machine.workers[3].host == "10.0.0.1"
+    assert machine.workers[3].memory_nbytes == 80 * 2**30
+    first, last = machine.workers[0].address, machine.workers[-1].address
+    route = machine.network.route(first, last)
+    assert len(route.links) == 2
+    assert {machine.network.capacities[link] for link in route.links} == {450e9}
+
+
+def test_workers_are_where_placement_will_look_for_them():
+    for machine in (nvlink_hosts(2, 2), pcie_gpus(2, 2), one_slow_nic(2, 2)):
+        network = machine.network
+        assert isinstance(network, TopologyNetwork)
+        for worker in machine.workers:
+            found = network.topology.node_of(
+                address=worker.address, name=worker.name or worker.address, host=worker.host
+            )
+            # Without devices it can only tell the host.
+            assert found is not None
+            if network.topology.hosts[0].devices:
+                assert found == network.nodes[worker.address]
+
+
+def test_links_have_directions_and_the_way_back_is_the_other():
+    machine = pcie_gpus(2, 2)
+    one, other = machine.workers[0].address, machine.workers[-1].address
+    there, back = machine.network.route(one, other), machine.network.route(other, one)
+    assert there.latency_s == back.latency_s > 0
+    assert len(there.links) == len(back.links) == 6
+    assert not set(there.links) & set(back.links)
+    assert {link.rpartition(" to ")[0] for link in there.links} == {
+        link.rpartition(" to ")[0] for link in back.links
+    }
+    assert set(there.links) | set(back.links) <= set(machine.network.capacities)
+
+
+def test_nvlink_is_taken_within_a_host_and_ethernet_between_hosts():
+    machine = nvlink_hosts(2, 2)
+    narrowest = [
+        min(
+            machine.network.capacities[link]
+            for link in machine.network.route(
+                machine.workers[0].address, machine.workers[peer].address
+            ).links
+        )
+        for peer in (1, 2)
+    ]
+    assert narrowest == [300e9, 12e9]
+
+
+def test_the_slow_nic_is_slow():
+    machine = one_slow_nic(3, 1)
+    route = machine.network.route(machine.workers[0].address, machine.workers[2].address)
+    assert min(machine.network.capacities[link] for link in route.links) == 0.12e9
+
+
+def test_hosts_that_nothing_joins_have_no_way():
+    hosts = tuple(Host(name, (Numa("numa0"),)) for name in ("a", "b"))
+    machine = machine_of("two islands", Topology(hosts, ()))
+    assert machine.network.route("tcp://a:40000", "tcp://a:40000").links == ()
+    with pytest.raises(SimulationError, match="no link"):
+        machine.network.route("tcp://a:40000", "tcp://b:40000")
+
+
+def test_a_bad_day_is_another_machine():
+    machine = pcie_gpus(1, 2)
+    bad = machine.with_incidents(Dies(machine.workers[0].address, 1.0))
+    assert machine.incidents == ()
+    assert bad.workers == machine.workers

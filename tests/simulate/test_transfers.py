@@ -1,0 +1,146 @@
+"""Links that are shared: who gets how much, and when each is through."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.simulate.clock import VirtualClock
+from dask_gpurt.simulate.transfers import Transfers, fair_rates
+
+
+def test_one_flow_gets_its_narrowest_link():
+    assert fair_rates({0: ["a", "b"]}, {"a": 8.0, "b": 2.0}) == {0: 2.0}
+
+
+def test_what_one_cannot_use_goes_to_the_others():
+    # Flow 0 is held back by `slow`, so flow 1 gets more than half of `shared`.
+    rates = fair_rates({0: ["shared", "slow"], 1: ["shared"]}, {"shared": 8.0, "slow": 1.0})
+    assert rates == {0: 1.0, 1: 7.0}
+
+
+LINKS = {f"link{number}": float(2**number) for number in range(5)}
+WAYS = st.lists(st.sampled_from(sorted(LINKS)), min_size=1, max_size=3, unique=True)
+
+
+@given(st.lists(WAYS, min_size=1, max_size=12))
+def test_rates_are_max_min_fair(ways):
+    flows = dict(enumerate(ways))
+    rates = fair_rates(flows, LINKS)
+    load = {
+        link: sum(rate for flow, rate in rates.items() if link in flows[flow]) for link in LINKS
+    }
+    assert all(load[link] <= LINKS[link] * (1 + 1e-9) for link in LINKS)
+    for flow, rate in rates.items():
+        # Each flow is as fast as anybody on some full link of its way.
+        assert any(
+            load[link] >= LINKS[link] * (1 - 1e-9)
+            and rate >= max(rates[o] for o in flows if link in flows[o]) * (1 - 1e-9)
+            for link in flows[flow]
+        )
+
+
+class Run:
+    """Transfers on a clock, and when each was through."""
+
+    def __init__(self, capacities):
+        self.clock = VirtualClock()
+        self.transfers = Transfers(self.clock, capacities)
+        self.through = {}
+
+    def start(self, name, links, nbytes, at_s=0.0):
+        def begin():
+            self.number = self.transfers.start(links, nbytes, note)
+
+        def note():
+            self.through[name] = self.clock.now_s
+
+        self.clock.call_at(at_s, begin)
+
+    def finish(self):
+        while self.clock.step():
+            pass
+        return self.through
+
+
+def test_a_transfer_alone_takes_its_bytes_over_the_bandwidth():
+    run = Run({"a": 2.0**30, "b": 2.0**20})
+    run.start("x", ["a", "b"], 2**21)
+    assert run.finish() == {"x": 2.0}
+
+
+def test_two_share_a_link_until_one_is_through():
+    run = Run({"a": 2.0**20})
+    run.start("short", ["a"], 2**20)
+    run.start("long", ["a"], 2**21)
+    # Half the link each for two seconds; then one MiB is left, with the link for itself.
+    assert run.finish() == {"short": 2.0, "long": 3.0}
+
+
+def test_one_that_comes_later_slows_the_first_from_then_on():
+    run = Run({"a": 2.0**20})
+    run.start("first", ["a"], 2**21)
+    run.start("second", ["a"], 2**19, at_s=1.0)
+    assert run.finish() == {"second": 2.0, "first": 2.5}
+
+
+def test_the_two_directions_of_a_link_do_not_share():
+    run = Run({"a to b": 2.0**20, "b to a": 2.0**20})
+    run.start("there", ["a to b"], 2**20)
+    run.start("back", ["b to a"], 2**20)
+    assert run.finish() == {"there": 1.0, "back": 1.0}
+
+
+def test_a_wide_link_that_nobody_can_fill_ties_nothing_together():
+    run = Run({"wide": 8.0, "a": 2.0, "b": 2.0})
+    run.start("x", ["a", "wide"], 4)
+    run.start("y", ["b", "wide"], 8, at_s=1.0)
+    assert run.finish() == {"x": 2.0, "y": 5.0}
+
+
+def test_what_stands_for_several_gets_what_each_would():
+    ways = {0: ["a", "b"], 1: ["a"]}
+    capacities = {"a": 12.0, "b": 4.0}
+    each = fair_rates({0: ["a", "b"], 1: ["a"], 2: ["a"], 3: ["a", "b"]}, capacities)
+    assert fair_rates(ways, capacities, {0: 2, 1: 2}) == {0: each[0], 1: each[1]}
+
+
+def test_nothing_to_carry_takes_no_time():
+    run = Run({"a": 1.0})
+    run.start("empty", ["a"], 0)
+    run.start("here", [], 100)
+    assert run.finish() == {"empty": 0.0, "here": 0.0}
+
+
+def test_an_aborted_transfer_ends_without_notice_and_leaves_the_link():
+    run = Run({"a": 2.0**20})
+    run.start("stays", ["a"], 2**20)
+    run.start("goes", ["a"], 2**20)
+    run.clock.call_at(1.0, lambda: run.transfers.abort(run.number))
+    assert run.finish() == {"stays": 1.5}
+    assert run.transfers.rates() == {}
+    run.transfers.abort(run.number)
+
+
+@given(
+    st.lists(
+        st.tuples(WAYS, st.integers(1, 100), st.integers(0, 20)),
+        min_size=1,
+        max_size=10,
+    )
+)
+def test_working_out_only_what_changed_is_working_out_everything(starts):
+    run = Run(LINKS)
+    under_way = {}
+
+    def begin(links, nbytes):
+        number = run.transfers.start(links, nbytes, lambda: under_way.pop(number))
+        under_way[number] = links
+
+    for links, nbytes, at_s in starts:
+        run.clock.call_at(float(at_s), lambda links=links, nbytes=nbytes: begin(links, nbytes))
+    while run.clock.step():
+        if not run.transfers.settling:
+            assert run.transfers.rates() == pytest.approx(fair_rates(under_way, LINKS))
+    assert not under_way
