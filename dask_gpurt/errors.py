@@ -23,6 +23,11 @@ One meaning each. Each also subclasses the builtin that a generic handler would 
 
 from __future__ import annotations
 
+import errno
+
+#: What an operation may run out of although nothing is wrong with what it is about.
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
+
 
 class GpurtError(Exception):
     """Base of this package's errors."""
@@ -82,3 +87,10 @@ class SimulationError(GpurtError, RuntimeError):
 
 class TraceError(SimulationError, ValueError):
     """A recorded workload is damaged, of another version, or makes no sense."""
+
+
+def will_pass(error: Exception) -> bool:
+    """Whether something failed for want of memory or descriptors, and may work later."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno in _PASSING
+    )

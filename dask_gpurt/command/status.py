@@ -95,6 +95,9 @@ def as_text(found: dict[str, Any]) -> str:
     if any(said and said.get("memory") for _, said in workers):
         lines += ["", "task outputs, where they are, and what was moved since the worker started"]
         lines += _memory(workers)
+    if busy := _lanes(workers):
+        lines += ["", "what lanes did lately, and how much of what could be was done beside it"]
+        lines += busy
     if found["shuffles"]:
         lines += ["", "last shuffles with dask_gpurt (seconds are summed over workers)"]
         lines += _shuffles(found["shuffles"])
@@ -158,6 +161,19 @@ def _memory(workers: list[tuple[str, Any]]) -> list[str]:
 
 #: Heading to the counter in a worker's report.
 _MOVED = {"written": "disk-write", "read": "disk-read"}
+
+
+def _lanes(workers: list[tuple[str, Any]]) -> list[str]:
+    """A row a worker: what its lanes did lately, and how much of it at the same time."""
+    rows = []
+    for address, said in workers:
+        lanes = (said or {}).get("lanes")
+        if not lanes or not lanes["entries"]:
+            continue
+        parts = ", ".join(f"{name} {s:.2f} s" for name, s in sorted(lanes["seconds"].items()))
+        share = "-" if lanes["efficiency"] is None else f"{max(0.0, lanes['efficiency']):.0%}"
+        rows.append([address, f"{lanes['measured_s']:.2f} s", share, parts])
+    return _table(["worker", "period", "overlapped", "busy"], rows) if rows else []
 
 
 def _level(level: dict[str, Any]) -> str:

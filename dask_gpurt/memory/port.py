@@ -61,8 +61,9 @@ class Tier(Protocol):
         """Let go of everything."""
 
 
-#: Takes a call and makes it later, elsewhere, in order.
-Lane = Callable[[Callable[[], None]], object]
+#: Takes a call and makes it later, elsewhere, in order. May be told `path`, between which levels
+#: bytes go, and `nbytes`, how many.
+Lane = Callable[..., object]
 
 
 @dataclass(frozen=True)

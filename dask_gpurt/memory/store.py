@@ -12,19 +12,19 @@ there. Knows no Dask; `plugins.memory` makes it a worker's.
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from collections.abc import MutableMapping as MutableMappingABC
+from functools import partial
 from typing import Any, NoReturn
 
-from dask_gpurt.errors import DamagedValueError, TierFullError
+from dask_gpurt.errors import DamagedValueError, TierFullError, will_pass
 from dask_gpurt.memory.admission import Admission, Claim
 from dask_gpurt.memory.inherited import Inherited
 from dask_gpurt.memory.loans import Loans
-from dask_gpurt.memory.port import Lanes, Packing, Tier
+from dask_gpurt.memory.port import Lane, Lanes, Packing, Tier
 from dask_gpurt.memory.report import explained, reported, spilled
 from dask_gpurt.memory.residency import Drop, Load, Move, Priority, Put, Residency, Value
 
@@ -34,8 +34,6 @@ HOME = 0
 
 #: Told which inputs of a task were lost, once it may begin.
 Tell = Callable[[set[Hashable]], None]
-#: What an operation may run out of without the bytes on disk being any worse.
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
 
 
 class TieredStore(MutableMappingABC[Hashable, Any]):
@@ -280,18 +278,23 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """Begin moves; the lock is held."""
         for move in moves:
             if isinstance(move, Put):
-                self._lanes.write(lambda move=move: self._put(move))  # type: ignore[misc]
+                self._move(self._lanes.write, self._put, move)
             elif isinstance(move, Load):
-                self._lanes.read(lambda move=move: self._load(move))  # type: ignore[misc]
+                self._move(self._lanes.read, self._load, move)
             elif move.level == HOME:
                 self._objects.pop(move.key, None)
             else:
                 self._drop(move)
 
+    def _move(self, lane: Lane, make: Callable[[Any], None], move: Put | Load) -> None:
+        names = [self.residency.levels[number].name for number in (move.source, move.target)]
+        nbytes = self.residency.values[move.key].nbytes
+        lane(partial(make, move), path=" > ".join(names), nbytes=nbytes)
+
     def _drop(self, move: Drop) -> None:
         place = self._places.pop((move.serial, move.level), None)
         if place is not None:
-            self._lanes.write(lambda: self._tiers[move.level].drop(place))
+            self._lanes.write(partial(self._tiers[move.level].drop, place), path="drop")
 
     def _remove(self, key: Hashable) -> None:
         self._objects.pop(key, None)
@@ -358,7 +361,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             try:
                 found = self._restore(move.source, place)
             except Exception as problem:
-                if _will_pass(problem):
+                if will_pass(problem):
                     # Whoever needs the value asks for it again.
                     with self._lock:
                         self.residency.load_put_off(move)
@@ -401,7 +404,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             try:
                 return self._restore(level, place)
             except Exception as error:
-                if _will_pass(error):
+                if will_pass(error):
                     raise
                 with self._lock:
                     if self.residency.values.get(key) is not value:
@@ -488,10 +491,3 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             self._places.clear()
         for tier in self._tiers.values():
             tier.close()
-
-
-def _will_pass(error: Exception) -> bool:
-    """Whether a read failed for want of something, not because of what it read."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno in _PASSING
-    )

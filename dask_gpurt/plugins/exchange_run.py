@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.devices.ledger import Entry
 from dask_gpurt.errors import (
     DamagedError,
     IncompleteExchangeError,
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 logger = logging.getLogger("dask_gpurt.shuffle")
+
+#: What the ledger calls sending and receiving.
+LANE = "communication"
 
 
 class ExchangeRun:
@@ -228,7 +232,9 @@ class ExchangeRun:
                 message = await self._courier.send(address, shards)
             amount("process", nbytes)
         self._sent_nbytes += nbytes
-        self.figures.sent(address, nbytes, message.wire_nbytes, time.perf_counter() - began)
+        ended = time.perf_counter()
+        self.figures.sent(address, nbytes, message.wire_nbytes, ended - began)
+        self._state.ledger.add(Entry(LANE, "send", nbytes, began, ended))
         self._state.counters.add(sent_nbytes=nbytes, messages=1)
 
     async def receive(self, data: Any) -> dict[str, Any]:
@@ -412,7 +418,11 @@ class ExchangeRun:
         try:
             yield
         finally:
-            self.figures.spent(phase, time.perf_counter() - began)
+            ended = time.perf_counter()
+            self.figures.spent(phase, ended - began)
+            # Everything else goes on inside of tasks, which are in the ledger already.
+            if phase == "receive":
+                self._state.ledger.add(Entry(LANE, phase, 0, began, ended))
 
     def heartbeat(self) -> dict[str, Any]:
         """Progress, in the shape that distributed's dashboard draws."""

@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +20,9 @@ from dask.utils import key_split
 
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.devices import malloc
+from dask_gpurt.devices.lanes import Lane
+from dask_gpurt.devices.ledger import Entry, Ledger
+from dask_gpurt.devices.port import Priority
 from dask_gpurt.frames.values import flatten, restore
 from dask_gpurt.memory.directory import sweep
 from dask_gpurt.memory.disk import DiskTier
@@ -72,7 +74,9 @@ def obstacle(worker: Worker, settings: MemorySettings) -> str | None:
 
 
 class Besides(Protocol):
-    """What takes memory on a worker besides task outputs: shards, and memory that is kept warm."""
+    """What else of ours is on a worker: shards and memory that is kept warm, and the ledger."""
+
+    ledger: Ledger
 
     def shards_nbytes(self) -> int:
         """Bytes that shards of shuffles take now."""
@@ -114,8 +118,8 @@ class ManagedMemory:
         marks = memory_seams.spill_marks_nbytes(worker)
         assert marks is not None
         self._target_nbytes, self._spill_nbytes = marks
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="gpurt-spill")
-        self._reader = ThreadPoolExecutor(2, thread_name_prefix="gpurt-unspill")
+        self._writes = Lane("write", 1, besides.ledger)
+        self._reads = Lane("read", 2, besides.ledger)
         tiers, levels = self._tiers(settings)
         self.store = TieredStore(
             Residency(
@@ -130,7 +134,12 @@ class ManagedMemory:
                 partial(flatten, dumps=memory_seams.dumps),
                 partial(restore, loads=memory_seams.loads),
             ),
-            Lanes(self._writer.submit, self._reader.submit, self._on_loop, self._later),
+            Lanes(
+                partial(_submit, self._writes),
+                partial(_submit, self._reads),
+                self._on_loop,
+                self._later,
+            ),
             upcoming=self._soon,
             on_lost=partial(memory_seams.recompute, worker),
         )
@@ -194,9 +203,12 @@ class ManagedMemory:
                 del self._claims[key]
             self.store.end(claim)
             self._moved_at = self._loop.time()
-        nbytes = memory_seams.result_nbytes(event)
-        if nbytes is not None:
+        ran = memory_seams.ran(event)
+        if ran is not None:
+            nbytes, took_s = ran
             self._sizes.learn(group, nbytes)
+            now_s = self._besides.ledger.clock()
+            self._besides.ledger.add(Entry("compute", group, nbytes, now_s - took_s, now_s))
         return event
 
     def seceded(self, key: Hashable) -> None:
@@ -214,7 +226,11 @@ class ManagedMemory:
                 loan = None
                 # Without room for it the message goes without it, and its worker asks again.
                 with contextlib.suppress(MemoryError, OSError):
-                    loan = await self._loop.run_in_executor(self._reader, self.store.lend, key)
+                    loan = await asyncio.wrap_future(
+                        self._reads.submit(
+                            self.store.lend, key, priority=Priority.HIGH, path="lend"
+                        )
+                    )
                 if loan is not None:
                     loans.append(loan)
             return await stock(comm, keys, **kwargs)
@@ -264,7 +280,9 @@ class ManagedMemory:
             if process_nbytes > self._spill_nbytes and now - self._relieved_at > RELIEF_INTERVAL_S:
                 self._relieved_at = now
                 over_nbytes = process_nbytes - self._spill_nbytes
-                await self._loop.run_in_executor(self._writer, self._relieve, over_nbytes)
+                await asyncio.wrap_future(
+                    self._writes.submit(self._relieve, over_nbytes, priority=Priority.HIGH)
+                )
                 process_nbytes = self._worker.monitor.get_process_memory()
                 shards_nbytes = self._besides.shards_nbytes()
             elif process_nbytes < self._target_nbytes:
@@ -289,7 +307,7 @@ class ManagedMemory:
         """For `status`."""
         return self.store.report()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Leave the worker with the store it had, and with everything in that."""
         if self._asking is not None:
             self._asking.cancel()
@@ -297,5 +315,17 @@ class ManagedMemory:
             self._stock[key] = self.store[key]
         self._swap.remove(self._stock)
         self.store.close()
-        self._writer.shutdown(wait=False)
-        self._reader.shutdown(wait=False)
+        for lane in (self._writes, self._reads):
+            await asyncio.to_thread(lane.close)
+
+
+def _submit(lane: Lane, call: Callable[[], None], path: str = "", nbytes: int = 0) -> None:
+    lane.submit(_logged, call, path=path, nbytes=nbytes)
+
+
+def _logged(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:
+        # Nobody asks for the result: an error of ours would pass without a word.
+        logger.exception("moving a value failed")

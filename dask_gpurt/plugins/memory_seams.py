@@ -46,12 +46,12 @@ __all__ = [
     "next_local_use",
     "next_uses",
     "queued_inputs",
+    "ran",
     "recompute",
     "reschedule",
     "safe_sizeof",
     "spill_marks_nbytes",
     "take_over",
-    "result_nbytes",
 ]
 
 #: States of a task on a worker that will still take its inputs.
@@ -163,9 +163,11 @@ def queued_inputs(worker: Worker, n_tasks: int) -> Iterator[Any]:
             yield dependency.key
 
 
-def result_nbytes(event: Any) -> int | None:
-    """Size of a result in bytes; None if the task has none."""
-    return event.nbytes if isinstance(event, ExecuteSuccessEvent) else None
+def ran(event: Any) -> tuple[int, float] | None:
+    """Size of a result in bytes, and how long its task took; None if it has none."""
+    if not isinstance(event, ExecuteSuccessEvent):
+        return None
+    return event.nbytes, event.stop - event.start
 
 
 def is_cancelled(worker: Worker, key: Any) -> bool:

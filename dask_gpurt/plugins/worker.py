@@ -21,6 +21,7 @@ import dask_gpurt
 from dask_gpurt.codecs.chooser import Chooser
 from dask_gpurt.codecs.rule import Mode
 from dask_gpurt.config import Settings, ShuffleSettings
+from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
@@ -53,6 +54,7 @@ class WorkerState:
 
     def __init__(self, worker: Worker) -> None:
         self.counters = Counters()
+        self.ledger = Ledger()
         self._worker = worker
         self._budget: Budget | None = None
         self.memory_nbytes = memory_nbytes = self._memory_limit_nbytes()
@@ -153,10 +155,22 @@ class WorkerState:
             for store, slot in read:
                 store.release(slot)
 
+    def _lanes(self) -> dict[str, Any]:
+        """What the newest work of each lane took, and how much of it went on at the same time."""
+        entries = self.ledger.entries()
+        found = overlap(entries)
+        return {
+            "entries": len(entries),
+            "seconds": found.parts_s,
+            "measured_s": found.measured_s,
+            "efficiency": found.efficiency,
+        }
+
     def report(self) -> dict[str, Any]:
         return {
             "version": dask_gpurt.__version__,
             "counters": self.counters.snapshot(),
+            "lanes": self._lanes(),
             "links": self.links.report(),
             "codecs": [
                 decision.to_plain()
@@ -238,7 +252,7 @@ class Attachment:
         """Leave the worker as stock has it. Runs that are under way go on."""
         self._lookup.remove()
         if self._memory is not None:
-            self._memory.close()
+            await self._memory.close()
         self._worker.handlers.pop("gpurt_report", None)
         await self.state.links.close()
 

@@ -31,7 +31,7 @@ class ListLane:
 
     calls: list = field(default_factory=list)
 
-    def __call__(self, call):
+    def __call__(self, call, path="", nbytes=0):
         self.calls.append(call)
 
     def step(self, number=0):
