@@ -136,14 +136,15 @@ def spill_marks_nbytes(worker: Worker) -> tuple[int, int | None] | None:
     The second is None where only managed memory counts; all of it if the worker never spills.
 
     Stock finds out that the process is over `spill` after the fact, and then spills far below it.
-    With room reserved beforehand that much slack is not needed: the mark is half-way to `pause`.
+    With room reserved beforehand that much slack is not needed: the mark is two thirds of the way
+    to `pause`.
     """
     manager = worker.memory_manager
     limit, target = manager.memory_limit, manager.memory_target_fraction
     spill, pause = manager.memory_spill_fraction, manager.memory_pause_fraction
     if not limit or not (target or spill):
         return None
-    mark = (spill + max(spill, pause or 1.0)) / 2 if spill else None
+    mark = spill + 2 / 3 * max(0.0, (pause or 1.0) - spill) if spill else None
     return int(limit * (target or spill)), int(limit * mark) if mark else None
 
 
