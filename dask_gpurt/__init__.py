@@ -65,7 +65,7 @@ def status(client: Client) -> Any:
 
 
 def explain(client: Client, key: Any) -> Any:
-    """Why a task ran where it did.
+    """Why a task ran where it did, and where its output is.
 
     With an asynchronous client, await the result.
 
@@ -80,7 +80,9 @@ def explain(client: Client, key: Any) -> Any:
         `known`, and if that is false `reason` says why: only the last decisions are remembered.
         Else `worker`, `reason`, `stock_worker` that stock Dask would have chosen, `saved_s` that
         this is estimated to save, and `candidates`, each with the terms of its cost in seconds
-        (see `dask_gpurt.placement.cost.Cost`), the cheapest first.
+        (see `dask_gpurt.placement.cost.Cost`), the cheapest first. In both cases `memory` has for
+        each worker that holds the output and manages its memory: `levels` that it is in, with its
+        bytes in each, and a `reason` (see `dask_gpurt.memory.report.explained`).
     """
     from dask_gpurt.plugins import activation
 

@@ -13,6 +13,7 @@
     │   └── PartitionReleasedError          an output partition asked for after it was let go
     ├── ShardStorageError (OSError)         shards on disk that cannot be read back
     ├── TierFullError (MemoryError)         a tier of memory that has no room for a value
+    │   └── ValueRefusedError               ... and would not take it with room either
     ├── DamagedValueError (OSError)         a value that was put away and did not come back the same
     ├── TransportError (ConnectionError)    a link between workers that cannot be had, or broke
     └── SimulationError (RuntimeError)      a simulation that cannot come to its end
@@ -71,6 +72,10 @@ class ShardStorageError(GpurtError, OSError):
 
 class TierFullError(GpurtError, MemoryError):
     """A tier has no room for a value; the value stays where it is."""
+
+
+class ValueRefusedError(TierFullError):
+    """A tier never takes this value: it is larger than the tier, or does not shrink."""
 
 
 class DamagedValueError(GpurtError, OSError):

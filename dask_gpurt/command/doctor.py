@@ -85,6 +85,7 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
             findings.append(Finding("problem", "worker", problem, advice(problem)))
         elif report:
             findings.append(Finding("ok", "worker", f"{worker}: on, {report['version']}"))
+            findings.append(_memory(worker, report))
         elif found["active"]:
             text = f"{worker} has not said that it is ready"
             findings.append(Finding("note", "worker", text, advice("no word from worker")))
@@ -95,6 +96,38 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
     if found["active"] and not found["fallbacks"]:
         findings.append(Finding("ok", "fallback", "nothing was left to stock Dask"))
     return findings
+
+
+#: What can be done about a worker that keeps Dask's store, by a part of the reason.
+_STORE_REMEDIES = {
+    "gpurt.memory.enabled": "set gpurt.memory.enabled to true, if that was not on purpose",
+    "no memory limit": "start workers with --memory-limit, and leave Dask's spilling on",
+    "dask-cuda": "set gpurt.memory.replace-dask-cuda to true, to have its place taken",
+    "store of its own kind": "start workers without `data=`, to have their data managed",
+}
+
+
+def _memory(worker: str, report: Mapping[str, Any]) -> Finding:
+    """Whether a worker's task outputs are managed, where they go, and why not."""
+    if report["memory"] is None:
+        why = str(report["unmanaged"])
+        remedies = (remedy for part, remedy in _STORE_REMEDIES.items() if part in why)
+        text = f"{worker}: Dask's own store, because {why}"
+        return Finding("note", "memory", text, next(remedies, ""))
+    disk = report["memory"]["disk"]
+    text = f"{worker}: managed; what does not fit goes to {disk['directory']}"
+    if disk["problem"] is not None:
+        remedy = "set gpurt.memory.directory, or Dask's temporary-directory, to a disk with room"
+        problem = f"{text}, which cannot be written to: {disk['problem']}"
+        return Finding("problem", "memory", problem, remedy)
+    if not disk["is_direct"]:
+        remedy = (
+            "set gpurt.memory.directory to a local disk; tmpfs and some network file systems do no"
+            " direct I/O"
+        )
+        through = f"{text}, through the page cache, which takes memory"
+        return Finding("note", "memory", through, remedy)
+    return Finding("ok", "memory", f"{text}, past the page cache")
 
 
 #: What each way between two workers is, for `doctor`.

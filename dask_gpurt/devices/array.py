@@ -6,6 +6,7 @@ arithmetic. Its memory is freed when it dies.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ class DeviceArray:
     Parameters
     ----------
     stream
-        The stream that the memory was allocated on; it is freed there.
+        Where its memory is freed, after all its uses: work that is queued there later waits for
+        them.
     ready
         Work on other streams waits for this.
 
@@ -46,13 +48,23 @@ class DeviceArray:
         self.shape = shape
         self.ready = ready
         self._stream = stream
+        self._lock = threading.Lock()
         self._uses: list[HostEvent] = []
 
     @classmethod
     def from_host(
-        cls, array: npt.NDArray[Any], device: HostDevice, stream: HostStream
+        cls,
+        array: npt.NDArray[Any],
+        device: HostDevice,
+        stream: HostStream,
+        frees: HostStream | None = None,
     ) -> DeviceArray:
         """Copy an array to the device; it must not change until `ready` is done.
+
+        Parameters
+        ----------
+        frees
+            Where its memory is freed, instead of on `stream`.
 
         Raises
         ------
@@ -66,8 +78,12 @@ class DeviceArray:
         if not array.flags.c_contiguous:
             raise ValueError("only contiguous arrays can be copied to a device")
         buffer = device.allocate(array.nbytes, stream)
-        stream.to_device(buffer, array)
-        return cls(device, buffer, array.dtype, array.shape, stream, stream.record())
+        try:
+            stream.to_device(buffer, array)
+        except BaseException:
+            buffer.free(stream)
+            raise
+        return cls(device, buffer, array.dtype, array.shape, frees or stream, stream.record())
 
     @property
     def nbytes(self) -> int:
@@ -100,9 +116,11 @@ class DeviceArray:
 
     def used(self, event: HostEvent) -> None:
         """Its memory must not be freed before this event."""
-        self._uses = [one for one in self._uses if not one.is_done()]
-        self._uses.append(event)
+        # Several threads may use one array: none of them may forget the event of another.
+        with self._lock:
+            self._uses = [one for one in self._uses if not one.is_done()]
+            self._uses.append(event)
 
     def __del__(self) -> None:
         if hasattr(self, "_uses"):
-            self.device.bury(self.buffer, self._stream, self._uses)
+            self.device.bury(self.buffer, self._stream, [self.ready, *self._uses])

@@ -93,6 +93,28 @@ class DiskTier:
         """Bytes of files, and of those that are being written."""
         return self._used_nbytes
 
+    def look(self) -> dict[str, Any]:
+        """Where values go, and how: for whoever asks before anything went wrong.
+
+        Makes the directory if it is not there yet. Never raises.
+
+        Returns
+        -------
+        dict
+            `directory`; `is_direct`, whether files go past the page cache, None if that cannot be
+            said; `problem`, why nothing can be written there, None if something can.
+        """
+        found: dict[str, Any] = {"directory": self._directory.parent, "is_direct": None}
+        with self._lock:
+            closed = self._closed
+        if closed:
+            return {**found, "problem": "the store was closed"}
+        try:
+            found["directory"], found["is_direct"] = self._directory.ready()
+        except OSError as error:
+            return {**found, "problem": error.strerror or str(error)}
+        return {**found, "problem": None}
+
     # -------------------------------------------------------------- in
 
     def put(self, flat: Flat) -> DiskPlace:

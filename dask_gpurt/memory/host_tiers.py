@@ -19,7 +19,12 @@ import numpy as np
 from dask_gpurt.codecs.coders import compress, decompress
 from dask_gpurt.codecs.port import Bytes
 from dask_gpurt.devices.pinned import Blocks, PinnedPool, plain
-from dask_gpurt.errors import DamagedValueError, ProtocolError, TierFullError
+from dask_gpurt.errors import (
+    DamagedValueError,
+    ProtocolError,
+    TierFullError,
+    ValueRefusedError,
+)
 from dask_gpurt.frames.values import Flat
 
 #: Values are compressed in pieces: a piece is in the processor's cache while it is written to its
@@ -90,8 +95,15 @@ class PinnedTier:
         ------
         TierFullError
             There are not enough blocks left.
+        ValueRefusedError
+            There never are so many.
         """
         # The header stays a Python object; it counts by the room that is taken for it here.
+        if flat.nbytes > self._pool.capacity_nbytes:
+            raise ValueRefusedError(
+                f"no pinned memory for {flat.nbytes} bytes: all of it is "
+                f"{self._pool.capacity_nbytes}"
+            )
         try:
             blocks = self._pool.take(flat.nbytes)
         except MemoryError as error:
@@ -235,12 +247,14 @@ class CompressedTier:
         Raises
         ------
         TierFullError
-            It does not fit, or does not shrink enough to be worth it.
+            It does not fit.
+        ValueRefusedError
+            It does not shrink enough to be worth it.
         """
         most_nbytes = int(flat.nbytes * self._most)
         expected_nbytes = self._expected(flat)
         if expected_nbytes > most_nbytes:
-            raise TierFullError(f"{flat.nbytes} bytes would be {expected_nbytes} compressed")
+            raise ValueRefusedError(f"{flat.nbytes} bytes would be {expected_nbytes} compressed")
         # Taken before the work is done, so that two values do not both count on the same room.
         self._take(expected_nbytes)
         taken_nbytes = expected_nbytes
@@ -285,7 +299,7 @@ class CompressedTier:
                 pieces.append(_Piece(raw.nbytes, (raw if is_raw else payload).copy(), is_raw))
                 nbytes += pieces[-1].payload.nbytes
                 if nbytes > most_nbytes:
-                    raise TierFullError(f"{flat.nbytes} bytes do not shrink to {most_nbytes}")
+                    raise ValueRefusedError(f"{flat.nbytes} bytes do not shrink to {most_nbytes}")
             buffers.append(tuple(pieces))
         return nbytes, tuple(buffers)
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any, NamedTuple
 
-from dask_gpurt.errors import TierFullError
+from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.frames.values import Flat
 
 
@@ -41,7 +41,7 @@ class InheritedTier:
         return 0
 
     def put(self, flat: Flat) -> Inherited:
-        raise TierFullError("nothing is added to what was there before")
+        raise ValueRefusedError("nothing is added to what was there before")
 
     def get(self, place: Inherited) -> Flat:
         return self._flatten(self._values[place.key])

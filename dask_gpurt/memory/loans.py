@@ -16,20 +16,14 @@ from dask_gpurt.memory.residency import Level
 class _Loan:
     value: Any
     nbytes: int
+    level: Level
     users: int = 1
 
 
 class Loans:
-    """Lent values by the serial numbers that the residency gave them.
+    """Lent values by the serial numbers that the residency gave them."""
 
-    Parameters
-    ----------
-    level
-        Where their memory is counted.
-    """
-
-    def __init__(self, level: Level) -> None:
-        self._level = level
+    def __init__(self) -> None:
         self._loans: dict[int, _Loan] = {}
 
     def __contains__(self, serial: int) -> bool:
@@ -38,10 +32,10 @@ class Loans:
     def __getitem__(self, serial: int) -> Any:
         return self._loans[serial].value
 
-    def add(self, serial: int, value: Any, nbytes: int) -> None:
-        """A value was read for one message."""
-        self._loans[serial] = _Loan(value, nbytes)
-        self._level.reserved_nbytes += nbytes
+    def add(self, serial: int, value: Any, nbytes: int, level: Level) -> None:
+        """A value was read for one message; its memory counts at that level."""
+        self._loans[serial] = _Loan(value, nbytes, level)
+        level.reserved_nbytes += nbytes
 
     def again(self, serial: int) -> bool:
         """Another message wants a value; False if it is not lent."""
@@ -57,4 +51,4 @@ class Loans:
         loan.users -= 1
         if not loan.users:
             del self._loans[serial]
-            self._level.reserved_nbytes -= loan.nbytes
+            loan.level.reserved_nbytes -= loan.nbytes

@@ -38,7 +38,9 @@ class Tier(Protocol):
         Raises
         ------
         TierFullError
-            It does not fit. Nothing was kept.
+            It does not fit now. Nothing was kept.
+        ValueRefusedError
+            It never will. Nothing was kept.
         OSError
             It could not be written. Nothing was kept.
         """

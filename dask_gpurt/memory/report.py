@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from dask_gpurt.memory.admission import Admission
-from dask_gpurt.memory.residency import Residency
+from dask_gpurt.memory.residency import SMALL_NBYTES, Load, Put, Residency, Value
 
 
 def explained(residency: Residency, key: Hashable) -> dict[str, Any]:
@@ -23,6 +23,8 @@ def explained(residency: Residency, key: Hashable) -> dict[str, Any]:
     value = residency.values[key]
     names = [level.name for level in residency.levels]
     return {
+        "reason": _reason(residency, value),
+        "home": names[value.home],
         "nbytes": value.nbytes,
         "levels": {names[level]: nbytes for level, nbytes in sorted(value.copies.items())},
         "moving": type(value.moving).__name__.lower() if value.moving else None,
@@ -31,6 +33,27 @@ def explained(residency: Residency, key: Hashable) -> dict[str, Any]:
         "policy": residency.policy.name,
         "refused_by": [names[level] for level in sorted(value.refused)],
     }
+
+
+def _reason(residency: Residency, value: Value) -> str:
+    """One sentence on why a value is where it is."""
+    names = [level.name for level in residency.levels]
+    home = names[value.home]
+    if isinstance(value.moving, Load):
+        return f"it is being read back from {names[value.moving.source]}"
+    if not value.is_home:
+        return f"{home} was needed for others; it comes back when a task takes it"
+    if value.pins:
+        return f"tasks that run, or are about to, take it ({value.pins}), so it stays in {home}"
+    if isinstance(value.moving, Put):
+        return f"it is being copied to {names[value.moving.target]}, to leave {home}"
+    if value.refused.issuperset(residency.chains[value.home]):
+        return f"nothing below {home} takes a value of this kind"
+    if value.nbytes < SMALL_NBYTES:
+        return f"it is small, and what is small leaves {home} last"
+    if value.rests:
+        return "a task that took it has just ended, and it may not be wanted any more"
+    return f"there is room for it in {home}"
 
 
 def reported(

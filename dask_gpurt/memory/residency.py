@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dask_gpurt.memory.order import Order
 from dask_gpurt.memory.policy import Candidate, EvictionPolicy
 
 #: As Dask has them: the smaller, the sooner.
@@ -151,7 +152,7 @@ class Residency:
         self._puts = 0
         self._loads = 0
         self._done: list[Move] = []
-        self._orders: dict[int, _Order] = {number: _Order() for number in range(len(levels))}
+        self._orders: dict[int, Order[Value]] = {number: Order() for number in range(len(levels))}
 
     # ------------------------------------------------------------------ what happened
 
@@ -202,6 +203,10 @@ class Residency:
         if move.source != value.home or not value.pins:
             self._drop(value, move.source)
         return True
+
+    def put_cancelled(self, move: Put) -> None:
+        """A copy was not begun, because nobody has that value any more."""
+        self._puts -= 1
 
     def put_failed(self, move: Put, *, for_good: bool = False) -> None:
         """A copy could not be made: the value stays where it is.
@@ -293,10 +298,6 @@ class Residency:
                 self.relieve(number, mark=LOW_WATER)
         return self.take_moves()
 
-    def is_last(self, number: int) -> bool:
-        """Whether values do not go down any further than this tier."""
-        return all(number >= chain[-1] for chain in self.chains.values())
-
     @property
     def is_writing(self) -> bool:
         """Whether copies into tiers are under way: room may come free."""
@@ -385,16 +386,35 @@ class Residency:
                 return 0
         return missing
 
+    def shed(self, number: int, nbytes: int) -> int:
+        """Decide what leaves a level now, whatever its mark says; returns how many bytes will.
+
+        Stops at `nbytes`. Whoever asks carries it out at once, so there is no limit to the moves.
+        """
+        level = self.levels[number]
+        before = staying = level.used_nbytes - level.leaving_nbytes
+        if nbytes > 0:
+            for value in self._victims(number, frozenset()):
+                self._evict(value, number, is_limited=False)
+                staying = level.used_nbytes - level.leaving_nbytes
+                if before - staying >= nbytes:
+                    break
+        return before - staying
+
     # ------------------------------------------------------------------ inside
 
-    def _evict(self, value: Value, number: int) -> bool:
+    def _evict(self, value: Value, number: int, *, is_limited: bool = True) -> bool:
+        if number != value.home and value.is_home:
+            # A clean copy: to write it elsewhere would cost more than making it again.
+            self._drop(value, number)
+            return True
         below = self._way_down(value, number)
         if below is None:
             return False
         if below in value.copies:
             self._drop(value, number)
             return True
-        if self._puts >= MAX_MOVES:
+        if is_limited and self._puts >= MAX_MOVES:
             return False
         move = Put(value.key, value.serial, number, below)
         value.moving = move
@@ -447,7 +467,7 @@ class Residency:
             nbytes=value.nbytes,
             next_use=self.next_use(value.key),
             last_used=value.last_used,
-            is_clean=any(tier > number for tier in value.copies),
+            is_clean=len(value.copies) > 1,
         )
         is_worth_it = value.nbytes >= SMALL_NBYTES and (candidate.is_clean or not value.rests)
         return (is_worth_it, self.policy.rank(candidate))
@@ -474,27 +494,3 @@ class Residency:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
-
-
-class _Order:
-    """Values of a level in the order in which they would leave, last first.
-
-    Ranking everything at every eviction would cost more than the eviction where there are many
-    small values. So an order is kept until a share of the level has changed.
-    """
-
-    def __init__(self) -> None:
-        self.left: list[Value] = []
-        self._changes = 0
-        self._is_new = True
-
-    def changed(self) -> None:
-        self._changes += 1
-
-    def is_stale(self, n_members: int) -> bool:
-        return self._is_new or not self.left or self._changes * 16 > n_members
-
-    def renew(self, order: list[Value]) -> None:
-        self.left = order
-        self._changes = 0
-        self._is_new = False

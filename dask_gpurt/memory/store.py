@@ -1,10 +1,9 @@
 """`worker.data`: a mapping whose values live in memory, in tiers below, or both.
 
-Carries out what `memory.residency` and `memory.admission` decide. Asking (`in`, `len`, iteration)
-never moves bytes; inserting never waits. Writes and reads happen in lanes, which are threads of
-whoever made the store; `_lock` guards the books and is never held over I/O, a copy or a call into
-user code. A value is reachable in some level at every instant: an object is let go of after its
-copy is complete, a copy after nobody can ask for it.
+Puts together what decides (`memory.residency`, `memory.admission`) and what does
+(`memory.carrier`). Asking (`in`, `len`, iteration) never moves bytes; inserting never waits. A
+value is reachable in some level at every instant: an object is let go of after its copy is
+complete, a copy after nobody can ask for it.
 
 Decisions read the worker's queue, so they are made where that is safe: `owner` brings a call
 there. Knows no Dask; `plugins.memory` makes it a worker's.
@@ -12,24 +11,21 @@ there. Knows no Dask; `plugins.memory` makes it a worker's.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import MutableMapping as MutableMappingABC
-from functools import partial
 from typing import Any, NoReturn
 
-from dask_gpurt.errors import DamagedValueError, TierFullError, will_pass
 from dask_gpurt.memory.admission import Admission, Claim
+from dask_gpurt.memory.carrier import Carrier
 from dask_gpurt.memory.inherited import Inherited
 from dask_gpurt.memory.loans import Loans
-from dask_gpurt.memory.port import Lane, Lanes, Packing, Tier
+from dask_gpurt.memory.port import Lanes, Packing, Tier
 from dask_gpurt.memory.report import explained, reported, spilled
-from dask_gpurt.memory.residency import Drop, Load, Move, Priority, Put, Residency, Value
+from dask_gpurt.memory.residency import Priority, Residency, Value
 
-logger = logging.getLogger("dask_gpurt.memory")
-
+#: Where objects of the host live.
 HOME = 0
 
 #: Told which inputs of a task were lost, once it may begin.
@@ -42,11 +38,16 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     Parameters
     ----------
     residency
-        Decides; its level 0 is where objects live, the others are `tiers` in order.
+        Decides. Its first levels are homes, where objects live: `HOME` is the host's memory, others
+        are devices. The levels after them are `tiers` in order.
     tiers
         Levels below, fastest first.
-    packing, lanes
-        See there.
+    packings
+        One for each home.
+    lanes
+        Threads of whoever makes the store.
+    home_of
+        Which home a value has.
     upcoming
         Keys needed by tasks that will begin soon, soonest first.
     on_lost
@@ -56,25 +57,27 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     def __init__(
         self,
         residency: Residency,
-        tiers: list[Tier],
-        packing: Packing,
+        tiers: Sequence[Tier],
+        packings: Sequence[Packing],
         lanes: Lanes,
         *,
+        home_of: Callable[[Any], int] = lambda value: HOME,
         upcoming: Callable[[], Iterable[Hashable]] = tuple,
         on_lost: Callable[[Hashable], None] = lambda key: None,
     ) -> None:
         self.residency = residency
         self.admission = Admission(residency)
-        self._tiers: dict[int, Tier] = dict(enumerate(tiers, HOME + 1))
-        self._packing = packing
+        self._packings = packings
+        self._home_of = home_of
         self._lanes = lanes
         self._upcoming = upcoming
         self._on_lost = on_lost
         self._lock = threading.RLock()
-        self._objects: dict[Hashable, Any] = {}
-        #: Where each tier has a value, by serial number and level.
-        self._places: dict[tuple[int, int], Any] = {}
-        self._loans = Loans(residency.levels[HOME])
+        self._carrier = Carrier(
+            residency, tiers, packings, lanes, self._lock, decide=self.decide, lost=self._lose
+        )
+        self._objects = self._carrier.objects
+        self._loans = Loans()
         #: Whom to tell that a claim is ready.
         self._tell: dict[Claim, Tell] = {}
         self._is_deciding = False
@@ -85,12 +88,13 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     # ------------------------------------------------------------------ a mapping
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
-        nbytes = self._packing.sizeof(value)
+        home = self._home_of(value)
+        nbytes = self._packings[home].sizeof(value)
         with self._lock:
             if key in self.residency.values:
                 self._remove(key)
             self._objects[key] = value
-            self.residency.insert(key, nbytes, HOME)
+            self.residency.insert(key, nbytes, home)
             short = self._is_short()
         if short:
             self.decide()
@@ -105,7 +109,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             if found.serial in self._loans:
                 return self._loans[found.serial]
         # Whoever did not claim the key waits for it here; the object is not kept.
-        return self._read_through(key)
+        return self._carrier.read_through(key)
 
     def __delitem__(self, key: Hashable) -> None:
         with self._lock:
@@ -135,8 +139,14 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         output_nbytes: int,
         priority: Priority,
         tell: Tell,
+        home: int = HOME,
     ) -> tuple[Claim, bool]:
         """A task wants to run: its inputs at home, and room for its output. From the owner.
+
+        Parameters
+        ----------
+        home
+            Where its output will be.
 
         Returns
         -------
@@ -144,7 +154,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         later, by the owner, with those keys that were lost.
         """
         with self._lock:
-            claim = self.admission.ask(name, keys, output_nbytes, priority)
+            claim = self.admission.ask(name, keys, output_nbytes, priority, home)
             self._tell[claim] = tell
         self._decide_now(telling=claim)
         return claim, claim.is_ready and not claim.lost
@@ -180,12 +190,13 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             if self._loans.again(value.serial):
                 return value.serial
         try:
-            found = self._read_through(key)
+            found = self._carrier.read_through(key)
         except KeyError:
             return None
         with self._lock:
             if not self._loans.again(value.serial):
-                self._loans.add(value.serial, found, value.nbytes)
+                level = self.residency.levels[value.home]
+                self._loans.add(value.serial, found, value.nbytes, level)
         return value.serial
 
     def take_back(self, serial: int) -> None:
@@ -214,7 +225,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
                 self.residency.load_ahead(self._upcoming())
                 moves += self.residency.take_moves()
             told = [(self._tell[claim], claim) for claim in ready if claim in self._tell]
-            self._carry_out(moves)
+            self._carrier.begin(moves)
         for tell, claim in told:
             if claim is not telling or claim.lost:
                 tell(claim.lost)
@@ -241,6 +252,10 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         with self._lock:
             self.residency.levels[HOME].capacity_nbytes = room_nbytes
 
+    def make_room(self, home: int, nbytes: int) -> bool:
+        """Have values leave a home at once; see `Carrier.make_room`. What `on_full` calls."""
+        return self._carrier.make_room(home, nbytes)
+
     def hurry(self) -> bool:
         """Let the first task that waits begin although it does not fit; False if none waits."""
         with self._lock:
@@ -265,7 +280,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         with self._lock:
             for key, nbytes in cold.items():
                 value = self.residency.insert_below(key, nbytes, level)
-                self._places[value.serial, level] = Inherited(key, nbytes)
+                self._carrier.found(value, level, Inherited(key, nbytes))
             for key, found in objects.items():
                 self[key] = found
 
@@ -274,154 +289,12 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """Whether some value is not in memory."""
         return len(self._objects) < len(self.residency.values)
 
-    def _carry_out(self, moves: list[Move]) -> None:
-        """Begin moves; the lock is held."""
-        for move in moves:
-            if isinstance(move, Put):
-                self._move(self._lanes.write, self._put, move)
-            elif isinstance(move, Load):
-                self._move(self._lanes.read, self._load, move)
-            elif move.level == HOME:
-                self._objects.pop(move.key, None)
-            else:
-                self._drop(move)
-
-    def _move(self, lane: Lane, make: Callable[[Any], None], move: Put | Load) -> None:
-        names = [self.residency.levels[number].name for number in (move.source, move.target)]
-        nbytes = self.residency.values[move.key].nbytes
-        lane(partial(make, move), path=" > ".join(names), nbytes=nbytes)
-
-    def _drop(self, move: Drop) -> None:
-        place = self._places.pop((move.serial, move.level), None)
-        if place is not None:
-            self._lanes.write(partial(self._tiers[move.level].drop, place), path="drop")
-
     def _remove(self, key: Hashable) -> None:
         self._objects.pop(key, None)
         self.residency.remove(key)
-        self._carry_out(self.residency.take_moves())
+        self._carrier.begin(self.residency.take_moves())
 
-    # ------------------------------------------------------------------ lanes
-
-    def _put(self, move: Put) -> None:
-        """Make a copy further down. In a lane."""
-        tier = self._tiers[move.target]
-        with self._lock:
-            value = self.residency.values.get(move.key)
-            wanted = value is not None and value.serial == move.serial
-            source = self._objects.get(move.key) if move.source == HOME else None
-            place = self._places.get((move.serial, move.source))
-        if not wanted:
-            self._failed_to_put(move)
-            return
-        try:
-            if move.source == HOME:
-                flat = self._packing.flatten(source)
-            else:
-                flat = self._tiers[move.source].get(place)
-        except Exception as error:
-            # Whatever a value's own pickling raises: it is a matter of that value alone.
-            logger.warning("cannot put %r away; it stays in memory: %s", move.key, error)
-            self._failed_to_put(move, for_good=True)
-            return
-        try:
-            place = tier.put(flat)
-        except TierFullError:
-            # Another tier may take what this one has no room for, or no use.
-            self._failed_to_put(move, for_good=not self.residency.is_last(move.target))
-            return
-        except (OSError, MemoryError):
-            # The tier says what is wrong, once; values stay where they are.
-            self._failed_to_put(move)
-            return
-        del flat, source
-        with self._lock:
-            useful = self.residency.put_done(move, place.nbytes) and not self._is_closed
-            if useful:
-                self._places[move.serial, move.target] = place
-            self._carry_out(self.residency.take_moves())
-        if not useful:
-            tier.drop(place)
-        self.decide()
-
-    def _failed_to_put(self, move: Put, *, for_good: bool = False) -> None:
-        with self._lock:
-            self.residency.put_failed(move, for_good=for_good)
-            waits = for_good or self.admission.n_waiting
-        if waits:
-            self.decide()
-
-    def _load(self, move: Load) -> None:
-        """Bring a value home. In a lane."""
-        with self._lock:
-            place = self._places.get((move.serial, move.source))
-        found = None
-        error: Exception | None = None
-        if place is not None:
-            try:
-                found = self._restore(move.source, place)
-            except Exception as problem:
-                if will_pass(problem):
-                    # Whoever needs the value asks for it again.
-                    with self._lock:
-                        self.residency.load_put_off(move)
-                    return
-                error = problem
-        with self._lock:
-            value = self.residency.values.get(move.key)
-            if place is not None and error is None:
-                if self.residency.loaded(move):
-                    self._objects[move.key] = found
-                lost = False
-            else:
-                lost = not self.residency.load_failed(move)
-            self._carry_out(self.residency.take_moves())
-        if lost and value is not None:
-            self._lose(value, error)
-        self.decide()
-
-    def _restore(self, level: int, place: Any) -> Any:
-        flat = self._tiers[level].get(place)
-        return self._packing.restore(flat.header, flat.buffers)
-
-    def _read_through(self, key: Hashable) -> Any:
-        """Read a cold value in this thread, leaving it where it is.
-
-        Raises
-        ------
-        KeyError
-            It is not here, or cannot be read any more.
-        MemoryError
-            There is no room for it now.
-        """
-        while True:
-            with self._lock:
-                if key in self._objects:
-                    return self._objects[key]
-                value = self.residency.values[key]
-                level = min(value.copies)
-                place = self._places[value.serial, level]
-            try:
-                return self._restore(level, place)
-            except Exception as error:
-                if will_pass(error):
-                    raise
-                with self._lock:
-                    if self.residency.values.get(key) is not value:
-                        continue
-                    if level not in value.copies or self.residency.lose(value, level):
-                        self._carry_out(self.residency.take_moves())
-                        continue
-                self._lose(value, error)
-                raise KeyError(key) from error
-
-    def _lose(self, value: Value, error: Exception | None) -> None:
-        """The last copy of a value cannot be read."""
-        logger.error(
-            "%r cannot be read back (%s); it will be computed again",
-            value.key,
-            error if isinstance(error, DamagedValueError | OSError) else repr(error),
-        )
+    def _lose(self, value: Value) -> None:
         with self._lock:
             self.admission.lost(value.key)
             if self.residency.values.get(value.key) is value:
@@ -464,14 +337,9 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     def evict(self) -> int:
         """Dask's protocol for stores that can evict: begin to, if nothing is under way."""
         with self._lock:
-            level = self.residency.levels[HOME]
-            before = level.used_nbytes - level.leaving_nbytes
-            capacity, level.capacity_nbytes = level.capacity_nbytes, max(0, before - 1)
-            self.residency.relieve(HOME)
-            level.capacity_nbytes = capacity
-            self._carry_out(self.residency.take_moves())
-            freed = before - (level.used_nbytes - level.leaving_nbytes)
-        return freed or -1
+            leaving_nbytes = self.residency.shed(HOME, 1)
+            self._carrier.begin(self.residency.take_moves())
+        return leaving_nbytes or -1
 
     def explain(self, key: Hashable) -> dict[str, Any]:
         """Where a value is and why it may or may not leave; `KeyError` if it is not here."""
@@ -487,7 +355,4 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """Let go of everything."""
         with self._lock:
             self._is_closed = True
-            self._objects.clear()
-            self._places.clear()
-        for tier in self._tiers.values():
-            tier.close()
+        self._carrier.close()

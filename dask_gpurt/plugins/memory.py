@@ -43,6 +43,8 @@ logger = logging.getLogger("dask_gpurt.memory")
 
 #: The store keeps at least this share of its room, however much memory it does not know of.
 LEAST_SHARE = 0.25
+#: Of the tier for compressed values, this share is used before some go on to disk.
+COMPRESSED_SHARE = 0.8
 #: Tasks ahead of the one that runs, for each thread, whose inputs may be read early.
 TASKS_AHEAD = 8
 #: A worker under pressure asks the scheduler about this many values at a time.
@@ -129,11 +131,13 @@ class ManagedMemory:
                 self._next_use,
             ),
             tiers,
-            Packing(
-                memory_seams.safe_sizeof,
-                partial(flatten, dumps=memory_seams.dumps),
-                partial(restore, loads=memory_seams.loads),
-            ),
+            [
+                Packing(
+                    memory_seams.safe_sizeof,
+                    partial(flatten, dumps=memory_seams.dumps),
+                    partial(restore, loads=memory_seams.loads),
+                )
+            ],
             Lanes(
                 partial(_submit, self._writes),
                 partial(_submit, self._reads),
@@ -156,16 +160,20 @@ class ManagedMemory:
         parent = settings.directory or self._worker.local_directory
         sweep(parent)
         limit = settings.disk_limit_nbytes or self._worker.memory_manager.max_spill or None
-        disk = DiskTier(
+        self._disk = disk = DiskTier(
             parent,
             limit,
             None if settings.compression == "none" else settings.compression,
             lambda *moved: self.store.on_io(*moved),
         )
         tiers: list[Tier] = [disk, InheritedTier(self._stock.slow, flatten)]
+        levels = [Level(tier.name, tier.capacity_nbytes) for tier in tiers]
         if settings.compressed_nbytes:
             tiers.insert(0, CompressedTier(settings.compressed_nbytes))
-        return tiers, [Level(tier.name, tier.capacity_nbytes) for tier in tiers]
+            # The rest is for what comes while others leave: a tier that is full is passed by.
+            usual_nbytes = int(COMPRESSED_SHARE * settings.compressed_nbytes)
+            levels.insert(0, Level("compressed", usual_nbytes))
+        return tiers, levels
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(call)
@@ -303,9 +311,16 @@ class ManagedMemory:
         self._besides.relieve(over_nbytes)
         malloc.trim()
 
-    def report(self) -> dict[str, Any]:
-        """For `status`."""
-        return self.store.report()
+    async def report(self) -> dict[str, Any]:
+        """For `status` and `doctor`."""
+        disk = await asyncio.to_thread(self._disk.look)
+        return {**self.store.report(), "disk": disk}
+
+    def explain(self, key: Hashable) -> dict[str, Any] | None:
+        """Where a value is and why; None if it is not here."""
+        with contextlib.suppress(KeyError):
+            return self.store.explain(key)
+        return None
 
     async def close(self) -> None:
         """Leave the worker with the store it had, and with everything in that."""

@@ -129,10 +129,24 @@ class GpurtScheduler(SchedulerPlugin):
             self.placement = None
 
     async def explain(self, key: Any) -> dict[str, Any]:
-        """Handler: why a task ran where it did."""
+        """Handler: why a task ran where it did, and where its output is on those who have it."""
         if self.placement is None:
-            return {"known": False, "key": str(key), "reason": "gpurt.placement.enabled is false"}
-        return self.placement.explain(key)
+            reason = "gpurt.placement.enabled is false"
+            said: dict[str, Any] = {"known": False, "key": str(key), "reason": reason}
+        else:
+            said = self.placement.explain(key)
+        return {**said, "memory": await self._where(key)}
+
+    async def _where(self, key: Any) -> dict[str, Any]:
+        task = self.scheduler.tasks.get(key)
+        holders = {ws.address for ws in (task.who_has or ())} if task is not None else set()
+        holders &= self.ready
+        if not holders:
+            return {}
+        answers = await self.scheduler.broadcast(
+            msg={"op": "gpurt_explain", "key": key}, workers=sorted(holders), on_error="return"
+        )
+        return {address: one for address, one in answers.items() if isinstance(one, dict)}
 
     async def disable(self) -> None:
         """Handler: stock behaviour from here on. Runs that are under way end on our data plane."""

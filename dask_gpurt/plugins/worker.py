@@ -25,6 +25,7 @@ from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
+from dask_gpurt.plugins import device_sizes
 from dask_gpurt.plugins.links import OUTGOING, Links
 from dask_gpurt.plugins.memory import ManagedMemory, obstacle
 from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
@@ -222,6 +223,7 @@ class Attachment:
     def __init__(self, worker: Worker, settings: Settings) -> None:
         from dask_gpurt.plugins.exchange_run import ExchangeRun
 
+        device_sizes.register()
         self._worker = worker
         self.state = state = state_of(worker)
         self._lookup = RunLookup(
@@ -236,10 +238,13 @@ class Attachment:
             logger.info("Dask's own store stays: %s", self._unmanaged_reason)
 
         async def gpurt_report() -> dict[str, Any]:
-            memory = self._memory.report() if self._memory is not None else None
+            memory = await self._memory.report() if self._memory is not None else None
             return {**state.report(), "memory": memory, "unmanaged": self._unmanaged_reason}
 
-        worker.handlers["gpurt_report"] = gpurt_report
+        async def gpurt_explain(key: Any) -> dict[str, Any] | None:
+            return self._memory.explain(key) if self._memory is not None else None
+
+        worker.handlers |= {"gpurt_report": gpurt_report, "gpurt_explain": gpurt_explain}
 
     def task_left(self, key: Any, state: str) -> None:
         if state == "long-running":
@@ -251,9 +256,10 @@ class Attachment:
     async def detach(self) -> None:
         """Leave the worker as stock has it. Runs that are under way go on."""
         self._lookup.remove()
+        for name in ("gpurt_report", "gpurt_explain"):
+            self._worker.handlers.pop(name, None)
         if self._memory is not None:
             await self._memory.close()
-        self._worker.handlers.pop("gpurt_report", None)
         await self.state.links.close()
 
 

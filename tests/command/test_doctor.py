@@ -233,6 +233,14 @@ def test_doctor_on_an_enabled_cluster(shell: Shell, sides: Sides) -> None:
     assert found(outcome, "runtime")[0]["level"] == "ok"
     assert len(found(outcome, "worker")) == 3
     assert found(outcome, "versions")[0]["level"] == "ok"
+    memory = found(outcome, "memory")
+    assert len(memory) == 3
+    workers = dask_gpurt.status(sides.enabled)["workers"]
+    for one, (address, worker) in zip(memory, sorted(workers.items()), strict=True):
+        disk = worker["memory"]["disk"]
+        assert one["text"].startswith(f"{address}: managed; what does not fit goes to ")
+        assert disk["directory"] in one["text"]
+        assert ("past the page cache" in one["text"]) == disk["is_direct"]
 
 
 @pytest.mark.cluster
@@ -272,7 +280,7 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
             "workers": {
                 "tcp://a": None,
                 "tcp://b": None,
-                "tcp://c": {"version": "0.0.1", "links": links},
+                "tcp://c": {"version": "0.0.1", "links": links, "memory": None, "unmanaged": "it"},
             },
             "not_ready": {"tcp://b": problem},
             "fallbacks": [{"what": "shuffle of cudf", "why": why, "count": 2}],
@@ -286,12 +294,14 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
         ("note", "versions"),
         ("note", "worker"),
         ("problem", "worker"),
+        ("note", "memory"),
         ("note", "links"),
         ("note", "links"),
         ("note", "links"),
         ("note", "fallback"),
     ]
-    assert all(one.remedy for one in told if one.level != "ok" and one.what != "links")
+    without = ("links", "memory")
+    assert all(one.remedy for one in told if one.level != "ok" and one.what not in without)
     said = [(one.text, one.remedy) for one in told if one.what == "links"]
     assert [text for text, _ in said] == [
         "1 pair of workers exchange in shared memory",
@@ -301,3 +311,50 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
         "1 of them not over UCX: encrypted",
     ]
     assert [bool(remedy) for _, remedy in said] == [False, False, False, True, False]
+
+
+def memory_of(report: dict[str, Any]) -> tuple[str, str, str]:
+    told = cluster_findings(
+        {
+            "scheduler": "tcp://s",
+            "active": True,
+            "workers": {"tcp://a": {"version": "0.0.1", "links": {}, **report}},
+            "not_ready": {},
+            "fallbacks": [],
+            "versions": {"client": {}, "scheduler": {}, "workers": {}},
+        }
+        | {"version": dask_gpurt.__version__, "host": "h"}
+    )
+    (one,) = (one for one in told if one.what == "memory")
+    return one.level, one.text, one.remedy
+
+
+@pytest.mark.parametrize(
+    ("why", "remedy"),
+    [
+        ("gpurt.memory.enabled is false", "gpurt.memory.enabled"),
+        ("the worker has no memory limit, or distributed...spill is off", "--memory-limit"),
+        ("the worker has dask-cuda's store, and ...", "replace-dask-cuda"),
+        ("the worker has a store of its own kind (builtins.dict)", "`data=`"),
+    ],
+)
+def test_a_worker_that_keeps_dasks_store_says_why(why: str, remedy: str) -> None:
+    level, text, advice = memory_of({"memory": None, "unmanaged": why})
+    assert (level, text) == ("note", f"tcp://a: Dask's own store, because {why}")
+    assert remedy in advice
+
+
+@pytest.mark.parametrize(
+    ("disk", "level", "said"),
+    [
+        ({"is_direct": True, "problem": None}, "ok", "goes to /x, past the page cache"),
+        ({"is_direct": False, "problem": None}, "note", "goes to /x, through the page cache"),
+        ({"is_direct": None, "problem": "Read-only file system"}, "problem", "Read-only"),
+    ],
+)
+def test_where_values_of_a_worker_go(disk: dict[str, Any], level: str, said: str) -> None:
+    memory = {"disk": {"directory": "/x", **disk}}
+    found_level, text, advice = memory_of({"memory": memory, "unmanaged": None})
+    assert found_level == level
+    assert said in text
+    assert bool(advice) == (level != "ok")

@@ -210,3 +210,45 @@ def test_status_shows_tiers():
         for report in status["workers"].values():
             names = [level["name"] for level in report["memory"]["levels"]]
             assert names == ["memory", "disk", "inherited"]
+
+
+def test_a_value_can_be_asked_for_where_it_is_and_why():
+    with cluster() as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        key, address = next(
+            (key, address)
+            for address, worker in client.cluster.workers.items()
+            for key in worker.data.disk
+        )
+        said = dask_gpurt.explain(client, key)["memory"]
+        ((worker, one),) = said.items()
+        assert worker == client.cluster.workers[address].address
+        assert list(one["levels"]) == ["disk"]
+        assert one["reason"].startswith("memory was needed for others")
+        assert one["nbytes"] >= 4 * MIB
+        assert dask_gpurt.explain(client, "never-heard-of")["memory"] == {}
+        dask_gpurt.disable(client)
+        for worker in client.cluster.workers.values():
+            assert not [name for name in worker.handlers if name.startswith("gpurt_")]
+
+
+def test_a_worker_with_dasks_own_store_explains_nothing():
+    with cluster(memory_limit=0) as client:
+        future = client.submit(sum, [1, 2])
+        wait(future)
+        assert dask_gpurt.explain(client, future)["memory"] == {}
+
+
+def test_what_shrinks_stays_in_memory_where_a_tier_for_it_is_asked_for():
+    with cluster(**{"gpurt.memory.compressed": "4 MiB"}) as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        for store in stores(client):
+            levels = {level["name"]: level for level in store.report()["levels"]}
+            assert list(levels) == ["memory", "compressed", "disk", "inherited"]
+            assert levels["compressed"]["values"]
+            assert levels["compressed"]["used_nbytes"] <= levels["compressed"]["capacity_nbytes"]
+            assert not levels["disk"]["values"]
+        sums = client.gather(client.compute([delayed(np.sum)(part) for part in parts]))
+        assert sums == [n * (4 * MIB // 8) for n in range(24)]

@@ -663,3 +663,37 @@ def test_the_name_of_a_key_is_nowhere(parent):
     tier.put(flat_of((10,)))
     assert all(re.fullmatch(r"\d{8}", path.name) for path in files(parent))
     tier.close()
+
+
+# ------------------------------------------------------------------ a look before it is needed
+
+
+def test_a_look_says_where_values_will_go(parent, has_direct):
+    tier = DiskTier(str(parent))
+    found = tier.look()
+    assert pathlib.Path(found["directory"]).parent == parent
+    assert (found["is_direct"], found["problem"]) == (True, None)
+    assert tier.look() == found
+    place = tier.put(flat_of(LARGE))
+    assert place.path.startswith(found["directory"])
+    tier.close()
+    assert not list(parent.iterdir())
+    assert tier.look()["problem"] == "the store was closed"
+    assert not list(parent.iterdir())
+
+
+def test_a_look_says_that_there_is_no_direct_io(parent):
+    tier = DiskTier(str(parent), system=System(open=without_direct))
+    assert tier.look()["is_direct"] is False
+    tier.close()
+
+
+def test_a_look_says_why_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    tier = DiskTier(str(tmp_path / "file" / "spill"))
+    assert tier.look() == {
+        "directory": str(tmp_path / "file" / "spill"),
+        "is_direct": None,
+        "problem": "Not a directory",
+    }
+    tier.close()

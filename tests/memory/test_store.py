@@ -7,7 +7,6 @@ had, and the same one again.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import numpy as np
@@ -23,53 +22,7 @@ from dask_gpurt.memory.policy import POLICIES
 from dask_gpurt.memory.port import Lanes, Packing
 from dask_gpurt.memory.residency import Level, Residency
 from dask_gpurt.memory.store import TieredStore
-
-
-@dataclass
-class ListLane:
-    """Calls that wait until the test makes them."""
-
-    calls: list = field(default_factory=list)
-
-    def __call__(self, call, path="", nbytes=0):
-        self.calls.append(call)
-
-    def step(self, number=0):
-        self.calls.pop(number)()
-
-
-class FailingTier:
-    """A tier whose n-th `put` or `get` from now on fails."""
-
-    def __init__(self, tier):
-        self._tier = tier
-        self._left = {}
-        self._errors = {}
-
-    def fail(self, operation, error, n=0):
-        self._left[operation] = n
-        self._errors[operation] = error
-
-    def mend(self):
-        self._left.clear()
-
-    def _count(self, operation):
-        if operation in self._left:
-            self._left[operation] -= 1
-            if self._left[operation] < 0:
-                del self._left[operation]
-                raise self._errors[operation]
-
-    def put(self, flat):
-        self._count("put")
-        return self._tier.put(flat)
-
-    def get(self, place):
-        self._count("get")
-        return self._tier.get(place)
-
-    def __getattr__(self, name):
-        return getattr(self._tier, name)
+from tests.memory.stepping import FailingTier, ListLane
 
 
 def flatten(value):
@@ -94,7 +47,7 @@ class Setup:
         self.write, self.read, self.owner, self.later = (ListLane() for _ in range(4))
         self.lost = []
         self.tiers = [
-            FailingTier(PinnedTier(PinnedPool((tier_nbytes or 1 << 16), block_nbytes=10)))
+            FailingTier(PinnedTier(PinnedPool((tier_nbytes or 1 << 20), block_nbytes=10)))
             for _ in range(n_tiers)
         ]
         levels = [Level("memory", capacity)]
@@ -105,7 +58,7 @@ class Setup:
         self.store = TieredStore(
             self.residency,
             self.tiers,
-            Packing(sizeof, flatten, restore),
+            [Packing(sizeof, flatten, restore)],
             Lanes(self.write, self.read, self.owner, self.later),
             on_lost=self.lost.append,
             **options,
@@ -352,6 +305,40 @@ def test_explain_and_report():
     assert sum(level["values"] for level in report["levels"]) == 3
     with pytest.raises(KeyError):
         setup.store.explain("x")
+
+
+def test_explain_says_why_in_a_sentence():
+    setup = Setup(capacity=200_000)
+
+    def reason(key):
+        return setup.store.explain(key)["reason"]
+
+    filled(setup, "a", nbytes=150_000)
+    assert reason("a") == "there is room for it in memory"
+    claim, _ = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
+    assert reason("a") == "tasks that run, or are about to, take it (1), so it stays in memory"
+    setup.store.end(claim)
+    setup.store["b"] = b"b" * 150_000
+    assert reason("b") == "there is room for it in memory"
+    setup.owner.step()
+    assert reason("a") == "it is being copied to tier 0, to leave memory"
+    setup.settle()
+    assert reason("a") == "memory was needed for others; it comes back when a task takes it"
+    claim, _ = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
+    while not setup.read.calls:
+        setup.lanes[0].step()
+    assert reason("a") == "it is being read back from tier 0"
+    setup.settle()
+    setup.store.end(claim)
+    assert reason("a").startswith("a task that took it has just ended")
+    setup.settle()
+    filled(setup, "c", nbytes=10)
+    assert reason("c") == "it is small, and what is small leaves memory last"
+    setup.store["event"] = threading.Event()
+    setup.residency.levels[0].capacity_nbytes = 0
+    setup.store.decide()
+    setup.settle()
+    assert reason("event") == "nothing below memory takes a value of this kind"
 
 
 def test_pop_is_refused_as_in_stock():

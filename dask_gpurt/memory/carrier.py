@@ -1,0 +1,284 @@
+"""Carries out what was decided to move: the only place where the store touches objects and tiers.
+
+What moves, and when, is decided before (`memory.residency`, `memory.store`). Writes and reads
+happen in lanes, and in threads that cannot wait for a lane: those that read a cold value, and those
+whose allocation found no room. The lock guards the books and is never held over I/O, a copy or a
+call into user code.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from dask_gpurt.errors import ValueRefusedError, will_pass
+from dask_gpurt.memory.port import Lane, Lanes, Packing, Tier
+from dask_gpurt.memory.residency import Drop, Load, Move, Put, Residency, Value
+
+logger = logging.getLogger("dask_gpurt.memory")
+
+
+class Carrier:
+    """Objects at home, their copies in tiers, and the way between.
+
+    Parameters
+    ----------
+    residency
+        Its first levels are homes, one for each of `packings`; the others are `tiers`.
+    lock
+        Guards residency and books. Reentrant.
+    decide
+        Called when something ended that leaves other things to decide.
+    lost
+        Told of a value whose last copy cannot be read, with no lock held.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        tiers: Sequence[Tier],
+        packings: Sequence[Packing],
+        lanes: Lanes,
+        lock: threading.RLock,  # type: ignore[valid-type]
+        *,
+        decide: Callable[[], None],
+        lost: Callable[[Value], None],
+    ) -> None:
+        self._residency = residency
+        self._tiers: dict[int, Tier] = dict(enumerate(tiers, len(packings)))
+        self._packings = packings
+        self._lanes = lanes
+        self._lock = lock
+        self._ended = threading.Condition(lock)
+        self._decide = decide
+        self._lost = lost
+        #: Values that are at home, whichever that is.
+        self.objects: dict[Hashable, Any] = {}
+        #: Where each tier has a value, by serial number and level.
+        self._places: dict[tuple[int, int], Any] = {}
+        #: Copies that wait in a lane, oldest first.
+        self._due: dict[Put, None] = {}
+        #: Copies that are being made, and the threads that make them.
+        self._under_way: dict[Put, int] = {}
+        #: Objects that left each home, since ever.
+        self._n_left: Counter[int] = Counter()
+        self._is_closed = False
+
+    # ------------------------------------------------------------------ with the lock held
+
+    def found(self, value: Value, level: int, place: Any) -> None:
+        """A tier has a copy that nobody here put there."""
+        self._places[value.serial, level] = place
+
+    def begin(self, moves: Iterable[Move]) -> None:
+        """Begin what was decided."""
+        for move in moves:
+            if isinstance(move, Put):
+                self._due[move] = None
+                self._submit(self._lanes.write, self._put, move)
+            elif isinstance(move, Load):
+                self._submit(self._lanes.read, self._load, move)
+            elif self._is_home(move.level):
+                self.objects.pop(move.key, None)
+                self._n_left[move.level] += 1
+            else:
+                self._drop(move)
+
+    def _submit(self, lane: Lane, make: Callable[[Any], None], move: Put | Load) -> None:
+        names = [self._residency.levels[number].name for number in (move.source, move.target)]
+        nbytes = self._residency.values[move.key].nbytes
+        lane(partial(make, move), path=" > ".join(names), nbytes=nbytes)
+
+    def _drop(self, move: Drop) -> None:
+        place = self._places.pop((move.serial, move.level), None)
+        if place is not None:
+            self._lanes.write(partial(self._tiers[move.level].drop, place), path="drop")
+
+    def _is_home(self, level: int) -> bool:
+        return level < len(self._packings)
+
+    # ------------------------------------------------------------------ down
+
+    def _put(self, move: Put) -> None:
+        """Make a copy further down. In a lane, or in a thread that needs the room."""
+        with self._lock:
+            if move not in self._due:
+                return  # somebody who needed the room did it, or the store was closed
+            del self._due[move]
+            value = self._residency.values.get(move.key)
+            is_wanted = value is not None and value.serial == move.serial
+            if is_wanted:
+                self._under_way[move] = threading.get_ident()
+            else:
+                self._residency.put_cancelled(move)
+            source = self.objects.get(move.key) if self._is_home(move.source) else None
+            place = self._places.get((move.serial, move.source))
+        if not is_wanted:
+            self._decide()
+            return
+        try:
+            self._copy(move, source, place)
+        finally:
+            with self._lock:
+                del self._under_way[move]
+                self._ended.notify_all()
+        self._decide()
+
+    def _copy(self, move: Put, source: Any, place: Any) -> None:
+        tier = self._tiers[move.target]
+        try:
+            if self._is_home(move.source):
+                flat = self._packings[move.source].flatten(source)
+            else:
+                flat = self._tiers[move.source].get(place)
+        except Exception as error:
+            # Whatever a value's own pickling raises: it is a matter of that value alone.
+            logger.warning("cannot put %r away; it stays in memory: %s", move.key, _told(error))
+            self._failed(move, for_good=not will_pass(error))
+            return
+        try:
+            place = tier.put(flat)
+        except ValueRefusedError:
+            self._failed(move, for_good=True)
+            return
+        except (OSError, MemoryError):
+            # Full, or it says what is wrong, once; another tier may take the value.
+            self._failed(move)
+            return
+        del flat, source
+        with self._lock:
+            useful = self._residency.put_done(move, place.nbytes) and not self._is_closed
+            if useful:
+                self._places[move.serial, move.target] = place
+            self.begin(self._residency.take_moves())
+        if not useful:
+            tier.drop(place)
+
+    def _failed(self, move: Put, *, for_good: bool = False) -> None:
+        with self._lock:
+            self._residency.put_failed(move, for_good=for_good)
+
+    def make_room(self, home: int, nbytes: int) -> bool:
+        """Have values leave a home before this returns, for an allocation that found no room there.
+
+        Copies that wait in a lane are made here and now, and those that others are making are
+        waited for. May be called by any thread that holds no lock, so `next_use` of the residency
+        has to bear that.
+
+        Returns
+        -------
+        Whether objects were let go of. Their memory is free unless somebody else uses them.
+        """
+        level = self._residency.levels[home]
+        n_left = self._n_left[home]
+        while self._n_left[home] == n_left:
+            with self._lock:
+                self._residency.shed(home, nbytes - level.leaving_nbytes)
+                self.begin(self._residency.take_moves())
+                waiting = [move for move in self._due if move.source == home]
+            if not waiting:
+                break
+            # Those that fail are not tried again: there is another tier for the value, or none.
+            for move in waiting:
+                self._put(move)
+        with self._lock:
+            # Who is making a copy itself does not wait: another might wait for that one.
+            if threading.get_ident() not in self._under_way.values():
+                self._ended.wait_for(
+                    lambda: (
+                        self._n_left[home] > n_left
+                        or not any(move.source == home for move in self._under_way)
+                    )
+                )
+            return self._n_left[home] > n_left
+
+    # ------------------------------------------------------------------ up
+
+    def _load(self, move: Load) -> None:
+        """Bring a value home. In a lane."""
+        with self._lock:
+            place = self._places.get((move.serial, move.source))
+        found = None
+        # Errors are not kept: their tracebacks hold what was being read.
+        problem = "nobody knows where it is" if place is None else ""
+        if place is not None:
+            try:
+                found = self._restore(move.target, move.source, place)
+            except Exception as error:
+                if will_pass(error):
+                    # Whoever needs the value asks for it again.
+                    with self._lock:
+                        self._residency.load_put_off(move)
+                    return
+                problem = _told(error)
+        with self._lock:
+            value = self._residency.values.get(move.key)
+            if not problem:
+                if self._residency.loaded(move):
+                    self.objects[move.key] = found
+                lost = False
+            else:
+                lost = not self._residency.load_failed(move)
+            self.begin(self._residency.take_moves())
+        if lost and value is not None:
+            self._lose(value, problem)
+        self._decide()
+
+    def read_through(self, key: Hashable) -> Any:
+        """Read a cold value in this thread, leaving it where it is.
+
+        Raises
+        ------
+        KeyError
+            It is not here, or cannot be read any more.
+        MemoryError
+            There is no room for it now.
+        """
+        while True:
+            with self._lock:
+                if key in self.objects:
+                    return self.objects[key]
+                value = self._residency.values[key]
+                level = min(value.copies)
+                place = self._places[value.serial, level]
+            try:
+                return self._restore(value.home, level, place)
+            except Exception as error:
+                if will_pass(error):
+                    raise
+                with self._lock:
+                    if self._residency.values.get(key) is not value:
+                        continue
+                    if level not in value.copies or self._residency.lose(value, level):
+                        self.begin(self._residency.take_moves())
+                        continue
+                self._lose(value, _told(error))
+                raise KeyError(key) from error
+
+    def _restore(self, home: int, level: int, place: Any) -> Any:
+        flat = self._tiers[level].get(place)
+        return self._packings[home].restore(flat.header, flat.buffers)
+
+    def _lose(self, value: Value, problem: str) -> None:
+        """The last copy of a value cannot be read."""
+        logger.error("%r cannot be read back (%s); it will be computed again", value.key, problem)
+        self._lost(value)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            self._is_closed = True
+            self._due.clear()
+            self.objects.clear()
+            self._places.clear()
+        for tier in self._tiers.values():
+            tier.close()
+
+
+def _told(error: Exception) -> str:
+    """What an error says. The error itself would hold the value by its traceback."""
+    return str(error) if isinstance(error, TypeError | OSError | MemoryError) else repr(error)
