@@ -166,7 +166,7 @@ class ManagedMemory:
             None if settings.compression == "none" else settings.compression,
             lambda *moved: self.store.on_io(*moved),
         )
-        tiers: list[Tier] = [disk, InheritedTier(self._stock.slow, flatten)]
+        tiers: list[Tier] = [disk, InheritedTier(memory_seams.on_disk(self._stock), flatten)]
         levels = [Level(tier.name, tier.capacity_nbytes) for tier in tiers]
         if settings.compressed_nbytes:
             tiers.insert(0, CompressedTier(settings.compressed_nbytes))

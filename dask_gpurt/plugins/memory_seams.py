@@ -44,6 +44,7 @@ __all__ = [
     "is_cancelled",
     "loads",
     "next_local_use",
+    "on_disk",
     "next_uses",
     "queued_inputs",
     "ran",
@@ -122,12 +123,24 @@ class StoreSwap:
 
 
 def take_over(stock: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
-    """What a stock store has: objects, which are taken out of it, and bytes of those on disk."""
-    objects = dict(stock.fast)
-    cold = {key: weight.memory for key, weight in stock._slow_uncached.weight_by_key.items()}
+    """What a store has: objects, which are taken out of it, and bytes of those on disk.
+
+    Only of Dask's own store is it known what is on disk; everything of another is read.
+    """
+    if isinstance(stock, SpillBuffer):
+        objects = dict(stock.fast)
+        weights = stock._slow_uncached.weight_by_key
+        cold = {key: weight.memory for key, weight in weights.items()}
+    else:
+        objects, cold = dict(stock), {}
     for key in objects:
         del stock[key]
     return objects, cold
+
+
+def on_disk(stock: Any) -> Any:
+    """The part of a store that `take_over` left in it."""
+    return stock.slow if isinstance(stock, SpillBuffer) else {}
 
 
 def spill_marks_nbytes(worker: Worker) -> tuple[int, int | None] | None:
@@ -153,7 +166,8 @@ def next_local_use(worker: Worker, key: Hashable) -> Any:
     task = worker.state.tasks.get(key)  # type: ignore[call-overload]
     if task is None:
         return None
-    uses = [user.priority for user in task.dependents if user.state in _WILL_USE]
+    # A list first: the event loop may add to it while an allocation makes room in another thread.
+    uses = [user.priority for user in list(task.dependents) if user.state in _WILL_USE]
     return reachable(min(uses)) if uses else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import UserDict
 
 from distributed import Worker
 from distributed.core import _expects_comm
@@ -68,6 +69,14 @@ def test_a_stock_store_says_what_it_has(tmp_path):
     # What was in memory is not in it any more; what is on disk can still be read from it.
     assert list(stock) == ["large"]
     assert stock.slow["large"] == b"x" * 2000
+
+
+def test_a_store_of_another_kind_is_emptied():
+    other = UserDict({"x": 1, "y": 2})
+    objects, cold = memory_seams.take_over(other)
+    assert objects == {"x": 1, "y": 2}
+    assert cold == {} == memory_seams.on_disk(other)
+    assert not other
 
 
 def test_states_and_fields_of_tasks_on_a_worker():
