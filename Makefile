@@ -56,6 +56,7 @@ bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.rechunk --json benchmarks/results/rechunk.json
 	$(VENV)/bin/python -m benchmarks.memory --json benchmarks/results/memory.json
 	$(VENV)/bin/python -m benchmarks.codecs --json benchmarks/results/codecs.json
+	$(VENV)/bin/python -m benchmarks.tiers --repeats 1 --json benchmarks/results/tiers.json
 
 # `python -m venv` needs Debian's python3-venv; where it is missing, virtualenv from pip will do.
 define make_venv
