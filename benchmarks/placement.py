@@ -1,225 +1,188 @@
-"""Scheduler time for each decision about where a task goes, stock against the runtime.
+"""Bytes that four local workers receive, and how long they take, where tasks are placed by the
+runtime and where stock Dask places them.
 
-A real scheduler, with workers that are only its own records of them: no processes, no messages.
-Each case prepares tasks that can run. Timed is `waiting` to `processing`, which is the decision
-and the books that are kept of it, by the scheduler's own code; and the decision alone. Sides take
-turns on the same scheduler, placement being switched on and off, and every batch is put back.
+The eight graphs of `dask_gpurt.simulate.examples`, on real arrays and tables. Graphs are not
+optimized: sources are tasks of their own and stand for files, or for what was persisted. Shuffles
+are made of tasks on both sides, so that all bytes take the same way and placement is all that
+differs. Sides take turns; ratios are of medians.
 
-    python -m benchmarks.placement --repeats 30
-    python -m benchmarks.placement --workers 100
+    python -m benchmarks.placement --repeats 5
+    python -m benchmarks.placement --scale 0.1 --repeats 1 --only "a + b"
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from dask._task_spec import Task
-from distributed import Scheduler
-from distributed.core import Status
-from distributed.scheduler import TaskState, WorkerState
+import dask
+import dask.array as da
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+from distributed import Client, wait
 
-from benchmarks.harness import write_json
-from dask_gpurt.plugins.placement import Placement
-from dask_gpurt.plugins.seams import DecisionSwap
+from benchmarks.harness import arguments, settle, two_clusters, write_json
 
-N_TASKS = 200
-TARGET = 1.2
-MB = 1_000_000
-
-
-class Bench:
-    """A scheduler with workers of which it has only the records."""
-
-    def __init__(self, scheduler: Scheduler, n_workers: int) -> None:
-        self.scheduler = scheduler
-        self.workers: list[WorkerState] = []
-        for i in range(n_workers):
-            address = f"tcp://10.0.{i // 8 // 250}.{i // 8 % 250}:{4000 + i % 8}"
-            ws = WorkerState(
-                address=address,
-                status=Status.running,
-                pid=i,
-                name=i,
-                nthreads=2,
-                memory_limit=16 << 30,
-                local_directory="",
-                nanny=None,
-                server_id=f"id-{i}",
-                scheduler=scheduler,
-            )
-            ws.metrics = {"memory": 0, "spilled_bytes": {"memory": 0, "disk": 0}}
-            scheduler.workers[address] = ws
-            scheduler.aliases[i] = address
-            scheduler.running.add(ws)
-            scheduler.total_nthreads += ws.nthreads
-            scheduler.host_info.setdefault(ws.host, {"addresses": set()})["addresses"].add(address)
-            self.workers.append(ws)
-        for ws in self.workers:
-            scheduler.check_idle_saturated(ws)
-
-    def task(self, key: Any, needs: list[TaskState]) -> TaskState:
-        """A task that waits for nothing."""
-        ts = self.scheduler.new_task(key, Task(key, int), "waiting")
-        ts.priority = (0, 1, len(self.scheduler.tasks))
-        for dts in needs:
-            ts.add_dependency(dts)
-        ts.waiting_on = set()
-        ts.waiters = set()
-        self.scheduler.task_prefixes[ts.prefix.name].duration_average = 0.05
-        return ts
-
-    def result(self, key: Any, nbytes: int, *holders: WorkerState) -> TaskState:
-        """A result in the memory of some workers."""
-        ts = self.task(key, [])
-        ts.state = "memory"
-        ts.set_nbytes(nbytes)
-        for ws in holders:
-            self.scheduler.add_replica(ts, ws)
-        return ts
+#: Blocks along an edge of a matrix; tables have as many partitions as a matrix has blocks.
+SIDE = 8
+#: Ratios of the issue, to stock.
+BYTES_TARGET, WORST_BYTES_TARGET, WALL_TARGET = 0.6, 1.05, 1.0
 
 
-def one_input(bench: Bench, i: int) -> TaskState:
-    """Its only input is on one worker, which has a thread to spare."""
-    home = bench.workers[i % len(bench.workers)]
-    return bench.task(("one", i), [bench.result(("one-x", i), 8 * MB, home)])
+def matrix(edge: int, seed: int, side: int = SIDE) -> Any:
+    """Random numbers in blocks."""
+    length = side * edge
+    return da.random.default_rng(seed).random((length, length), chunks=(edge, edge))
 
 
-def two_inputs(bench: Bench, i: int) -> TaskState:
-    """Each of its inputs is on another worker."""
-    n = len(bench.workers)
-    places = bench.workers[i % n], bench.workers[(i * 7 + 1) % n]
-    needs = [bench.result((f"two-{j}", i), (8 + j) * MB, ws) for j, ws in enumerate(places)]
-    return bench.task(("two", i), needs)
+def part(number: int, column: str, rows: int, keys: int) -> pd.DataFrame:
+    """A partition of a table."""
+    rng = np.random.default_rng([number, len(column)])
+    return pd.DataFrame({"key": rng.integers(0, keys, rows), column: rng.random(rows)})
 
 
-def eight_inputs(bench: Bench, i: int) -> TaskState:
-    """A step of a tree reduction."""
-    n = len(bench.workers)
-    needs = [
-        bench.result((f"eight-{j}", i), 8 * MB, bench.workers[(i * 7 + j * 11) % n])
-        for j in range(8)
-    ]
-    return bench.task(("eight", i), needs)
+def table(column: str, partitions: int, rows: int, keys: int) -> Any:
+    """A table whose partitions are made by tasks."""
+    make = partial(part, column=column, rows=rows, keys=keys)
+    return dd.from_map(make, list(range(partitions)), meta=part(0, column, 1, keys))
 
 
-def joined(bench: Bench, i: int) -> TaskState:
-    """Its output will be needed together with a result that is on another worker."""
-    n = len(bench.workers)
-    x = bench.result(("joined-x", i), 8 * MB, bench.workers[i % n])
-    y = bench.result(("joined-y", i), 8 * MB, bench.workers[(i * 7 + 1) % n])
-    ts = bench.task(("joined", i), [x])
-    bench.task(("join", i), [ts, y])
-    return ts
+def uneven_tree_sum(edge: int) -> Any:
+    lengths = tuple(3 if number % 4 == 0 else 1 for number in range(SIDE**2))
+    x = da.random.default_rng(1).random((sum(lengths), edge, edge), chunks=(lengths, edge, edge))
+    return x.sum(axis=0, split_every=2)
 
 
-def widely_held(bench: Bench, i: int) -> TaskState:
-    """One of its inputs is on every worker."""
-    if i == 0:
-        bench.result("everywhere", 8 * MB, *bench.workers)
-    x = bench.result(("wide-x", i), 8 * MB, bench.workers[i % len(bench.workers)])
-    return bench.task(("wide", i), [bench.scheduler.tasks["everywhere"], x])
+def add(edge: int) -> Any:
+    return matrix(edge, 1) + matrix(edge, 2)
 
 
-def root(bench: Bench, i: int) -> TaskState:
-    """One of very many without inputs; every second one belongs to the one before."""
-    ts = bench.task(("root", i), [])
-    if i % 2:
-        bench.task(("pair", i), [ts, bench.scheduler.tasks["root", i - 1]])
-    return ts
+def transpose_add(edge: int) -> Any:
+    x = matrix(edge, 1)
+    return x.T + x
 
 
-CASES: list[Callable[[Bench, int], TaskState]] = [
-    one_input,
-    two_inputs,
-    eight_inputs,
-    joined,
-    widely_held,
-    root,
-]
+def matmul(edge: int) -> Any:
+    return matrix(edge, 1, SIDE // 2) @ matrix(edge, 2, SIDE // 2)
 
 
-def run(bench: Bench, tasks: list[TaskState]) -> tuple[float, float]:
-    """Seconds for each task: decision alone, and all of `waiting` to `processing`."""
-    scheduler = bench.scheduler
-    began = time.perf_counter()
-    if not scheduler.is_rootish(tasks[0]):
-        for ts in tasks:
-            scheduler.decide_worker_non_rootish(ts)
-    decided_s = time.perf_counter() - began
-    began = time.perf_counter()
-    for ts in tasks:
-        scheduler._transition(ts.key, "processing", "benchmark")
-    total_s = time.perf_counter() - began
-    for ts in tasks:
-        ws = ts.processing_on
-        assert ws is not None
-        ws.remove_from_processing(ts)
-        ts.processing_on = None
-        ts.state = "waiting"
-        ts.waiting_on = set()
-        scheduler.check_idle_saturated(ws)
-    return decided_s / len(tasks), total_s / len(tasks)
+def merge_small(edge: int) -> Any:
+    rows = edge * edge // 2
+    left = table("left", SIDE**2, rows, keys=10_000)
+    return left.merge(table("right", 1, 10_000, keys=10_000).drop_duplicates("key"), on="key")
 
 
-async def measure(n_workers: int, repeats: int) -> list[dict[str, Any]]:
-    found = []
-    for case in CASES:
-        async with Scheduler(dashboard_address=":0", port=0) as scheduler:
-            bench = Bench(scheduler, n_workers)
-            # As in production: the plugins that come with distributed, and no validation.
-            n_tasks = 3 * scheduler.total_nthreads if case is root else N_TASKS
-            tasks = [case(bench, i) for i in range(n_tasks)][:N_TASKS]
-            if case is root:
-                assert scheduler.is_rootish(tasks[0])
-            times: dict[str, list[tuple[float, float]]] = {"stock": [], "gpurt": []}
-            placement = Placement(scheduler, "data-aware")
-            placement.remove()
-            gc.disable()
-            for repeat in range(repeats + 1):
-                order = ["stock", "gpurt"] if repeat % 2 else ["gpurt", "stock"]
-                for side in order:
-                    swap = DecisionSwap(scheduler, placement) if side == "gpurt" else None
-                    times[side].append(run(bench, tasks))
-                    if swap is not None:
-                        swap.remove()
-                gc.collect()
-            gc.enable()
-            scheduler.tasks.clear()
-            row: dict[str, Any] = {"case": case.__name__}
-            for j, name in enumerate(("decision", "transition")):
-                us = {
-                    side: statistics.median(one[j] for one in all_[1:]) * 1e6
-                    for side, all_ in times.items()
-                }
-                row[name] = {**us, "ratio": us["gpurt"] / us["stock"] if us["stock"] else None}
-            found.append(row)
-    return found
+def stencil(edge: int) -> Any:
+    x = matrix(edge, 1)
+    for _ in range(2):
+        x = x.map_overlap(_same, depth=1, boundary="none")
+    return x
+
+
+def joins(edge: int) -> Any:
+    rows, partitions = edge * edge // 2, SIDE**2 // 4
+    keys = 4 * rows * partitions
+    orders = table("orders", partitions, rows, keys)
+    items = table("items", partitions, rows, keys)
+    customers = table("customers", max(2, partitions // 4), rows, keys)
+    joined = orders.merge(customers, on="key").merge(items, on="key")
+    return joined.groupby("key").items.sum()
+
+
+def pipeline(edge: int) -> Any:
+    count = SIDE**2
+    x = da.random.default_rng(1).random((count * edge, edge), chunks=(edge, edge))
+    clean = x.map_blocks(_same, dtype=float)
+    pairs = da.map_blocks(np.add, clean[edge:], clean[:-edge], dtype=float)
+    return pairs.rechunk({0: 4 * edge}).sum(axis=1)
+
+
+def _same(block: Any) -> Any:
+    return block + 0
+
+
+GRAPHS: dict[str, Callable[[int], Any]] = {
+    "uneven tree-sum": uneven_tree_sum,
+    "a + b": add,
+    "x.T + x": transpose_add,
+    "matmul": matmul,
+    "merge with a small table": merge_small,
+    "map_overlap stencil": stencil,
+    "joins by task shuffles": joins,
+    "3-level pipeline": pipeline,
+}
+
+
+def received_nbytes(client: Client) -> int:
+    """Bytes of results that workers have received since they were started."""
+
+    def total(dask_worker: Any) -> int:
+        return int(sum(one["total"] for one in dask_worker.transfer_incoming_log))
+
+    return sum(client.run(total).values())
+
+
+def once(client: Client, make: Callable[[int], Any], edge: int) -> tuple[float, int]:
+    """Seconds until a graph is computed, and bytes that were received for it."""
+    with (
+        client.as_current(),
+        dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": client.get}),
+    ):
+        collection = make(edge)
+        before = received_nbytes(client)
+        began = time.perf_counter()
+        made = client.persist(collection, optimize_graph=False)
+        wait(made)
+        elapsed_s = time.perf_counter() - began
+        nbytes = received_nbytes(client) - before
+        del made
+        settle(client)
+    return elapsed_s, nbytes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", metavar="FILE")
-    options = parser.parse_args()
-    found = asyncio.run(measure(options.workers, options.repeats))
-    print(f"{options.workers} workers; microseconds a task (ratio at most {TARGET:g} wanted)")
-    for row in found:
-        cells = [
-            f"{name} {row[name]['stock']:7.1f} -> {row[name]['gpurt']:7.1f} us"
-            f" ({row[name]['ratio']:.2f})"
-            for name in ("decision", "transition")
-            if row[name]["stock"] > 1
-        ]
-        print(f"  {row['case']:14}", "; ".join(cells))
-    if options.json:
-        write_json(options.json, [], placement=found)
+    options = arguments((__doc__ or "").replace("\n", " ")).parse_args()
+    edge = max(8, int(1000 * options.scale**0.5))
+    rows: list[dict[str, Any]] = []
+    with two_clusters(4) as sides:
+        for name, make in GRAPHS.items():
+            if options.only and options.only not in name:
+                continue
+            seen: dict[str, list[tuple[float, int]]] = {"stock": [], "enabled": []}
+            order = list(sides.both())
+            for repeat in range(options.repeats + 1):
+                for side, client in order:
+                    run = once(client, make, edge)
+                    if repeat:
+                        seen[side].append(run)
+                order.reverse()
+                print(f"  {name}: {repeat}/{options.repeats}", file=sys.stderr, flush=True)
+            row: dict[str, Any] = {"graph": name}
+            for i, what in enumerate(("wall_s", "received_nbytes")):
+                mine, stock = (
+                    statistics.median(one[i] for one in seen[side]) for side in ("enabled", "stock")
+                )
+                row[what] = {side: [one[i] for one in seen[side]] for side in seen}
+                row[f"{what}_ratio"] = (mine + (i and 1)) / (stock + (i and 1))
+            rows.append(row)
+            print(
+                f"{name:26} received {row['received_nbytes_ratio']:5.2f} of stock's"
+                f"  wall {row['wall_s_ratio']:5.2f}",
+                flush=True,
+            )
+    for what, target in (("received_nbytes", BYTES_TARGET), ("wall_s", WALL_TARGET)):
+        ratios = [row[f"{what}_ratio"] for row in rows]
+        print(
+            f"{what}: geometric mean {statistics.geometric_mean(ratios):.3f} (at most {target:g})"
+            f", worst {max(ratios):.3f}"
+            + (f" (at most {WORST_BYTES_TARGET:g})" if what == "received_nbytes" else "")
+        )
+    write_json(options.json, [], placement=rows, edge=edge)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 from distributed import Scheduler
 
+from benchmarks.held_out_graphs import HELD_OUT
 from dask_gpurt.plugins.simulation import Install, simulate
 from dask_gpurt.simulate.examples import EXAMPLES, Scale, add, transpose_add, uneven_tree_sum
 from dask_gpurt.simulate.machine import ChangesSpeed, Dies, Incident, Machine
@@ -125,10 +126,10 @@ def compare(model: Workload, machine: Machine, policy: str) -> Row:
     return row
 
 
-def compare_all(policy: str, only: str, share: float) -> list[Row]:
-    """Every example on every machine."""
+def compare_all(policy: str, only: str, share: float, seeds: int) -> list[Row]:
+    """Every example on every machine, or every held-out graph with so many seeds."""
     rows: list[Row] = []
-    for machine, models in _examples(only, share):
+    for machine, models in _examples(only, share, seeds):
         print(f"{machine.name}, {policy} against stock", flush=True)
         here = [compare(model, machine, policy) for model in models]
         if here:
@@ -177,12 +178,15 @@ def bad_days(policy: str, only: str, share: float) -> list[dict[str, Any]]:
     return found
 
 
-def _examples(only: str, share: float) -> Iterator[tuple[Machine, list[Workload]]]:
-    """Machines, each with the examples that fit it; `share` of the blocks along an edge."""
+def _examples(only: str, share: float, seeds: int = 0) -> Iterator[tuple[Machine, list[Workload]]]:
+    """Machines, each with the graphs that fit it; `share` of the blocks along an edge."""
     for make_machine, scale in MACHINES:
         side = max(2, round(scale.side * share))
         fitting = Scale(side, scale.block_nbytes, scale.load_rate, scale.rate)
-        models = [example(fitting) for example in EXAMPLES]
+        if seeds:
+            models = [one(fitting, seed) for one in HELD_OUT for seed in range(1, seeds + 1)]
+        else:
+            models = [example(fitting) for example in EXAMPLES]
         yield make_machine(), [model for model in models if only in model.name]
 
 
@@ -223,6 +227,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--bad-days", action="store_true", help="slow down or lose a worker instead of comparing"
     )
+    parser.add_argument(
+        "--held-out", type=int, default=0, metavar="SEEDS", help="graphs nobody tuned for instead"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="of that measurement")
     parser.add_argument("--json", metavar="FILE", help="write results here")
     chosen = parser.parse_args(arguments)
@@ -232,7 +239,10 @@ def main(arguments: list[str]) -> None:
     elif chosen.workers:
         found = time_scheduler(chosen.workers, chosen.policy, chosen.repeats)
     else:
-        found = [row.plain() for row in compare_all(chosen.policy, chosen.only, chosen.scale)]
+        found = [
+            row.plain()
+            for row in compare_all(chosen.policy, chosen.only, chosen.scale, chosen.held_out)
+        ]
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(found, indent=1) + "\n")
 

@@ -38,6 +38,8 @@ class Worker(NamedTuple):
         Before it begins to spill; infinite if it never does.
     devices
         Kinds of devices it computes on.
+    n_tasks
+        Tasks that were given to it and are not done, however long they are.
     """
 
     address: str
@@ -47,6 +49,7 @@ class Worker(NamedTuple):
     room_nbytes: float = math.inf
     devices: Collection[str] = ()
     receiving_s: float = 0.0
+    n_tasks: int = 0
 
     @property
     def queue_s(self) -> float:

@@ -134,19 +134,18 @@ class DataAware:
         task = snapshot.task
         holders = _holders(snapshot)
         workers = [snapshot.worker(one) for one in self.candidates(snapshot)]
+        allowed = workers
         if task.device is not None:
-            with_device = [one for one in workers if task.device in one.devices]
-            workers = with_device or workers
+            allowed = [one for one in workers if task.device in one.devices] or workers
+        stock = min(
+            ((*Stock.objective(snapshot, w), w.address) for w in workers if w.address in holders),
+            default=None,
+        )
         costs: dict[str, Cost] = {}
-        chosen: tuple[float, int, str] | None = None
-        stock: tuple[float, int, str] | None = None
-        for one in workers:
+        chosen: tuple[float, float, int, str] | None = None
+        for one in allowed:
             found = costs[one.address] = cost(task, one, snapshot.path)
-            bid = sum(found), one.nbytes, one.address
+            bid = sum(found), one.n_tasks / one.nthreads, one.nbytes, one.address
             if chosen is None or bid < chosen:
                 chosen = bid
-            if one.address in holders:
-                bid = *Stock.objective(snapshot, one), one.address
-                if stock is None or bid < stock:
-                    stock = bid
-        return Decision(chosen and chosen[2], costs, stock and stock[2])
+        return Decision(chosen and chosen[3], costs, stock and stock[2])

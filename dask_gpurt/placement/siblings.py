@@ -30,17 +30,20 @@ class Seat(NamedTuple):
     ahead
         Tasks for each of its threads.
     saved_s
-        Seconds of transfers that sitting here saves; None while sizes are unknown.
+        Seconds of transfers that sitting here saves.
+    is_certain
+        Whether sizes are known; else seconds only say which of two seats is the better one.
     """
 
     worker: str
     nthreads: int
     n_free: float
     ahead: float
-    saved_s: float | None
+    saved_s: float
+    is_certain: bool = True
 
 
-def seat(seats: Iterable[Seat], *, ahead: float, duration_s: float, n_queued: int) -> str | None:
+def seat(seats: Iterable[Seat], *, ahead: float, duration_s: float, to_come: float) -> str | None:
     """Where a root task should join its siblings.
 
     Parameters
@@ -49,10 +52,10 @@ def seat(seats: Iterable[Seat], *, ahead: float, duration_s: float, n_queued: in
         Tasks for each thread of the worker that it would go to otherwise.
     duration_s
         Of the task, expected.
-    n_queued
-        Tasks beyond those that all workers can take at once; may be negative. While there are
-        some, a place that this task does not take is taken by another, so that waiting for the
-        siblings' worker costs nothing.
+    to_come
+        Tasks for each thread of the cluster that nobody was given yet. A place that this task does
+        not take is taken by one of those, so that waiting for the siblings' worker costs nothing
+        as long as there are enough of them to make up for it.
 
     Returns
     -------
@@ -61,16 +64,14 @@ def seat(seats: Iterable[Seat], *, ahead: float, duration_s: float, n_queued: in
     """
     best: tuple[float, float, str] | None = None
     for one in seats:
-        saved_s = one.saved_s
-        if one.n_free <= 0:
-            # One task too many for each thread, for the sake of bytes that are known. It is
-            # memory that is at stake: queueing is there to keep root tasks from piling up.
-            if saved_s is None or one.n_free <= -one.nthreads:
-                continue
-        waited_s = 0.0 if n_queued > 0 else max(0.0, one.ahead - ahead) * duration_s
-        if saved_s is not None and waited_s > saved_s:
+        # One task too many for each thread, for the sake of bytes that are known. It is memory
+        # that is at stake: queueing is there to keep root tasks from piling up.
+        if one.n_free <= (-one.nthreads if one.is_certain else 0):
             continue
-        bid = waited_s - (saved_s or 0.0), one.ahead, one.worker
+        waited_s = max(0.0, one.ahead - ahead - to_come) * duration_s
+        if waited_s > (one.saved_s if one.is_certain else 0.0):
+            continue
+        bid = waited_s - one.saved_s, one.ahead, one.worker
         if best is None or bid < best:
             best = bid
     return best and best[2]

@@ -9,25 +9,22 @@ What is replaced on the scheduler is in `seams.DecisionSwap`; what is read of it
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributed.metrics import time
 
-from dask_gpurt.placement.cost import Cost, Task, cost, join_s, steal_pays
+from dask_gpurt.placement.cost import Cost, Task, cost, steal_pays
 from dask_gpurt.placement.explanation import Record
 from dask_gpurt.placement.policy import DataAware, Snapshot
-from dask_gpurt.placement.siblings import Seat, seat
 from dask_gpurt.plugins import seams
 from dask_gpurt.plugins.placement_log import MAX_RECORDS, PlacementLog
+from dask_gpurt.plugins.placement_roots import RootPlaces
 from dask_gpurt.plugins.placement_view import (
     MAX_HOLDERS,
     MAX_PLACES,
-    MIN_JOIN_NBYTES,
     PlacementView,
-    expected_nbytes,
 )
 from dask_gpurt.plugins.worker_paths import WorkerPaths
 
@@ -68,6 +65,7 @@ class Placement:
         self._policy = DataAware()
         self._paths = WorkerPaths(topology)
         self._view = PlacementView(scheduler, self._paths, clock)
+        self._roots = RootPlaces(scheduler, self._view, clock)
         self.log = PlacementLog()
         for ws in scheduler.workers.values():
             self.add_worker(ws)
@@ -116,11 +114,18 @@ class Placement:
     ) -> WorkerState | None:
         """Worker for a task with inputs, None if no worker may run it."""
         state, view = self._scheduler, self._view
-        if self._is_stock or ts.actor or not ts.dependencies:
+        if self._is_stock or ts.actor:
             return self._as_stock(ts, stock(ts))
         valid = state.valid_workers(ts)
-        if valid is not None and len(valid) < 2:
-            # None, or one, or whatever stock makes of loose restrictions.
+        if not ts.dependencies:
+            ws = stock(ts)
+            if ws is None or valid is not None:
+                return self._as_stock(ts, ws)
+            # Of a group that is not much larger than the cluster; it is never queued.
+            return self._as_root(ts, self._roots.choose(ts, ws, may_wait=False) or ws, ws)
+        if self._paths.are_guessed or (valid is not None and len(valid) < 2):
+            # Nothing is known of any link that stock does not know, or there is no choice: none,
+            # or one, or whatever stock makes of loose restrictions.
             ws = self._as_stock(ts, stock(ts))
             if ws is not None and len(ts.dependencies) <= MAX_HOLDERS:
                 view.expect(ws.address, view.task(ts, (), (ws.address,)))
@@ -137,7 +142,7 @@ class Placement:
         ):
             self.log.keep(Record(ts.key, only.address, "holder", only.address, {}))
             return only
-        idle = () if not state.idle or view.has_free_holder(ts) else tuple(view.idle_near(ts))
+        idle = tuple(view.idle_near(ts)) if view.may_look_for_company(ts) else ()
         task = view.task(ts, joins, idle)
         decision = self._policy.decide(
             Snapshot(
@@ -163,53 +168,15 @@ class Placement:
 
     # ------------------------------------------------------------------ root tasks
 
-    def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState:
-        """Worker for a task that has no data to go by."""
-        chosen = None if self._is_stock else self._next_to_siblings(ts, stock)
-        if chosen is None:
-            self._as_stock(ts, stock)
-            return stock
-        self.log.keep(Record(ts.key, chosen.address, "siblings", stock.address, {}))
+    def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
+        """Worker for a task that has no data to go by; None if it had better stay queued."""
+        chosen = stock if self._is_stock else self._roots.choose(ts, stock)
+        return None if chosen is None else self._as_root(ts, chosen, stock)
+
+    def _as_root(self, ts: TaskState, chosen: WorkerState, stock: WorkerState) -> WorkerState:
+        reason = "stock" if chosen is stock else "siblings"
+        self.log.keep(Record(ts.key, chosen.address, reason, stock.address, {}))
         return chosen
-
-    def _next_to_siblings(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
-        state = self._scheduler
-        saturation = state.WORKER_SATURATION
-        is_queueing = math.isfinite(saturation)
-        nbytes = expected_nbytes(ts)
-        joins = self._view.joins(
-            ts,
-            # Before anything of the group is done, all that is known is who belongs together.
-            MIN_JOIN_NBYTES if nbytes else 0,
-            # Without queueing, stock deals out a group in even runs of neighbours, and nothing
-            # else keeps a group from following its first task to one worker.
-            other_group=not is_queueing,
-        )
-        if not joins:
-            return None
-
-        def joined_s(address: str) -> float:
-            return sum(join_s(address, nbytes, others, self._paths) for others in joins)
-
-        elsewhere_s = joined_s(stock.address) if nbytes else 0.0
-        seats = []
-        for address in {address for others in joins for address in others}:
-            ws = state.workers.get(address)
-            if ws is None or ws not in state.running:
-                continue
-            n_ahead = len(ws.processing) - len(ws.long_running)
-            n_free = math.inf
-            if is_queueing:
-                n_free = max(math.ceil(saturation * ws.nthreads), 1) - n_ahead
-            saved_s = elsewhere_s - joined_s(address) if nbytes else None
-            seats.append(Seat(address, ws.nthreads, n_free, n_ahead / ws.nthreads, saved_s))
-        chosen = seat(
-            seats,
-            ahead=(len(stock.processing) - len(stock.long_running)) / stock.nthreads,
-            duration_s=seams.expected_duration_s(state, ts),
-            n_queued=len(state.queued) + ts.group.states["waiting"] - state.total_nthreads,
-        )
-        return None if chosen is None else state.workers[chosen]
 
     # ------------------------------------------------------------------ stealing
 

@@ -10,12 +10,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import islice
-from statistics import median
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.cost import Input, Task, Worker
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS
 from dask_gpurt.plugins import seams
+from dask_gpurt.plugins.expected_sizes import ExpectedSizes
 from dask_gpurt.plugins.worker_paths import WorkerPaths
 
 if TYPE_CHECKING:
@@ -29,10 +29,12 @@ MAX_IDLE = 4
 MAX_HOLDERS = 16
 #: An input that more have is nearly everywhere; where it is tells nothing.
 MAX_PLACES = 4
+#: Tasks one after the other, each needing nothing but the one before, that are looked through.
+MAX_CHAIN = 3
 #: Results smaller than this are joined wherever it suits.
 MIN_JOIN_NBYTES = 64 * 1024
-#: How often the usual length of tasks is worked out anew.
-_ASKED_PER_MEDIAN = 256
+#: Seconds that handling a task takes at the least, in a worker of Dask's.
+UNKNOWN_S = 0.001
 #: Share of its memory limit at which a worker begins to spill, unless it is told otherwise.
 SPILL_FROM = 0.6
 
@@ -58,13 +60,12 @@ class PlacementView:
         self._scheduler = scheduler
         self.paths = paths
         self._clock = clock
+        self.sizes = ExpectedSizes()
         self.with_gpu: set[str] = set()
         #: By key, then by worker: when an input that a decision had it fetch will be there.
         self._arrivals: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
         #: By worker: when it will have all that decisions had it fetch.
         self._receiving_until: dict[str, float] = {}
-        self._typical_s = math.inf
-        self._n_asked = 0
 
     def add_worker(self, ws: WorkerState) -> None:
         """A worker came."""
@@ -94,12 +95,27 @@ class PlacementView:
         return Worker(
             address,
             ws.nthreads,
-            self.busy_s(ws),
+            self.ahead_s(ws),
             ws.nbytes,
             limit * SPILL_FROM - ws.nbytes if limit else math.inf,
             (GPU,) if address in self.with_gpu else (),
             0.0 if until is None else max(0.0, until - self._clock()),
+            len(ws.processing),
         )
+
+    def ahead_s(self, ws: WorkerState) -> float:
+        """Seconds of computing ahead of what a worker is given now, beyond what is made up for.
+
+        As long as the scheduler has tasks in its queue, a worker that has much to do is given
+        fewer of them, and a worker that has little is given more. Only what it has to do after
+        the queue has run dry keeps anybody waiting.
+        """
+        queued = self._scheduler.queued
+        if not queued:
+            return self.busy_s(ws)
+        root_s = max(0.0, queued.peek().prefix.duration_average)
+        lasting_s = len(queued) * root_s / self._scheduler.total_nthreads
+        return max(0.0, self.busy_s(ws) - lasting_s * ws.nthreads)
 
     def busy_s(self, ws: WorkerState) -> float:
         """Seconds of computing that a worker has been given.
@@ -111,22 +127,10 @@ class PlacementView:
         total_s = 0.0
         for name, count in ws.task_prefix_count.items():
             duration_s = prefixes[name].duration_average
-            total_s += count * (duration_s if duration_s >= 0 else self._unknown_s(prefixes[name]))
-        return total_s
-
-    def _unknown_s(self, prefix: TaskPrefix) -> float:
-        """Length of tasks of which none has ended.
-
-        Stock takes half a second, which has data moved away from workers that are in fact about
-        to be done. Here they are as long as tasks usually are.
-        """
-        if prefix.max_exec_time > 0:
-            return 2 * prefix.max_exec_time
-        if self._n_asked % _ASKED_PER_MEDIAN == 0:
-            durations = [one.duration_average for one in self._scheduler.task_prefixes.values()]
-            self._typical_s = median([one for one in durations if one >= 0] or [math.inf])
-        self._n_asked += 1
-        return min(self._typical_s, self._scheduler.UNKNOWN_TASK_DURATION)
+            total_s += count * (duration_s if duration_s >= 0 else _unknown_s(prefixes[name]))
+        # What runs is half done, on average.
+        n_tasks = len(ws.processing)
+        return total_s * (1 - min(n_tasks, ws.nthreads) / (2 * n_tasks)) if n_tasks else 0.0
 
     def idle_near(self, ts: TaskState) -> Iterator[str]:
         """A few workers with a thread to spare: any, then of the host of the largest input."""
@@ -166,11 +170,13 @@ class PlacementView:
                 workers = self._scheduler.workers
                 holders += [one for one in asked if one in workers and workers[one] in who]
             arriving = self._arriving(dts) if dts.key in self._arrivals else {}
-            inputs.append(Input(dts.key, dts.get_nbytes(), holders, arriving))
+            nbytes = dts.get_nbytes()
+            self.sizes.observe(dts, nbytes)
+            inputs.append(Input(dts.key, nbytes, holders, arriving))
             if self.with_gpu and dts.type is not None and dts.type.startswith(_ON_GPU):
                 device = GPU
         duration_s = seams.expected_duration_s(self._scheduler, ts)
-        return Task(ts.key, inputs, duration_s, expected_nbytes(ts), joins, device)
+        return Task(ts.key, inputs, duration_s, self.sizes(ts), joins, device)
 
     def only_holder(self, ts: TaskState) -> WorkerState | None:
         """The worker that has all inputs, if nobody else has any."""
@@ -186,18 +192,29 @@ class PlacementView:
                 return None
         return only
 
-    def has_free_holder(self, ts: TaskState) -> bool:
-        """Whether a worker that has an input could begin at once; others need not be looked at."""
+    def may_look_for_company(self, ts: TaskState) -> bool:
+        """Whether workers that have nothing of a task are to be looked at.
+
+        Not while the scheduler has tasks in its queue: a worker with nothing to do is about to get
+        one of those, and nobody is done sooner for the bytes that are moved to it. Not while a
+        worker that has an input could begin at once, either.
+        """
+        state = self._scheduler
+        if not state.idle or state.queued:
+            return False
         for dts in ts.dependencies:
             for ws in islice(dts.who_has or (), MAX_PLACES):
                 if len(ws.processing) < ws.nthreads:
-                    return True
-        return False
+                    return False
+        return True
 
     def joins(
         self, ts: TaskState, min_nbytes: int = MIN_JOIN_NBYTES, *, other_group: bool = False
     ) -> list[dict[str, float]]:
         """Where the other inputs are of those tasks that will need this one's output.
+
+        A task that needs nothing else passes it on, and so it is looked through: of `x.T + x`,
+        blocks meet that were made two tasks apart.
 
         Parameters
         ----------
@@ -206,25 +223,47 @@ class PlacementView:
         other_group
             Leave out those of the task's own group.
         """
-        dependents = ts.dependents
-        if not dependents or len(dependents) > MAX_DEPENDENTS or expected_nbytes(ts) < min_nbytes:
-            return []
-        found = []
-        for later in dependents:
-            needed = later.dependencies
-            if not 2 <= len(needed) <= MAX_INPUTS:
-                continue
-            placed: dict[str, float] = {}
-            for other in needed:
-                if other is ts or (other_group and other.group is ts.group):
+        found: list[dict[str, float]] = []
+        level = [ts]
+        for _ in range(MAX_CHAIN):
+            passed_on = []
+            for one in level:
+                dependents = one.dependents
+                if not dependents or len(dependents) > MAX_DEPENDENTS:
                     continue
-                if (ws := _place_of(other)) is None:
+                if self.sizes(one) < min_nbytes:
                     continue
-                if (n := expected_nbytes(other)) >= min_nbytes:
-                    placed[ws.address] = placed.get(ws.address, 0.0) + n
-            if placed:
-                found.append(placed)
+                for later in dependents:
+                    n_needed = len(later.dependencies)
+                    if n_needed == 1:
+                        passed_on.append(later)
+                    elif n_needed <= MAX_INPUTS:
+                        placed = self._others(ts, one, later, min_nbytes, other_group)
+                        if placed and placed not in found:
+                            found.append(placed)
+            level = passed_on
+            if not level or len(found) >= MAX_DEPENDENTS:
+                break
         return found
+
+    def _others(
+        self,
+        ts: TaskState,
+        one: TaskState,
+        later: TaskState,
+        min_nbytes: int,
+        other_group: bool,
+    ) -> dict[str, float]:
+        """Bytes by worker of what `later` needs besides `one`, which comes of `ts`."""
+        placed: dict[str, float] = {}
+        for other in later.dependencies:
+            if other is one or (ws := _place_of(other)) is None:
+                continue
+            if other_group and other.group is ts.group:
+                continue
+            if (n := self.sizes(other)) >= min_nbytes:
+                placed[ws.address] = placed.get(ws.address, 0.0) + n
+        return placed
 
     # ------------------------------------------------------------------ what is on its way
 
@@ -259,29 +298,24 @@ class PlacementView:
         return found
 
 
-def _place_of(ts: TaskState) -> WorkerState | None:
-    """Where a result is, or will be made."""
-    who = ts.who_has
-    if not who:
-        return ts.processing_on
-    if len(who) > MAX_PLACES:
-        return None
-    return min(who, key=lambda ws: ws.address) if len(who) > 1 else next(iter(who))
+def _unknown_s(prefix: TaskPrefix) -> float:
+    """Length of tasks of which none has ended: as little as a task takes.
 
-
-def expected_nbytes(ts: TaskState) -> float:
-    """Size of a result: as it is, or as others of its kind were, or as its smallest input is.
-
-    0 if nothing is known.
+    Stock takes half a second, which has data moved away from workers that are in fact about to be
+    done. Here no large result is moved for a wait that nobody has seen; small ones may be.
     """
-    if ts.nbytes >= 0:
-        return ts.nbytes
-    for kin in (ts.group, ts.prefix):
-        if kin.nbytes_total > 0:
-            states = kin.states
-            n_done = states["memory"] + states["released"] + states["forgotten"]
-            if n_done:
-                return kin.nbytes_total / n_done
-    # Nothing of the kind has ended. A guess on the low side, that tips the scales between workers
-    # that are as good otherwise.
-    return max(0, min((dts.nbytes for dts in islice(ts.dependencies, MAX_PLACES)), default=0))
+    return max(2 * prefix.max_exec_time, UNKNOWN_S)
+
+
+def _place_of(ts: TaskState) -> WorkerState | None:
+    """Where a result is, or will be made; or what it will be made of, where that is one thing."""
+    for _ in range(MAX_CHAIN):
+        who = ts.who_has
+        if who:
+            if len(who) > MAX_PLACES:
+                return None
+            return min(who, key=lambda ws: ws.address) if len(who) > 1 else next(iter(who))
+        if ts.processing_on is not None or len(ts.dependencies) != 1:
+            return ts.processing_on
+        (ts,) = ts.dependencies
+    return None

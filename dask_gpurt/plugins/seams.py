@@ -304,8 +304,11 @@ class Placer(Protocol):
     ) -> WorkerState | None:
         """Worker for a task with inputs, None if no worker may run it."""
 
-    def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState:
-        """Worker for a task that has no data to go by; `stock` is free or has a place to spare."""
+    def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
+        """Worker for a task that has no data to go by; `stock` is free or has a place to spare.
+
+        None if it had better stay in the scheduler's queue, where there is one.
+        """
 
     def choose_thief(
         self,
@@ -349,7 +352,7 @@ class DecisionSwap:
                 placer.failed(error)
                 return stock_place(ts)
 
-        def root(ts: TaskState, found: WorkerState) -> WorkerState:
+        def root(ts: TaskState, found: WorkerState) -> WorkerState | None:
             try:
                 return placer.place_root(ts, found)
             except Exception as error:

@@ -12,12 +12,12 @@ take, where nobody described the machines, in `dask_gpurt.topology.learned`.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+
+from dask_gpurt.topology.routes import Routes
 
 #: Kinds of devices a worker may compute on.
 DEVICE_KINDS = ("gpu",)
@@ -151,9 +151,6 @@ class Topology:
     hosts: tuple[Host, ...]
     links: tuple[Link, ...]
     switches: tuple[str, ...] = ()
-    _paths: dict[tuple[str, str], Path | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
@@ -211,67 +208,25 @@ class Topology:
         """
         if source == target:
             return LOCAL
-        try:
-            return self._paths[source, target]
-        except KeyError:
-            found = self._paths[source, target] = self._search(source, target)
-            return found
+        way = self._routes.way(source, target)
+        if way is None:
+            return None
+        narrowest = min(
+            (self._links[name] for name in way.links), key=lambda one: one.bandwidth_nbytes_per_s
+        )
+        return Path(way.latency_s, narrowest.bandwidth_nbytes_per_s, narrowest.kind, way.links)
 
     @cached_property
-    def _neighbours(self) -> dict[str, list[tuple[str, Link]]]:
-        found: dict[str, list[tuple[str, Link]]] = {node: [] for node in self.nodes}
+    def _routes(self) -> Routes:
+        neighbours: dict[str, list[tuple[str, Link]]] = {node: [] for node in self.nodes}
         for link in self.links:
             one, other = link.ends
-            found[one].append((other, link))
-            found[other].append((one, link))
-        return found
-
-    def _search(self, source: str, target: str) -> Path | None:
-        width = self._width(source, target)
-        if width == 0:
-            return None
-        # Dijkstra over the links that are wide enough.
-        queue: list[tuple[float, int, tuple[str, ...], str]] = [(0.0, 0, (), source)]
-        seen: set[str] = set()
-        while queue:
-            latency_s, n_links, names, node = heapq.heappop(queue)
-            if node == target:
-                narrowest = min(self._named(names), key=lambda one: one.bandwidth_nbytes_per_s)
-                return Path(latency_s, narrowest.bandwidth_nbytes_per_s, narrowest.kind, names)
-            if node in seen:
-                continue
-            seen.add(node)
-            for neighbour, link in self._ways_on(node, source):
-                if neighbour not in seen and link.bandwidth_nbytes_per_s >= width:
-                    total_s = latency_s + link.latency_s
-                    heapq.heappush(queue, (total_s, n_links + 1, (*names, link.name), neighbour))
-        return None
-
-    def _width(self, source: str, target: str) -> float:
-        """Bandwidth of the widest way, 0 if there is none."""
-        queue = [(-math.inf, source)]
-        seen: set[str] = set()
-        while queue:
-            width, node = heapq.heappop(queue)
-            if node == target:
-                return -width
-            if node in seen:
-                continue
-            seen.add(node)
-            for neighbour, link in self._ways_on(node, source):
-                if neighbour not in seen:
-                    heapq.heappush(queue, (max(width, -link.bandwidth_nbytes_per_s), neighbour))
-        return 0.0
-
-    def _ways_on(self, node: str, source: str) -> Sequence[tuple[str, Link]]:
-        # Bytes pass through memory, cards and switches, but not through a device on their way
-        # from another: that would take its memory, and a process to move them on.
-        if node != source and node in self._devices:
-            return ()
-        return self._neighbours[node]
-
-    def _named(self, names: Sequence[str]) -> list[Link]:
-        return [self._links[name] for name in names]
+            neighbours[one].append((other, link))
+            neighbours[other].append((one, link))
+        hosts: dict[str, str | None] = {
+            node: node.partition("/")[0] if "/" in node else None for node in self.nodes
+        }
+        return Routes(neighbours, hosts, self._devices.__contains__)
 
     @cached_property
     def _links(self) -> dict[str, Link]:

@@ -1,0 +1,58 @@
+"""How large a result will be, by what others of its kind were. Asked for every decision.
+
+Dask's own figure for a group of tasks is the mean. Groups are often of two kinds, a few whole
+blocks and many thin edges of the same array, and a mean of those is the size of none of them: it
+has blocks moved for the sake of edges. Here it is the mean of logarithms, of inputs as they are
+used: what is used by many counts for many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distributed.scheduler import TaskState
+
+#: Groups that are remembered.
+MAX_GROUPS = 2_000
+#: Inputs that are looked at where nothing of a kind has ended.
+MAX_GUESSED = 4
+
+
+class ExpectedSizes:
+    """One a scheduler."""
+
+    def __init__(self) -> None:
+        #: By group: how many sizes, and the sum of their logarithms.
+        self._seen: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def observe(self, ts: TaskState, nbytes: int) -> None:
+        """Take in the size of a result that is about to be used."""
+        name = ts.group.name
+        count, total = self._seen.get(name, (0, 0.0))
+        self._seen[name] = count + 1, total + math.log(nbytes + 1)
+        if len(self._seen) > MAX_GROUPS:
+            self._seen.popitem(last=False)
+
+    def __call__(self, ts: TaskState) -> float:
+        """Bytes: as they are, or as others of the kind were, or as its smallest input has.
+
+        0 if nothing is known.
+        """
+        if ts.nbytes >= 0:
+            return ts.nbytes
+        seen = self._seen.get(ts.group.name)
+        if seen is not None:
+            return math.exp(seen[1] / seen[0])
+        for kin in (ts.group, ts.prefix):
+            if kin.nbytes_total > 0:
+                states = kin.states
+                n_done = states["memory"] + states["released"] + states["forgotten"]
+                if n_done:
+                    return kin.nbytes_total / n_done
+        # Nothing of the kind has ended. A guess on the low side, that tips the scales between
+        # workers that are as good otherwise.
+        return max(0, min((d.nbytes for d in islice(ts.dependencies, MAX_GUESSED)), default=0))

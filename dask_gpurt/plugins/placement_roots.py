@@ -1,0 +1,239 @@
+"""Where tasks without data go, on a live scheduler: next to what they will be joined with.
+
+Stock gives such a task to the worker that has the fewest. Here that worker is the one to beat:
+
+1. a worker that has a *sibling* of the task, or an idle one on the same host as a sibling
+   (`dask_gpurt.placement.siblings`);
+2. without siblings, an idle worker as good as stock's on the host that got the root task before
+   this one: Dask orders tasks so that what is needed together comes one after the other;
+3. not a worker behind a link so slow that results pile up there, if they have to leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from dask_gpurt.placement.cost import join_s
+from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Seat, seat
+from dask_gpurt.plugins import seams
+from dask_gpurt.plugins.placement_view import MAX_CHAIN, MIN_JOIN_NBYTES, PlacementView
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+#: Taken for a size that is not known, where only the order of places matters.
+NOMINAL_NBYTES = 64 * 2**20
+#: Workers of a host that are looked at, and hosts of siblings.
+MAX_NEIGHBOURS = 16
+MAX_HOSTS = 3
+#: A host is behind a slow link if it can send less than this share of what others can.
+SLOW_SHARE = 0.5
+#: Tasks that are joined with one another: from more on, some of them are elsewhere.
+MAX_FAMILY = 16
+
+
+class RootPlaces:
+    """One a scheduler.
+
+    Parameters
+    ----------
+    clock
+        Seconds, for what is on its way out of a host.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, view: PlacementView, clock: Callable[[], float]
+    ) -> None:
+        self._scheduler = scheduler
+        self._view = view
+        self._clock = clock
+        self._last_host: str | None = None
+        #: By host behind a slow link: when what was made there will have left.
+        self._leaving_until: dict[str, float] = {}
+
+    def choose(
+        self, ts: TaskState, stock: WorkerState, *, may_wait: bool = True
+    ) -> WorkerState | None:
+        """A worker; None if the task had better wait in the scheduler's queue, where it may."""
+        is_queueing = math.isfinite(self._scheduler.WORKER_SATURATION)
+        chosen = self._next_to_siblings(ts, stock, is_queueing=is_queueing)
+        if chosen is None:
+            chosen = self._next_to_last(stock, is_queued=may_wait) if is_queueing else stock
+            if is_queueing and self._is_behind_slow_link(chosen):
+                found = self._where_it_can_leave(ts, chosen)
+                if found is None and may_wait:
+                    return None
+                chosen = found or chosen
+        self._last_host = chosen.host
+        return chosen
+
+    # ------------------------------------------------------------------ near what it belongs to
+
+    def _next_to_siblings(
+        self, ts: TaskState, stock: WorkerState, *, is_queueing: bool
+    ) -> WorkerState | None:
+        state, view = self._scheduler, self._view
+        known_nbytes = view.sizes(ts)
+        joins = view.joins(
+            ts,
+            # Before anything of the group is done, all that is known is who belongs together.
+            MIN_JOIN_NBYTES if known_nbytes else 0,
+            # Without queueing, stock deals out a group in even runs of neighbours, and nothing
+            # else keeps a group from following its first task to one worker.
+            other_group=not is_queueing,
+        )
+        if not joins:
+            return None
+        nbytes = known_nbytes or NOMINAL_NBYTES
+        if not known_nbytes:
+            joins = [dict.fromkeys(others, NOMINAL_NBYTES) for others in joins]
+
+        def joined_s(address: str) -> float:
+            return sum(join_s(address, nbytes, others, view.paths) for others in joins)
+
+        to_come = (len(state.queued) + ts.group.states["waiting"]) / state.total_nthreads
+        elsewhere_s = joined_s(stock.address)
+        siblings = sorted({address for others in joins for address in others})
+        seats = []
+        for ws in self._around(siblings, with_neighbours=is_queueing):
+            n_ahead = len(ws.processing) - len(ws.long_running)
+            saved_s = elsewhere_s - joined_s(ws.address)
+            if saved_s <= 0 and ws is not stock:
+                continue
+            n_free = float(self._slots(ws) - n_ahead) if is_queueing else math.inf
+            seats.append(
+                Seat(
+                    ws.address,
+                    ws.nthreads,
+                    n_free,
+                    n_ahead / ws.nthreads,
+                    saved_s,
+                    is_certain=known_nbytes > 0,
+                )
+            )
+        chosen = seat(
+            seats,
+            ahead=(len(stock.processing) - len(stock.long_running)) / stock.nthreads,
+            duration_s=seams.expected_duration_s(state, ts),
+            to_come=to_come,
+        )
+        return None if chosen is None else state.workers[chosen]
+
+    def _around(self, addresses: list[str], *, with_neighbours: bool) -> Iterator[WorkerState]:
+        """Workers at these addresses, then those with places to spare on the same hosts."""
+        state = self._scheduler
+        hosts: dict[str, None] = {}
+        for address in addresses:
+            ws = state.workers.get(address)
+            if ws is not None and ws in state.running:
+                hosts[ws.host] = None
+                yield ws
+        if with_neighbours:
+            for host in islice(hosts, MAX_HOSTS):
+                yield from (ws for ws in self._free_on(host) if ws.address not in addresses)
+
+    def _free_on(self, host: str) -> Iterator[WorkerState]:
+        """Workers of a host that stock might have chosen, in order of their addresses."""
+        state = self._scheduler
+        neighbours = state.host_info.get(host, {}).get("addresses", ())
+        if len(neighbours) <= MAX_NEIGHBOURS:
+            for address in sorted(neighbours):
+                ws = state.workers.get(address)
+                if ws is not None and ws in state.idle_task_count:
+                    yield ws
+
+    def _next_to_last(self, stock: WorkerState, *, is_queued: bool) -> WorkerState:
+        if self._last_host is None or self._last_host == stock.host:
+            return stock
+
+        def load(ws: WorkerState) -> float:
+            # Without more of them in the queue nothing evens out who gets how many.
+            n_done = 0 if is_queued else len(ws.has_what)
+            return (len(ws.processing) + n_done) / ws.nthreads
+
+        most = load(stock)
+        return next((ws for ws in self._free_on(self._last_host) if load(ws) <= most), stock)
+
+    def _slots(self, ws: WorkerState) -> int:
+        return max(math.ceil(self._scheduler.WORKER_SATURATION * ws.nthreads), 1)
+
+    # ------------------------------------------------------------------ slow links
+
+    def _is_behind_slow_link(self, ws: WorkerState) -> bool:
+        paths = self._view.paths
+        return (
+            paths.outlet_nbytes_per_s(ws.address) < SLOW_SHARE * paths.usual_outlet_nbytes_per_s()
+        )
+
+    def _where_it_can_leave(self, ts: TaskState, chosen: WorkerState) -> WorkerState | None:
+        """Where to make what will be needed elsewhere: a host makes no more than it can send.
+
+        Another worker with a place to spare; the chosen one if what it made before is nearly gone,
+        so that it does not hold up anybody; None if the others will have a place soon.
+        """
+        state, view = self._scheduler, self._view
+        nbytes = self._leaving_nbytes(ts) if self._is_joined_elsewhere(ts) else 0.0
+        if not nbytes:
+            return chosen
+        others = [ws for ws in state.idle_task_count if not self._is_behind_slow_link(ws)]
+        if others:
+            return min(others, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address))
+        now = self._clock()
+        leaving_s = nbytes / view.paths.outlet_nbytes_per_s(chosen.address)
+        until = max(now, self._leaving_until.get(chosen.host, now)) + leaving_s
+        usual_s = nbytes / view.paths.usual_outlet_nbytes_per_s()
+        duration_s = max(0.0, ts.prefix.duration_average)
+        if until - now > duration_s + usual_s and any(
+            len(ws.processing) > len(ws.long_running) and not self._is_behind_slow_link(ws)
+            for ws in state.running
+        ):
+            return None
+        self._leaving_until[chosen.host] = until
+        return chosen
+
+    def _leaving_nbytes(self, ts: TaskState) -> float:
+        """Bytes of a result, or of what is cut out of it, that others will want elsewhere."""
+        total, level = 0.0, [(ts, self._view.sizes(ts) or NOMINAL_NBYTES)]
+        for _ in range(MAX_CHAIN):
+            passed_on = []
+            for one, nbytes in level:
+                if len(one.dependents) > MAX_DEPENDENTS:
+                    total += nbytes
+                    continue
+                for later in one.dependents:
+                    if len(later.dependencies) > 1:
+                        total += nbytes
+                    else:
+                        passed_on.append((later, self._view.sizes(later) or nbytes))
+            level = passed_on
+        return total + sum(nbytes for _, nbytes in level)
+
+    @staticmethod
+    def _is_joined_elsewhere(ts: TaskState) -> bool:
+        """Whether a result will be joined with more than one place is likely to make."""
+        family, fresh = {ts}, [ts]
+        while fresh:
+            one = fresh.pop()
+            if len(one.dependents) > MAX_DEPENDENTS:
+                return True
+            for later in one.dependents:
+                needed = later.dependencies
+                if len(needed) > MAX_INPUTS:
+                    return True
+                if len(needed) == 1:
+                    # Passed on: whoever needs that needs this.
+                    members = [later]
+                else:
+                    # What very many need is sent to where it is needed, and holds nobody.
+                    members = [m for m in needed if len(m.dependents) <= MAX_DEPENDENTS]
+                for member in members:
+                    if member not in family:
+                        family.add(member)
+                        fresh.append(member)
+                if len(family) > MAX_FAMILY:
+                    return True
+        return False

@@ -1,0 +1,69 @@
+"""Ways put together of halves are those that a search through everything finds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from dask_gpurt.simulate.machines import gpu_hosts
+from dask_gpurt.topology.description import parse
+from tests.topology.test_model import load
+
+
+def every_way(topology, source, target):
+    """All ways without a loop, by (width, then latency, links and names)."""
+    neighbours = {}
+    for link in topology.links:
+        for here, there in (link.ends, link.ends[::-1]):
+            neighbours.setdefault(here, []).append((there, link))
+    stack = [(source, (source,), ())]
+    while stack:
+        node, seen, links = stack.pop()
+        if node == target:
+            names = tuple(link.name for link in links)
+            width = min(link.bandwidth_nbytes_per_s for link in links)
+            yield -width, sum(link.latency_s for link in links), len(links), names
+        elif node == source or topology.device(node) is None:
+            for there, link in neighbours.get(node, ()):
+                if there not in seen:
+                    stack.append((there, (*seen, there), (*links, link)))
+
+
+TOPOLOGIES = {
+    "two hosts": load("two-hosts"),
+    "one slow NIC": load("slow-nic"),
+    "NVLink": gpu_hosts(3, 2, nic_bandwidth=12e9, nvlink=True, slow_nics={1: 1e9}),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_each_way_is_the_first_of_all_there_are(name):
+    topology = TOPOLOGIES[name]
+    for source, target in itertools.permutations(topology.nodes, 2):
+        best = min(every_way(topology, source, target), default=None)
+        found = topology.path(source, target)
+        if best is None:
+            assert found is None
+            continue
+        assert (found.bandwidth_nbytes_per_s, found.links) == (-best[0], best[3])
+        assert math.isclose(found.latency_s, best[1])
+
+
+HOST = "{{name: {name}, numa: [{{name: m}}], nics: [{{name: n}}], links: [{links}]}}"
+INSIDE = "{between: [m, n], bandwidth: 10 GB/s}"
+
+
+def test_another_host_is_passed_through_only_where_nothing_else_leads():
+    hosts = ", ".join(HOST.format(name=name, links=INSIDE) for name in "abc")
+    links = [
+        "{between: [a/n, b/n], bandwidth: 5 GB/s}",
+        "{between: [b/n, c/n], bandwidth: 5 GB/s}",
+    ]
+    chain = parse(f"hosts: [{hosts}]\nlinks: [{', '.join(links)}]")
+    assert len(chain.path("a/m", "c/m").links) == 4
+    links.append("{between: [a/n, fabric], bandwidth: 1 GB/s}")
+    links.append("{between: [c/n, fabric], bandwidth: 1 GB/s}")
+    switched = parse(f"hosts: [{hosts}]\nswitches: [fabric]\nlinks: [{', '.join(links)}]")
+    assert switched.path("a/m", "c/m").bandwidth_nbytes_per_s == 1e9
