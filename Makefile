@@ -32,7 +32,13 @@ test-newest: $(VENV_NEWEST)/installed
 # distributed's packages come without its tests, so DISTRIBUTED is a clone of it. Not a part of
 # `test`, which needs nothing that an installation does not bring.
 UPSTREAM_VENV ?= $(VENV)
-UPSTREAM_TESTS := shuffle merge merge_column_and_index rechunk graph metrics shuffle_plugins
+UPSTREAM_TESTS := \
+    $(patsubst %,shuffle/tests/test_%.py,\
+        shuffle merge merge_column_and_index rechunk graph metrics shuffle_plugins) \
+    $(patsubst %,tests/test_%.py,\
+        worker_memory worker worker_metrics active_memory_manager actor cancelled_state \
+        failed_workers reschedule steal worker_client worker_state_machine) \
+    http/worker/tests/test_worker_http.py
 
 test-upstream: $(UPSTREAM_VENV)/installed
 	test -d "$(DISTRIBUTED)/distributed/shuffle/tests" || \
@@ -40,7 +46,7 @@ test-upstream: $(UPSTREAM_VENV)/installed
 	$(UPSTREAM_VENV)/bin/python -m pytest -c $(DISTRIBUTED)/pyproject.toml \
 	    --rootdir $(DISTRIBUTED) --import-mode=importlib -p tests.upstream.plugin \
 	    -q -n $(JOBS) --timeout-method=signal --tb=native $(UPSTREAM_OPTIONS) \
-	    $(UPSTREAM_TESTS:%=$(DISTRIBUTED)/distributed/shuffle/tests/test_%.py)
+	    $(UPSTREAM_TESTS:%=$(DISTRIBUTED)/distributed/%)
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .

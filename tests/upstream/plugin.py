@@ -1,17 +1,17 @@
-"""Runs distributed's own tests of shuffles with the runtime on: a pytest plugin.
+"""Runs distributed's own tests of shuffles and of memory with the runtime on: a pytest plugin.
 
 Neither wheels nor source archives of distributed have its tests in them, so they come from a clone
-of it, and everything else from the installation: the clone's folders are appended to the paths of
-the installed packages. `make test-upstream` says how it is called.
+of it, and everything else from the installation (`tests.upstream.clone`). `make test-upstream` says
+how it is called.
 
 `differences.toml` lists the tests that must fail, with a reason each, and those that are left out.
 A listed test that passes fails the run, as does one that is not listed and fails. So does any
-shuffle of a pandas DataFrame that ends up on stock's data plane.
+shuffle of a pandas DataFrame that ends up on stock's data plane, and any worker that the runtime
+could not be attached to.
 """
 
 from __future__ import annotations
 
-import filecmp
 import os
 import pathlib
 import tomllib
@@ -19,13 +19,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import dask.config
-import distributed
-import distributed.shuffle
 import pytest
 from distributed.shuffle import _shuffle
 from distributed.shuffle._core import ShuffleSpec
 
 from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
+from dask_gpurt.plugins.memory_seams import StoreSwap
+from dask_gpurt.plugins.scheduler import GpurtScheduler
+from tests.upstream import clone
 from tests.upstream.transplant import onto_ours
 
 DIFFERENCES = pathlib.Path(__file__).with_name("differences.toml")
@@ -35,29 +36,31 @@ TIMEOUT_S = 120
 
 #: Specs that runs were created of since the test began.
 _specs: list[ShuffleSpec[Any]] = []
-#: Shuffles that ran on the runtime, over all tests and processes.
-_N_OURS = "gpurt_runs"
-_totals = {_N_OURS: 0}
+#: Workers of this process that got managed memory since the test began.
+_stores: list[StoreSwap] = []
+#: Why workers could not have the runtime.
+_problems: list[str] = []
+#: What ran on the runtime, over all tests and processes.
+_SHUFFLES, _STORES = "shuffles", "workers with managed memory"
+_totals = {_SHUFFLES: 0, _STORES: 0}
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    clone = early_config.rootpath / "distributed"
-    installed = pathlib.Path(distributed.__file__).parent
-    sources = [path.name for path in (installed / "shuffle").glob("*.py")]
-    _, different, missing = filecmp.cmpfiles(
-        installed / "shuffle", clone / "shuffle", sources, shallow=False
-    )
-    if different or missing:
-        raise pytest.UsageError(
-            f"{early_config.rootpath} is not a clone of distributed {distributed.__version__}: "
-            f"{', '.join(different + missing)} of its shuffle differ"
-        )
+    try:
+        clone.check(early_config.rootpath)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
     # Before `distributed.utils_test` keeps the configuration that each test begins with, and in the
     # environment for processes that tests start.
     os.environ["DASK_GPURT__ENABLED"] = "true"
+    os.environ["DASK_DISTRIBUTED__WORKER__PRELOAD"] = f"['{clone.__name__}']"
+    # The first is what is there otherwise.
+    os.environ["DASK_DISTRIBUTED__SCHEDULER__PRELOAD"] = (
+        f"['dask_gpurt.preload', '{clone.__name__}']"
+    )
+    os.environ[clone.VARIABLE] = str(early_config.rootpath)
     dask.config.refresh()
-    distributed.__path__.append(str(clone))
-    distributed.shuffle.__path__.append(str(clone / "shuffle"))
+    clone.append_paths()
     _give_more_time()
 
 
@@ -72,8 +75,11 @@ def _give_more_time() -> None:
         )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # Of a plugin that runs such tests again; here they have to pass at once.
+    config.addinivalue_line("markers", "flaky: passes sometimes, on other systems")
     stock_create = ShuffleSpec.create_new_run
+    swap, ready = StoreSwap.__init__, GpurtScheduler.worker_ready
 
     def create_new_run(self: ShuffleSpec[Any], *args: Any, **kwargs: Any) -> Any:
         _specs.append(self)
@@ -82,6 +88,17 @@ def pytest_configure() -> None:
     def create_run_on_worker(self: FrameSpec, *args: Any, **kwargs: Any) -> Any:
         return onto_ours(_shuffle.DataFrameShuffleRun)(self, *args, **kwargs)
 
+    def swap_and_count(self: StoreSwap, *args: Any, **kwargs: Any) -> None:
+        _stores.append(self)
+        swap(self, *args, **kwargs)
+
+    async def ready_or_not(self: GpurtScheduler, worker: str, problem: str | None) -> None:
+        if problem is not None:
+            _problems.append(problem)
+        await ready(self, worker, problem)
+
+    StoreSwap.__init__ = swap_and_count  # type: ignore[method-assign]
+    GpurtScheduler.worker_ready = ready_or_not  # type: ignore[method-assign]
     ShuffleSpec.create_new_run = create_new_run  # type: ignore[method-assign]
     FrameSpec.create_run_on_worker = create_run_on_worker  # type: ignore[method-assign]
 
@@ -134,12 +151,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    _specs.clear()
+    for seen in (_specs, _stores, _problems):
+        seen.clear()
     try:
         result = yield
     finally:
         ours = sum(isinstance(spec, FrameSpec) for spec in _specs)
-        item.user_properties.append((_N_OURS, ours))
+        item.user_properties += [(_SHUFFLES, ours), (_STORES, len(_stores))]
+    assert not _problems
     for spec in _specs:
         if isinstance(spec, _shuffle.DataFrameShuffleSpec) and not isinstance(spec, FrameSpec):
             assert frame_kind(spec.meta) not in ADAPTERS, "a shuffle was left to stock Dask"
@@ -148,15 +167,18 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":
-        _totals[_N_OURS] += dict(report.user_properties).get(_N_OURS, 0)  # type: ignore[call-overload]
+        for what, amount in report.user_properties:
+            if what in _totals:
+                _totals[what] += amount  # type: ignore[operator]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    terminalreporter.write_line(f"{_totals[_N_OURS]} shuffles ran on dask_gpurt")
+    for what, amount in _totals.items():
+        terminalreporter.write_line(f"{amount} {what} ran on dask_gpurt")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     is_whole = not hasattr(session.config, "workerinput")
-    if is_whole and session.testscollected and exitstatus == 0 and not _totals[_N_OURS]:
+    if is_whole and session.testscollected and exitstatus == 0 and not any(_totals.values()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
