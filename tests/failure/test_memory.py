@@ -1,0 +1,274 @@
+"""Managed memory when disks, files and clients misbehave: nothing is lost, all is right."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client, wait
+
+import dask_gpurt
+from dask_gpurt.errors import DamagedValueError
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate
+from tests.failure.memory_stage import (
+    MIB,
+    N_BLOCKS,
+    assert_no_values_left,
+    disk_of,
+    expected_sums,
+    have_calls_pass,
+    hold_a_call,
+    make_block,
+    make_blocks,
+    open_small,
+    orphans,
+    stores,
+    sum_of,
+    sums_of,
+    until,
+)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    with open_small(tmp_path) as client:
+        yield client
+
+
+def is_cold_somewhere(client: Client) -> bool:
+    return any(store.has_cold for store in stores(client))
+
+
+def cold_ones(client: Client, futures: list[Any]) -> list[Any]:
+    return [f for f in futures if any(store.is_cold(f.key) for store in stores(client))]
+
+
+# ---------------------------------------------------------------------- disks
+
+
+def _full_after(n_writes: int) -> Any:
+    """`pwrite` of a disk that has room for so many calls, and for more once `free` is called."""
+    numbers = itertools.count()
+
+    def pwrite(real: Any, *args: Any) -> Any:
+        if next(numbers) >= n_writes and not pwrite.is_free:  # type: ignore[attr-defined]
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    pwrite.is_free = False  # type: ignore[attr-defined]
+    return pwrite
+
+
+@pytest.mark.parametrize("n_writes", [0, 1, 2, 5])
+def test_disk_that_fills_up(client: Client, n_writes: int) -> None:
+    disks = [_full_after(n_writes) for _ in stores(client)]
+    for worker, pwrite in zip(client.cluster.workers.values(), disks, strict=True):
+        have_calls_pass(worker, pwrite=pwrite)
+    blocks = make_blocks(client)
+    assert sums_of(client, blocks) == expected_sums()
+    # A value is whole on disk, or it is in memory.
+    for store in stores(client):
+        assert len(store.memory) + len(store.disk) >= len(store)
+    del blocks
+    assert_no_values_left(client)
+
+
+def test_limit_of_the_disk(tmp_path: Path) -> None:
+    with open_small(tmp_path, **{"gpurt.memory.disk-limit": "7 MiB"}) as client:
+        blocks = make_blocks(client)
+        assert sums_of(client, blocks) == expected_sums()
+        for worker in client.cluster.workers.values():
+            assert 0 < disk_of(worker).used_nbytes <= 7 * MIB
+
+
+def test_directory_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    directory = str(tmp_path / "file" / "values")
+    with open_small(tmp_path, **{"gpurt.memory.directory": directory}) as client:
+        blocks = make_blocks(client)
+        assert sums_of(client, blocks) == expected_sums()
+        assert not is_cold_somewhere(client)
+    told = [record for record in caplog.records if "cannot write to" in record.message]
+    assert len(told) == 2, "one line for each worker"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_directory_that_is_read_only(tmp_path: Path) -> None:
+    directory = tmp_path / "values"
+    directory.mkdir(0o500)
+    with open_small(tmp_path, **{"gpurt.memory.directory": str(directory)}) as client:
+        blocks = make_blocks(client)
+        assert sums_of(client, blocks) == expected_sums()
+        assert not is_cold_somewhere(client)
+
+
+def _values_directories(client: Client) -> list[str]:
+    paths = [disk_of(worker)._directory._path for worker in client.cluster.workers.values()]
+    return [path for path in paths if path is not None]
+
+
+def test_directory_that_somebody_removes(client: Client) -> None:
+    blocks = make_blocks(client)
+    wait(blocks, timeout=DEADLINE_S)
+    removed = _values_directories(client)
+    assert len(removed) == 2
+    for path in removed:
+        shutil.rmtree(path)
+    assert sums_of(client, blocks) == expected_sums()
+    more = client.map(make_block, range(N_BLOCKS, 2 * N_BLOCKS))
+    assert sums_of(client, more) == expected_sums(2 * N_BLOCKS)[N_BLOCKS:]
+    # It goes on in directories of new names.
+    assert not set(_values_directories(client)) & set(removed)
+    del blocks, more
+    assert_no_values_left(client)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_every_nth_value_is_damaged_when_it_is_read(client: Client, every: int) -> None:
+    damaged: Counter[str] = Counter()
+
+    def damage(worker: Any) -> None:
+        tier, numbers = disk_of(worker), itertools.count(1)
+        get = tier.get
+
+        def damaging(place: Any) -> Any:
+            if not next(numbers) % every:
+                damaged[worker.address] += 1
+                raise DamagedValueError("not the value it was")
+            return get(place)
+
+        tier.get = damaging
+
+    for worker in client.cluster.workers.values():
+        damage(worker)
+    blocks = make_blocks(client)
+    wait(blocks, timeout=DEADLINE_S)
+    for _ in range(2):
+        assert sums_of(client, blocks) == expected_sums()
+    assert damaged
+    # Through the messages as well.
+    for number, block in enumerate(blocks[:8]):
+        np.testing.assert_array_equal(block.result(DEADLINE_S), make_block(number))
+    del blocks, block
+    assert_no_values_left(client)
+
+
+# ---------------------------------------------------------------------- clients
+
+
+def _hold_room(path: str, nbytes: int) -> np.ndarray:
+    pass_gate(path)
+    return np.zeros(nbytes // 8)
+
+
+def test_tasks_that_are_cancelled_while_they_wait_for_room(tmp_path: Path) -> None:
+    with open_small(tmp_path, n_workers=1, threads=2) as client, Gate() as gate:
+        (store,) = stores(client)
+        # What these tasks make is known from others of their name.
+        client.submit(np.zeros, 14 * MIB // 8, key="large-0").result(DEADLINE_S)
+        running = client.submit(_hold_room, gate.path, 14 * MIB, key="large-1", priority=1)
+        gate.wait_for()
+        waiting = client.map(
+            np.zeros, [14 * MIB // 8] * 3, key=[f"large-{n}" for n in (2, 3, 4)], pure=False
+        )
+        until(lambda: store.admission.n_waiting, "nobody waits for room")
+        client.cancel(waiting)
+        del waiting
+        gate.open()
+        assert running.result(DEADLINE_S).nbytes == 14 * MIB
+        # There is room for others.
+        assert client.submit(sum_of, client.submit(make_block, 1)).result(DEADLINE_S)
+        del running
+        assert_no_values_left(client)
+
+
+@pytest.mark.cluster
+def test_restart_of_the_cluster(tmp_path: Path) -> None:
+    with open_small(tmp_path, processes=True) as client:
+        blocks = make_blocks(client)
+        wait(blocks, timeout=DEADLINE_S)
+        client.restart()
+        assert not orphans(tmp_path)
+        blocks = make_blocks(client)
+        assert sums_of(client, blocks) == expected_sums()
+    assert not list(tmp_path.rglob("dask-gpurt-values-*"))
+
+
+def test_scattered_values_move_when_their_worker_is_retired(tmp_path: Path) -> None:
+    """They cannot be computed again, and are several times what the others hold in memory."""
+    with open_small(tmp_path, n_workers=3) as client:
+        blocks = client.scatter([make_block(n) for n in range(N_BLOCKS)], hash=False)
+        until(lambda: is_cold_somewhere(client), "nothing was spilled")
+        victim = max(client.cluster.workers.values(), key=lambda worker: len(worker.data.disk))
+        held = set(victim.data)
+        assert held & set(victim.data.disk)
+        client.retire_workers([victim.address])
+        left = {key for store in stores(client) for key in store}
+        assert held <= left
+        for number, block in enumerate(client.gather(blocks)):
+            np.testing.assert_array_equal(block, make_block(number))
+
+
+def test_scattered_to_everybody(client: Client) -> None:
+    (block,) = client.scatter([make_block(7, 12 * MIB)], broadcast=True)
+    blocks = make_blocks(client)
+    assert sums_of(client, blocks) == expected_sums()
+    for worker in list(client.cluster.workers.values()):
+        got = client.submit(sum_of, block, workers=[worker.address], pure=False)
+        assert got.result(DEADLINE_S) == sum_of(make_block(7, 12 * MIB))
+
+
+class Keeper:
+    """An actor with something to keep."""
+
+    def __init__(self, block: np.ndarray) -> None:
+        self.kept = [block]
+
+    def keep(self, block: np.ndarray) -> int:
+        self.kept.append(block)
+        return len(self.kept)
+
+    def sums(self) -> list[int]:
+        return [sum_of(block) for block in self.kept]
+
+
+def test_actor_among_values_that_are_spilled(client: Client) -> None:
+    blocks = make_blocks(client)
+    keeper = client.submit(Keeper, blocks[0], actor=True).result(DEADLINE_S)
+    wait(blocks, timeout=DEADLINE_S)
+    for block in cold_ones(client, blocks)[:3]:
+        keeper.keep(block.result(DEADLINE_S)).result(DEADLINE_S)
+    assert len(keeper.sums().result(DEADLINE_S)) == 4
+    assert sums_of(client, blocks) == expected_sums()
+
+
+def test_cold_value_that_is_looked_at_on_its_worker(client: Client) -> None:
+    blocks = make_blocks(client)
+    wait(blocks, timeout=DEADLINE_S)
+    block = cold_ones(client, blocks)[0]
+    (address,) = client.who_has([block])[block.key]
+
+    def look(key: Any, dask_worker: Any) -> int:
+        return sum_of(dask_worker.data[key])
+
+    (got,) = client.run(look, block.key, workers=[address]).values()
+    assert got == sum_of(make_block(blocks.index(block)))
+
+
+def test_two_clients(client: Client) -> None:
+    with Client(client.cluster, set_as_default=False) as other:
+        blocks, same = make_blocks(client), make_blocks(other)
+        assert sums_of(client, blocks) == expected_sums()
+        del blocks
+        assert sums_of(other, same) == expected_sums()
+        del same
+    assert_no_values_left(client)
