@@ -352,7 +352,10 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             return reported(self.residency, self.admission, self.cumulative_metrics)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything; tasks that wait may begin, whatever is left. From the owner."""
         with self._lock:
             self._is_closed = True
+            told = [tell for claim, tell in self._tell.items() if not claim.is_ready]
+        for tell in told:
+            tell(set())
         self._carrier.close()

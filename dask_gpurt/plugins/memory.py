@@ -49,6 +49,8 @@ COMPRESSED_SHARE = 0.8
 TASKS_AHEAD = 8
 #: A worker under pressure asks the scheduler about this many values at a time.
 MAX_ASKED = 5_000
+#: Longest wait for a disk when a worker closes.
+CLOSE_DEADLINE_S = 10.0
 #: Memory that is only kept warm is given back, and shards are spilled, this often at most.
 RELIEF_INTERVAL_S = 0.5
 #: Inputs that nobody else is known to want are not written for so long after their task: the
@@ -116,6 +118,7 @@ class ManagedMemory:
         self._relieved_at = self._moved_at = self._loop.time()
         self._upcoming: list[Hashable] = []
         self._started = 0
+        self._is_closed = False
         self._claims: dict[Hashable, Any] = {}
         marks = memory_seams.spill_marks_nbytes(worker)
         assert marks is not None
@@ -228,12 +231,15 @@ class ManagedMemory:
         self, stock: Callable[..., Awaitable[Any]], comm: Any, keys: Iterable[Any], **kwargs: Any
     ) -> Any:
         cold = [key for key in keys if self.store.is_cold(key)]
+        if self._is_closed:
+            keys, cold = [key for key in keys if key not in cold], []
         loans: list[int] = []
         try:
             for key in cold:
                 loan = None
                 # Without room for it the message goes without it, and its worker asks again.
-                with contextlib.suppress(MemoryError, OSError):
+                # Without lanes the runtime was just taken off: stock's store has everything.
+                with contextlib.suppress(MemoryError, OSError, RuntimeError):
                     loan = await asyncio.wrap_future(
                         self._reads.submit(
                             self.store.lend, key, priority=Priority.HIGH, path="lend"
@@ -281,6 +287,8 @@ class ManagedMemory:
 
     async def _monitor(self, process_nbytes: int) -> None:
         """Fit the store's room to what the process takes besides."""
+        if self._is_closed:
+            return
         now = self._loop.time()
         room = self._target_nbytes
         shards_nbytes = self._besides.shards_nbytes()
@@ -323,15 +331,25 @@ class ManagedMemory:
         return None
 
     async def close(self) -> None:
-        """Leave the worker with the store it had, and with everything in that."""
+        """Leave the worker with the store it had, and with everything in that.
+
+        A worker that closes has no use for values, but still lists them in its last moments; so it
+        keeps the store, which lets go of what is in it. What is being written is waited for, so
+        that nobody writes any more when Dask removes the worker's directory.
+        """
+        self._is_closed = True
         if self._asking is not None:
             self._asking.cancel()
-        for key in list(self.store):
-            self._stock[key] = self.store[key]
-        self._swap.remove(self._stock)
+        if not memory_seams.is_closing(self._worker):
+            for key in list(self.store):
+                # What cannot be read is computed again, as always.
+                with contextlib.suppress(KeyError):
+                    self._stock[key] = self.store[key]
+            self._swap.remove(self._stock)
         self.store.close()
         for lane in (self._writes, self._reads):
-            await asyncio.to_thread(lane.close)
+            closing = asyncio.create_task(asyncio.to_thread(lane.close))
+            await asyncio.wait([closing], timeout=CLOSE_DEADLINE_S)
 
 
 def _submit(lane: Lane, call: Callable[[], None], path: str = "", nbytes: int = 0) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, MutableMapp
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from distributed.core import Status
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
@@ -42,6 +43,7 @@ __all__ = [
     "StoreSwap",
     "dumps",
     "is_cancelled",
+    "is_closing",
     "loads",
     "next_local_use",
     "on_disk",
@@ -159,6 +161,11 @@ def spill_marks_nbytes(worker: Worker) -> tuple[int, int | None] | None:
         return None
     mark = spill + 2 / 3 * max(0.0, (pause or 1.0) - spill) if spill else None
     return int(limit * (target or spill)), int(limit * mark) if mark else None
+
+
+def is_closing(worker: Worker) -> bool:
+    """Whether a worker closes, rather than losing only the runtime."""
+    return worker.status in (Status.closing, Status.closed, Status.failed)
 
 
 def next_local_use(worker: Worker, key: Hashable) -> Any:

@@ -272,3 +272,62 @@ def test_two_clients(client: Client) -> None:
         assert sums_of(other, same) == expected_sums()
         del same
     assert_no_values_left(client)
+
+
+# ---------------------------------------------------------------------- the end of a worker
+
+
+def test_nothing_is_read_when_a_worker_closes(client: Client) -> None:
+    blocks = make_blocks(client)
+    wait(blocks, timeout=DEADLINE_S)
+    reads = []
+
+    def preadv(real: Any, *args: Any) -> Any:
+        reads.append(args)
+        return real(*args)
+
+    workers = list(client.cluster.workers.values())
+    for worker in workers:
+        have_calls_pass(worker, preadv=preadv)
+        assert worker.data.disk
+    client.cluster.close()
+    assert not reads
+
+
+def test_worker_that_closes_while_it_writes(tmp_path: Path) -> None:
+    with open_small(tmp_path, n_workers=1) as client, Gate() as gate:
+        (worker,) = client.cluster.workers.values()
+        ours = worker.data
+        hold_a_call(worker, "open", gate.path)
+        blocks = make_blocks(client)
+        gate.wait_for()
+        closing = asyncio.run_coroutine_threadsafe(worker.close(), client.loop.asyncio_loop)
+        until(lambda: ours._is_closed, "the worker does not close")
+        gate.open()
+        closing.result(DEADLINE_S)
+        assert not list(tmp_path.rglob("dask-gpurt-values-*"))
+        del blocks
+
+
+def test_task_that_waits_for_room_when_the_runtime_is_disabled(tmp_path: Path) -> None:
+    with open_small(tmp_path, n_workers=1, threads=2) as client, Gate() as gate:
+        (store,) = stores(client)
+        client.submit(np.zeros, 14 * MIB // 8, key="large-0").result(DEADLINE_S)
+        running = client.submit(_hold_room, gate.path, 14 * MIB, key="large-1", priority=1)
+        gate.wait_for()
+        waiting = client.submit(np.zeros, 14 * MIB // 8, key="large-2")
+        until(lambda: store.admission.n_waiting, "nobody waits for room")
+        dask_gpurt.disable(client)
+        assert waiting.result(DEADLINE_S).nbytes == 14 * MIB
+        gate.open()
+        assert running.result(DEADLINE_S).nbytes == 14 * MIB
+
+
+def test_damaged_values_when_the_runtime_is_disabled(client: Client, tmp_path: Path) -> None:
+    blocks = make_blocks(client)
+    wait(blocks, timeout=DEADLINE_S)
+    for path in _values_directories(client):
+        shutil.rmtree(path)
+    dask_gpurt.disable(client)
+    assert sums_of(client, blocks) == expected_sums()
+    assert all(type(store).__name__ == "SpillBuffer" for store in stores(client))
