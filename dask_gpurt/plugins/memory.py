@@ -49,6 +49,8 @@ COMPRESSED_SHARE = 0.8
 TASKS_AHEAD = 8
 #: A worker under pressure asks the scheduler about this many values at a time.
 MAX_ASKED = 5_000
+#: Where Dask does not look at the process' memory, the store is looked after this often.
+LOOK_INTERVAL_S = 0.1
 #: Longest wait for a disk when a worker closes.
 CLOSE_DEADLINE_S = 10.0
 #: Memory that is only kept warm is given back, and shards are spilled, this often at most.
@@ -158,6 +160,9 @@ class ManagedMemory:
             get_data=self._get_data,
             monitor=self._monitor,
         )
+        self._looking: asyncio.Task[None] | None = None
+        if not memory_seams.is_monitored(worker):
+            self._looking = asyncio.create_task(self._look(), name="gpurt-memory-monitor")
 
     def _tiers(self, settings: MemorySettings) -> tuple[list[Tier], list[Level]]:
         parent = settings.directory or self._worker.local_directory
@@ -285,6 +290,12 @@ class ManagedMemory:
 
     # ------------------------------------------------------------------ room
 
+    async def _look(self) -> None:
+        """Where no limit is on the process, disks still come back, and tasks still get stuck."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            await self._monitor(0)
+
     async def _monitor(self, process_nbytes: int) -> None:
         """Fit the store's room to what the process takes besides."""
         if self._is_closed:
@@ -338,8 +349,9 @@ class ManagedMemory:
         that nobody writes any more when Dask removes the worker's directory.
         """
         self._is_closed = True
-        if self._asking is not None:
-            self._asking.cancel()
+        for task in (self._asking, self._looking):
+            if task is not None:
+                task.cancel()
         if not memory_seams.is_closing(self._worker):
             for key in list(self.store):
                 # What cannot be read is computed again, as always.

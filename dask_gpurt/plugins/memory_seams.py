@@ -13,6 +13,7 @@ reading from disk on the event loop | `StoreSwap.remove` |
 | handler `get_data` | values that are sent are read off the event loop | `StoreSwap.remove` |
 | `WorkerMemoryManager._maybe_spill` | memory that the store does not know of shrinks its room;
 stock would write on the event loop | `StoreSwap.remove` |
+| `Worker.periodic_callbacks["memory_monitor"]` | whether that is called at all | |
 | `WorkerState.tasks`, `.ready`, `TaskState.dependents` | which value is needed next | |
 | `FreeKeysEvent`, `ReleaseWorkerDataMsg` | a value that cannot be read back is computed again | |
 | `TaskState.waiters`, `.waiting_on`, `.priority`, `.state` of the scheduler | the next use of a
@@ -44,6 +45,7 @@ __all__ = [
     "dumps",
     "is_cancelled",
     "is_closing",
+    "is_monitored",
     "loads",
     "next_local_use",
     "on_disk",
@@ -166,6 +168,11 @@ def spill_marks_nbytes(worker: Worker) -> tuple[int, int | None] | None:
 def is_closing(worker: Worker) -> bool:
     """Whether a worker closes, rather than losing only the runtime."""
     return worker.status in (Status.closing, Status.closed, Status.failed)
+
+
+def is_monitored(worker: Worker) -> bool:
+    """Whether Dask looks at the memory of the worker's process, and calls `monitor` then."""
+    return "memory_monitor" in worker.periodic_callbacks
 
 
 def next_local_use(worker: Worker, key: Hashable) -> Any:

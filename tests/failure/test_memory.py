@@ -82,6 +82,23 @@ def test_disk_that_fills_up(client: Client, n_writes: int) -> None:
     assert_no_values_left(client)
 
 
+def test_disk_that_has_room_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to release anything: it is tried again."""
+    monkeypatch.setattr("dask_gpurt.memory.backoff.FIRST_S", 0.0)
+    disks = [_full_after(0) for _ in stores(client)]
+    for worker, pwrite in zip(client.cluster.workers.values(), disks, strict=True):
+        have_calls_pass(worker, pwrite=pwrite)
+    blocks = make_blocks(client)
+    wait(blocks, timeout=DEADLINE_S)
+    assert not is_cold_somewhere(client)
+    for pwrite in disks:
+        pwrite.is_free = True
+    for store in stores(client):
+        memory = store.residency.levels[0]
+        until(lambda m=memory: m.used_nbytes <= m.capacity_nbytes, "a free disk is not used")
+    assert sums_of(client, blocks) == expected_sums()
+
+
 def test_limit_of_the_disk(tmp_path: Path) -> None:
     with open_small(tmp_path, **{"gpurt.memory.disk-limit": "7 MiB"}) as client:
         blocks = make_blocks(client)
