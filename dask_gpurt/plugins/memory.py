@@ -118,6 +118,8 @@ class ManagedMemory:
         self._asking: asyncio.Task[None] | None = None
         self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
         self._relieved_at = self._moved_at = self._loop.time()
+        #: Looks in a row at which the process took too much.
+        self._n_over = 0
         self._upcoming: list[Hashable] = []
         self._started = 0
         self._is_closed = False
@@ -318,13 +320,26 @@ class ManagedMemory:
             self._unmanaged.append(process_nbytes - managed_nbytes)
             unmanaged_nbytes = max(0, int(median(self._unmanaged)))
             room = min(room, self._spill_nbytes - unmanaged_nbytes)
+            self._n_over = self._n_over + 1 if process_nbytes > self._spill_nbytes else 0
         self.store.fit(max(room - shards_nbytes, int(LEAST_SHARE * self._target_nbytes)))
         self.store.retry()
         if now - self._moved_at > PATIENCE_S and self.store.hurry():
             self._moved_at = now
         self.store.decide()
+        if self._n_over >= SAMPLES:
+            self._let_go(process_nbytes)
         if self.store.has_cold and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask_ahead(), name="gpurt-next-uses")
+
+    def _let_go(self, process_nbytes: int) -> None:
+        """The process has taken too much for a while, whatever values say of their sizes.
+
+        Values may be larger than they say, so they go one by one until it is enough.
+        """
+        if self.store.memory:
+            self.store.evict()
+        elif self._n_over == SAMPLES:
+            memory_seams.warn_of_unmanaged(process_nbytes)
 
     def _relieve(self, over_nbytes: int) -> None:
         self._besides.relieve(over_nbytes)

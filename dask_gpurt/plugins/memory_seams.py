@@ -23,10 +23,12 @@ value that no task here waits for | |
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterator, MutableMapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from dask.utils import format_bytes
 from distributed.core import Status
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps, loads
@@ -57,6 +59,7 @@ __all__ = [
     "safe_sizeof",
     "spill_marks_nbytes",
     "take_over",
+    "warn_of_unmanaged",
 ]
 
 #: States of a task on a worker that will still take its inputs.
@@ -173,6 +176,15 @@ def is_closing(worker: Worker) -> bool:
 def is_monitored(worker: Worker) -> bool:
     """Whether Dask looks at the memory of the worker's process, and calls `monitor` then."""
     return "memory_monitor" in worker.periodic_callbacks
+
+
+def warn_of_unmanaged(process_nbytes: int) -> None:
+    """Tell where Dask's own monitor tells, which is where users and dashboards look for it."""
+    # Dask's filter on this logger lets messages with this beginning through now and then only.
+    logging.getLogger("distributed.worker.memory").warning(
+        "Unmanaged memory use is high: no value is in memory any more, and the process takes %s",
+        format_bytes(process_nbytes),
+    )
 
 
 def next_local_use(worker: Worker, key: Hashable) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import time
 
 import dask
 import dask.array as da
@@ -49,6 +50,12 @@ def cluster(memory_limit=32 * MIB, n_workers=2, n_threads=1, enable=True, **conf
 
 def stores(client):
     return [worker.data for worker in client.cluster.workers.values()]
+
+
+def until(is_so):
+    give_up = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < give_up
 
 
 def on_disk(client):
@@ -194,6 +201,46 @@ def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
         first = client.submit(waits, key="waits-1", priority=10)
         second = client.submit(sets, key="sets-1")
         wait([first, second])
+
+
+class Understated:
+    """Takes much more than it says."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __sizeof__(self):
+        return 48
+
+
+#: Looks of the monitor follow one another closely, and say what the test wants them to.
+MONITORED = {
+    "distributed.worker.memory.spill": 0.7,
+    "distributed.worker.memory.monitor-interval": "5ms",
+}
+
+
+def test_values_that_are_larger_than_they_say():
+    with cluster(n_workers=1, **MONITORED) as client:
+        (worker,) = client.cluster.workers.values()
+        store = worker.data
+        worker.monitor.get_process_memory = lambda: len(store.memory) * 3 * MIB
+        futures = client.map(Understated, range(20))
+        wait(futures)
+        until(lambda: len(store.memory) * 3 * MIB <= 0.85 * 32 * MIB)
+        assert len(store.memory) + len(store.disk) >= 20
+        assert [future.result().number for future in futures] == list(range(20))
+
+
+def test_memory_that_no_value_takes(monkeypatch):
+    told = []
+    monkeypatch.setattr("dask_gpurt.plugins.memory_seams.warn_of_unmanaged", told.append)
+    with cluster(n_workers=1, **MONITORED) as client:
+        (worker,) = client.cluster.workers.values()
+        worker.monitor.get_process_memory = lambda: 31 * MIB
+        until(lambda: told)
+        assert client.submit(sum, [1, 2]).result() == 3
+    assert told == [31 * MIB]
 
 
 def test_without_a_limit_the_worker_keeps_what_it_has():
