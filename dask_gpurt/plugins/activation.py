@@ -48,7 +48,7 @@ async def activate(client: Client, settings: config.Settings) -> None:
         raise ActivationError(f"{reason}; stock Dask runs")
     if settings.topology.text is not None:
         description.parse(settings.topology.text, settings.topology.file or "topology")
-    status = await _status(client)
+    status = await _status(client, ask_workers=False)
     if status["active"]:
         problem = await _scheduler(client).gpurt_configure(
             settings=settings.to_plain(), version=dask_gpurt.__version__
@@ -68,7 +68,7 @@ async def activate(client: Client, settings: config.Settings) -> None:
             f"the scheduler at {_scheduler(client).address} has no dask-gpurt ({error}); "
             f"run `pip install dask-gpurt=={dask_gpurt.__version__}` there. Stock Dask runs."
         ) from error
-    status = await _status(client)
+    status = await _status(client, ask_workers=False)
     if not status["active"]:
         raise ActivationError(f"{status['reason']}; stock Dask runs")
 
@@ -96,7 +96,7 @@ def enable(client: Client) -> Any:
 
 async def _disable(client: Client) -> None:
     seams.allow_work(client)
-    status = await _status(client)
+    status = await _status(client, ask_workers=False)
     if status["active"]:
         await _scheduler(client).gpurt_disable()
 
@@ -114,10 +114,10 @@ async def _knows_us(client: Client) -> bool:
     return bool(await client.run_on_scheduler(has_handler))
 
 
-async def _status(client: Client) -> dict[str, Any]:
+async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
     status: dict[str, Any]
     if await _knows_us(client):
-        status = await _scheduler(client).gpurt_status()
+        status = await _scheduler(client).gpurt_status(reports=ask_workers)
     else:
         status = {
             "active": False,

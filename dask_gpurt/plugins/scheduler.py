@@ -261,10 +261,10 @@ class GpurtScheduler(SchedulerPlugin):
             return what, f"no word from worker {min(silent)}"
         return what, None
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self, reports: bool = True) -> dict[str, Any]:
         """Handler: what is active here, what fell back and why, and each worker's report."""
         workers: dict[str, Any] = dict.fromkeys(self.scheduler.workers)
-        if self.is_active and self.ready:
+        if reports and self.is_active and self.ready:
             answers = await self.scheduler.broadcast(
                 msg={"op": "gpurt_report"}, workers=sorted(self.ready), on_error="return"
             )

@@ -343,3 +343,22 @@ def _leftovers(client):
         "scheduler": client.run_on_scheduler(on_scheduler),
         "worker": sorted({name for names in workers.values() for name in names}),
     }
+
+
+def test_a_client_that_connects_does_not_ask_every_worker():
+    options = {"n_workers": 2, "processes": False, "dashboard_address": ":0"}
+    with flagged(), LocalCluster(silence_logs=False, **options) as in_process:
+        with Client(in_process, set_as_default=False) as first:
+            assert dask_gpurt.status(first)["active"]
+            asked = []
+
+            async def report():
+                asked.append(True)
+                return {}
+
+            for worker in in_process.workers.values():
+                worker.handlers["gpurt_report"] = report
+            with Client(in_process, set_as_default=False) as second:
+                assert not asked
+                dask_gpurt.enable(second)
+                assert not asked
