@@ -70,7 +70,8 @@ class Admission:
         values = tuple(known[key] for key in keys if key in known)
         claim = Claim(name, values, output_nbytes, priority, home)
         self._waiting.append(claim)
-        self._waiting.sort(key=lambda waiting: waiting.priority)
+        if len(self._waiting) > 1:
+            self._waiting.sort(key=lambda waiting: waiting.priority)
         return claim
 
     def end(self, claim: Claim) -> None:
@@ -122,12 +123,13 @@ class Admission:
         for value in self._there(claim.values):
             if not value.is_home and not _is_loading(value):
                 needs[value.home] = needs.get(value.home, 0) + value.nbytes
-        spare = frozenset(value.key for value in claim.values)
         fits = True
         for home, nbytes in needs.items():
-            if not nbytes:
-                continue
             level = self._residency.levels[home]
+            # Where everything fits, which is mostly so, this is all.
+            if not nbytes or not level.shortage_nbytes(nbytes + level.leaving_nbytes):
+                continue
+            spare = frozenset(value.key for value in claim.values)
             self._residency.relieve(home, nbytes, spare=spare)
             # Room that a copy under way will make is not there yet.
             fits &= not level.shortage_nbytes(nbytes + level.leaving_nbytes)
