@@ -1,0 +1,108 @@
+"""Workers that are killed in the middle of writing, reading or removing values.
+
+The answer is right, and no file stays once the next worker has started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, wait
+
+from tests.failure.gates import DEADLINE_S, Gate
+from tests.failure.memory_stage import (
+    expected_sums,
+    hold_a_call,
+    hold_after_the_write,
+    make_blocks,
+    open_small,
+    orphans,
+    sum_of,
+    sums_of,
+    until,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+def _tell(client: Client, address: str, function: Callable[..., Any], *args: Any) -> Any:
+    def call(dask_worker: Any) -> Any:
+        return function(dask_worker, *args)
+
+    return client.run(call, workers=[address])[address]
+
+
+def _limit_files(dask_worker: Any, nbytes: int) -> None:
+    import resource
+
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    )
+
+
+@pytest.mark.parametrize("when", ["writing", "written", "reading", "removing"])
+@pytest.mark.parametrize("where", ["of the worker", "of all"])
+def test_killed(tmp_path: Path, when: str, where: str) -> None:
+    config = {}
+    if where == "of all":
+        # What is left there is swept by whoever starts next.
+        config["gpurt.memory.directory"] = str(tmp_path / "values")
+    with open_small(tmp_path, processes=True, **config) as client, Gate() as gate:
+        victim = min(client.scheduler_info()["workers"])
+        pid = _tell(client, victim, lambda dask_worker: os.getpid())
+        if when == "written":
+            _tell(client, victim, hold_after_the_write, gate.path)
+        elif when == "writing":
+            _tell(client, victim, hold_a_call, "pwrite", gate.path)
+        blocks = make_blocks(client)
+        if when in ("reading", "removing"):
+            wait(blocks, timeout=DEADLINE_S)
+            name = {"reading": "preadv", "removing": "unlink"}[when]
+            _tell(client, victim, hold_a_call, name, gate.path)
+        if when == "removing":
+            del blocks
+            gate.wait_for()
+            blocks = make_blocks(client)
+        sums = client.map(sum_of, blocks, pure=False)
+        gate.wait_for()
+        os.kill(pid, signal.SIGKILL)
+        gate.open()
+        assert client.gather(sums) == expected_sums()
+        until(lambda: len(client.scheduler_info()["workers"]) == 2, "nobody came back")
+        until(lambda: not orphans(tmp_path), "what the dead worker left was not removed")
+        assert sums_of(client, blocks) == expected_sums()
+    assert not list(tmp_path.rglob("dask-gpurt-values-*"))
+
+
+def test_files_that_may_not_become_so_large(tmp_path: Path) -> None:
+    """As on a full disk, by the system itself: the process may not write files of over 1 MiB."""
+    with open_small(tmp_path, processes=True) as client:
+        for address in client.scheduler_info()["workers"]:
+            _tell(client, address, _limit_files, 1 << 20)
+        blocks = make_blocks(client)
+        assert sums_of(client, blocks) == expected_sums()
+        cold = client.run(lambda dask_worker: len(dask_worker.data.disk))
+        assert not any(cold.values())
+
+
+def test_disk_that_is_really_full(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = os.system(f"mount -t tmpfs -o size=5m tmpfs {small} 2>/dev/null")
+    if mounted:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        config = {"gpurt.memory.directory": str(small)}
+        with open_small(tmp_path, processes=True, **config) as client:
+            blocks = make_blocks(client)
+            assert sums_of(client, blocks) == expected_sums()
+            cold = client.run(lambda dask_worker: len(dask_worker.data.disk))
+            assert 1 <= sum(cold.values()) <= 2
+        assert not list(small.iterdir())
+    finally:
+        os.system(f"umount {small}")
