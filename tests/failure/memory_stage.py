@@ -87,7 +87,7 @@ def store_of(dask_worker: Any) -> Any:
 
 def disk_of(dask_worker: Any) -> Any:
     """The disk tier of a worker."""
-    return next(tier for tier in dask_worker.data._tiers.values() if tier.name == "disk")
+    return next(tier for tier in dask_worker.data._carrier._tiers.values() if tier.name == "disk")
 
 
 def stores(client: Client) -> list[Any]:
@@ -166,8 +166,8 @@ def values_left_on(dask_worker: Any) -> list[str]:
     store = dask_worker.data
     with store._lock:
         found = [f"value {key!r}" for key in store]
-        found += [f"object of {key!r}" for key in store._objects]
-        found += [f"copy of {serial} at level {level}" for serial, level in store._places]
+        found += [f"object of {key!r}" for key in store._carrier.objects]
+        found += [f"copy of {serial} at level {level}" for serial, level in store._carrier._places]
         found += [f"loan of {serial}" for serial in store._loans._loans]
         found += [f"claim of {claim.name!r}" for claim in store.admission._waiting]
         found += [f"claim of {claim.name!r}" for claim in store.admission.running]
@@ -180,7 +180,7 @@ def values_left_on(dask_worker: Any) -> list[str]:
             found.append("moves under way")
         found += [
             f"{tier.used_nbytes} bytes of {tier.name}"
-            for tier in store._tiers.values()
+            for tier in store._carrier._tiers.values()
             if tier.used_nbytes
         ]
     tier = disk_of(dask_worker)
