@@ -39,6 +39,7 @@ class Bench:
     def __init__(self, scheduler: Scheduler, n_workers: int) -> None:
         self.scheduler = scheduler
         self.workers: list[WorkerState] = []
+        stealing: Any = scheduler.extensions["stealing"]
         for i in range(n_workers):
             address = f"tcp://10.0.{i // 8 // 250}.{i // 8 % 250}:{4000 + i % 8}"
             ws = WorkerState(
@@ -59,6 +60,8 @@ class Bench:
             scheduler.running.add(ws)
             scheduler.total_nthreads += ws.nthreads
             scheduler.host_info.setdefault(ws.host, {"addresses": set()})["addresses"].add(address)
+            # Or every task it is given is an error in the log, which takes longer than the task.
+            stealing.add_worker(scheduler, address)
             self.workers.append(ws)
         for ws in self.workers:
             scheduler.check_idle_saturated(ws)

@@ -123,9 +123,8 @@ class Placement:
                 return self._as_stock(ts, ws)
             # Of a group that is not much larger than the cluster; it is never queued.
             return self._as_root(ts, self._roots.choose(ts, ws, may_wait=False) or ws, ws)
-        if self._paths.are_guessed or (valid is not None and len(valid) < 2):
-            # Nothing is known of any link that stock does not know, or there is no choice: none,
-            # or one, or whatever stock makes of loose restrictions.
+        if valid is not None and len(valid) < 2:
+            # None, or one, or whatever stock makes of loose restrictions.
             ws = self._as_stock(ts, stock(ts))
             if ws is not None and len(ts.dependencies) <= MAX_HOLDERS:
                 view.expect(ws.address, view.task(ts, (), (ws.address,)))

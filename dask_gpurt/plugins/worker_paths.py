@@ -42,8 +42,6 @@ class WorkerPaths:
         self._outlets: dict[str, float] = {}
         self._usual_outlet: float | None = None
         self._n_reports = 0
-        #: Nothing was described, and no transfer was reported yet.
-        self.are_guessed = topology is None
 
     def add(self, ws: WorkerState) -> None:
         """A worker came."""
@@ -79,7 +77,6 @@ class WorkerPaths:
                 and self._learned.observe(source, target, total / count, count)
             ):
                 self._n_reports += 1
-                self.are_guessed = False
         # Each report shifts what is believed of other pairs, a little. Working all paths out anew
         # each time would cost more than they gain by it.
         if self._n_reports >= _REPORTS_PER_WORKER * len(self._ends):

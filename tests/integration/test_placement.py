@@ -222,10 +222,6 @@ async def test_a_task_goes_where_its_input_is_being_fetched(c, s, b):
         Worker(s.address, nthreads=1) as idle,
     ):
         gate = Event()
-        for joined in (a, idle):
-            placement.add_worker(s.workers[joined.address])
-        # Until some link was measured, stock decides.
-        placement.observe(b.address, {idle.address: (400e6, 1)})
         x = c.submit(Large, key="x", workers=[a.address])
         await wait(x)
         keys = [f"blocked-{i}" for i in range(20)]
