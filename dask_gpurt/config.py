@@ -108,11 +108,11 @@ class PlacementSettings:
     enabled
         Whether the runtime has a say at all.
     policy
-        `data-aware`, or `stock`: stock's decisions, which can then be explained.
+        `data-aware`, or `stock`: stock's decisions, which can then be explained; or `auto`.
     """
 
     enabled: bool
-    policy: Literal["data-aware", "stock"]
+    policy: Literal["auto", "data-aware", "stock"]
 
 
 @dataclass(frozen=True)

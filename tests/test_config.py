@@ -45,7 +45,7 @@ DEFAULTS = Settings(
         replace_dask_cuda=False,
     ),
     devices=DeviceSettings(shape_launches=False),
-    placement=PlacementSettings(enabled=True, policy="data-aware"),
+    placement=PlacementSettings(enabled=True, policy="auto"),
     topology=TopologySettings(file=None, text=None),
 )
 

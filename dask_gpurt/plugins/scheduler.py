@@ -121,7 +121,10 @@ class GpurtScheduler(SchedulerPlugin):
             topology = parse(settings.topology.text, settings.topology.file or "topology")
         self._leave_placing()
         if settings.placement.enabled:
-            self.placement = Placement(self.scheduler, settings.placement.policy, topology)
+            policy = settings.placement.policy
+            if policy == "auto":
+                policy = "stock" if topology is None else "data-aware"
+            self.placement = Placement(self.scheduler, policy, topology)
 
     def _leave_placing(self) -> None:
         if self.placement is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pathlib
 
 import dask
 import dask.array as da
@@ -24,7 +25,7 @@ N = 250
 
 @pytest.fixture(scope="module")
 def four():
-    with two_clusters(4) as clients:
+    with dask.config.set({"gpurt.placement.policy": "data-aware"}), two_clusters(4) as clients:
         yield clients
 
 
@@ -130,6 +131,16 @@ def test_placement_is_switched_on_a_live_cluster(four):
         assert found["decisions"]["stock"] == sum(found["decisions"].values()) > 0
         assert found["differ_from_stock"] == 0
     assert dask_gpurt.status(client)["placement"]["policy"] == "data-aware"
+
+
+def test_by_itself_placement_needs_a_description_of_the_machines(four):
+    client = four.enabled
+    described = pathlib.Path(__file__).parents[1] / "data" / "topologies" / "two-hosts.yaml"
+    auto = {"gpurt.placement.policy": "auto"}
+    with settings_of(client, **auto):
+        assert dask_gpurt.status(client)["placement"]["policy"] == "stock"
+    with settings_of(client, **auto, **{"gpurt.topology.file": str(described)}):
+        assert dask_gpurt.status(client)["placement"]["policy"] == "data-aware"
 
 
 def test_a_wrong_description_changes_nothing(four, tmp_path):
