@@ -56,3 +56,9 @@ def two_clusters(n_workers: int) -> Iterator[Sides]:
 def sides() -> Iterator[Sides]:
     with two_clusters(3) as clients:
         yield clients
+
+
+@pytest.fixture(autouse=True)
+def logs_are_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """A cluster that silences its logs silences the handler that captures them, for good."""
+    caplog.handler.setLevel(0)
