@@ -27,7 +27,7 @@ test-oldest: $(VENV)/installed
 
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \
-	    tests/plugins tests/integration tests/frames tests/command
+	    tests/plugins tests/integration tests/frames tests/command tests/simulate
 
 # distributed's packages come without its tests, so DISTRIBUTED is a clone of it. Not a part of
 # `test`, which needs nothing that an installation does not bring.
