@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -37,6 +38,38 @@ _SAMPLE_NBYTES = 64 << 10
 Empty = Callable[[int], Bytes]
 
 
+P = TypeVar("P")
+
+
+class _HostTier(Generic[P]):
+    """What tiers in host memory have in common: the places they keep, and their account."""
+
+    def __init__(self, empty: Empty) -> None:
+        self._empty = empty
+        self._lock = threading.Lock()
+        self._places: set[P] = set()
+        self._used_nbytes = 0
+        self._is_closed = False
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes kept now, and those that values on their way in are expected to take."""
+        with self._lock:
+            return self._used_nbytes
+
+    def drop(self, place: P) -> None:
+        """Let go of a value."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of everything; nothing can be put any more."""
+        with self._lock:
+            self._is_closed = True
+            places = list(self._places)
+        for place in places:
+            self.drop(place)
+
+
 # ------------------------------------------------------------------ pinned
 
 
@@ -59,7 +92,7 @@ class PinnedPlace:
     is_dropped: bool = False
 
 
-class PinnedTier:
+class PinnedTier(_HostTier[PinnedPlace]):
     """Keeps values in the blocks of a pool, which others may use as well.
 
     Parameters
@@ -71,22 +104,13 @@ class PinnedTier:
     name = "pinned"
 
     def __init__(self, pool: PinnedPool, empty: Empty = plain) -> None:
+        super().__init__(empty)
         self._pool = pool
-        self._empty = empty
-        self._lock = threading.Lock()
-        self._places: set[PinnedPlace] = set()
-        self._used_nbytes = 0
-        self._is_closed = False
 
     @property
     def capacity_nbytes(self) -> int:
         """The pool's; what others use of it is not there for this tier."""
         return self._pool.capacity_nbytes
-
-    @property
-    def used_nbytes(self) -> int:
-        with self._lock:
-            return self._used_nbytes
 
     def put(self, flat: Flat) -> PinnedPlace:
         """Copy a value into blocks.
@@ -166,14 +190,6 @@ class PinnedTier:
             self._used_nbytes -= place.nbytes
         self._pool.give_back(place.blocks)
 
-    def close(self) -> None:
-        """Let go of everything; nothing can be put any more."""
-        with self._lock:
-            self._is_closed = True
-            places = list(self._places)
-        for place in places:
-            self.drop(place)
-
 
 # ------------------------------------------------------------------ compressed
 
@@ -206,7 +222,7 @@ class CompressedPlace:
     buffers: tuple[tuple[_Piece, ...], ...] | None = field(repr=False)
 
 
-class CompressedTier:
+class CompressedTier(_HostTier[CompressedPlace]):
     """Keeps values compressed.
 
     Parameters
@@ -226,20 +242,10 @@ class CompressedTier:
     def __init__(
         self, capacity_nbytes: int, coder: str = "lz4", most: float = 0.8, empty: Empty = plain
     ) -> None:
+        super().__init__(empty)
         self.capacity_nbytes = capacity_nbytes
         self._coder = coder
         self._most = most
-        self._empty = empty
-        self._lock = threading.Lock()
-        self._places: set[CompressedPlace] = set()
-        self._used_nbytes = 0
-        self._is_closed = False
-
-    @property
-    def used_nbytes(self) -> int:
-        """Bytes kept now, and those that values being compressed are expected to take."""
-        with self._lock:
-            return self._used_nbytes
 
     def put(self, flat: Flat) -> CompressedPlace:
         """Compress a value.
@@ -351,11 +357,3 @@ class CompressedTier:
                 self._places.discard(place)
                 self._used_nbytes -= place.nbytes
                 place.buffers = None
-
-    def close(self) -> None:
-        """Let go of everything; nothing can be put any more."""
-        with self._lock:
-            self._is_closed = True
-            places = list(self._places)
-        for place in places:
-            self.drop(place)

@@ -158,18 +158,16 @@ class Residency:
 
     def insert(self, key: Hashable, nbytes: int, home: int = 0) -> Value:
         """A new value is at home. A value of the same key must have been removed before."""
-        assert key not in self.values
-        self._serial += 1
-        value = Value(key, self._serial, home, nbytes, self._tick())
-        self.values[key] = value
-        self._add(value, home, nbytes)
-        return value
+        return self._insert(key, nbytes, home, home)
 
     def insert_below(self, key: Hashable, nbytes: int, level: int) -> Value:
         """A value whose only copy is in a tier. What it takes at home may not be known: 0."""
+        return self._insert(key, nbytes, 0, level)
+
+    def _insert(self, key: Hashable, nbytes: int, home: int, level: int) -> Value:
         assert key not in self.values
         self._serial += 1
-        value = Value(key, self._serial, 0, nbytes, self._tick())
+        value = Value(key, self._serial, home, nbytes, self._tick())
         self.values[key] = value
         self._add(value, level, nbytes)
         return value
@@ -229,33 +227,29 @@ class Residency:
 
     def loaded(self, move: Load) -> bool:
         """A value was read; False if it is of no use any more."""
-        self._loads -= 1
-        value = self._current(move)
+        value = self._load_ended(move)
         if value is None:
             return False
-        value.moving = None
-        self.levels[move.target].reserved_nbytes -= value.nbytes
         self._add(value, move.target, value.nbytes)
         value.last_used = self._tick()
         return True
 
     def load_put_off(self, move: Load) -> None:
         """A value was not read for want of memory; its copy is as good as before."""
+        self._load_ended(move)
+
+    def load_failed(self, move: Load) -> bool:
+        """A copy could not be read and is let go of; False if the value has no other."""
+        value = self._load_ended(move)
+        return value is None or self.lose(value, move.source)
+
+    def _load_ended(self, move: Load) -> Value | None:
         self._loads -= 1
         value = self._current(move)
         if value is not None:
             value.moving = None
             self.levels[move.target].reserved_nbytes -= value.nbytes
-
-    def load_failed(self, move: Load) -> bool:
-        """A copy could not be read and is let go of; False if the value has no other."""
-        self._loads -= 1
-        value = self._current(move)
-        if value is None:
-            return True
-        value.moving = None
-        self.levels[move.target].reserved_nbytes -= value.nbytes
-        return self.lose(value, move.source)
+        return value
 
     def lose(self, value: Value, level: int) -> bool:
         """A copy is of no use; False if the value has no other."""

@@ -164,11 +164,12 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         with self._lock:
             self._tell.pop(claim, None)
             self.admission.end(claim)
-            if claim.values and self._is_under_pressure():
+            is_pressed = self._is_under_pressure()
+            if claim.values and is_pressed:
                 self.residency.rest(claim.values)
                 self._lanes.later(lambda: self._rested(claim))
-            busy = self.admission.n_waiting or self._is_under_pressure()
-        if busy:
+            waits = self.admission.n_waiting
+        if waits or is_pressed:
             self.decide()
 
     def _rested(self, claim: Claim) -> None:

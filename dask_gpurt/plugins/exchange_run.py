@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
-#: What the ledger calls sending and receiving.
+#: What the ledger calls sending and receiving. The rest of a run goes on inside of tasks, which are
+#: in the ledger anyway.
 LANE = "communication"
 
 
@@ -243,7 +244,7 @@ class ExchangeRun:
         try:
             if "offers" in data:
                 return await self._state.links.accept(data["offers"])
-            with self._timed("receive"):
+            with self._timed("receive"), self._state.ledger.timed(LANE, "receive"):
                 shards = await self._courier.take_in(data["header"], data["payload"])
         except (TypeError, KeyError) as error:
             raise ProtocolError("not a shuffle message of dask_gpurt") from error
@@ -418,11 +419,7 @@ class ExchangeRun:
         try:
             yield
         finally:
-            ended = time.perf_counter()
-            self.figures.spent(phase, ended - began)
-            # Everything else goes on inside of tasks, which are in the ledger already.
-            if phase == "receive":
-                self._state.ledger.add(Entry(LANE, phase, 0, began, ended))
+            self.figures.spent(phase, time.perf_counter() - began)
 
     def heartbeat(self) -> dict[str, Any]:
         """Progress, in the shape that distributed's dashboard draws."""

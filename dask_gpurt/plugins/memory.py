@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from functools import partial
+from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -129,7 +130,12 @@ class ManagedMemory:
         self._target_nbytes, self._spill_nbytes = marks
         self._writes = Lane("write", 1, besides.ledger)
         self._reads = Lane("read", 2, besides.ledger)
-        tiers, levels = self._tiers(settings)
+        packing = Packing(
+            memory_seams.safe_sizeof,
+            partial(flatten, dumps=memory_seams.dumps),
+            partial(restore, loads=memory_seams.loads),
+        )
+        tiers, levels = self._tiers(settings, packing)
         self.store = TieredStore(
             Residency(
                 [Level("memory", self._target_nbytes), *levels],
@@ -138,13 +144,7 @@ class ManagedMemory:
                 self._next_use,
             ),
             tiers,
-            [
-                Packing(
-                    memory_seams.safe_sizeof,
-                    partial(flatten, dumps=memory_seams.dumps),
-                    partial(restore, loads=memory_seams.loads),
-                )
-            ],
+            [packing],
             Lanes(
                 partial(_submit, self._writes),
                 partial(_submit, self._reads),
@@ -166,7 +166,7 @@ class ManagedMemory:
         if not memory_seams.is_monitored(worker):
             self._looking = asyncio.create_task(self._look(), name="gpurt-memory-monitor")
 
-    def _tiers(self, settings: MemorySettings) -> tuple[list[Tier], list[Level]]:
+    def _tiers(self, settings: MemorySettings, packing: Packing) -> tuple[list[Tier], list[Level]]:
         parent = settings.directory or self._worker.local_directory
         sweep(parent)
         limit = settings.disk_limit_nbytes or self._worker.memory_manager.max_spill or None
@@ -176,7 +176,10 @@ class ManagedMemory:
             None if settings.compression == "none" else settings.compression,
             lambda *moved: self.store.on_io(*moved),
         )
-        tiers: list[Tier] = [disk, InheritedTier(memory_seams.on_disk(self._stock), flatten)]
+        tiers: list[Tier] = [
+            disk,
+            InheritedTier(memory_seams.on_disk(self._stock), packing.flatten),
+        ]
         levels = [Level(tier.name, tier.capacity_nbytes) for tier in tiers]
         if settings.compressed_nbytes:
             tiers.insert(0, CompressedTier(settings.compressed_nbytes))
@@ -279,9 +282,10 @@ class ManagedMemory:
 
     async def _ask_ahead(self) -> None:
         """Ask the scheduler when values are needed that nothing here waits for."""
-        keys = [
+        unknown = (
             key for key in self.store if memory_seams.next_local_use(self._worker, key) is None
-        ][:MAX_ASKED]
+        )
+        keys = list(islice(unknown, MAX_ASKED))
         try:
             uses = await self._worker.scheduler.gpurt_next_uses(keys=keys)
         except OSError:

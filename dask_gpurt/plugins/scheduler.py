@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -71,12 +72,15 @@ class GpurtScheduler(SchedulerPlugin):
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
         self._place()
-        scheduler.handlers["gpurt_explain"] = self.explain
-        scheduler.handlers["gpurt_worker_ready"] = self.worker_ready
-        scheduler.handlers["gpurt_sketch"] = self.sketch
-        scheduler.handlers["gpurt_next_uses"] = self.next_uses
-        scheduler.handlers["gpurt_disable"] = self.disable
-        scheduler.handlers["gpurt_configure"] = self.configure
+        self._handlers: dict[str, Callable[..., Any]] = {
+            "gpurt_configure": self.configure,
+            "gpurt_disable": self.disable,
+            "gpurt_explain": self.explain,
+            "gpurt_next_uses": self.next_uses,
+            "gpurt_sketch": self.sketch,
+            "gpurt_worker_ready": self.worker_ready,
+        }
+        scheduler.handlers.update(self._handlers)
         self._swap = seams.SpecSwap(scheduler, self._choose, self._everyone_reported)
         self.is_active = True
         await scheduler.register_worker_plugin(
@@ -160,9 +164,8 @@ class GpurtScheduler(SchedulerPlugin):
         self._swap.remove()
         self._leave_placing()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off.
-        names = ("worker_ready", "sketch", "next_uses", "disable", "configure", "explain")
-        for name in names:
-            self.scheduler.handlers.pop(f"gpurt_{name}", None)
+        for name in self._handlers:
+            self.scheduler.handlers.pop(name, None)
         await self.scheduler.unregister_worker_plugin(None, name=NAME)
         self.scheduler.remove_plugin(NAME)
 

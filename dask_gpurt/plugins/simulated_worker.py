@@ -349,28 +349,21 @@ class ModelledWorker:
                 return
 
     def _refused(self, number: int) -> None:
-        fetch = self._fetches.pop(number, None)
-        if fetch is not None:
-            instruction = fetch.instruction
-            self._handle(
-                GatherDepBusyEvent(
-                    worker=instruction.worker,
-                    total_nbytes=instruction.total_nbytes,
-                    stimulus_id="gather-dep-busy",
-                )
-            )
+        self._came_to_nothing(number, GatherDepBusyEvent, "gather-dep-busy")
 
     def _failed(self, number: int) -> None:
+        self._came_to_nothing(number, GatherDepNetworkFailureEvent, "gather-dep-network-failure")
+
+    def _came_to_nothing(
+        self,
+        number: int,
+        event: type[GatherDepBusyEvent | GatherDepNetworkFailureEvent],
+        stimulus_id: str,
+    ) -> None:
         fetch = self._fetches.pop(number, None)
         if fetch is not None:
-            instruction = fetch.instruction
-            self._handle(
-                GatherDepNetworkFailureEvent(
-                    worker=instruction.worker,
-                    total_nbytes=instruction.total_nbytes,
-                    stimulus_id="gather-dep-network-failure",
-                )
-            )
+            worker, nbytes = fetch.instruction.worker, fetch.instruction.total_nbytes
+            self._handle(event(worker=worker, total_nbytes=nbytes, stimulus_id=stimulus_id))
 
     # Heartbeats, and the end.
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +245,11 @@ class Attachment:
         async def gpurt_explain(key: Any) -> dict[str, Any] | None:
             return self._memory.explain(key) if self._memory is not None else None
 
-        worker.handlers |= {"gpurt_report": gpurt_report, "gpurt_explain": gpurt_explain}
+        self._handlers: dict[str, Callable[..., Any]] = {
+            "gpurt_report": gpurt_report,
+            "gpurt_explain": gpurt_explain,
+        }
+        worker.handlers.update(self._handlers)
 
     def task_left(self, key: Any, state: str) -> None:
         if state == "long-running":
@@ -256,7 +261,7 @@ class Attachment:
     async def detach(self) -> None:
         """Leave the worker as stock has it. Runs that are under way go on."""
         self._lookup.remove()
-        for name in ("gpurt_report", "gpurt_explain"):
+        for name in self._handlers:
             self._worker.handlers.pop(name, None)
         if self._memory is not None:
             await self._memory.close()

@@ -6,6 +6,7 @@ meet. A hazard anywhere fails the test: the store itself would take it for an er
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from dataclasses import replace
@@ -14,7 +15,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.host import HostDevice
@@ -29,6 +30,7 @@ from dask_gpurt.memory.policy import POLICIES
 from dask_gpurt.memory.port import Lanes, Packing
 from dask_gpurt.memory.residency import Level, Residency
 from dask_gpurt.memory.store import HOME, TieredStore
+from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.stepping import FailingTier, ListLane
 
 DEVICE = 1
@@ -473,20 +475,14 @@ def test_whatever_fails_no_value_is_wrong_and_nothing_is_leaked(operation, n):
 # ------------------------------------------------------------------ against a dict
 
 
-class AgainstADict(RuleBasedStateMachine):
+class Arrays(AgainstADict):
     """Random operations, orders of lanes and orders of streams: values are those of a dict."""
 
     @initialize(seed=st.integers(0, 1 << 16))
     def begin(self, seed):
         self.setup = Setup(random.Random(seed).randrange, upcoming=lambda: self.soon)
-        self.soon = ()
-        self.model = {}
-        self.claims = []
-        self.borrowed = []
 
-    keys = st.integers(0, 8)
-
-    @rule(key=keys, nbytes=st.integers(0, 500), on_device=st.booleans(), seed=st.integers(0, 99))
+    @rule(key=KEYS, nbytes=st.integers(0, 500), on_device=st.booleans(), seed=st.integers(0, 99))
     def put(self, key, nbytes, on_device, seed):
         array = noise(nbytes, seed)
         try:
@@ -496,21 +492,12 @@ class AgainstADict(RuleBasedStateMachine):
             return
         self.model[key] = (array, on_device)
 
-    @rule(key=keys)
-    def delete(self, key):
-        if key in self.model:
-            del self.model[key]
-            del self.setup.store[key]
-        else:
-            with pytest.raises(KeyError):
-                del self.setup.store[key]
-
     def same(self, value, expected):
         array, on_device = expected
         assert is_on_device(value) == on_device
         np.testing.assert_array_equal(self.setup.host_copy(value), array)
 
-    @rule(key=keys)
+    @rule(key=KEYS)
     def get(self, key):
         if key not in self.model:
             with pytest.raises(KeyError):
@@ -523,7 +510,7 @@ class AgainstADict(RuleBasedStateMachine):
             return
         self.same(value, self.model[key])
 
-    @rule(key=keys)
+    @rule(key=KEYS)
     def use_and_forget(self, key):
         """A kernel is queued on a value that may be deleted or evicted before it runs."""
         value = self.setup.store.memory.get(key)
@@ -532,64 +519,22 @@ class AgainstADict(RuleBasedStateMachine):
             self.setup.compute.launch(lambda source: None, reads=[value.buffer])
             value.used(self.setup.compute.record())
 
-    @rule(keys=st.lists(keys, unique=True, max_size=3), nbytes=st.integers(0, 300))
+    @rule(keys=st.lists(KEYS, unique=True, max_size=3), nbytes=st.integers(0, 300))
     def claim(self, keys, nbytes):
-        told = []
-        claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append, nbytes % 2)
-        self.claims.append((claim, told, ready))
+        self.ask(keys, nbytes, nbytes % 2)
 
-    @precondition(lambda self: self.claims)
-    @rule(data=st.data())
-    def end(self, data):
-        claim, told, ready = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
-        if ready or told:
-            for value in claim.values:
-                if self.setup.residency.values.get(value.key) is value:
-                    assert value.key in self.setup.store.memory
-        self.setup.store.end(claim)
-
-    @rule(key=keys)
+    @rule(key=KEYS)
     def lend(self, key):
-        try:
-            found = self.setup.store.lend(key)
-        except MemoryError:
-            return
-        assert (found is not None) == (key in self.model)
-        if found is not None:
-            self.borrowed.append(found)
-
-    @precondition(lambda self: self.borrowed)
-    @rule()
-    def take_back(self):
-        self.setup.store.take_back(self.borrowed.pop())
-
-    @rule(keys=st.lists(keys, max_size=4))
-    def look_ahead(self, keys):
-        self.soon = tuple(keys)
-        self.setup.store.decide()
-
-    @precondition(lambda self: self.setup.lanes)
-    @rule(data=st.data())
-    def step(self, data):
-        lane = data.draw(st.sampled_from(self.setup.lanes))
-        last = len(lane.calls) - 1 if lane is self.setup.read else 0
-        lane.step(data.draw(st.integers(0, last)))
+        with contextlib.suppress(MemoryError):
+            self.borrow(key)
 
     @rule(n=st.integers(0, 10))
     def pump(self, n):
         self.setup.device.pump(n)
 
-    @rule(tier=st.sampled_from([0, 1]), n=st.integers(0, 3), full=st.booleans())
-    def break_a_write(self, tier, n, full):
-        self.setup.tiers[tier].fail("put", TierFullError("full") if full else OSError("no"), n)
-
     @rule(n=st.integers(0, 3))
     def break_an_allocation(self, n):
         self.setup.device.left["allocate"] = n
-
-    @rule()
-    def retry(self):
-        self.setup.store.retry()
 
     @invariant()
     def same_keys(self):
@@ -616,15 +561,7 @@ class AgainstADict(RuleBasedStateMachine):
             return
         setup = self.setup
         setup.device.left.clear()
-        for tier in setup.tiers:
-            tier.mend()
-        setup.store.retry()
-        for claim, *_ in self.claims:
-            setup.store.end(claim)
-        for loan in self.borrowed:
-            setup.store.take_back(loan)
-        setup.store.decide()
-        setup.settle()
+        self.settle()
         for key, expected in self.model.items():
             self.same(setup.store[key], expected)
         setup.settle()
@@ -643,5 +580,5 @@ class AgainstADict(RuleBasedStateMachine):
         assert all(tier.used_nbytes == 0 for tier in setup.tiers)
 
 
-TestAgainstADict = AgainstADict.TestCase
+TestAgainstADict = Arrays.TestCase
 TestAgainstADict.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, rule
 
 from dask_gpurt.devices.pinned import PinnedPool
 from dask_gpurt.errors import DamagedValueError, TierFullError
@@ -21,7 +21,8 @@ from dask_gpurt.memory.host_tiers import PinnedTier
 from dask_gpurt.memory.policy import POLICIES
 from dask_gpurt.memory.port import Lanes, Packing
 from dask_gpurt.memory.residency import Level, Residency
-from dask_gpurt.memory.store import TieredStore
+from dask_gpurt.memory.store import HOME, TieredStore
+from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.stepping import FailingTier, ListLane
 
 
@@ -356,32 +357,19 @@ def test_closed_with_work_under_way():
     assert setup.tiers[0].used_nbytes == 0
 
 
-class AgainstADict(RuleBasedStateMachine):
+class Bytes(AgainstADict):
     """Random operations and a random order of what lanes do: values are those of a dict."""
 
     def __init__(self):
         super().__init__()
         self.setup = Setup(n_tiers=2, upcoming=lambda: self.soon)
-        self.soon = ()
-        self.model = {}
-        self.claims = []
-        self.borrowed = []
 
-    @rule(key=st.integers(0, 8), value=st.binary(max_size=60))
+    @rule(key=KEYS, value=st.binary(max_size=60))
     def put(self, key, value):
         self.setup.store[key] = value
         self.model[key] = value
 
-    @rule(key=st.integers(0, 8))
-    def delete(self, key):
-        if key in self.model:
-            del self.model[key]
-            del self.setup.store[key]
-        else:
-            with pytest.raises(KeyError):
-                del self.setup.store[key]
-
-    @rule(key=st.integers(0, 8))
+    @rule(key=KEYS)
     def get(self, key):
         if key in self.model:
             assert self.setup.store[key] == self.model[key]
@@ -389,54 +377,13 @@ class AgainstADict(RuleBasedStateMachine):
             with pytest.raises(KeyError):
                 self.setup.store[key]
 
-    @rule(keys=st.lists(st.integers(0, 8), unique=True, max_size=3), nbytes=st.integers(0, 80))
+    @rule(keys=st.lists(KEYS, unique=True, max_size=3), nbytes=st.integers(0, 80))
     def claim(self, keys, nbytes):
-        told = []
-        claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append)
-        self.claims.append((claim, told, ready))
+        self.ask(keys, nbytes, HOME)
 
-    @precondition(lambda self: self.claims)
-    @rule(data=st.data())
-    def end(self, data):
-        claim, told, ready = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
-        if ready or told:
-            for value in claim.values:
-                if self.setup.residency.values.get(value.key) is value:
-                    assert value.key in self.setup.store.memory
-        self.setup.store.end(claim)
-
-    @rule(key=st.integers(0, 8))
+    @rule(key=KEYS)
     def lend(self, key):
-        found = self.setup.store.lend(key)
-        assert (found is not None) == (key in self.model)
-        if found is not None:
-            self.borrowed.append(found)
-
-    @precondition(lambda self: self.borrowed)
-    @rule()
-    def take_back(self):
-        self.setup.store.take_back(self.borrowed.pop())
-
-    @rule(keys=st.lists(st.integers(0, 8), max_size=4))
-    def look_ahead(self, keys):
-        self.soon = tuple(keys)
-        self.setup.store.decide()
-
-    @precondition(lambda self: self.setup.lanes)
-    @rule(data=st.data())
-    def step(self, data):
-        lane = data.draw(st.sampled_from(self.setup.lanes))
-        # Reads are done by several threads: in any order.
-        last = len(lane.calls) - 1 if lane is self.setup.read else 0
-        lane.step(data.draw(st.integers(0, last)))
-
-    @rule(tier=st.sampled_from([0, 1]), n=st.integers(0, 3), full=st.booleans())
-    def break_a_write(self, tier, n, full):
-        self.setup.tiers[tier].fail("put", TierFullError("full") if full else OSError("no"), n)
-
-    @rule()
-    def retry(self):
-        self.setup.store.retry()
+        self.borrow(key)
 
     @invariant()
     def same_keys(self):
@@ -453,15 +400,7 @@ class AgainstADict(RuleBasedStateMachine):
         assert self.setup.residency.levels[0].reserved_nbytes >= 0
 
     def teardown(self):
-        for tier in self.setup.tiers:
-            tier.mend()
-        self.setup.store.retry()
-        for claim, *_ in self.claims:
-            self.setup.store.end(claim)
-        for loan in self.borrowed:
-            self.setup.store.take_back(loan)
-        self.setup.store.decide()
-        self.setup.settle()
+        self.settle()
         for key, value in self.model.items():
             assert self.setup.store[key] == value
         for number, tier in enumerate(self.setup.tiers, 1):
@@ -474,5 +413,5 @@ class AgainstADict(RuleBasedStateMachine):
         assert all(tier.used_nbytes == 0 for tier in self.setup.tiers)
 
 
-TestAgainstADict = AgainstADict.TestCase
+TestAgainstADict = Bytes.TestCase
 TestAgainstADict.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

@@ -286,7 +286,8 @@ def test_a_simulation_opens_no_socket_and_leaves_nothing_behind(monkeypatch, tmp
     with dask.config.set({"temporary-directory": str(tmp_path)}):
         simulate(reduction(12), flat(3))
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    assert sys.path == paths
+    # A cluster of an earlier test may be closing, and take its own directory out.
+    assert set(sys.path) <= set(paths)
     assert distributed_scheduler.time is clock is time.time
 
 

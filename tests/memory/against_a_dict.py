@@ -1,0 +1,96 @@
+"""A store against a dict, by random operations: the part that does not depend on what is stored."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from dask_gpurt.errors import TierFullError
+
+KEYS = st.integers(0, 8)
+
+
+class AgainstADict(RuleBasedStateMachine):
+    """Deleting, tasks, messages, lanes and tiers that fail; a subclass puts, gets and compares.
+
+    A subclass sets `setup`, whose `store` is tried, before any rule runs.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.soon = ()
+        self.model = {}
+        self.claims = []
+        self.borrowed = []
+
+    @rule(key=KEYS)
+    def delete(self, key):
+        if key in self.model:
+            del self.model[key]
+            del self.setup.store[key]
+        else:
+            with pytest.raises(KeyError):
+                del self.setup.store[key]
+
+    def ask(self, keys, nbytes, home):
+        """A task claims inputs and room."""
+        told = []
+        claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append, home)
+        self.claims.append((claim, told, ready))
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data())
+    def end(self, data):
+        claim, told, ready = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
+        if ready or told:
+            for value in claim.values:
+                if self.setup.residency.values.get(value.key) is value:
+                    assert value.key in self.setup.store.memory
+        self.setup.store.end(claim)
+
+    def borrow(self, key):
+        """A message wants a value."""
+        found = self.setup.store.lend(key)
+        assert (found is not None) == (key in self.model)
+        if found is not None:
+            self.borrowed.append(found)
+
+    @precondition(lambda self: self.borrowed)
+    @rule()
+    def take_back(self):
+        self.setup.store.take_back(self.borrowed.pop())
+
+    @rule(keys=st.lists(KEYS, max_size=4))
+    def look_ahead(self, keys):
+        self.soon = tuple(keys)
+        self.setup.store.decide()
+
+    @precondition(lambda self: self.setup.lanes)
+    @rule(data=st.data())
+    def step(self, data):
+        lane = data.draw(st.sampled_from(self.setup.lanes))
+        # Reads are done by several threads: in any order.
+        last = len(lane.calls) - 1 if lane is self.setup.read else 0
+        lane.step(data.draw(st.integers(0, last)))
+
+    @rule(tier=st.sampled_from([0, 1]), n=st.integers(0, 3), full=st.booleans())
+    def break_a_write(self, tier, n, full):
+        self.setup.tiers[tier].fail("put", TierFullError("full") if full else OSError("no"), n)
+
+    @rule()
+    def retry(self):
+        self.setup.store.retry()
+
+    def settle(self):
+        """Nothing fails any more, every task and message ends, and every lane is done."""
+        store = self.setup.store
+        for tier in self.setup.tiers:
+            tier.mend()
+        store.retry()
+        for claim, *_ in self.claims:
+            store.end(claim)
+        for loan in self.borrowed:
+            store.take_back(loan)
+        store.decide()
+        self.setup.settle()
