@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import dask
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Nanny
 
 import dask_gpurt
 
@@ -19,6 +19,22 @@ def pytest_configure() -> None:
     # program it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nannies_are_patient() -> Iterator[None]:
+    """A worker has more than Dask's five seconds to end: on a busy machine it needs them.
+
+    One that is killed instead leaves its files, and its cluster's `close` raises.
+    """
+    close = Nanny.close
+
+    async def patient(nanny: Nanny, timeout: float = 60.0, reason: str = "nanny-close") -> str:
+        return await close(nanny, timeout=timeout, reason=reason)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Nanny, "close", patient)
+        yield
 
 
 @dataclass(frozen=True)
