@@ -44,6 +44,8 @@ class ShuffleSettings:
         Share of the worker's memory limit (at most 1.0), or bytes.
     message_nbytes, in_flight_nbytes
         Size of a message, and what may wait for one peer.
+    overlap
+        Whether tasks go on while what they handed in is encoded and sent.
     """
 
     transport: str
@@ -51,6 +53,7 @@ class ShuffleSettings:
     memory: float
     message_nbytes: int
     in_flight_nbytes: int
+    overlap: bool
 
     def memory_nbytes(self, worker_limit_nbytes: int) -> int:
         """Bytes shards may take on a worker with this memory limit."""
@@ -196,6 +199,7 @@ def read() -> Settings:
             memory=_memory("shuffle.memory"),
             message_nbytes=_nbytes("shuffle.message-size"),
             in_flight_nbytes=_nbytes("shuffle.in-flight"),
+            overlap=_flag("shuffle.overlap"),
         ),
         memory=MemorySettings(
             enabled=_flag("memory.enabled"),

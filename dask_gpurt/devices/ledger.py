@@ -15,6 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+#: The lane of tasks, wherever they run.
+COMPUTE = "compute"
+#: Path of an entry that is not work but the lack of it: within another entry of its lane, the one
+#: who did that waited for another lane.
+WAITING = "waiting"
+
 
 class Entry(NamedTuple):
     """One piece of work.
@@ -98,7 +104,7 @@ class Overlap:
     Attributes
     ----------
     parts_s
-        Seconds in which each lane did something.
+        Seconds in which each lane did something; waiting for another lane is not.
     measured_s
         Seconds it took altogether.
     efficiency
@@ -123,25 +129,31 @@ def overlap(entries: Iterable[Entry], measured_s: float | None = None) -> Overla
         What it took altogether, if that is known better than from the first beginning to the last
         end. Gaps in which nothing went on count as time it took.
     """
-    lanes: dict[str, list[tuple[float, float]]] = {}
+    lanes: dict[str, list[Entry]] = {}
     for entry in entries:
-        lanes.setdefault(entry.lane, []).append((entry.start_s, entry.end_s))
-    parts_s = {lane: _covered(spans) for lane, spans in sorted(lanes.items())}
+        lanes.setdefault(entry.lane, []).append(entry)
+    parts_s = {lane: _busy_s(found) for lane, found in sorted(lanes.items())}
     if measured_s is None:
-        spans = [span for lane in lanes.values() for span in lane]
-        starts, ends = [start for start, _ in spans], [end for _, end in spans]
-        measured_s = max(ends, default=0.0) - min(starts, default=0.0)
+        every = [entry for found in lanes.values() for entry in found]
+        first_s = min((entry.start_s for entry in every), default=0.0)
+        measured_s = max((entry.end_s for entry in every), default=0.0) - first_s
     total_s = sum(parts_s.values())
     could_save_s = total_s - max(parts_s.values(), default=0.0)
     efficiency = (total_s - measured_s) / could_save_s if could_save_s > 0 else None
     return Overlap(parts_s, measured_s, efficiency)
 
 
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union: threads of one lane that work at once count once."""
-    covered_s = 0.0
-    end_s = float("-inf")
-    for start, end in sorted(spans):
-        covered_s += max(0.0, end - max(start, end_s))
-        end_s = max(end_s, end)
-    return covered_s
+def _busy_s(entries: list[Entry]) -> float:
+    """Time in which anybody worked: threads of one lane that work at once count once."""
+    changes = []
+    for entry in entries:
+        by = -1 if entry.path == WAITING else 1
+        changes += [(entry.start_s, by), (entry.end_s, -by)]
+    busy_s = since_s = 0.0
+    n_busy = 0
+    for now_s, by in sorted(changes):
+        if n_busy > 0:
+            busy_s += now_s - since_s
+        since_s = now_s
+        n_busy += by
+    return busy_s

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ from dask.utils import parse_timedelta
 
 from dask_gpurt.codecs.shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.devices.port import Priority
 from dask_gpurt.frames.port import BodyAdapter
 from dask_gpurt.plugins.paths import Path
 from dask_gpurt.plugins.seams import (
@@ -42,12 +42,10 @@ T = TypeVar("T")
 
 
 class Courier:
-    """Of one run, on one worker. On the event loop; what touches every byte is in threads.
+    """Of one run, on one worker. On the event loop; what touches every byte is in a lane.
 
     Parameters
     ----------
-    executor
-        Threads for encoding and decoding.
     adapter
         Says where in a shard bytes of one kind lie.
     """
@@ -56,13 +54,11 @@ class Courier:
         self,
         run: ExchangeRun,
         worker: Worker,
-        executor: ThreadPoolExecutor,
         settings: ShuffleSettings,
         adapter: BodyAdapter,
     ) -> None:
         self._run = run
         self._worker = worker
-        self._executor = executor
         self._settings = settings
         self._adapter = adapter
         self._state = state_of(worker)
@@ -93,7 +89,8 @@ class Courier:
                 return messages.as_they_are(shards)
             with context_meter.meter("compress"):
                 encode = partial(self._encode, path)
-                return await self._in_thread(messages.for_the_wire, shards, encode)
+                nbytes = sum(shard.nbytes for shard in shards)
+                return await self._in_lane("encode", nbytes, messages.for_the_wire, shards, encode)
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
@@ -150,7 +147,10 @@ class Courier:
 
         buffers = await self._state.links.fetch(payload, lengths, empty)
         if any(header.table for header in headers):
-            return await self._in_thread(messages.opened, headers, buffers, empty_shard)
+            nbytes = sum(header.buffer_nbytes for header in headers)
+            return await self._in_lane(
+                "decode", nbytes, messages.opened, headers, buffers, empty_shard
+            )
         return messages.opened(headers, buffers, empty_shard)
 
     def _encode(self, path: Path, shard: Outgoing) -> Encoded:
@@ -162,6 +162,12 @@ class Courier:
         sections = joined(self._adapter.sections(key, packed))
         return chooser.encode(key, sections, packed.buffer, link, bandwidth)
 
-    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, partial(function, *arguments))
+    async def _in_lane(
+        self, path: str, nbytes: int, function: Callable[..., T], *arguments: Any
+    ) -> T:
+        # What a peer waits for goes first: until it is decoded, the peer is held back.
+        priority = Priority.HIGH if path == "decode" else Priority.NORMAL
+        job = self._state.lanes.codec.submit(
+            function, *arguments, priority=priority, path=path, nbytes=nbytes
+        )
+        return await asyncio.wrap_future(job)

@@ -20,7 +20,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.devices.ledger import Entry
+from dask_gpurt.devices.ledger import COMPUTE, WAITING, Entry
+from dask_gpurt.devices.port import Priority
 from dask_gpurt.errors import (
     DamagedError,
     IncompleteExchangeError,
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
-#: What the ledger calls sending and receiving. The rest of a run goes on inside of tasks, which are
-#: in the ledger anyway.
+#: What the ledger calls sending and receiving. Codecs and spilling have lanes of their own; the
+#: rest of a run goes on inside of tasks, which are in the ledger anyway.
 LANE = "communication"
 
 
@@ -100,7 +101,7 @@ class ExchangeRun:
         #: Nothing that this run still does matters to anybody.
         self._over = asyncio.Event()
         self._worker = worker
-        self._executor = plugin._executor
+        self._overlap = settings.overlap
         self._state = state
         self._plan = plan
         self._store = ShardStore(
@@ -118,7 +119,7 @@ class ExchangeRun:
             limit_nbytes=settings.in_flight_nbytes,
             message_nbytes=settings.message_nbytes,
         )
-        self._courier = Courier(self, worker, plugin._executor, settings, adapter)
+        self._courier = Courier(self, worker, settings, adapter)
         self._received_nbytes = 0
         self._sent_nbytes = 0
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
@@ -176,9 +177,15 @@ class ExchangeRun:
         # that then fails and runs again.
         self._store.add(local)
         context_meter.digest_metric("p2p-comms-limiter", 1, "count")
-        with self._timed("held_back"), context_meter.meter("p2p-comms-limiter"):
+        with (
+            self._timed("held_back"),
+            self._state.ledger.timed(COMPUTE, WAITING),
+            context_meter.meter("p2p-comms-limiter"),
+        ):
             for address, shards in outgoing.items():
                 self._outbox.put(address, shards)
+            if not self._overlap:
+                sync(self._worker.loop, self._outbox.flush)
         self.make_room()
 
     def _shards_of(
@@ -260,8 +267,9 @@ class ExchangeRun:
         self._store.add(shards)
         if self._store.is_over_limit:
             # The peer waits for the answer, and so do its producers: this is the back-pressure.
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._executor, self.make_room)
+            await asyncio.wrap_future(
+                self._state.lanes.spill.submit(self.make_room, priority=Priority.HIGH, path="spill")
+            )
         return {"status": "OK"}
 
     # ------------------------------------------------------------------ barrier

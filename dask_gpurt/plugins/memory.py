@@ -22,7 +22,7 @@ from dask.utils import key_split
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.devices import malloc
 from dask_gpurt.devices.lanes import Lane
-from dask_gpurt.devices.ledger import Entry, Ledger
+from dask_gpurt.devices.ledger import COMPUTE, Entry, Ledger
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.frames.values import flatten, restore
 from dask_gpurt.memory.directory import sweep
@@ -229,7 +229,7 @@ class ManagedMemory:
             nbytes, took_s = ran
             self._sizes.learn(group, nbytes)
             now_s = self._besides.ledger.clock()
-            self._besides.ledger.add(Entry("compute", group, nbytes, now_s - took_s, now_s))
+            self._besides.ledger.add(Entry(COMPUTE, group, nbytes, now_s - took_s, now_s))
         return event
 
     def seceded(self, key: Hashable) -> None:

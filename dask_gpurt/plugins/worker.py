@@ -22,6 +22,7 @@ import dask_gpurt
 from dask_gpurt.codecs.chooser import Chooser
 from dask_gpurt.codecs.rule import Mode
 from dask_gpurt.config import Settings, ShuffleSettings
+from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
@@ -51,6 +52,24 @@ SKETCHED_ROWS = 10_000
 N_REPORTED = 32
 
 
+class ShuffleLanes:
+    """Where runs do what touches every byte of what they send and receive.
+
+    Parameters
+    ----------
+    n_threads
+        For codecs: as many as the worker has for tasks.
+    """
+
+    def __init__(self, n_threads: int, ledger: Ledger) -> None:
+        self.codec = Lane("codec", n_threads, ledger)
+        self.spill = Lane("spill", 1, ledger)
+
+    def close(self) -> None:
+        self.codec.close()
+        self.spill.close()
+
+
 class WorkerState:
     """Everything of ours on one worker. Outlives the plugin while runs need it."""
 
@@ -66,8 +85,10 @@ class WorkerState:
         self._runs: set[ExchangeRun] = set()
         self._past_runs: deque[dict[str, Any]] = deque(maxlen=N_REPORTED)
         self._choosers: dict[Mode, Chooser] = {}
-        self._is_warm = False
+        self._lanes: ShuffleLanes | None = None
         self._cooling: asyncio.TimerHandle | None = None
+        #: The runtime is on here. Off, nothing is kept for a next run.
+        self.is_attached = True
         #: What an output task read, by its key, until its result is safe.
         self._to_release: dict[Any, list[tuple[ShardStore, int]]] = {}
 
@@ -118,6 +139,12 @@ class WorkerState:
             found = self._choosers.setdefault(mode, Chooser(mode))
         return found
 
+    @property
+    def lanes(self) -> ShuffleLanes:
+        """Those of all runs of this worker; there are some from the first run to cooling down."""
+        assert self._lanes is not None, "no run, no lanes"
+        return self._lanes
+
     def begin_run(self, run: ExchangeRun) -> None:
         """A shuffle run begins on this worker. On the event loop."""
         self.counters.add(shuffle_runs=1)
@@ -125,8 +152,8 @@ class WorkerState:
         if self._cooling is not None:
             self._cooling.cancel()
             self._cooling = None
-        if not self._is_warm:
-            self._is_warm = True
+        if self._lanes is None:
+            self._lanes = ShuffleLanes(self._worker.state.nthreads, self.ledger)
             self._pages.acquire()
 
     def end_run(self, run: ExchangeRun, report: dict[str, Any]) -> None:
@@ -135,13 +162,24 @@ class WorkerState:
         self._past_runs.append(report)
         if not self._runs:
             self.links.outgoing.close_lane(OUTGOING)
-            self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
+            if self.is_attached:
+                self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
+            else:
+                self.cool_down()
+
+    def detach(self) -> None:
+        """The runtime is taken off: keep nothing for runs that will not come. On the loop."""
+        self.is_attached = False
+        if self._cooling is not None:
+            self._cooling.cancel()
+        self.cool_down()
 
     def cool_down(self) -> None:
-        """Give back memory that was only kept warm."""
+        """Give back memory that was only kept warm, and idle threads. Not while there are runs."""
         self._cooling = None
-        if self._is_warm and not self._runs:
-            self._is_warm = False
+        if self._lanes is not None and not self._runs:
+            self._lanes.close()
+            self._lanes = None
             self.pool.trim()
             self.links.cool_down()
             self._pages.release()
@@ -157,7 +195,7 @@ class WorkerState:
             for store, slot in read:
                 store.release(slot)
 
-    def _lanes(self) -> dict[str, Any]:
+    def _overlap(self) -> dict[str, Any]:
         """What the newest work of each lane took, and how much of it went on at the same time."""
         entries = self.ledger.entries()
         found = overlap(entries)
@@ -172,7 +210,7 @@ class WorkerState:
         return {
             "version": dask_gpurt.__version__,
             "counters": self.counters.snapshot(),
-            "lanes": self._lanes(),
+            "lanes": self._overlap(),
             "links": self.links.report(),
             "codecs": [
                 decision.to_plain()
@@ -227,6 +265,7 @@ class Attachment:
         device_sizes.register()
         self._worker = worker
         self.state = state = state_of(worker)
+        state.is_attached = True
         self._lookup = RunLookup(
             worker, lambda run: isinstance(run, ExchangeRun), partial(sketch, worker)
         )
@@ -265,6 +304,7 @@ class Attachment:
             self._worker.handlers.pop(name, None)
         if self._memory is not None:
             await self._memory.close()
+        self.state.detach()
         await self.state.links.close()
 
 

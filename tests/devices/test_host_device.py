@@ -464,6 +464,37 @@ def test_an_urgent_kernel_overtakes_those_that_wait(threaded):
     assert ran == ["urgent", *range(10)]
 
 
+@pytest.mark.parametrize("n_waiting", [0, 1, 100])
+def test_an_urgent_kernel_begins_within_one_step(n_waiting):
+    """However many steps wait, and whenever in a step it comes; by a clock that steps move."""
+    time, ledger, gate = Time(), Ledger(), Gate()
+    step_s, delays_s = 1.0, []
+
+    def wait(seconds):
+        if seconds:
+            gate()
+        time.wait(seconds)
+
+    device = HostDevice(
+        CAPACITY, rates={Engine.COMPUTE: Rate(1e9, step_s)}, ledger=ledger, clock=time, wait=wait
+    )
+    compute = device.stream("compute")
+    urgent = device.stream("communication", Priority.HIGH)
+    compute.launch(lambda: None)
+    assert gate.entered.wait(PATIENCE_S)
+    for _ in range(n_waiting):
+        compute.launch(lambda: None)
+    urgent.launch(lambda: None)
+    asked_s = time()
+    gate.open.set()
+    compute.synchronize()
+    urgent.synchronize()
+    device.close()
+    (begun_s,) = (entry.start_s for entry in ledger.entries() if entry.lane == urgent.name)
+    assert begun_s - asked_s == step_s
+    assert len(ledger.entries()) == n_waiting + 2
+
+
 def test_an_urgent_copy_does_not():
     """As on a GPU, where urgency means nothing to the engines that copy."""
     ledger, gate = Ledger(), Gate()

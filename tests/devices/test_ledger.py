@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.devices.engines import Rate
 from dask_gpurt.devices.host import HostDevice
-from dask_gpurt.devices.ledger import Entry, Ledger, Overlap, Sum, overlap
+from dask_gpurt.devices.ledger import WAITING, Entry, Ledger, Overlap, Sum, overlap
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.devices.queues import Engine
 
@@ -96,6 +96,17 @@ def test_efficiency(entries, measured_s, efficiency):
 def test_parts_of_one_lane_are_counted_once():
     entries = [entry("a", 0, 4), entry("a", 1, 2), entry("a", 3, 5), entry("a", 7, 8)]
     assert overlap(entries) == Overlap({"a": 6.0}, 8.0, None)
+
+
+def test_waiting_for_another_lane_is_no_work():
+    entries = [entry("a", 0, 4), entry("a", 1, 4, WAITING), entry("b", 1, 4)]
+    assert overlap(entries) == Overlap({"a": 1.0, "b": 3.0}, 4.0, 0.0)
+
+
+def test_a_lane_works_while_one_of_its_threads_waits():
+    """In no order: what waits is entered before the work that it is a part of."""
+    entries = [entry("a", 1, 3, WAITING), entry("a", 2, 5), entry("a", 0, 4)]
+    assert overlap(entries).parts_s == {"a": 4.0}
 
 
 def test_nothing_at_all():

@@ -1,0 +1,84 @@
+"""Hosts on one machine: network namespaces with a shaped link each, and a cluster across them.
+
+The namespaces are joined by a bridge, and their links are shaped to a rate with tc's token bucket,
+so that what passes between two workers takes the time it would take on such a network. Needs root,
+`ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from distributed import Client, Scheduler
+from distributed.deploy.spec import SpecCluster
+
+BRIDGE = "gpurt0"
+NETWORK = "10.79.0"
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def hosts(n: int) -> Iterator[list[str]]:
+    """Network namespaces with an address each, on one bridge that this process is on, too."""
+    if os.geteuid():
+        sys.exit("network namespaces need root")
+    names = [f"gpurt-h{number}" for number in range(1, n + 1)]
+    with contextlib.ExitStack() as stack:
+        run("ip", "link", "add", BRIDGE, "type", "bridge")
+        stack.callback(run, "ip", "link", "del", BRIDGE)
+        run("ip", "addr", "add", f"{NETWORK}.254/24", "dev", BRIDGE)
+        run("ip", "link", "set", BRIDGE, "up")
+        for number, name in enumerate(names, 1):
+            run("ip", "netns", "add", name)
+            stack.callback(run, "ip", "netns", "del", name)
+            run(*f"ip link add gpurt-v{number} type veth peer name eth0 netns {name}".split())
+            run("ip", "link", "set", f"gpurt-v{number}", "master", BRIDGE, "up")
+            run(*f"ip -n {name} addr add {NETWORK}.{number}/24 dev eth0".split())
+            run(*f"ip -n {name} link set eth0 up".split())
+            run(*f"ip -n {name} link set lo up".split())
+        yield names
+
+
+def shape(names: list[str], rate: str | None) -> None:
+    """Give every host's link a rate in both directions; None for as fast as it goes."""
+    bucket = f"root tbf rate {rate} burst 256kb latency 100ms"
+    for number, name in enumerate(names, 1):
+        for where, device in ((["-n", name], "eth0"), ([], f"gpurt-v{number}")):
+            if rate is None:
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    run("tc", *where, "qdisc", "del", "dev", device, "root")
+            else:
+                run("tc", *where, "qdisc", "replace", "dev", device, *bucket.split())
+
+
+@contextlib.contextmanager
+def cluster(names: list[str]) -> Iterator[Client]:
+    """A scheduler here, and a worker of one thread in each host."""
+    scheduler = {"cls": Scheduler, "options": {"host": f"{NETWORK}.254", "dashboard": False}}
+    with SpecCluster(workers={}, scheduler=scheduler, silence_logs=50) as made:
+        address = made.scheduler_address
+        processes = []
+        try:
+            for number, name in enumerate(names, 1):
+                options = f"--host {NETWORK}.{number} --nthreads 1 --no-nanny --no-dashboard"
+                command = [sys.executable, "-m", "dask", "worker", address, *options.split()]
+                processes.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", name, *command], stderr=subprocess.DEVNULL
+                    )
+                )
+            with Client(made, set_as_default=False) as client:
+                client.wait_for_workers(len(names), timeout=60)
+                yield client
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()

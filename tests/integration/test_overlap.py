@@ -1,0 +1,139 @@
+"""Tasks go on while what they handed in is sent, or wait for it where that is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from dask_gpurt.devices.ledger import COMPUTE, WAITING
+from dask_gpurt.plugins.exchange_run import LANE, ExchangeRun
+from dask_gpurt.plugins.worker import state_of
+from tests.integration.comparing import collection, partitions
+
+N_INPUTS = 6
+ROWS = 40_000
+PATIENCE_S = 30.0
+
+
+def frame(number):
+    rng = np.random.default_rng(number)
+    return pd.DataFrame({"key": rng.integers(0, 1000, ROWS), "n": rng.integers(0, 9, ROWS)})
+
+
+@pytest.fixture
+def client():
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
+    with local, Client(local, set_as_default=False) as client:
+        yield client
+
+
+def enable(client, **settings):
+    settings = {f"gpurt.shuffle.{name}": value for name, value in settings.items()}
+    with dask.config.set({"gpurt.shuffle.transport": "comm", **settings}):
+        dask_gpurt.enable(client)
+
+
+def shuffled(client):
+    """What comes out of a shuffle of numbers that codecs make smaller."""
+    lazy = collection([frame(number) for number in range(N_INPUTS)]).shuffle("key", npartitions=4)
+    before = dask_gpurt.status(client)["runs"]["gpurt"]
+    parts = partitions(client, lazy)
+    assert dask_gpurt.status(client)["runs"]["gpurt"] == before + 1
+    whole = pd.concat(parts).sort_values(["key", "n"], ignore_index=True)
+    expected = pd.concat([frame(number) for number in range(N_INPUTS)])
+    pd.testing.assert_frame_equal(whole, expected.sort_values(["key", "n"], ignore_index=True))
+
+
+class Handed:
+    """Sees transfer tasks end, and what had not been delivered then."""
+
+    def __init__(self, monkeypatch):
+        self.undelivered_nbytes = []
+        self.all_in = threading.Event()
+        add_partition = ExchangeRun.add_partition
+
+        def add(run, *args, **kwargs):
+            result = add_partition(run, *args, **kwargs)
+            self.undelivered_nbytes.append(run._outbox.waiting_nbytes)
+            if len(self.undelivered_nbytes) == N_INPUTS:
+                self.all_in.set()
+            return result
+
+        monkeypatch.setattr(ExchangeRun, "add_partition", add)
+
+
+def test_tasks_end_before_anything_is_delivered(client, monkeypatch):
+    handed = Handed(monkeypatch)
+    receive = ExchangeRun.receive
+
+    async def receive_late(run, data):
+        assert await asyncio.to_thread(handed.all_in.wait, PATIENCE_S)
+        return await receive(run, data)
+
+    monkeypatch.setattr(ExchangeRun, "receive", receive_late)
+    enable(client)
+    shuffled(client)
+    assert len(handed.undelivered_nbytes) == N_INPUTS
+    assert all(handed.undelivered_nbytes)
+
+
+def test_without_overlap_tasks_end_when_all_is_delivered(client, monkeypatch):
+    handed = Handed(monkeypatch)
+    enable(client, overlap=False)
+    shuffled(client)
+    assert handed.undelivered_nbytes == [0] * N_INPUTS
+    assert dask_gpurt.status(client)["totals"]["sent_nbytes"] > 0
+
+
+def test_without_overlap_a_peer_that_fails_fails_the_task(client, monkeypatch):
+    async def receive_not(run, data):
+        raise ZeroDivisionError("a peer's error")
+
+    monkeypatch.setattr(ExchangeRun, "receive", receive_not)
+    enable(client, overlap=False)
+    with pytest.raises(RuntimeError, match=r"failed during transfer") as raised:
+        shuffled(client)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def sums(dask_worker):
+    return state_of(dask_worker).ledger.sums()
+
+
+def test_the_ledger_knows_what_communication_did(client):
+    enable(client, compression="lz4", memory="1 B")
+    shuffled(client)
+    for found in client.run(sums).values():
+        lanes = {LANE: {"send", "receive"}, "codec": {"encode", "decode"}, "spill": {"spill"}}
+        for lane, paths in lanes.items():
+            assert {path for name, path in found if name == lane} == paths
+        for path in ("encode", "decode"):
+            assert found["codec", path].nbytes > 0
+        assert found[LANE, "send"].nbytes == found["codec", "encode"].nbytes
+        assert (COMPUTE, WAITING) in found
+
+
+def codec_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("gpurt codec")}
+
+
+def test_lanes_end_with_the_runtime(client):
+    before = codec_threads()
+    enable(client, compression="lz4")
+    shuffled(client)
+    of_ours = codec_threads() - before
+    assert of_ours
+    dask_gpurt.disable(client)
+    for thread in of_ours:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    enable(client, compression="lz4")
+    shuffled(client)
