@@ -90,11 +90,17 @@ def entries_since(dask_worker: Worker, began_s: float) -> list[tuple[Any, ...]]:
     return [tuple(one) for one in state_of(dask_worker).ledger.entries() if one.end_s > began_s]
 
 
+def processor_s(client: Client) -> float:
+    """Processor time of workers, scheduler and client, since they began."""
+    return time.process_time() + sum(client.run(time.process_time).values())
+
+
 def run_once(client: Client, inputs: dict[str, dd.DataFrame]) -> dict[str, Any]:
     """Seconds, and what the workers' ledgers say about them."""
-    began_s = time.perf_counter()
+    used_s, began_s = processor_s(client), time.perf_counter()
     with client.as_current(), dask.config.set(SETTINGS):
         seconds = persisting_s(client, query(inputs))
+    used_s = processor_s(client) - used_s
     found = [
         overlap((Entry(*one) for one in entries), seconds)
         for entries in client.run(entries_since, began_s=began_s).values()
@@ -105,7 +111,12 @@ def run_once(client: Client, inputs: dict[str, dd.DataFrame]) -> dict[str, Any]:
             parts[lane] = parts.get(lane, 0.0) + busy_s / len(found)
     known = [one.efficiency for one in found if one.efficiency is not None]
     efficiency = statistics.mean(known) if known else None
-    return {"seconds": seconds, "parts_s": parts, "efficiency": efficiency}
+    return {
+        "seconds": seconds,
+        "processor_s": used_s,
+        "parts_s": parts,
+        "efficiency": efficiency,
+    }
 
 
 def load(client: Client, directory: Any, scale: float) -> dict[str, dd.DataFrame]:
@@ -129,6 +140,7 @@ def median(runs: list[dict[str, Any]], name: str) -> float:
 def report(side: str, runs: list[dict[str, Any]], off_s: float) -> None:
     seconds = median(runs, "seconds")
     text = f"{side:6} {seconds:7.3f} s  {seconds / off_s:5.2f} of off"
+    text += f"  {median(runs, 'processor_s') / seconds:4.2f} cores busy"
     if side != "stock":
         lanes = sorted({lane for one in runs for lane in one["parts_s"]})
         parts = ", ".join(

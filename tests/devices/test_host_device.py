@@ -466,9 +466,9 @@ def test_an_urgent_kernel_overtakes_those_that_wait(threaded):
 
 @pytest.mark.parametrize("n_waiting", [0, 1, 100])
 def test_an_urgent_kernel_begins_within_one_step(n_waiting):
-    """However many steps wait, and whenever in a step it comes; by a clock that steps move."""
+    """However many wait that came before it. By a clock that only steps move."""
     time, ledger, gate = Time(), Ledger(), Gate()
-    step_s, delays_s = 1.0, []
+    step_s = 1.0
 
     def wait(seconds):
         if seconds:

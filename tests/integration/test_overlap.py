@@ -109,10 +109,10 @@ def sums(dask_worker):
 
 
 def test_the_ledger_knows_what_communication_did(client):
-    enable(client, compression="lz4", memory="1 B")
+    enable(client, compression="lz4")
     shuffled(client)
     for found in client.run(sums).values():
-        lanes = {LANE: {"send", "receive"}, "codec": {"encode", "decode"}, "spill": {"spill"}}
+        lanes = {LANE: {"send", "receive"}, "codec": {"encode", "decode"}}
         for lane, paths in lanes.items():
             assert {path for name, path in found if name == lane} == paths
         for path in ("encode", "decode"):
