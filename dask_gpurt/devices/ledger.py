@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: The lane of tasks, wherever they run.
-COMPUTE = "compute"
+#: The lanes of tasks, wherever they run, and of sending and receiving what they hand in.
+COMPUTE, COMMUNICATION = "compute", "communication"
 #: Path of an entry that is not work but the lack of it: within another entry of its lane, the one
 #: who did that waited for another lane.
 WAITING = "waiting"

@@ -17,6 +17,7 @@ from dask.utils import parse_timedelta
 
 from dask_gpurt.codecs.shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.frames.port import BodyAdapter
 from dask_gpurt.plugins.paths import Path
@@ -165,9 +166,12 @@ class Courier:
     async def _in_lane(
         self, path: str, nbytes: int, function: Callable[..., T], *arguments: Any
     ) -> T:
+        # A message that was on its way when the run ended: its worker may have no lanes any more.
+        self._run.raise_if_closed()
         # What a peer waits for goes first: until it is decoded, the peer is held back.
         priority = Priority.HIGH if path == "decode" else Priority.NORMAL
         job = self._state.lanes.codec.submit(
             function, *arguments, priority=priority, path=path, nbytes=nbytes
         )
-        return await asyncio.wrap_future(job)
+        with self._state.ledger.timed(COMMUNICATION, WAITING):
+            return await asyncio.wrap_future(job)

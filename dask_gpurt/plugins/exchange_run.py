@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.devices.ledger import COMPUTE, WAITING, Entry
+from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.errors import (
     DamagedError,
@@ -56,10 +56,6 @@ if TYPE_CHECKING:
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 logger = logging.getLogger("dask_gpurt.shuffle")
-
-#: What the ledger calls sending and receiving. Codecs and spilling have lanes of their own; the
-#: rest of a run goes on inside of tasks, which are in the ledger anyway.
-LANE = "communication"
 
 
 class ExchangeRun:
@@ -235,14 +231,15 @@ class ExchangeRun:
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()
         nbytes = sum(shard.nbytes for shard in shards)
-        with self._metrics.background("background-comms", on_loop=True):
+        with (
+            self._metrics.background("background-comms", on_loop=True),
+            self._state.ledger.timed(COMMUNICATION, "send", nbytes),
+        ):
             with context_meter.meter("process"), context_meter.meter("send"):
                 message = await self._courier.send(address, shards)
             amount("process", nbytes)
         self._sent_nbytes += nbytes
-        ended = time.perf_counter()
-        self.figures.sent(address, nbytes, message.wire_nbytes, ended - began)
-        self._state.ledger.add(Entry(LANE, "send", nbytes, began, ended))
+        self.figures.sent(address, nbytes, message.wire_nbytes, time.perf_counter() - began)
         self._state.counters.add(sent_nbytes=nbytes, messages=1)
 
     async def receive(self, data: Any) -> dict[str, Any]:
@@ -251,7 +248,7 @@ class ExchangeRun:
         try:
             if "offers" in data:
                 return await self._state.links.accept(data["offers"])
-            with self._timed("receive"), self._state.ledger.timed(LANE, "receive"):
+            with self._timed("receive"), self._state.ledger.timed(COMMUNICATION, "receive"):
                 shards = await self._courier.take_in(data["header"], data["payload"])
         except (TypeError, KeyError) as error:
             raise ProtocolError("not a shuffle message of dask_gpurt") from error
