@@ -3,7 +3,8 @@
 A program like TPC-H's query 9 without its filter, which would leave nothing to send: lineitem is
 joined with partsupp and with orders, each by a shuffle of both sides, and every joined partition is
 computed with. It runs with `gpurt.shuffle.overlap` on, off, and on stock Dask, on three clusters
-over the same hosts (`benchmarks.hosts`), which take turns. Every worker has one thread.
+over the same hosts (`benchmarks.hosts`), which take turns. Every worker has one thread. The tables
+are held in memory, or read from files as the query does; reading is in the time then.
 
 Off, a task that hands a partition in ends when its receivers have all of it. What stays side by
 side even then is that a worker takes in and decodes what its peer sends while it computes itself.
@@ -32,7 +33,8 @@ from benchmarks.hosts import cluster, hosts, shape
 from dask_gpurt.demo.tpch_data import make_tpch
 from dask_gpurt.devices.ledger import Entry, overlap
 
-RATE, RATE_NBYTES_PER_S = "1600mbit", 200e6
+#: 200 MB/s.
+RATE = "1600mbit"
 #: On off's time, at most.
 TARGET = 0.75
 SETTINGS = {
@@ -45,6 +47,10 @@ SIDES: dict[str, dict[str, Any]] = {
     "off": {"gpurt.shuffle.overlap": False},
     "stock": {},
 }
+#: Of one run of the program.
+N_SHUFFLES = 4
+#: Partitions of tables that are held in memory.
+N_HELD = {"lineitem": 32, "partsupp": 8, "orders": 16}
 COLUMNS = {
     "lineitem": [
         "l_orderkey",
@@ -119,27 +125,36 @@ def run_once(client: Client, inputs: dict[str, dd.DataFrame]) -> dict[str, Any]:
     }
 
 
-def load(client: Client, directory: Any, scale: float) -> dict[str, dd.DataFrame]:
-    partitions = {"lineitem": 32, "partsupp": 8, "orders": 16}
-    with client.as_current():
-        loaded = {
-            name: dd.read_parquet(directory / name, columns=columns).repartition(
-                npartitions=max(2, int(partitions[name] * min(1, scale)))
-            )
+def read(directory: Any) -> dict[str, dd.DataFrame]:
+    """The tables as they are in files, a partition for each."""
+    with dask.config.set({"dataframe.parquet.minimum-partition-size": 1}):
+        return {
+            name: dd.read_parquet(directory / name, columns=columns).optimize()
             for name, columns in COLUMNS.items()
         }
-        loaded = dict(zip(loaded, client.persist(list(loaded.values())), strict=True))
-        wait(list(loaded.values()))
-    return loaded
+
+
+def hold(client: Client, directory: Any) -> dict[str, dd.DataFrame]:
+    """The tables in the memory of the workers, in more and smaller partitions."""
+    with client.as_current():
+        tables = {
+            name: table.repartition(npartitions=N_HELD[name])
+            for name, table in read(directory).items()
+        }
+        held = dict(zip(tables, client.persist(list(tables.values())), strict=True))
+        wait(list(held.values()))
+    return held
 
 
 def median(runs: list[dict[str, Any]], name: str) -> float:
     return statistics.median(one[name] for one in runs)
 
 
-def report(side: str, runs: list[dict[str, Any]], off_s: float) -> None:
+def line(side: str, runs: list[dict[str, Any]], off_s: float) -> str:
     seconds = median(runs, "seconds")
-    text = f"{side:6} {seconds:7.3f} s  {seconds / off_s:5.2f} of off"
+    text = f"  {side:6} {seconds:7.3f} s  {seconds / off_s:5.2f} of off"
+    if side == "on":
+        text += f" (at most {TARGET:g})"
     text += f"  {median(runs, 'processor_s') / seconds:4.2f} cores busy"
     if side != "stock":
         lanes = sorted({lane for one in runs for lane in one["parts_s"]})
@@ -148,50 +163,67 @@ def report(side: str, runs: list[dict[str, Any]], off_s: float) -> None:
             for lane in lanes
         )
         text += f"  efficiency {median(runs, 'efficiency'):5.2f}  ({parts})"
-    print(text, flush=True)
+    return text
+
+
+def sent(client: Client) -> str:
+    """What the last run's shuffles sent, and the share of it that was on the wire."""
+    shuffles = dask_gpurt.status(client)["shuffles"][-N_SHUFFLES:]
+    sent_nbytes, wire_nbytes = (
+        sum(one[name] for one in shuffles) for name in ("sent_nbytes", "wire_nbytes")
+    )
+    return f"sent {sent_nbytes:,} B, {wire_nbytes / max(sent_nbytes, 1):.0%} of it on the wire"
+
+
+def compare(
+    sides: dict[str, tuple[Client, dict[str, dd.DataFrame]]], name: str, repeats: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Run on all sides in turns, the order alternating, after a run of each that is not counted."""
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    order = list(sides)
+    for side in order:
+        run_once(*sides[side])
+    for number in range(repeats):
+        for side in order:
+            runs[side].append(run_once(*sides[side]))
+        order.reverse()
+        print(f"  {name}: {number + 1}/{repeats}", file=sys.stderr, flush=True)
+    print(name)
+    for side, (client, _) in sides.items():
+        text = line(side, runs[side], median(runs["off"], "seconds"))
+        print(text if side == "stock" else f"{text}  {sent(client)}", flush=True)
+    return runs
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--compression", default="auto", help="gpurt.shuffle.compression")
-    parser.add_argument("--rate", default=RATE, help="of each host's link, as tc takes it")
     options = parser.parse_args()
-    tables = make_tpch(options.scale)
-    sides: dict[str, tuple[Client, dict[str, dd.DataFrame]]] = {}
-    runs: dict[str, list[dict[str, Any]]] = {}
+    directory = make_tpch(options.scale)
+    rows = {}
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(hosts(2))
+        clients: dict[str, Client] = {}
         for side, settings in SIDES.items():
-            if options.only and side not in options.only.split(","):
-                continue
-            client = stack.enter_context(cluster(names))
+            clients[side] = stack.enter_context(cluster(names))
             if side != "stock":
                 more = {**SETTINGS, **settings, "gpurt.shuffle.compression": options.compression}
                 with dask.config.set(more):
-                    dask_gpurt.enable(client)
-            sides[side] = client, load(client, tables, options.scale)
-            runs[side] = []
-        shape(names, options.rate)
-        order = list(sides)
-        for side in order:
-            run_once(*sides[side])
-        for number in range(options.repeats):
-            for side in order:
-                runs[side].append(run_once(*sides[side]))
-            order.reverse()
-            print(f"  {number + 1}/{options.repeats}", file=sys.stderr, flush=True)
-        for side in sides:
-            report(side, runs[side], median(runs["off" if "off" in runs else side], "seconds"))
-        for side, (client, _) in sides.items():
-            if side != "stock":
-                for one in dask_gpurt.status(client)["shuffles"][-4:]:
-                    spent = {phase: round(s, 2) for phase, s in one["seconds"].items()}
-                    share = one["wire_nbytes"] / max(one["sent_nbytes"], 1)
-                    print(f"  {side}: sent {one['sent_nbytes']:,} B, {share:.0%} of it, {spent}")
-        sides.clear()
+                    dask_gpurt.enable(clients[side])
+        for name, held in [("tables in memory", True), ("tables read from files", False)]:
+            if options.only and options.only not in name:
+                continue
+            shape(names, None)
+            sides = {
+                side: (client, hold(client, directory) if held else read(directory))
+                for side, client in clients.items()
+            }
+            shape(names, RATE)
+            rows[name] = compare(sides, name, options.repeats)
+            sides.clear()
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"machine": machine(), "overlap": runs}, file, indent=1)
+            json.dump({"machine": machine(), "rate": RATE, "overlap": rows}, file, indent=1)
 
 
 if __name__ == "__main__":
