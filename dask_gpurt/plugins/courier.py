@@ -20,6 +20,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.frames.port import BodyAdapter
+from dask_gpurt.plugins.links import came_inside
 from dask_gpurt.plugins.paths import Path
 from dask_gpurt.plugins.seams import (
     P2PConsistencyError,
@@ -147,12 +148,14 @@ class Courier:
             return pool.empty(header.buffer_nbytes, run.lane_of(header.first_slot))
 
         buffers = await self._state.links.fetch(payload, lengths, empty)
-        if any(header.table for header in headers):
+        inside = came_inside(payload)
+        opened = partial(messages.opened, headers, buffers, empty_shard, in_place=not inside)
+        # Decoding, copying and checking touch every byte: while the loop did that, it would start
+        # no task and read no other message.
+        if inside or any(header.table or header.checksum for header in headers):
             nbytes = sum(header.buffer_nbytes for header in headers)
-            return await self._in_lane(
-                "decode", nbytes, messages.opened, headers, buffers, empty_shard
-            )
-        return messages.opened(headers, buffers, empty_shard)
+            return await self._in_lane("decode", nbytes, opened)
+        return opened()
 
     def _encode(self, path: Path, shard: Outgoing) -> Encoded:
         key, packed = shard.header.layout_key, shard.packed

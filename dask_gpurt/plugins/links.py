@@ -216,7 +216,7 @@ class Links:
     async def fetch(
         self, payload: Any, lengths: Sequence[int], empty: Callable[[int, int], Buffer]
     ) -> list[Buffer]:
-        """Bring the payload of a message into memory of ours.
+        """Bring the payload of a message to this worker.
 
         Parameters
         ----------
@@ -225,6 +225,11 @@ class Links:
         empty
             Number of a buffer and its length to the memory for it.
 
+        Returns
+        -------
+        The buffers, in memory from `empty`. What came inside the message itself is still there: to
+        copy it is work for a thread.
+
         Raises
         ------
         TransportError
@@ -232,8 +237,8 @@ class Links:
         ProtocolError
             The payload is not what was announced.
         """
-        if not isinstance(payload, Mapping):
-            return self._unpacked(payload, lengths, empty)
+        if came_inside(payload):
+            return [_viewed(part, nbytes) for part, nbytes in _pairs(payload, lengths)]
         if payload["by"] == "shared":
             return self._borrowed(payload["token"], payload["places"], lengths, empty)
         if payload["by"] != "ucx" or self._engine is None:
@@ -253,18 +258,13 @@ class Links:
         fetched = []
         for number, (part, nbytes) in enumerate(_pairs(parts, lengths)):
             if isinstance(part, bytes):
-                fetched.append(_copied(part, nbytes, number, empty))
+                fetched.append(empty(number, nbytes))
+                np.copyto(fetched[-1], _viewed(part, nbytes))
             else:
                 places = self._borrower.checked(token, part, nbytes)
                 fetched.append(empty(number, nbytes))
                 self._borrower.read(token, places, fetched[-1])
         return fetched
-
-    def _unpacked(
-        self, parts: Sequence[Any], lengths: Sequence[int], empty: Callable[[int, int], Buffer]
-    ) -> list[Buffer]:
-        pairs = enumerate(_pairs(parts, lengths))
-        return [_copied(part, nbytes, number, empty) for number, (part, nbytes) in pairs]
 
     # ------------------------------------------------------------------ life
 
@@ -314,15 +314,16 @@ def _pairs(parts: Sequence[Any], lengths: Sequence[int]) -> list[tuple[Any, int]
     return list(zip(parts, lengths, strict=True))
 
 
-def _copied(part: Any, nbytes: int, number: int, empty: Callable[[int, int], Buffer]) -> Buffer:
-    source = np.frombuffer(part, dtype=np.uint8)
-    if source.nbytes != nbytes:
-        raise ProtocolError(f"{source.nbytes} bytes came of {nbytes}")
-    # Out of the message's memory and into ours: a warm copy, after which the pages of this shard
-    # come free together with its neighbours in time, and serve as outputs.
-    target = empty(number, nbytes)
-    np.copyto(target, source)
-    return target
+def _viewed(part: Any, nbytes: int) -> Buffer:
+    found = np.frombuffer(part, dtype=np.uint8)
+    if found.nbytes != nbytes:
+        raise ProtocolError(f"{found.nbytes} bytes came of {nbytes}")
+    return found
+
+
+def came_inside(payload: Any) -> bool:
+    """Whether a payload came with its message, and not beside it."""
+    return not isinstance(payload, Mapping)
 
 
 def _ip_of(worker: Worker) -> str:

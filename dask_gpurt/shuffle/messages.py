@@ -104,13 +104,17 @@ def opened(
     headers: Sequence[wire.ShardHeader],
     buffers: Sequence[Buffer],
     empty: Callable[[wire.ShardHeader], Buffer],
+    *,
+    in_place: bool = True,
 ) -> list[Shard]:
     """Shards out of the buffers that came for their headers.
 
     Parameters
     ----------
     empty
-        Memory for a shard that has to be decoded.
+        Memory for a shard that has to be decoded or copied.
+    in_place
+        A shard that came as it is stays in its buffer; otherwise it is copied out of it.
 
     Raises
     ------
@@ -127,8 +131,13 @@ def opened(
         if header.table:
             buffer = empty(header)
             decode_shard(parts, unpack_table(header.table), buffer)
-        else:
+        elif in_place:
             (buffer,) = parts
+        else:
+            # Out of the message's memory and into the pool's: a warm copy, after which the pages
+            # of this shard come free together with its neighbours in time, and serve as outputs.
+            buffer = empty(header)
+            np.copyto(buffer, parts[0])
         if header.checksum and wire.checksum(buffer) != header.checksum:
             raise DamagedError(f"a shard of input partition {header.source} was damaged on its way")
         packed = Packed(buffer, header.n_rows, header.arrow_nbytes, header.pickle_nbytes)

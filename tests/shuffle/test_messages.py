@@ -30,8 +30,9 @@ def fresh(header):
 SHARDS = [outgoing(0), outgoing(1, nbytes=1)]
 
 
-def opened(message):
-    return messages.opened(wire.decode(message.header), message.buffers, fresh)
+def opened(message, in_place=True):
+    headers = wire.decode(message.header)
+    return messages.opened(headers, message.buffers, fresh, in_place=in_place)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,14 @@ def test_what_is_sent_arrives(message):
         np.testing.assert_array_equal(shard.packed.buffer, sent.packed.buffer)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_shall_not_keep_a_message_alive_is_copied_out_of_it(in_place):
+    message = messages.for_the_wire(SHARDS, raw)
+    for shard, came in zip(opened(message, in_place), message.buffers, strict=True):
+        np.testing.assert_array_equal(shard.packed.buffer, came)
+        assert np.shares_memory(shard.packed.buffer, came) == in_place
+
+
 def test_only_what_leaves_the_host_is_counted_and_summed_up():
     local, away = messages.as_they_are(SHARDS), messages.for_the_wire(SHARDS, raw)
     assert local.wire_nbytes == 0
@@ -57,12 +66,13 @@ def test_only_what_leaves_the_host_is_counted_and_summed_up():
     assert all(header.checksum for header in wire.decode(away.header))
 
 
-def test_damage_is_noticed():
+@pytest.mark.parametrize("in_place", [True, False])
+def test_damage_is_noticed(in_place):
     message = messages.for_the_wire(SHARDS, raw)
     message.buffers[0] = message.buffers[0].copy()
     message.buffers[0][77] ^= 1
     with pytest.raises(DamagedError, match="input partition 3"):
-        opened(message)
+        opened(message, in_place)
 
 
 def test_shards_that_would_not_fit_are_refused_before_they_are_made_room_for():
