@@ -4,7 +4,8 @@ A program like TPC-H's query 9 without its filter, which would leave nothing to 
 joined with partsupp and with orders, each by a shuffle of both sides, and every joined partition is
 computed with. It runs with `gpurt.shuffle.overlap` on, off, and on stock Dask, on three clusters
 over the same hosts (`benchmarks.hosts`), which take turns. Every worker has one thread. The tables
-are held in memory, or read from files as the query does; reading is in the time then.
+are in memory, in partitions of a few megabytes: what overlaps with the sending of one partition is
+the work on the next.
 
 Off, a task that hands a partition in ends when its receivers have all of it. What stays side by
 side even then is that a worker takes in and decodes what its peer sends while it computes itself.
@@ -20,6 +21,7 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -49,8 +51,7 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 #: Of one run of the program.
 N_SHUFFLES = 4
-#: Partitions of tables that are held in memory.
-N_HELD = {"lineitem": 32, "partsupp": 8, "orders": 16}
+N_PARTITIONS = {"lineitem": 32, "partsupp": 8, "orders": 16}
 COLUMNS = {
     "lineitem": [
         "l_orderkey",
@@ -125,21 +126,14 @@ def run_once(client: Client, inputs: dict[str, dd.DataFrame]) -> dict[str, Any]:
     }
 
 
-def read(directory: Any) -> dict[str, dd.DataFrame]:
-    """The tables as they are in files, a partition for each."""
-    with dask.config.set({"dataframe.parquet.minimum-partition-size": 1}):
-        return {
-            name: dd.read_parquet(directory / name, columns=columns).optimize()
-            for name, columns in COLUMNS.items()
-        }
-
-
-def hold(client: Client, directory: Any) -> dict[str, dd.DataFrame]:
-    """The tables in the memory of the workers, in more and smaller partitions."""
+def hold(client: Client, directory: Path) -> dict[str, dd.DataFrame]:
+    """The tables in the memory of the workers."""
     with client.as_current():
         tables = {
-            name: table.repartition(npartitions=N_HELD[name])
-            for name, table in read(directory).items()
+            name: dd.read_parquet(directory / name, columns=columns).repartition(
+                npartitions=N_PARTITIONS[name]
+            )
+            for name, columns in COLUMNS.items()
         }
         held = dict(zip(tables, client.persist(list(tables.values())), strict=True))
         wait(list(held.values()))
@@ -152,7 +146,7 @@ def median(runs: list[dict[str, Any]], name: str) -> float:
 
 def line(side: str, runs: list[dict[str, Any]], off_s: float) -> str:
     seconds = median(runs, "seconds")
-    text = f"  {side:6} {seconds:7.3f} s  {seconds / off_s:5.2f} of off"
+    text = f"{side:6} {seconds:7.3f} s  {seconds / off_s:5.2f} of off"
     if side == "on":
         text += f" (at most {TARGET:g})"
     text += f"  {median(runs, 'processor_s') / seconds:4.2f} cores busy"
@@ -176,7 +170,7 @@ def sent(client: Client) -> str:
 
 
 def compare(
-    sides: dict[str, tuple[Client, dict[str, dd.DataFrame]]], name: str, repeats: int
+    sides: dict[str, tuple[Client, dict[str, dd.DataFrame]]], repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
     """Run on all sides in turns, the order alternating, after a run of each that is not counted."""
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -187,8 +181,7 @@ def compare(
         for side in order:
             runs[side].append(run_once(*sides[side]))
         order.reverse()
-        print(f"  {name}: {number + 1}/{repeats}", file=sys.stderr, flush=True)
-    print(name)
+        print(f"  {number + 1}/{repeats}", file=sys.stderr, flush=True)
     for side, (client, _) in sides.items():
         text = line(side, runs[side], median(runs["off"], "seconds"))
         print(text if side == "stock" else f"{text}  {sent(client)}", flush=True)
@@ -200,30 +193,22 @@ def main() -> None:
     parser.add_argument("--compression", default="auto", help="gpurt.shuffle.compression")
     options = parser.parse_args()
     directory = make_tpch(options.scale)
-    rows = {}
+    sides: dict[str, tuple[Client, dict[str, dd.DataFrame]]] = {}
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(hosts(2))
-        clients: dict[str, Client] = {}
         for side, settings in SIDES.items():
-            clients[side] = stack.enter_context(cluster(names))
+            client = stack.enter_context(cluster(names))
             if side != "stock":
                 more = {**SETTINGS, **settings, "gpurt.shuffle.compression": options.compression}
                 with dask.config.set(more):
-                    dask_gpurt.enable(clients[side])
-        for name, held in [("tables in memory", True), ("tables read from files", False)]:
-            if options.only and options.only not in name:
-                continue
-            shape(names, None)
-            sides = {
-                side: (client, hold(client, directory) if held else read(directory))
-                for side, client in clients.items()
-            }
-            shape(names, RATE)
-            rows[name] = compare(sides, name, options.repeats)
-            sides.clear()
+                    dask_gpurt.enable(client)
+            sides[side] = client, hold(client, directory)
+        shape(names, RATE)
+        runs = compare(sides, options.repeats)
+        sides.clear()
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"machine": machine(), "rate": RATE, "overlap": rows}, file, indent=1)
+            json.dump({"machine": machine(), "rate": RATE, "overlap": runs}, file, indent=1)
 
 
 if __name__ == "__main__":
