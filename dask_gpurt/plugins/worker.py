@@ -28,6 +28,7 @@ from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
 from dask_gpurt.plugins import device_sizes
 from dask_gpurt.plugins.links import OUTGOING, Links
+from dask_gpurt.plugins.machine_report import MachineReport
 from dask_gpurt.plugins.memory import ManagedMemory, obstacle
 from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
 from dask_gpurt.shuffle.shards import Budget, ShardStore
@@ -248,6 +249,7 @@ class Attachment:
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_report": gpurt_report,
             "gpurt_explain": gpurt_explain,
+            **MachineReport(worker).handlers,
         }
         worker.handlers.update(self._handlers)
 

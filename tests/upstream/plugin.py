@@ -54,6 +54,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     # environment for processes that tests start.
     os.environ["DASK_GPURT__ENABLED"] = "true"
     os.environ["DASK_DISTRIBUTED__WORKER__PRELOAD"] = f"['{clone.__name__}']"
+    # By itself placement leaves choices to stock where no machines are described, as here.
+    os.environ["DASK_GPURT__PLACEMENT__POLICY"] = "data-aware"
     # The first is what is there otherwise.
     os.environ["DASK_DISTRIBUTED__SCHEDULER__PRELOAD"] = (
         f"['dask_gpurt.preload', '{clone.__name__}']"
@@ -62,6 +64,14 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     dask.config.refresh()
     clone.append_paths()
     _give_more_time()
+    _find_certificates(early_config.rootpath)
+
+
+def _find_certificates(root: pathlib.Path) -> None:
+    """They are beside the tests, and looked for beside `utils_test`."""
+    from distributed import utils_test
+
+    utils_test.get_cert = lambda name: str(root / "distributed" / "tests" / name)
 
 
 def _give_more_time() -> None:
