@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -184,14 +183,15 @@ class WorkerState:
         }
 
 
-_STATES: weakref.WeakKeyDictionary[Any, WorkerState] = weakref.WeakKeyDictionary()
-
-
 def state_of(worker: Worker) -> WorkerState:
-    """State of a worker, made on first use."""
-    state = _STATES.get(worker)
+    """State of a worker, made on first use.
+
+    It is kept with the worker: as it refers to it, a table of ours would keep both for ever, weakly
+    keyed or not.
+    """
+    state: WorkerState | None = worker.extensions.get(NAME)
     if state is None:
-        state = _STATES[worker] = WorkerState(worker)
+        state = worker.extensions[NAME] = WorkerState(worker)
     return state
 
 

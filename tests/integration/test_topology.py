@@ -13,7 +13,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
 from dask_gpurt.cli import gpurt
-from dask_gpurt.command import doctor, status
+from dask_gpurt.command import connect, doctor, status
 from dask_gpurt.errors import ActivationError, ConfigError
 from dask_gpurt.plugins import activation, machine_report
 from dask_gpurt.plugins.machine_report import MachineReport, local_machine
@@ -146,7 +146,8 @@ def test_the_command_writes_what_can_be_used(cluster, tmp_path, capsys):
 VERSIONS = {"client": {}, "scheduler": {}, "workers": {}}
 
 
-def test_the_command_says_what_is_wrong(tmp_path, capsys):
+def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.2)
     assert command("topology") == 2
     assert "--scheduler" in capsys.readouterr().err
     path = tmp_path / "machines.yaml"
