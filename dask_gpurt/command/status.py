@@ -83,7 +83,7 @@ def as_text(found: dict[str, Any]) -> str:
     if "version" in found:
         rows += [("version", found["version"]), ("host", found["host"])]
         rows += [("strict", "yes" if found["strict"] else "no")]
-    rows += _topology(found["topology"])
+    rows += _topology(found.get("topology"))
     runs = found["runs"]
     rows += [("shuffles", f"{runs['gpurt']} with dask_gpurt, {runs['stock']} with stock Dask")]
     lines = _aligned(rows)

@@ -80,9 +80,9 @@ class Machines:
         """Whether placement may rely on what is known of the links, as a matter of course.
 
         Only what somebody wrote down, or looked at, counts. What workers report is what their links
-        can carry, of which the connections that Dask uses may get a tenth, and less where the bytes
-        of a GPU go through the host's memory; tasks would be moved for gains that are not there.
-        A probe measures those connections, but a few pairs of them and for a moment.
+        can carry, of which Dask's connections get a part, and the less where the bytes of a GPU go
+        through the host's memory; tasks would be moved for gains that are not there. A probe does
+        measure those connections, but a few pairs of them, and for a moment.
         """
         return self.topology is not None
 
@@ -187,6 +187,7 @@ class Machines:
             if self._probing is not None:
                 await asyncio.wait([self._probing])
             self._tried.clear()
+            self._measured.clear()
             self._probing = asyncio.create_task(self._probe(lambda: None))
             await self._probing
         workers = self._scheduler.workers

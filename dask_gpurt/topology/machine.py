@@ -24,7 +24,8 @@ MAX_NCHARS = 256
 #: No memory and no link of this decade is larger.
 MAX_AMOUNT = 1e18
 
-_PCI = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+#: How the kernel names a device of PCI: domain, bus, device, function.
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 T = TypeVar("T")
 
@@ -268,7 +269,7 @@ def _text(plain: Any) -> str:
 
 
 def _pci(plain: Any) -> str:
-    if not isinstance(plain, str) or not _PCI.fullmatch(plain):
+    if not isinstance(plain, str) or not PCI_ADDRESS.fullmatch(plain):
         raise ProtocolError("not an address of PCI")
     return plain
 

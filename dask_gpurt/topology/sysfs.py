@@ -14,6 +14,7 @@ from pathlib import Path
 from dask_gpurt.topology.machine import (
     MAX_HOPS,
     MAX_PARTS,
+    PCI_ADDRESS,
     Card,
     Gpu,
     Hop,
@@ -30,7 +31,6 @@ _MAX_ENTRIES = 4096
 #: Interfaces on top of one another: a VLAN of a bond of cards.
 _MAX_LOWER = 3
 
-_PCI = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 #: A lane's bytes a second in each direction, by its transfers a second: what coding leaves.
 _LANE_NBYTES_PER_S = {
     2.5: 0.25e9,
@@ -111,7 +111,7 @@ def _place(device: Path) -> Place | None:
     except (OSError, RuntimeError):
         return None
     chain = [real, *real.parents][:MAX_HOPS]
-    hops = [Hop(at.name, _link_nbytes_per_s(at)) for at in chain if _PCI.fullmatch(at.name)]
+    hops = [Hop(at.name, _link_nbytes_per_s(at)) for at in chain if PCI_ADDRESS.fullmatch(at.name)]
     if not hops:
         return None
     numa = _number(real / "numa_node")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import re
 
 import pytest
 
@@ -37,6 +39,8 @@ def seen(tmp_path):
     return make
 
 
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "how-to" / "describe-machines.md"
+#: Interface that workers listen on, by machine.
 CARDS = {
     "dgx-1-half": "none",
     "dgx-a100": "enp97s0",
@@ -52,6 +56,12 @@ def test_what_is_written_reads_the_same(seen, name):
     again = description.parse(found.as_text())
     assert set(again.links) == set(found.topology.links)
     assert (again.hosts, again.switches) == (found.topology.hosts, found.topology.switches)
+
+
+def test_the_example_in_the_documentation_is_what_is_found(seen):
+    *with_gpu, _ = seen("dgx-1-half")
+    (example, *_) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert discover(with_gpu).as_text() == example
 
 
 @pytest.mark.parametrize("name", NAMES)
