@@ -75,7 +75,7 @@ def discover(
     parts = []
     taken: set[str] = set()
     for key in sorted(by_machine):
-        part = _Part(_unique(_word(key[0]) or "host", taken), by_machine[key])
+        part = _Part(_unique(_word(key[0]), taken), by_machine[key])
         part.read()
         parts.append(part)
     switches: set[str] = set()
@@ -102,20 +102,28 @@ class _Part:
         self._numa = [
             Numa(f"numa{one.number}", one.memory_nbytes >> 20 << 20) for one in self._machine.numa
         ] or [Numa("numa0")]
-        self._nics = [Nic(_word(one.name), self._near(one.place)) for one in self._machine.cards]
-        self._switches: dict[str, str] = {}
-
-    def read(self) -> None:
-        """What is within the host."""
         places = [one.place for one in self._machine.gpus]
         places += [one.place for one in self._machine.cards]
         switches = sorted({address for place in places for address in _switches(place)})
+        #: Names of nodes, by PCI address and by the card's own name.
         self._switches = {address: f"pcie{i}" for i, address in enumerate(switches)}
+        self._gpus = {one.place.address: f"gpu{i}" for i, one in enumerate(self._machine.gpus)}
+        self._taken = {one.name for one in self._numa} | {_NVSWITCH}
+        self._taken.update(self._switches.values(), self._gpus.values())
+        self._cards = {
+            one.name: _unique(_word(one.name), self._taken) for one in self._machine.cards
+        }
+        self._nics = [
+            Nic(self._cards[one.name], self._near(one.place)) for one in self._machine.cards
+        ]
+
+    def read(self) -> None:
+        """What is within the host."""
         is_known = True
-        for i, gpu in enumerate(self._machine.gpus):
-            is_known &= self._plug(f"gpu{i}", gpu.place)
+        for gpu in self._machine.gpus:
+            is_known &= self._plug(self._gpus[gpu.place.address], gpu.place)
         for card in self._machine.cards:
-            is_known &= self._plug(_word(card.name), card.place)
+            is_known &= self._plug(self._cards[card.name], card.place)
         if not is_known:
             assumed = f"{PCIE_NBYTES_PER_S / 1e9:g} GB/s"
             self._note(f"PCIe links whose speed is not known are assumed to carry {assumed}")
@@ -135,7 +143,7 @@ class _Part:
         """The host; its links are in `links`."""
         devices = tuple(
             Device(
-                f"gpu{i}",
+                self._gpus[gpu.place.address],
                 "gpu",
                 self._near(gpu.place),
                 gpu.memory_nbytes >> 20 << 20,
@@ -159,9 +167,15 @@ class _Part:
     def join_network(self, measured: Mapping[tuple[str, str], Measured]) -> set[str]:
         """Connect the host to others, where that is known; returns what it is connected to."""
         joined = set()
-        for address in sorted({seen.host for seen in self._workers}):
+        own = {seen.host for seen in self._workers}
+        for address in sorted(own):
             card = next((one for one in self._machine.cards if address in one.addresses), None)
-            rates = [found for pair, found in measured.items() if address in pair]
+            # Between workers of this host nothing went over its network.
+            rates = [
+                found
+                for pair, found in measured.items()
+                if address in pair and not own.issuperset(pair)
+            ]
             if not rates and (card is None or not card.nbytes_per_s):
                 self._note(
                     f"the speed of the network at {address} is not known and was not measured; its"
@@ -169,7 +183,7 @@ class _Part:
                 )
                 continue
             kind = card.kind if card is not None else "ethernet"
-            nic = _word(card.name) if card is not None else self._nameless_card()
+            nic = self._cards[card.name] if card is not None else self._nameless_card()
             if rates:
                 self._note(f"the network at {address} is described as it was measured")
                 rate = max(one.nbytes_per_s for one in rates)
@@ -184,7 +198,7 @@ class _Part:
 
     def _nameless_card(self) -> str:
         """A card for an address that no hardware of this machine is seen to have."""
-        name = _unique("net0", {nic.name for nic in self._nics})
+        name = _unique("net0", self._taken)
         self._nics.append(Nic(name, self._numa[0].name))
         self._link(self._numa[0].name, name, "pcie", PCIE_NBYTES_PER_S)
         return name
@@ -220,11 +234,10 @@ class _Part:
 
     def _bond(self) -> None:
         """NVLinks."""
-        names = {gpu.place.address: f"gpu{i}" for i, gpu in enumerate(self._machine.gpus)}
         for gpu in self._machine.gpus:
+            one = self._gpus[gpu.place.address]
             for bond in gpu.bonds:
-                peer = _NVSWITCH if bond.peer is None else names.get(bond.peer)
-                one = names[gpu.place.address]
+                peer = _NVSWITCH if bond.peer is None else self._gpus.get(bond.peer)
                 if peer is not None and bond.nbytes_per_s > 0 and one != peer:
                     self._link(one, peer, "nvlink", EFFICIENCY * bond.nbytes_per_s)
 
@@ -285,7 +298,7 @@ def _rounded(amount: float) -> float:
 
 
 def _word(text: str) -> str:
-    return re.sub(r"[/*?\[\]\s]", "-", text)
+    return re.sub(r"[/*?\[\]\s]", "-", text) or "nameless"
 
 
 def _unique(name: str, taken: set[str]) -> str:

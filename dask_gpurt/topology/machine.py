@@ -191,13 +191,17 @@ class Report:
 
 def _machine(plain: Any) -> Machine:
     fields = _fields(plain, Machine)
-    return Machine(
+    found = Machine(
         _text(fields["name"]),
         _text(fields["boot"]),
         _many(fields["numa"], _numa),
         _many(fields["gpus"], _gpu),
         _many(fields["cards"], _card),
     )
+    _different([one.number for one in found.numa])
+    _different([one.place.address for one in found.gpus])
+    _different([one.name for one in found.cards])
+    return found
 
 
 def _numa(plain: Any) -> NumaNode:
@@ -260,6 +264,11 @@ def _many(plain: Any, one: Callable[[Any], T]) -> tuple[T, ...]:
     if not isinstance(plain, list | tuple) or len(plain) > MAX_PARTS:
         raise ProtocolError(f"not a list of at most {MAX_PARTS}: {type(plain).__name__}")
     return tuple(map(one, plain))
+
+
+def _different(names: list[Any]) -> None:
+    if len(set(names)) < len(names):
+        raise ProtocolError("something is there twice")
 
 
 def _text(plain: Any) -> str:

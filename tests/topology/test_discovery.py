@@ -176,6 +176,8 @@ def test_what_was_measured_counts_more_than_what_a_card_says(seen):
         ("10.0.0.1", "10.0.0.2"): Measured(0.7123456e9, 0.001),
         ("10.0.0.2", "10.0.0.1"): Measured(0.9e9, 0.002),
     }
+    # Two workers of a host, of which nothing went over the network.
+    measured["10.0.0.1", "10.0.0.1"] = Measured(9e9, 0.0001)
     found = discover(two_hosts(seen), measured)
     way = found.topology.path("left/gpu0", "right/gpu1")
     assert way.bandwidth_nbytes_per_s == 0.9e9
@@ -221,8 +223,19 @@ def test_names_of_machines_become_words(tmp_path):
     nameless = dataclasses.replace(odd, name="")
     assert (
         discover([Seen("tcp://a:1", 1, "a", Report(nameless, None))]).topology.hosts[0].name
-        == "host"
+        == "nameless"
     )
+
+
+def test_cards_may_be_called_as_other_parts_are(tmp_path):
+    found = machine("pcie-box", tmp_path)
+    (card,) = found.cards
+    names = ("gpu0", "numa0", "a b", "a*b", "", "net0")
+    cards = tuple(dataclasses.replace(card, name=name) for name in names)
+    odd = dataclasses.replace(found, cards=cards)
+    made = discover(workers(odd, "10.0.0.1"))
+    assert description.parse(made.as_text()).hosts == made.topology.hosts
+    assert len(set(made.topology.nodes)) == len(made.topology.nodes)
 
 
 def test_a_cluster_without_workers_has_no_hosts():
