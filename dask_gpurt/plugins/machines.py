@@ -100,25 +100,26 @@ class Machines:
             self._probing = asyncio.create_task(self._probe_if_wanted())
 
     async def _probe_if_wanted(self) -> None:
-        ends = self._ends()
-        if not probing.pairs(ends, self._tried):
-            return
-        why_not = probing.why_not(
-            self._settings.probe,
-            n_hosts=len({end.host for end in ends}),
-            is_used=self._learner is not None and not self.is_described,
-            is_busy=self._is_busy(),
-        )
-        if why_not is not None:
-            if not self._measured:
-                self._state, self._reason = "not run", why_not
-            return
-        try:
-            await self._probe(lambda: None if not self._is_busy() else "tasks began to run")
-        except Exception as error:
-            # Nobody waits for it, and nobody needs it.
-            self._state, self._reason = "failed", repr(error)
-            logger.error("the probe of links failed", exc_info=error)
+        # More workers may come while it goes on.
+        while probing.pairs(self._ends(), self._tried):
+            why_not = probing.why_not(
+                self._settings.probe,
+                n_hosts=len({end.host for end in self._ends()}),
+                is_used=self._learner is not None and not self.is_described,
+                is_busy=self._is_busy(),
+            )
+            if why_not is not None:
+                if not self._measured:
+                    self._state, self._reason = "not run", why_not
+                return
+            try:
+                await self._probe(lambda: "tasks began to run" if self._is_busy() else None)
+            except Exception as error:
+                # Nobody waits for it, and nobody needs it.
+                self._state, self._reason = "failed", repr(error)
+                logger.error("the probe of links failed", exc_info=error)
+            if self._state != "done":
+                return
 
     def _is_busy(self) -> bool:
         return any(ws.processing for ws in self._scheduler.workers.values())
@@ -130,7 +131,7 @@ class Machines:
     async def _probe(self, why_stop: Callable[[], str | None]) -> None:
         """Measure pairs that were not measured yet, one after the other."""
         self._state, self._reason = "running", ""
-        began = time()
+        began = time() - self._spent_s
         for source, target in probing.pairs(self._ends(), self._tried):
             reason = why_stop()
             if reason is None and time() - began > probing.MAX_S:
@@ -146,9 +147,9 @@ class Machines:
             else:
                 self._measured[source, target] = found
                 self._tell(source, target, found)
+            self._spent_s = time() - began
         else:
             self._state = "done"
-        self._spent_s += time() - began
 
     async def _measure(self, source: End, target: End) -> Any:
         async with asyncio.timeout(_PROBE_DEADLINE_S):
@@ -188,6 +189,7 @@ class Machines:
                 await asyncio.wait([self._probing])
             self._tried.clear()
             self._measured.clear()
+            self._spent_s = 0.0
             self._probing = asyncio.create_task(self._probe(lambda: None))
             await self._probing
         workers = self._scheduler.workers

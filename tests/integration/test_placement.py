@@ -279,7 +279,7 @@ async def test_device_data_stays_with_workers_that_have_a_device(c, s, host):
     nthreads=[("", 1, {"resources": {"A": 1}})],
     config={"gpurt.enabled": True, "gpurt.placement.policy": "data-aware"},
 )
-async def test_of_tasks_of_which_none_has_ended_half_are_stolen_at_once(c, s, a):
+async def test_tasks_of_which_none_has_ended_are_stolen_as_stock_does(c, s, a):
     """Steals that are being negotiated count in the same seconds as the queues do."""
     stealing, held = s.extensions["stealing"], Event()
     await stealing.stop()
@@ -288,6 +288,7 @@ async def test_of_tasks_of_which_none_has_ended_half_are_stolen_at_once(c, s, a)
     async with Worker(s.address, nthreads=1, resources={"A": 1}) as b:
         await async_poll_for(lambda: s.workers[b.address].status == Status.running, timeout=10)
         stealing.balance()
-        assert 7 <= len(stealing.in_flight) <= 13
+        # As many as without the runtime; with stock's half a second each, it would be one.
+        assert len(stealing.in_flight) == 5
         await held.set()
         await c.gather(tasks)

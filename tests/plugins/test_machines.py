@@ -177,6 +177,39 @@ def test_hosts_that_come_later_are_measured_with_the_others_and_those_not_again(
     run(go())
 
 
+def test_hosts_that_come_in_the_middle_of_a_probe_are_measured_too():
+    async def go():
+        cluster = Cluster(2)
+
+        def grow():
+            cluster.workers.update(Cluster(3).workers)
+            return ANSWER
+
+        cluster.answers["gpurt_probe"] = grow
+        found = machines(cluster)
+        found.inform(Learner())
+        await settled(found)
+        assert len(set(cluster.probed())) == len(cluster.probed()) == 6
+
+    run(go())
+
+
+def test_a_probe_ends_for_good_when_its_time_is_over(monkeypatch):
+    async def go():
+        cluster, seconds = Cluster(3), iter(range(1000))
+        monkeypatch.setattr("dask_gpurt.plugins.machines.time", lambda: 3 * next(seconds))
+        found = machines(cluster)
+        found.inform(Learner())
+        await settled(found)
+        assert found.summary()["probe"]["state"] == "stopped"
+        n_probed = len(cluster.probed())
+        assert 0 < n_probed < 6
+        await settled(found)
+        assert len(cluster.probed()) == n_probed
+
+    run(go())
+
+
 def test_a_probe_waits_for_no_task_and_stops_for_one():
     async def go():
         cluster = Cluster(3)
