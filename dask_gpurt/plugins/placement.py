@@ -24,8 +24,9 @@ from dask_gpurt.plugins.placement_roots import RootPlaces
 from dask_gpurt.plugins.placement_view import (
     MAX_HOLDERS,
     MAX_PLACES,
+    UNKNOWN_S,
     PlacementView,
-    queued_s,
+    unknown_s,
 )
 from dask_gpurt.plugins.worker_paths import WorkerPaths
 
@@ -194,7 +195,8 @@ class Placement:
         task = view.task(ts, view.joins(ts), (stock.address, victim.address))
         # Stock's figure also has the steals that are being negotiated, in stock's seconds: as long
         # as no task of the kind has ended, one of them would outweigh the victim's whole queue.
-        scale = queued_s(ts.prefix) / (task.duration_s or 1.0)
+        is_known = ts.prefix.duration_average >= 0
+        scale = 1.0 if is_known else unknown_s(ts.prefix) / max(task.duration_s, UNKNOWN_S)
 
         def cost_on(ws: WorkerState) -> Cost:
             negotiated_s = scale * (occupancy_s(ws) - ws.occupancy)

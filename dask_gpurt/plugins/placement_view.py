@@ -126,7 +126,8 @@ class PlacementView:
         prefixes = self._scheduler.task_prefixes
         total_s = 0.0
         for name, count in ws.task_prefix_count.items():
-            total_s += count * queued_s(prefixes[name])
+            duration_s = prefixes[name].duration_average
+            total_s += count * (duration_s if duration_s >= 0 else unknown_s(prefixes[name]))
         # What runs is half done, on average.
         n_tasks = len(ws.processing)
         return total_s * (1 - min(n_tasks, ws.nthreads) / (2 * n_tasks)) if n_tasks else 0.0
@@ -297,15 +298,13 @@ class PlacementView:
         return found
 
 
-def queued_s(prefix: TaskPrefix) -> float:
-    """What a task counts for in a queue; one of which none has ended, for as little as it takes.
+def unknown_s(prefix: TaskPrefix) -> float:
+    """Length of tasks of which none has ended: as little as a task takes.
 
-    For those stock takes half a second, which has data moved away from workers that are in fact
-    about to be done. Here no large result is moved for a wait that nobody has seen; small ones
-    may be.
+    Stock takes half a second, which has data moved away from workers that are in fact about to be
+    done. Here no large result is moved for a wait that nobody has seen; small ones may be.
     """
-    duration_s = prefix.duration_average
-    return duration_s if duration_s >= 0 else max(2 * prefix.max_exec_time, UNKNOWN_S)
+    return max(2 * prefix.max_exec_time, UNKNOWN_S)
 
 
 def _place_of(ts: TaskState) -> WorkerState | None:
