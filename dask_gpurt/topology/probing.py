@@ -21,14 +21,13 @@ MAX_S = 5.0
 #: Of one pair.
 MAX_PAIR_S = 0.5
 MAX_PAIR_NBYTES = 32 * 2**20
-#: Messages of a pair: one for the latency, then each four times the one before.
-SMALLEST_NBYTES = 64 * 2**10
-LARGEST_NBYTES = 16 * 2**20
+#: Messages of a pair: each four times the one before, and the last size twice.
+SMALLEST_NBYTES = 128 * 2**10
+LARGEST_NBYTES = 8 * 2**20
 _GROWTH = 4
+_REPEATS = 2
 #: Hosts up to which a cluster is probed without being asked to.
 AUTOMATIC_HOSTS = 16
-#: From so many seconds on, a message tells what a link carries, and not how busy a process is.
-_TELLING_S = 0.02
 
 
 class Transfer(NamedTuple):
@@ -107,24 +106,30 @@ def _within(hosts: Sequence[Sequence[End]]) -> Iterator[tuple[End, End]]:
 
 
 def next_nbytes(transfers: Sequence[Transfer]) -> int:
-    """Size of the next message; 0 if there had better be none."""
+    """Size of the next message; 0 if there had better be none.
+
+    A busy process may hold up a message that the link would have carried at once. So a size that
+    seems too slow for a larger one to follow is tried again first.
+    """
     if not transfers:
         return SMALLEST_NBYTES
-    last = transfers[-1]
-    nbytes = last.nbytes * _GROWTH
-    spent_nbytes = sum(one.nbytes for one in transfers)
-    spent_s = sum(one.seconds for one in transfers)
-    if nbytes > LARGEST_NBYTES or spent_nbytes + nbytes > MAX_PAIR_NBYTES:
-        return 0
-    if last.seconds >= _TELLING_S or spent_s + _GROWTH * last.seconds > MAX_PAIR_S:
-        return 0
-    return nbytes
+    nbytes = max(one.nbytes for one in transfers)
+    times = [one.seconds for one in transfers if one.nbytes == nbytes]
+    left_nbytes = MAX_PAIR_NBYTES - sum(one.nbytes for one in transfers)
+    left_s = MAX_PAIR_S - sum(one.seconds for one in transfers)
+    larger = nbytes * _GROWTH
+    if larger <= min(LARGEST_NBYTES, left_nbytes) and _GROWTH * min(times) <= left_s:
+        return larger
+    if len(times) < _REPEATS and nbytes <= left_nbytes and min(times) <= left_s:
+        return nbytes
+    return 0
 
 
 def conclude(answer: Any) -> Measured:
     """What a worker's answer to a probe says of the link: `latency_s`, and `transfers`.
 
-    The largest message counts: what each message takes, whatever its size, weighs least there.
+    The quickest one of the largest messages counts: what each message takes, whatever its size,
+    weighs least there, and what happens to hold up one of them says nothing of the link.
 
     Raises
     ------
@@ -134,9 +139,10 @@ def conclude(answer: Any) -> Measured:
     if not isinstance(answer, Mapping) or not isinstance(answer.get("transfers"), list | tuple):
         raise ProtocolError("not an answer to a probe")
     try:
-        nbytes, seconds = (float(value) for value in answer["transfers"][-1])
+        transfers = [(float(nbytes), float(seconds)) for nbytes, seconds in answer["transfers"]]
+        nbytes, seconds = max(transfers, key=lambda one: (one[0], -one[1]))
         latency_s = float(answer["latency_s"])
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not an answer to a probe: {error!r}") from None
     # A message cannot have come in no time, whatever was measured of the latency.
     taken_s = max(seconds - latency_s, seconds / 10)

@@ -61,7 +61,7 @@ async def test_machines_are_described_for_whoever_asks(c, s, a, b):
 async def test_a_worker_sends_and_measures_bounded_messages_only(c, s, a, b):
     report = MachineReport(a)
     found = await report.probe(b.address)
-    assert found["transfers"][0].nbytes == 64 * 2**10
+    assert found["transfers"][0].nbytes == 128 * 2**10
     assert found["latency_s"] > 0
     nobody = await report.probe("tcp://127.0.0.1:9")
     assert "cannot be reached" in nobody["problem"] or "nothing came" in nobody["problem"]

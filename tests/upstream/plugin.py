@@ -59,6 +59,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     os.environ["DASK_DISTRIBUTED__WORKER__PRELOAD"] = f"['{clone.__name__}']"
     # By itself placement leaves choices to stock where no machines are described, as here.
     os.environ["DASK_GPURT__PLACEMENT__POLICY"] = "data-aware"
+    # Tests of stealing reckon with the bandwidth that is assumed at first.
+    os.environ["DASK_GPURT__TOPOLOGY__PROBE"] = "off"
     # The first is what is there otherwise.
     os.environ["DASK_DISTRIBUTED__SCHEDULER__PRELOAD"] = (
         f"['dask_gpurt.preload', '{clone.__name__}']"
