@@ -37,7 +37,7 @@ UPSTREAM_TESTS := \
         shuffle merge merge_column_and_index rechunk graph metrics shuffle_plugins) \
     $(patsubst %,tests/test_%.py,\
         worker_memory worker worker_metrics active_memory_manager actor cancelled_state \
-        failed_workers reschedule steal worker_client worker_state_machine) \
+        failed_workers reschedule scheduler steal worker_client worker_state_machine) \
     http/worker/tests/test_worker_http.py
 
 test-upstream: $(UPSTREAM_VENV)/installed

@@ -123,6 +123,33 @@ def status(
 
 
 @gpurt.command(context_settings=_CONTEXT)
+@_scheduler
+@_scheduler_file
+@click.option("--probe", is_flag=True, help="Measure the links between hosts first.")
+@click.option(
+    "--check",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Say whether a description can be used, and what is in it, instead.",
+)
+def topology(
+    scheduler: str | None, scheduler_file: Path | None, probe: bool, check: Path | None
+) -> None:
+    """Write a description of the machines of a running cluster, as YAML, to standard output.
+
+    It is what workers find out about their hosts: GPUs, NUMA nodes, network cards, and the links
+    between them. Look at it, correct it, and name it in `gpurt.topology.file`.
+    """
+    from dask_gpurt.command.topology import TopologyError, check_file, write
+
+    try:
+        code = check_file(check) if check else write(scheduler, scheduler_file, probe=probe)
+    except TopologyError as error:
+        code = _fail("topology", error)
+    sys.exit(code)
+
+
+@gpurt.command(context_settings=_CONTEXT)
 @click.option("--gpu", required=True, metavar="NAME", help="Such as H200.")
 @click.option("--threads", required=True, type=click.IntRange(1), help="Threads of a block.")
 @click.option("--registers", required=True, type=click.IntRange(0), help="Registers of a thread.")

@@ -128,10 +128,13 @@ class TopologySettings:
         Where it was described; a name for messages.
     text
         What was in the file, where the flag was seen: others may not have it.
+    probe
+        Whether links are measured as workers come.
     """
 
     file: str | None
     text: str | None
+    probe: Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def read() -> Settings:
             enabled=_flag("placement.enabled"),
             policy=_choice("placement.policy"),
         ),
-        topology=TopologySettings(*_text("topology.file")),
+        topology=TopologySettings(*_text("topology.file"), probe=_switch("topology.probe")),
     )
 
 
@@ -286,6 +289,12 @@ def _choice(key: str) -> Any:
     if value not in section["enum"]:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be {' or '.join(section['enum'])}")
     return value
+
+
+def _switch(key: str) -> Any:
+    """A choice of words of which some are truth values where YAML reads them without quotes."""
+    value = _get(key)
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else _choice(key)
 
 
 def _text(key: str) -> tuple[str | None, str | None]:

@@ -43,7 +43,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"numpy"},
         {"logging", "os", "threading"},
     ),
-    # Pure: descriptions come as text, measurements as numbers.
+    # Pure: descriptions come as text, measurements as numbers, `/sys` as a folder to read in.
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
     # Public parts of Dask, of whose graphs workloads are made; never distributed.
@@ -70,13 +70,13 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "transport",
         },
         # Tornado: the loop of a simulation has to be one that distributed's callbacks know.
-        DASK | {"numpy", "packaging", "tornado"},
+        DASK | {"numpy", "packaging", "psutil", "pynvml", "tornado"},
         IMPURE,
     ),
     "preload": ({"errors", "plugins"}, {"dask"}, {"logging"}),
     "cli": ({"", "command", "demo", "errors"}, {"click"}, IMPURE),
     "command": (
-        {"", "config", "demo", "devices", "errors", "metrics", "placement", "plugins"},
+        {"", "config", "demo", "devices", "errors", "metrics", "placement", "plugins", "topology"},
         DASK | {"click", "cloudpickle", "rich", "yaml"},
         IMPURE,
     ),
@@ -94,6 +94,7 @@ ONLY_IN = {
     "pandas._libs": {"frames/gather.py"},
     "ctypes": {"devices/malloc.py", "devices/pages.py"},
     "nvtx": {"devices/ranges.py"},
+    "pynvml": {"plugins/machine_report.py"},
     "ucxx": {"transport/ucx_thread.py"},
 }
 

@@ -47,7 +47,7 @@ DEFAULTS = Settings(
     ),
     devices=DeviceSettings(shape_launches=False),
     placement=PlacementSettings(enabled=True, policy="auto"),
-    topology=TopologySettings(file=None, text=None),
+    topology=TopologySettings(file=None, text=None, probe="auto"),
 )
 
 
@@ -150,6 +150,7 @@ def test_every_setting_is_read():
         "placement.enabled": False,
         "placement.policy": "stock",
         "topology.file": str(config.DEFAULTS_PATH),
+        "topology.probe": "off",
     }
     assert set(changed) == set(_leaves(config.defaults()))
     for key, value in changed.items():
@@ -360,9 +361,25 @@ def test_what_is_in_a_file_is_read_with_its_name(tmp_path):
     path = tmp_path / "machines.yaml"
     path.write_text("hosts: []  # für später", encoding="utf-8")
     with dask.config.set({"gpurt.topology.file": str(path)}):
-        assert config.read().topology == TopologySettings(str(path), "hosts: []  # für später")
+        assert config.read().topology == TopologySettings(
+            str(path), "hosts: []  # für später", "auto"
+        )
     with dask.config.set({"gpurt.topology.file": ""}):
-        assert config.read().topology == TopologySettings(None, None)
+        assert config.read().topology == TopologySettings(None, None, "auto")
+
+
+@pytest.mark.parametrize(
+    ("value", "means"), [("on", "on"), ("auto", "auto"), (True, "on"), (False, "off")]
+)
+def test_words_that_yaml_reads_as_truth_values(value, means):
+    with dask.config.set({"gpurt.topology.probe": value}):
+        assert config.read().topology.probe == means
+
+
+def test_a_word_that_is_no_choice():
+    with dask.config.set({"gpurt.topology.probe": "always"}):
+        with pytest.raises(ConfigError, match=r"gpurt\.topology\.probe is 'always'.*auto or on"):
+            config.read()
 
 
 @pytest.mark.parametrize("value", ["no/such/file", 3, True, ["a"], "a\0b"])
@@ -436,7 +453,7 @@ def test_settings_survive_the_way_to_a_cluster():
         strict=True,
         shuffle=ShuffleSettings("comm", "zstd", 5e9, 7, 11, False),
         placement=PlacementSettings(False, "stock"),
-        topology=TopologySettings("machines.yaml", "hosts: []"),
+        topology=TopologySettings("machines.yaml", "hosts: []", "off"),
         memory=MemorySettings(True, "largest", None, None, "lz4", None, False),
         devices=DeviceSettings(shape_launches=True),
     )
@@ -462,6 +479,7 @@ def test_settings_survive_the_way_to_a_cluster():
         "placement.policy": "stock",
         "topology.file": "machines.yaml",
         "topology.text": "hosts: []",
+        "topology.probe": "off",
     }
     assert Settings.from_plain(plain) == settings
     assert Settings.from_plain(pickle.loads(pickle.dumps(plain))) == settings

@@ -89,6 +89,7 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
         elif found["active"]:
             text = f"{worker} has not said that it is ready"
             findings.append(Finding("note", "worker", text, advice("no word from worker")))
+    findings += _topology(found)
     findings += _links(found)
     for one in found["fallbacks"]:
         text = f"{one['what']} ran on stock Dask {times(one['count'])}: {one['why']}"
@@ -128,6 +129,31 @@ def _memory(worker: str, report: Mapping[str, Any]) -> Finding:
         through = f"{text}, through the page cache, which takes memory"
         return Finding("note", "memory", through, remedy)
     return Finding("ok", "memory", f"{text}, past the page cache")
+
+
+def _topology(found: Mapping[str, Any]) -> list[Finding]:
+    """Whether placement knows the machines, and whether the probe of links worked."""
+    topology = found.get("topology")
+    if topology is None:
+        return []
+    if topology["file"] is not None:
+        findings = [Finding("ok", "topology", f"machines are described in {topology['file']}")]
+    elif topology["hosts"] > 1:
+        text = f"{topology['hosts']} hosts that are not described: stock Dask places tasks"
+        remedy = (
+            "write a description with `dask gpurt topology`, and name it in gpurt.topology.file"
+        )
+        findings = [Finding("note", "topology", text, remedy)]
+    else:
+        findings = [Finding("ok", "topology", "one host")]
+    probe = topology["probe"]
+    if probe["state"] in ("failed", "stopped"):
+        text = f"the probe of links {probe['state']}: {probe['reason']}"
+        remedy = "measure again, while no task runs, with `dask gpurt topology --probe`"
+        findings.append(Finding("note", "topology", text, remedy))
+    for about, problem in probe["problems"].items():
+        findings.append(Finding("note", "topology", f"{about}: {problem}"))
+    return findings
 
 
 #: What each way between two workers is, for `doctor`.

@@ -83,6 +83,7 @@ def as_text(found: dict[str, Any]) -> str:
     if "version" in found:
         rows += [("version", found["version"]), ("host", found["host"])]
         rows += [("strict", "yes" if found["strict"] else "no")]
+    rows += _topology(found.get("topology"))
     runs = found["runs"]
     rows += [("shuffles", f"{runs['gpurt']} with dask_gpurt, {runs['stock']} with stock Dask")]
     lines = _aligned(rows)
@@ -106,6 +107,23 @@ def as_text(found: dict[str, Any]) -> str:
         for one in found["fallbacks"]:
             lines.append(f"  {one['what']} ({times(one['count'])}): {one['why']}")
     return "\n".join(lines)
+
+
+def _topology(topology: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Whether machines are described, and what a probe found."""
+    if topology is None:
+        return []
+    probe = topology["probe"]
+    known = topology["file"] or "not described, links are learnt"
+    rows = [("machines", f"{topology['hosts']} hosts, {known}")]
+    text = probe["state"] + (f": {probe['reason']}" if probe["reason"] else "")
+    if probe["pairs"]:
+        slowest, fastest = (
+            format_bytes(int(probe[f"{which}_nbytes_per_s"])) for which in ("slowest", "fastest")
+        )
+        text += f"; {probe['pairs']} pairs in {probe['seconds']:.1f} s, {slowest}/s to {fastest}/s"
+    rows.append(("probe of links", text))
+    return rows + [(f"  {about}", problem) for about, problem in probe["problems"].items()]
 
 
 #: Heading and content of each column of the table of shuffles.

@@ -125,6 +125,7 @@ async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
             "runs": {"gpurt": 0, "stock": 0},
             "fallbacks": [],
             "placement": None,
+            "topology": None,
             "workers": {},
             "not_ready": {},
         }
@@ -140,6 +141,31 @@ async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
 
 def status(client: Client) -> Any:
     return client.sync(_status, client)
+
+
+async def machines(client: Client, probe: bool) -> dict[str, Any]:
+    """The machines of a cluster as its workers report them: a description that can be edited.
+
+    Parameters
+    ----------
+    probe
+        Whether to measure the links between them first.
+
+    Returns
+    -------
+    dict
+        `text`, number of `workers` in it, `problems` with single ones.
+
+    Raises
+    ------
+    ActivationError
+        The runtime is not on there; workers are asked by it.
+    """
+    status = await _status(client, ask_workers=False)
+    if not status["active"]:
+        raise ActivationError(f"dask_gpurt is off on that cluster: {status['reason']}")
+    found: dict[str, Any] = await _scheduler(client).gpurt_topology(probe=probe)
+    return found
 
 
 async def _explain(client: Client, key: Any) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from dask_gpurt.plugins.placement_roots import RootPlaces
 from dask_gpurt.plugins.placement_view import (
     MAX_HOLDERS,
     MAX_PLACES,
+    UNKNOWN_S,
     PlacementView,
+    unknown_s,
 )
 from dask_gpurt.plugins.worker_paths import WorkerPaths
 
@@ -191,10 +193,14 @@ class Placement:
         if self._is_stock or victim is None or ts.actor:
             return stock
         task = view.task(ts, view.joins(ts), (stock.address, victim.address))
+        # Stock's figure also has the steals that are being negotiated, in stock's seconds: as long
+        # as no task of the kind has ended, one of them would outweigh the victim's whole queue.
+        is_known = ts.prefix.duration_average >= 0
+        scale = 1.0 if is_known else unknown_s(ts.prefix) / max(task.duration_s, UNKNOWN_S)
 
         def cost_on(ws: WorkerState) -> Cost:
-            # Stock's figure also has the steals that are being negotiated.
-            busy_s = max(0.0, view.busy_s(ws) + occupancy_s(ws) - ws.occupancy)
+            negotiated_s = scale * (occupancy_s(ws) - ws.occupancy)
+            busy_s = max(0.0, view.busy_s(ws) + negotiated_s)
             seen = view.worker(ws.address)._replace(occupancy_s=busy_s)
             return cost(task, seen, self._paths)
 

@@ -127,7 +127,7 @@ class PlacementView:
         total_s = 0.0
         for name, count in ws.task_prefix_count.items():
             duration_s = prefixes[name].duration_average
-            total_s += count * (duration_s if duration_s >= 0 else _unknown_s(prefixes[name]))
+            total_s += count * (duration_s if duration_s >= 0 else unknown_s(prefixes[name]))
         # What runs is half done, on average.
         n_tasks = len(ws.processing)
         return total_s * (1 - min(n_tasks, ws.nthreads) / (2 * n_tasks)) if n_tasks else 0.0
@@ -298,7 +298,7 @@ class PlacementView:
         return found
 
 
-def _unknown_s(prefix: TaskPrefix) -> float:
+def unknown_s(prefix: TaskPrefix) -> float:
     """Length of tasks of which none has ended: as little as a task takes.
 
     Stock takes half a second, which has data moved away from workers that are in fact about to be

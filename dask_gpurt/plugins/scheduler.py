@@ -23,9 +23,9 @@ from dask_gpurt.errors import StrictFallbackError
 from dask_gpurt.plugins import memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
+from dask_gpurt.plugins.machines import Machines
 from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.worker import NAME, bootstrap
-from dask_gpurt.topology.description import parse
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -67,6 +67,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._sketches: OrderedDict[str, list[int]] = OrderedDict()
         self._all_reported = asyncio.Condition()
         self.placement: Placement | None = None
+        self.machines = Machines(scheduler, self.ready, self.settings.topology)
         scheduler.handlers["gpurt_status"] = self.status
         if self.inactive_reason is not None:
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
@@ -78,6 +79,7 @@ class GpurtScheduler(SchedulerPlugin):
             "gpurt_explain": self.explain,
             "gpurt_next_uses": self.next_uses,
             "gpurt_sketch": self.sketch,
+            "gpurt_topology": self.topology,
             "gpurt_worker_ready": self.worker_ready,
         }
         scheduler.handlers.update(self._handlers)
@@ -103,37 +105,42 @@ class GpurtScheduler(SchedulerPlugin):
         """Handler: another client with the flag came; its settings hold for runs to come.
 
         Returns why not, if they cannot.
+
+        Raises
+        ------
+        ConfigError
+            The description of the machines is wrong; nothing has changed.
         """
         if version != self.version:
             return f"the cluster runs dask-gpurt {self.version}, this client has {version}"
-        before, self.settings = self.settings, Settings.from_plain(settings)
-        new = self.settings
+        before, new = self.settings, Settings.from_plain(settings)
+        self.machines.configure(new.topology)
+        self.settings = new
         if (new.placement, new.topology) != (before.placement, before.topology):
             self._place()
         return None
 
     def _place(self) -> None:
-        """Choose workers as the settings say, or leave that to stock.
-
-        Raises
-        ------
-        ConfigError
-            The description of the machines is wrong.
-        """
-        settings, topology = self.settings, None
-        if settings.topology.text is not None:
-            topology = parse(settings.topology.text, settings.topology.file or "topology")
+        """Choose workers as the settings say, or leave that to stock."""
         self._leave_placing()
-        if settings.placement.enabled:
-            policy = settings.placement.policy
+        if self.settings.placement.enabled:
+            policy = self.settings.placement.policy
             if policy == "auto":
-                policy = "stock" if topology is None else "data-aware"
-            self.placement = Placement(self.scheduler, policy, topology)
+                policy = "data-aware" if self.machines.is_described else "stock"
+            self.placement = Placement(self.scheduler, policy, self.machines.topology)
+            if policy == "data-aware":
+                self.machines.inform(self.placement)
+        self.machines.workers_changed()
 
     def _leave_placing(self) -> None:
+        self.machines.inform(None)
         if self.placement is not None:
             self.placement.remove()
             self.placement = None
+
+    async def topology(self, probe: bool = False) -> dict[str, Any]:
+        """Handler: the machines that workers report, and on demand what is between them."""
+        return await self.machines.found(probe)
 
     async def explain(self, key: Any) -> dict[str, Any]:
         """Handler: why a task ran where it did, and where its output is on those who have it."""
@@ -163,11 +170,15 @@ class GpurtScheduler(SchedulerPlugin):
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
         self._leave_placing()
+        await self.machines.close()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off.
         for name in self._handlers:
             self.scheduler.handlers.pop(name, None)
         await self.scheduler.unregister_worker_plugin(None, name=NAME)
         self.scheduler.remove_plugin(NAME)
+
+    async def close(self) -> None:
+        await self.machines.close()
 
     # ------------------------------------------------------------------ workers
 
@@ -179,6 +190,8 @@ class GpurtScheduler(SchedulerPlugin):
         else:
             self.not_ready[worker] = problem
             logger.error("%s", problem)
+        if not self._silent():
+            self.machines.workers_changed()
         async with self._all_reported:
             self._all_reported.notify_all()
 
@@ -189,6 +202,7 @@ class GpurtScheduler(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         if self.placement is not None:
             self.placement.remove_worker(worker)
+        self.machines.remove_worker(worker)
         self.ready.discard(worker)
         self.not_ready.pop(worker, None)
 
@@ -290,6 +304,7 @@ class GpurtScheduler(SchedulerPlugin):
                 for (what, why), count in self.fallbacks.items()
             ],
             "placement": None if self.placement is None else self.placement.summary(),
+            "topology": self.machines.summary(),
             "workers": workers,
             "not_ready": dict(self.not_ready),
         }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +28,7 @@ from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
 from dask_gpurt.plugins import device_sizes
 from dask_gpurt.plugins.links import OUTGOING, Links
+from dask_gpurt.plugins.machine_report import MachineReport
 from dask_gpurt.plugins.memory import ManagedMemory, obstacle
 from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
 from dask_gpurt.shuffle.shards import Budget, ShardStore
@@ -221,14 +221,15 @@ class WorkerState:
         }
 
 
-_STATES: weakref.WeakKeyDictionary[Any, WorkerState] = weakref.WeakKeyDictionary()
-
-
 def state_of(worker: Worker) -> WorkerState:
-    """State of a worker, made on first use."""
-    state = _STATES.get(worker)
+    """State of a worker, made on first use.
+
+    It is kept with the worker: as it refers to it, a table of ours would keep both for ever, weakly
+    keyed or not.
+    """
+    state: WorkerState | None = worker.extensions.get(NAME)
     if state is None:
-        state = _STATES[worker] = WorkerState(worker)
+        state = worker.extensions[NAME] = WorkerState(worker)
     return state
 
 
@@ -287,6 +288,7 @@ class Attachment:
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_report": gpurt_report,
             "gpurt_explain": gpurt_explain,
+            **MachineReport(worker).handlers,
         }
         worker.handlers.update(self._handlers)
 

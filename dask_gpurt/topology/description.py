@@ -54,6 +54,10 @@ _SIZES = {f"{p}B": n for p, n in (_PREFIXES | _BINARY).items()}
 _RATES = {f"{unit}/s": n for unit, n in _SIZES.items()}
 _RATES |= {f"{p}{bit}/s": n / 8 for p, n in _PREFIXES.items() for bit in ("b", "bit")}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+#: What `dump` writes, the first that fits.
+_BINARY_SIZES = {unit: _SIZES[unit] for unit in ("TiB", "GiB", "MiB", "KiB")}
+_SHORT_RATES = {unit: _RATES[unit] for unit in ("GB/s", "MB/s")}
+_SHORT_TIMES = {unit: _TIMES[unit] for unit in ("ms", "us", "ns")}
 
 
 def parse(text: str, source: str = "topology") -> Topology:
@@ -91,14 +95,12 @@ def dump(topology: Topology) -> str:
         (inner[home] if home is not None else outer).append(link)
     for host in topology.hosts:
         hosts.append(
-            {
-                "name": host.name,
-                "addresses": list(host.addresses),
-                "numa": [
-                    _filled(name=one.name, memory=_size(one.memory_nbytes)) for one in host.numa
-                ],
-                "devices": [
-                    _filled(
+            _filled(
+                name=host.name,
+                addresses=list(host.addresses),
+                numa=[_line(name=one.name, memory=_size(one.memory_nbytes)) for one in host.numa],
+                devices=[
+                    _line(
                         name=one.name,
                         kind=one.kind,
                         numa=one.numa,
@@ -107,35 +109,68 @@ def dump(topology: Topology) -> str:
                     )
                     for one in host.devices
                 ],
-                "nics": [_filled(name=one.name, numa=one.numa) for one in host.nics],
-                "switches": list(host.switches),
-                "links": [_plain_link(link, host.name + "/") for link in inner[host.name]],
-            }
+                nics=[_line(name=one.name, numa=one.numa) for one in host.nics],
+                switches=list(host.switches),
+                links=[_plain_link(link, host.name + "/") for link in inner[host.name]],
+            )
         )
-    plain = {
-        "hosts": hosts,
-        "switches": list(topology.switches),
-        "links": [_plain_link(link, "") for link in outer],
-    }
-    return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None))
+    plain = _filled(
+        hosts=hosts,
+        switches=list(topology.switches),
+        links=[_plain_link(link, "") for link in outer],
+    )
+    plain.setdefault("hosts", [])
+    text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
+    return str(text)
+
+
+class _Line(dict[str, Any]):
+    """A mapping that is written on one line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe, and one line for a part or a link."""
+
+    def one_line(self, data: _Line) -> yaml.Node:
+        return self.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
+
+
+_Dumper.add_representer(_Line, _Dumper.one_line)
 
 
 def _filled(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value}
 
 
+def _line(**values: Any) -> _Line:
+    return _Line(_filled(**values))
+
+
 def _size(nbytes: int) -> str | None:
-    return f"{nbytes} B" if nbytes else None
+    return _short(nbytes, _BINARY_SIZES, "B") if nbytes else None
 
 
-def _plain_link(link: Link, prefix: str) -> dict[str, Any]:
-    return {
-        "name": link.name,
-        "between": [end.removeprefix(prefix) for end in link.ends],
-        "kind": link.kind,
-        "bandwidth": f"{link.bandwidth_nbytes_per_s!r} B/s",
-        "latency": f"{link.latency_s!r} s",
-    }
+def _plain_link(link: Link, prefix: str) -> _Line:
+    return _line(
+        name="" if link.name == _default_name(*link.ends) else link.name,
+        between=[end.removeprefix(prefix) for end in link.ends],
+        kind=link.kind,
+        bandwidth=_short(link.bandwidth_nbytes_per_s, _SHORT_RATES, "B/s"),
+        latency=_short(link.latency_s, _SHORT_TIMES, "s"),
+    )
+
+
+def _default_name(one: str, other: str) -> str:
+    return f"{one} - {other}"
+
+
+def _short(amount: float, units: Mapping[str, float], plain: str) -> str:
+    """An amount for people, in the first unit that says it exactly, or else in the plain one."""
+    for unit, size in units.items():
+        text = f"{amount / size:.6g}"
+        if amount >= size / 2 and "e" not in text and float(text) * size == amount:
+            return f"{text} {unit}"
+    return f"{amount!r} {plain}"
 
 
 class _Section(dict[str, Any]):
@@ -250,7 +285,7 @@ class _Reader:
             if "name" in one and len(pairs) > 1:
                 self._fail(one, "name", f"{at}.name would name {len(pairs)} links")
             for a, b in pairs:
-                name = str(one.get("name", f"{a} - {b}"))
+                name = str(one.get("name", _default_name(a, b)))
                 kind = str(one.get("kind", "link"))
                 found.append(Link(name, (a, b), kind, bandwidth, latency))
         return found

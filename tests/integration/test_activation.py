@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import dask
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Worker
+from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
 from dask_gpurt.errors import ActivationError, StrictFallbackError
@@ -25,7 +28,8 @@ from tests.integration.processes import (
 
 PROGRAM = """
 import dask, pandas as pd, dask.dataframe as dd
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Worker
+from distributed.utils_test import async_poll_for, gen_cluster
 
 def main():
     {before}
@@ -260,7 +264,9 @@ class TestCostWhenOff:
     def test_nothing_of_ours_is_imported(self):
         source = """
 import sys
-from distributed import Client, LocalCluster
+import weakref
+from distributed import Client, LocalCluster, Worker
+from distributed.utils_test import async_poll_for, gen_cluster
 with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as c, Client(c):
     print(sorted(m for m in sys.modules if m.startswith("dask_gpurt")))
 """
@@ -362,3 +368,18 @@ def test_a_client_that_connects_does_not_ask_every_worker():
                 assert not asked
                 dask_gpurt.enable(second)
                 assert not asked
+
+
+@gen_cluster(nthreads=[], config={"gpurt.enabled": True})
+async def test_nothing_keeps_a_worker_that_is_closed(s):
+    """A process may start many, one after the other; each has memory and an open file."""
+    async with Worker(s.address) as worker:
+        await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=10)
+        kept = weakref.ref(worker)
+    del worker
+
+    def is_gone():
+        gc.collect()
+        return kept() is None
+
+    await async_poll_for(is_gone, timeout=10)

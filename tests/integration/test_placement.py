@@ -272,3 +272,23 @@ async def test_device_data_stays_with_workers_that_have_a_device(c, s, host):
         assert s.tasks["y"].processing_on.address == gpu.address
         await gate.set()
         await wait([y, *blocked])
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("", 1, {"resources": {"A": 1}})],
+    config={"gpurt.enabled": True, "gpurt.placement.policy": "data-aware"},
+)
+async def test_tasks_of_which_none_has_ended_are_stolen_as_stock_does(c, s, a):
+    """Steals that are being negotiated count in the same seconds as the queues do."""
+    stealing, held = s.extensions["stealing"], Event()
+    await stealing.stop()
+    tasks = c.map(lambda _, held: held.wait(), range(20), held=held, resources={"A": 1})
+    await async_poll_for(lambda: len(s.workers[a.address].processing) == 20, timeout=10)
+    async with Worker(s.address, nthreads=1, resources={"A": 1}) as b:
+        await async_poll_for(lambda: s.workers[b.address].status == Status.running, timeout=10)
+        stealing.balance()
+        # As many as without the runtime; with stock's half a second each, it would be one.
+        assert len(stealing.in_flight) == 5
+        await held.set()
+        await c.gather(tasks)

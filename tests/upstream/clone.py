@@ -46,6 +46,8 @@ def _sources(installed: pathlib.Path) -> list[pathlib.Path]:
         *(installed / "shuffle").glob("*.py"),
         *installed.glob("*worker*.py"),
         installed / "active_memory_manager.py",
+        installed / "scheduler.py",
+        installed / "stealing.py",
         installed / "spill.py",
         installed / "utils_test.py",
     ]

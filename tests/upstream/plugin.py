@@ -1,4 +1,4 @@
-"""Runs distributed's own tests of shuffles and of memory with the runtime on: a pytest plugin.
+"""Runs distributed's own tests of what the runtime takes over, with it on: a pytest plugin.
 
 Neither wheels nor source archives of distributed have its tests in them, so they come from a clone
 of it, and everything else from the installation (`tests.upstream.clone`). `make test-upstream` says
@@ -6,8 +6,8 @@ how it is called.
 
 `differences.toml` lists the tests that must fail, with a reason each, and those that are left out.
 A listed test that passes fails the run, as does one that is not listed and fails. So does any
-shuffle of a pandas DataFrame that ends up on stock's data plane, and any worker that the runtime
-could not be attached to.
+shuffle of a pandas DataFrame that ends up on stock's data plane, any worker that the runtime could
+not be attached to, and any decision about a task in which placement failed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from distributed.shuffle._core import ShuffleSpec
 
 from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
 from dask_gpurt.plugins.memory_seams import StoreSwap
+from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.scheduler import GpurtScheduler
 from tests.upstream import clone
 from tests.upstream.transplant import onto_ours
@@ -38,11 +39,13 @@ TIMEOUT_S = 120
 _specs: list[ShuffleSpec[Any]] = []
 #: Workers of this process that got managed memory since the test began.
 _stores: list[StoreSwap] = []
-#: Why workers could not have the runtime.
-_problems: list[str] = []
+#: Why workers could not have the runtime, and errors of placement.
+_problems: list[object] = []
+#: Workers that placement chose since the test began.
+_choices: list[object] = []
 #: What ran on the runtime, over all tests and processes.
-_SHUFFLES, _STORES = "shuffles", "workers with managed memory"
-_totals = {_SHUFFLES: 0, _STORES: 0}
+_SHUFFLES, _STORES, _CHOICES = "shuffles", "workers with managed memory", "placed tasks"
+_totals = {_SHUFFLES: 0, _STORES: 0, _CHOICES: 0}
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
@@ -54,6 +57,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     # environment for processes that tests start.
     os.environ["DASK_GPURT__ENABLED"] = "true"
     os.environ["DASK_DISTRIBUTED__WORKER__PRELOAD"] = f"['{clone.__name__}']"
+    # By itself placement leaves choices to stock where no machines are described, as here.
+    os.environ["DASK_GPURT__PLACEMENT__POLICY"] = "data-aware"
+    # Tests of stealing reckon with the bandwidth that is assumed at first.
+    os.environ["DASK_GPURT__TOPOLOGY__PROBE"] = "off"
     # The first is what is there otherwise.
     os.environ["DASK_DISTRIBUTED__SCHEDULER__PRELOAD"] = (
         f"['dask_gpurt.preload', '{clone.__name__}']"
@@ -62,6 +69,14 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     dask.config.refresh()
     clone.append_paths()
     _give_more_time()
+    _find_certificates(early_config.rootpath)
+
+
+def _find_certificates(root: pathlib.Path) -> None:
+    """They are beside the tests, and looked for beside `utils_test`."""
+    from distributed import utils_test
+
+    utils_test.get_cert = lambda name: str(root / "distributed" / "tests" / name)
 
 
 def _give_more_time() -> None:
@@ -97,6 +112,19 @@ def pytest_configure(config: pytest.Config) -> None:
             _problems.append(problem)
         await ready(self, worker, problem)
 
+    place, failed = Placement.place, Placement.failed
+
+    def place_and_count(self: Placement, *args: Any) -> Any:
+        found = place(self, *args)
+        _choices.append(found)
+        return found
+
+    def failed_and_told(self: Placement, error: Exception) -> None:
+        _problems.append(error)
+        failed(self, error)
+
+    Placement.place = place_and_count  # type: ignore[method-assign]
+    Placement.failed = failed_and_told  # type: ignore[method-assign]
     StoreSwap.__init__ = swap_and_count  # type: ignore[method-assign]
     GpurtScheduler.worker_ready = ready_or_not  # type: ignore[method-assign]
     ShuffleSpec.create_new_run = create_new_run  # type: ignore[method-assign]
@@ -151,13 +179,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    for seen in (_specs, _stores, _problems):
+    for seen in (_specs, _stores, _problems, _choices):
         seen.clear()
     try:
         result = yield
     finally:
         ours = sum(isinstance(spec, FrameSpec) for spec in _specs)
-        item.user_properties += [(_SHUFFLES, ours), (_STORES, len(_stores))]
+        item.user_properties += [
+            (_SHUFFLES, ours),
+            (_STORES, len(_stores)),
+            (_CHOICES, len(_choices)),
+        ]
     assert not _problems
     for spec in _specs:
         if isinstance(spec, _shuffle.DataFrameShuffleSpec) and not isinstance(spec, FrameSpec):

@@ -1,0 +1,96 @@
+"""``dask gpurt topology``: the machines of a cluster as a file, and whether such a file is right.
+
+Workers do the looking, the scheduler puts it together; here it is printed, for a person to edit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.command.connect import ANSWER_TIMEOUT_S, ConnectError, address_of, connected
+from dask_gpurt.errors import GpurtError
+from dask_gpurt.topology.description import parse
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_HEAD = """\
+# Machines of the cluster at {address}, as {workers} of its workers report them.
+# Edit what is wrong; leave out links that are not to be relied on. To use it, set where the program
+# runs: DASK_GPURT__TOPOLOGY__FILE=FILE
+"""
+
+
+class TopologyError(GpurtError, ValueError):
+    """There is no description to be had, or the one that was given is wrong."""
+
+
+def write(scheduler: str | None, scheduler_file: Path | None, *, probe: bool) -> int:
+    """Print the description of a cluster's machines.
+
+    Returns
+    -------
+    int
+        0, or 1 if some workers could not be asked or measured; stderr says which.
+
+    Raises
+    ------
+    TopologyError
+        There is no such scheduler, or the runtime is not on there.
+    """
+    try:
+        address = address_of(scheduler, scheduler_file)
+        if address is None:
+            raise TopologyError("which cluster? give --scheduler or --scheduler-file")
+        with connected(address) as client:
+            found = _ask(client, probe)
+    except ConnectError as error:
+        raise TopologyError(str(error)) from error
+    print(_HEAD.format(address=address, workers=found["workers"]) + found["text"], end="")
+    for about, problem in found["problems"].items():
+        print(f"dask gpurt topology: {about}: {problem}", file=sys.stderr)
+    return 1 if found["problems"] else 0
+
+
+def _ask(client: Client, probe: bool) -> dict[str, Any]:
+    from dask_gpurt.plugins import activation
+
+    try:
+        found: dict[str, Any] = client.sync(  # type: ignore[no-untyped-call]
+            activation.machines, client, probe, callback_timeout=ANSWER_TIMEOUT_S
+        )
+    except GpurtError as error:
+        raise TopologyError(
+            f"{error}; set DASK_GPURT__ENABLED=true where the program runs that connects to it"
+        ) from error
+    except (OSError, TimeoutError) as error:
+        raise TopologyError(f"the cluster does not answer: {error!r}") from error
+    return found
+
+
+def check_file(path: Path) -> int:
+    """Say what is in a description.
+
+    Raises
+    ------
+    TopologyError
+        It cannot be used. Says why, and where.
+    """
+    try:
+        found = parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError) as error:
+        raise TopologyError(str(error)) from error
+    inner = Counter(end.partition("/")[0] for link in found.links for end in link.ends[:1])
+    for host in found.hosts:
+        print(
+            f"{host.name}: {len(host.numa)} NUMA nodes, {len(host.devices)} devices,"
+            f" {len(host.nics)} network cards, {inner[host.name]} links"
+        )
+    first, *others = (host.node(host.numa[0].name) for host in found.hosts)
+    for other in others:
+        if found.path(first, other) is None:
+            print(f"no way from {first} to {other}: what links carry there is learnt")
+    return 0

@@ -1,0 +1,250 @@
+"""The machines of a cluster, on its scheduler: as described, as workers report them, as measured.
+
+Workers are asked for their machines when somebody wants to know, and probed where what is measured
+is used. Of what they answer, nothing is believed unchecked. What is decided by all this is
+`placement`'s business; `is_described` is the one place that says whether it may rely on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from distributed.metrics import time
+
+from dask_gpurt.config import TopologySettings
+from dask_gpurt.errors import ProtocolError
+from dask_gpurt.topology import probing
+from dask_gpurt.topology.description import parse
+from dask_gpurt.topology.discovery import Measured, Seen, discover
+from dask_gpurt.topology.learned import End
+from dask_gpurt.topology.machine import Report
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+    from dask_gpurt.plugins.placement import Placement
+
+logger = logging.getLogger("dask_gpurt")
+
+#: For the answer of a worker that measures; it gives up sooner by itself.
+_PROBE_DEADLINE_S = 4 * probing.MAX_PAIR_S
+#: For how many ordinary transfers a measurement counts.
+_WEIGHT = 4
+#: What is said of workers that failed, at the most.
+_MAX_PROBLEMS = 16
+
+
+class Machines:
+    """One a scheduler.
+
+    Parameters
+    ----------
+    ready
+        Workers that can be asked; somebody else keeps it up to date.
+    settings
+        Of `gpurt.topology`.
+
+    Raises
+    ------
+    ConfigError
+        The description of the machines is wrong.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, ready: Collection[str], settings: TopologySettings
+    ) -> None:
+        self._scheduler = scheduler
+        self._ready = ready
+        self._reports: dict[str, Report] = {}
+        self._problems: dict[str, str] = {}
+        self._measured: dict[tuple[End, End], Measured] = {}
+        self._tried: set[tuple[str, str]] = set()
+        self._state, self._reason = "not run", ""
+        self._spent_s = 0.0
+        self._probing: asyncio.Task[None] | None = None
+        self._learner: Placement | None = None
+        self.configure(settings)
+
+    def configure(self, settings: TopologySettings) -> None:
+        """Other settings hold from now on. Raises as making one does."""
+        topology = None
+        if settings.text is not None:
+            topology = parse(settings.text, settings.file or "topology")
+        self._settings, self.topology = settings, topology
+
+    @property
+    def is_described(self) -> bool:
+        """Whether placement may rely on what is known of the links, as a matter of course.
+
+        Only what somebody wrote down, or looked at, counts. What workers report is what their links
+        can carry, of which Dask's connections get a part, and the less where the bytes of a GPU go
+        through the host's memory; tasks would be moved for gains that are not there. A probe does
+        measure those connections, but a few pairs of them, and for a moment.
+        """
+        return self.topology is not None
+
+    # ------------------------------------------------------------------ probing
+
+    def inform(self, placement: Placement | None) -> None:
+        """Who goes by what is measured from now on, and was before; None if nobody does."""
+        self._learner = placement
+        for pair, found in self._measured.items():
+            self._tell(*pair, found)
+
+    def workers_changed(self) -> None:
+        """All workers there are have said what they are: probe them, if that is wanted."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe_if_wanted())
+
+    async def _probe_if_wanted(self) -> None:
+        # More workers may come while it goes on.
+        while probing.pairs(self._ends(), self._tried):
+            why_not = probing.why_not(
+                self._settings.probe,
+                n_hosts=len({end.host for end in self._ends()}),
+                is_used=self._learner is not None and not self.is_described,
+                is_busy=self._is_busy(),
+            )
+            if why_not is not None:
+                if not self._measured:
+                    self._state, self._reason = "not run", why_not
+                return
+            try:
+                await self._probe(lambda: "tasks began to run" if self._is_busy() else None)
+            except Exception as error:
+                # Nobody waits for it, and nobody needs it.
+                self._state, self._reason = "failed", repr(error)
+                logger.error("the probe of links failed", exc_info=error)
+            if self._state != "done":
+                return
+
+    def _is_busy(self) -> bool:
+        return any(ws.processing for ws in self._scheduler.workers.values())
+
+    def _ends(self) -> list[End]:
+        workers = self._scheduler.workers
+        return [End(one, workers[one].host) for one in sorted(self._ready) if one in workers]
+
+    async def _probe(self, why_stop: Callable[[], str | None]) -> None:
+        """Measure pairs that were not measured yet, one after the other."""
+        self._state, self._reason = "running", ""
+        began = time() - self._spent_s
+        for source, target in probing.pairs(self._ends(), self._tried):
+            reason = why_stop()
+            if reason is None and time() - began > probing.MAX_S:
+                reason = f"it took {probing.MAX_S:g} s"
+            if reason is not None:
+                self._state, self._reason = "stopped", reason
+                break
+            self._tried.add((source.host, target.host))
+            try:
+                found = probing.conclude(await self._measure(source, target))
+            except (ProtocolError, OSError) as error:
+                self._note(f"{source.address} to {target.address}", str(error) or repr(error))
+            else:
+                self._measured[source, target] = found
+                self._tell(source, target, found)
+            self._spent_s = time() - began
+        else:
+            self._state = "done"
+
+    async def _measure(self, source: End, target: End) -> Any:
+        async with asyncio.timeout(_PROBE_DEADLINE_S):
+            answers = await self._scheduler.broadcast(
+                msg={"op": "gpurt_probe", "source": source.address},
+                workers=[target.address],
+                on_error="return",
+            )
+        answer = answers[target.address]
+        if isinstance(answer, dict) and "problem" in answer:
+            raise ProtocolError(str(answer["problem"])[:200])
+        return answer
+
+    def _tell(self, source: End, target: End, found: Measured) -> None:
+        if self._learner is not None:
+            rates = {source.address: (found.nbytes_per_s * _WEIGHT, _WEIGHT)}
+            self._learner.observe(target.address, rates)
+
+    # ------------------------------------------------------------------ asked for
+
+    async def found(self, probe: bool) -> dict[str, Any]:
+        """The machines as workers report them, as a description that can be edited.
+
+        Parameters
+        ----------
+        probe
+            Whether to measure the links first, whatever the settings are, and whatever runs.
+
+        Returns
+        -------
+        dict
+            `text`, number of `workers` in it, `problems` by worker or pair.
+        """
+        await self._ask()
+        if probe:
+            if self._probing is not None:
+                await asyncio.wait([self._probing])
+            self._tried.clear()
+            self._measured.clear()
+            self._spent_s = 0.0
+            self._probing = asyncio.create_task(self._probe(lambda: None))
+            await self._probing
+        workers = self._scheduler.workers
+        seen = [
+            Seen(address, workers[address].name, workers[address].host, report)
+            for address, report in self._reports.items()
+            if address in workers
+        ]
+        measured = {
+            (source.host, target.host): found for (source, target), found in self._measured.items()
+        }
+        text = discover(seen, measured).as_text()
+        return {"text": text, "workers": len(seen), "problems": dict(self._problems)}
+
+    async def _ask(self) -> None:
+        missing = sorted(set(self._ready) - self._reports.keys())
+        if not missing:
+            return
+        answers = await self._scheduler.broadcast(
+            msg={"op": "gpurt_machine"}, workers=missing, on_error="return"
+        )
+        for address, answer in answers.items():
+            try:
+                self._reports[address] = Report.from_plain(answer)
+            except ProtocolError as error:
+                self._note(address, f"its report cannot be used: {error}")
+
+    def _note(self, about: str, problem: str) -> None:
+        if len(self._problems) < _MAX_PROBLEMS:
+            self._problems[about] = problem
+
+    def remove_worker(self, address: str) -> None:
+        """A worker left; its host may have others."""
+        self._reports.pop(address, None)
+        self._problems.pop(address, None)
+
+    def summary(self) -> dict[str, Any]:
+        """What is known, for `status`."""
+        rates = [found.nbytes_per_s for found in self._measured.values()]
+        return {
+            "file": self._settings.file if self.is_described else None,
+            "hosts": len({ws.host for ws in self._scheduler.workers.values()}),
+            "probe": {
+                "state": self._state,
+                "reason": self._reason,
+                "pairs": len(rates),
+                "slowest_nbytes_per_s": min(rates, default=None),
+                "fastest_nbytes_per_s": max(rates, default=None),
+                "seconds": self._spent_s,
+                "problems": dict(self._problems),
+            },
+        }
+
+    async def close(self) -> None:
+        """Nothing is measured any more."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait([self._probing])

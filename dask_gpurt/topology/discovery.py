@@ -1,0 +1,310 @@
+"""A topology of what workers say of their machines, and of what was measured between them. Pure.
+
+What machines do not say is assumed, or left out where a wrong figure would do harm: a worker whose
+way to others is not known is not described, and its links are learnt. Each such thing is a note
+for whoever reads the description.
+
+Only the interfaces that workers listen on connect hosts. A machine may have faster cards; bytes
+that Dask sends do not take them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+from dask_gpurt.topology.description import dump
+from dask_gpurt.topology.machine import Gpu, Place, Report
+from dask_gpurt.topology.model import Device, Host, Link, Nic, Numa, Topology
+
+#: Share of what a link can carry that copies have been seen to get, over PCIe and over NVLink.
+EFFICIENCY = 0.88
+#: Of a device whose link is not known: a fourth generation's, eight lanes.
+PCIE_NBYTES_PER_S = 14e9
+#: Between NUMA nodes, in each direction. No machine says; a little less than older ones have.
+NUMA_NBYTES_PER_S = 20e9
+#: Of one link, by its kind.
+_LATENCY_S = {"nvlink": 2e-6, "pcie": 1e-6, "numa": 5e-7, "ethernet": 2e-5, "infiniband": 5e-6}
+_NVSWITCH = "nvswitch"
+
+
+class Seen(NamedTuple):
+    """A worker and what it reported; `host` is the one in its address."""
+
+    address: str
+    name: object
+    host: str
+    report: Report
+
+
+class Measured(NamedTuple):
+    """What a probe found between two hosts."""
+
+    nbytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """A topology, and what a reader of it should know: sentences."""
+
+    topology: Topology
+    notes: tuple[str, ...]
+
+    def as_text(self) -> str:
+        """The description as a file that can be read back, with the notes on top."""
+        return "".join(f"# {note}\n" for note in self.notes) + dump(self.topology)
+
+
+def discover(
+    workers: Iterable[Seen], measured: Mapping[tuple[str, str], Measured] | None = None
+) -> Found:
+    """The machines that workers are on.
+
+    Parameters
+    ----------
+    measured
+        By the two hosts, as they are in workers' addresses: from the first to the second.
+    """
+    by_machine: dict[tuple[str, str], list[Seen]] = {}
+    for seen in sorted(workers, key=lambda one: one.address):
+        by_machine.setdefault((seen.report.machine.name, seen.report.machine.boot), []).append(seen)
+    parts = []
+    taken: set[str] = set()
+    for key in sorted(by_machine):
+        part = _Part(_unique(_word(key[0]), taken), by_machine[key])
+        part.read()
+        parts.append(part)
+    switches: set[str] = set()
+    if len(parts) > 1:
+        for part in parts:
+            switches |= part.join_network(measured or {})
+    topology = Topology(
+        tuple(part.host() for part in parts),
+        tuple(link for part in parts for link in part.links.values()),
+        tuple(sorted(switches)),
+    )
+    return Found(topology, tuple(note for part in parts for note in part.notes))
+
+
+class _Part:
+    """One host of the topology, as it comes together."""
+
+    def __init__(self, name: str, workers: Sequence[Seen]) -> None:
+        self.name = name
+        self.links: dict[str, Link] = {}
+        self.notes: list[str] = []
+        self._workers = workers
+        self._machine = workers[0].report.machine
+        self._numa = [
+            Numa(f"numa{one.number}", one.memory_nbytes >> 20 << 20) for one in self._machine.numa
+        ] or [Numa("numa0")]
+        places = [one.place for one in self._machine.gpus]
+        places += [one.place for one in self._machine.cards]
+        switches = sorted({address for place in places for address in _switches(place)})
+        #: Names of nodes, by PCI address and by the card's own name.
+        self._switches = {address: f"pcie{i}" for i, address in enumerate(switches)}
+        self._gpus = {one.place.address: f"gpu{i}" for i, one in enumerate(self._machine.gpus)}
+        self._taken = {one.name for one in self._numa} | {_NVSWITCH}
+        self._taken.update(self._switches.values(), self._gpus.values())
+        self._cards = {
+            one.name: _unique(_word(one.name), self._taken) for one in self._machine.cards
+        }
+        self._nics = [
+            Nic(self._cards[one.name], self._near(one.place)) for one in self._machine.cards
+        ]
+
+    def read(self) -> None:
+        """What is within the host."""
+        is_known = True
+        for gpu in self._machine.gpus:
+            is_known &= self._plug(self._gpus[gpu.place.address], gpu.place)
+        for card in self._machine.cards:
+            is_known &= self._plug(self._cards[card.name], card.place)
+        if not is_known:
+            assumed = f"{PCIE_NBYTES_PER_S / 1e9:g} GB/s"
+            self._note(f"PCIe links whose speed is not known are assumed to carry {assumed}")
+        self._bond()
+        for one, other in combinations(self._numa, 2):
+            self._link(one.name, other.name, "numa", NUMA_NBYTES_PER_S)
+        if len(self._numa) > 1:
+            assumed = f"{NUMA_NBYTES_PER_S / 1e9:g} GB/s"
+            self._note(f"links between NUMA nodes are assumed to carry {assumed}")
+        if any(not gpu.uuid for gpu in self._machine.gpus):
+            self._note(
+                "NVML could not be asked (pip install nvidia-ml-py): the memory of GPUs and their"
+                " NVLinks are missing, and which worker has which GPU"
+            )
+
+    def host(self) -> Host:
+        """The host; its links are in `links`."""
+        devices = tuple(
+            Device(
+                self._gpus[gpu.place.address],
+                "gpu",
+                self._near(gpu.place),
+                gpu.memory_nbytes >> 20 << 20,
+                self._users(i, gpu),
+            )
+            for i, gpu in enumerate(self._machine.gpus)
+        )
+        switches = list(self._switches.values())
+        if any(bond.peer is None for gpu in self._machine.gpus for bond in gpu.bonds):
+            switches.insert(0, _NVSWITCH)
+        addresses = sorted({seen.host for seen in self._workers} - {self.name})
+        return Host(
+            self.name,
+            tuple(self._numa),
+            devices,
+            tuple(self._nics),
+            tuple(switches),
+            tuple(addresses),
+        )
+
+    def join_network(self, measured: Mapping[tuple[str, str], Measured]) -> set[str]:
+        """Connect the host to others, where that is known; returns what it is connected to."""
+        joined = set()
+        own = {seen.host for seen in self._workers}
+        for address in sorted(own):
+            card = next((one for one in self._machine.cards if address in one.addresses), None)
+            # Between workers of this host nothing went over its network.
+            rates = [
+                found
+                for pair, found in measured.items()
+                if address in pair and not own.issuperset(pair)
+            ]
+            if not rates and (card is None or not card.nbytes_per_s):
+                self._note(
+                    f"the speed of the network at {address} is not known and was not measured; its"
+                    " link is left out"
+                )
+                continue
+            kind = card.kind if card is not None else "ethernet"
+            nic = self._cards[card.name] if card is not None else self._nameless_card()
+            if rates:
+                self._note(f"the network at {address} is described as it was measured")
+                rate = max(one.nbytes_per_s for one in rates)
+                # Each way crosses the link of either host.
+                latency_s = min(one.latency_s for one in rates) / 2
+            else:
+                assert card is not None
+                rate, latency_s = card.nbytes_per_s, _LATENCY_S[kind]
+            self._link(nic, None, kind, rate, latency_s)
+            joined.add(kind)
+        return joined
+
+    def _nameless_card(self) -> str:
+        """A card for an address that no hardware of this machine is seen to have."""
+        name = _unique("net0", self._taken)
+        self._nics.append(Nic(name, self._numa[0].name))
+        self._link(self._numa[0].name, name, "pcie", PCIE_NBYTES_PER_S)
+        return name
+
+    # ------------------------------------------------------------------ parts
+
+    def _near(self, place: Place) -> str:
+        numbers = [one.number for one in self._machine.numa]
+        at = numbers.index(place.numa) if place.numa in numbers else 0
+        return self._numa[at].name
+
+    def _users(self, index: int, gpu: Gpu) -> tuple[str, ...]:
+        """Patterns that fit the workers on a GPU."""
+        found = [
+            str(seen.name) if str(seen.name).strip() and seen.name != seen.address else seen.address
+            for seen in self._workers
+            if _names(seen.report.gpu, index, gpu)
+        ]
+        return tuple(re.sub(r"([*?\[])", r"[\1]", name) for name in found)
+
+    def _plug(self, name: str, place: Place) -> bool:
+        """Link a device with its processor; returns whether all speeds are known."""
+        nodes = [
+            self._near(place),
+            *(self._switches[address] for address in _switches(place)),
+            name,
+        ]
+        is_known = True
+        for (one, other), rate in zip(pairwise(nodes), _rates(place), strict=True):
+            is_known &= rate > 0
+            self._link(one, other, "pcie", EFFICIENCY * rate or PCIE_NBYTES_PER_S)
+        return is_known
+
+    def _bond(self) -> None:
+        """NVLinks."""
+        for gpu in self._machine.gpus:
+            one = self._gpus[gpu.place.address]
+            for bond in gpu.bonds:
+                peer = _NVSWITCH if bond.peer is None else self._gpus.get(bond.peer)
+                if peer is not None and bond.nbytes_per_s > 0 and one != peer:
+                    self._link(one, peer, "nvlink", EFFICIENCY * bond.nbytes_per_s)
+
+    def _link(
+        self,
+        one: str,
+        other: str | None,
+        kind: str,
+        nbytes_per_s: float,
+        latency_s: float | None = None,
+    ) -> None:
+        """Add a link; with the network of its kind if there is no other end in the host."""
+        ends = f"{self.name}/{one}", kind if other is None else f"{self.name}/{other}"
+        # Either end of a pair of GPUs reports it.
+        ends = (min(ends), max(ends)) if kind == "nvlink" else ends
+        name = " - ".join(ends)
+        if latency_s is None:
+            latency_s = _LATENCY_S[kind]
+        link = Link(name, ends, kind, _rounded(nbytes_per_s), _rounded(latency_s))
+        self.links.setdefault(name, link)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(f"{self.name}: {text}")
+
+
+def _names(visible: str | None, index: int, gpu: Gpu) -> bool:
+    """Whether `CUDA_VISIBLE_DEVICES` means a GPU: by its number, or the beginning of its UUID."""
+    if not visible:
+        return False
+    return visible == str(index) or (visible.startswith("GPU-") and gpu.uuid.startswith(visible))
+
+
+def _switches(place: Place) -> Iterator[str]:
+    """Switches above a device, the uppermost first.
+
+    The bridges above a device are a root port, and then for each switch the port that leads up
+    and the one that leads down.
+    """
+    for hop in place.hops[1:-1:2]:
+        yield hop.address
+
+
+def _rates(place: Place) -> Iterator[float]:
+    """What each link from the processor to a device carries; 0 if not known.
+
+    A link is as fast as the slower one of its ends.
+    """
+    *bridges, device = place.hops
+    downward = bridges[0::2]
+    for i, hop in enumerate([*bridges[1::2], device]):
+        ends = [hop.nbytes_per_s, downward[i].nbytes_per_s if i < len(downward) else 0.0]
+        yield min((rate for rate in ends if rate > 0), default=0.0)
+
+
+def _rounded(amount: float) -> float:
+    """To three digits: more are not known, and somebody is going to read them."""
+    return float(f"{amount:.3g}")
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[/*?\[\]\s]", "-", text) or "nameless"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    taken.add(found)
+    return found

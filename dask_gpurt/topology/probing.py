@@ -1,0 +1,151 @@
+"""Which transfers a probe makes, and what follows from them. Pure: it sends nothing itself.
+
+A probe fetches a few short messages over the connections that Dask uses, one pair of workers after
+the other, so that it costs little and no transfer disturbs another. Between hosts one worker
+stands for all of its host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dask_gpurt.errors import ProtocolError
+from dask_gpurt.topology.discovery import Measured
+from dask_gpurt.topology.learned import End
+
+#: A probe stops at whichever of these comes first.
+MAX_PAIRS = 64
+MAX_S = 5.0
+#: Of one pair.
+MAX_PAIR_S = 0.5
+MAX_PAIR_NBYTES = 32 * 2**20
+#: Messages of a pair: each four times the one before, and the last size twice.
+SMALLEST_NBYTES = 128 * 2**10
+LARGEST_NBYTES = 8 * 2**20
+_GROWTH = 4
+_REPEATS = 2
+#: Hosts up to which a cluster is probed without being asked to.
+AUTOMATIC_HOSTS = 16
+
+
+class Transfer(NamedTuple):
+    """One message that was fetched."""
+
+    nbytes: int
+    seconds: float
+
+
+def why_not(mode: str, *, n_hosts: int, is_used: bool, is_busy: bool) -> str | None:
+    """Why a cluster is not probed now, None if it is.
+
+    Parameters
+    ----------
+    mode
+        `on`, `off`, or `auto`.
+    is_used
+        Whether anything is decided by what links were measured to carry.
+    is_busy
+        Whether tasks run, which a probe would hold up, and which would spoil its figures.
+    """
+    if mode == "off":
+        return "gpurt.topology.probe is off"
+    if mode == "auto" and not is_used:
+        return "placement does not go by measured links"
+    if mode == "auto" and n_hosts > AUTOMATIC_HOSTS:
+        return f"there are more than {AUTOMATIC_HOSTS} hosts"
+    return "tasks were running" if is_busy else None
+
+
+def pairs(ends: Iterable[End], done: Collection[tuple[str, str]] = ()) -> list[tuple[End, End]]:
+    """Pairs of workers to probe, source first: the most telling ones first.
+
+    Parameters
+    ----------
+    done
+        Pairs of hosts that were probed before.
+
+    Returns
+    -------
+    list
+        Every host with the next one and back, then within each host, then hosts that are further
+        apart, as far as `MAX_PAIRS` goes.
+    """
+    by_host: dict[str, list[End]] = {}
+    for end in sorted(ends):
+        by_host.setdefault(end.host, []).append(end)
+    found: list[tuple[End, End]] = []
+    for pair in _all_pairs(list(by_host.values())):
+        if len(found) + len(done) >= MAX_PAIRS:
+            break
+        if (pair[0].host, pair[1].host) not in done:
+            found.append(pair)
+    return found
+
+
+def _all_pairs(hosts: Sequence[Sequence[End]]) -> Iterator[tuple[End, End]]:
+    n_hosts = len(hosts)
+    for distance in range(1, n_hosts // 2 + 1):
+        for i, (one, *_) in enumerate(hosts):
+            other = hosts[(i + distance) % n_hosts][0]
+            yield one, other
+            # Half-way round, the pair comes a second time from the other side.
+            if 2 * distance != n_hosts:
+                yield other, one
+        if distance == 1:
+            yield from _within(hosts)
+    if n_hosts == 1:
+        yield from _within(hosts)
+
+
+def _within(hosts: Sequence[Sequence[End]]) -> Iterator[tuple[End, End]]:
+    for one, *others in hosts:
+        if others:
+            yield one, others[0]
+
+
+def next_nbytes(transfers: Sequence[Transfer]) -> int:
+    """Size of the next message; 0 if there had better be none.
+
+    A busy process may hold up a message that the link would have carried at once. So a size that
+    seems too slow for a larger one to follow is tried again first.
+    """
+    if not transfers:
+        return SMALLEST_NBYTES
+    nbytes = max(one.nbytes for one in transfers)
+    times = [one.seconds for one in transfers if one.nbytes == nbytes]
+    left_nbytes = MAX_PAIR_NBYTES - sum(one.nbytes for one in transfers)
+    left_s = MAX_PAIR_S - sum(one.seconds for one in transfers)
+    larger = nbytes * _GROWTH
+    if larger <= min(LARGEST_NBYTES, left_nbytes) and _GROWTH * min(times) <= left_s:
+        return larger
+    if len(times) < _REPEATS and nbytes <= left_nbytes and min(times) <= left_s:
+        return nbytes
+    return 0
+
+
+def conclude(answer: Any) -> Measured:
+    """What a worker's answer to a probe says of the link: `latency_s`, and `transfers`.
+
+    The quickest one of the largest messages counts: what each message takes, whatever its size,
+    weighs least there, and what happens to hold up one of them says nothing of the link.
+
+    Raises
+    ------
+    ProtocolError
+        It says nothing that can be believed.
+    """
+    if not isinstance(answer, Mapping) or not isinstance(answer.get("transfers"), list | tuple):
+        raise ProtocolError("not an answer to a probe")
+    try:
+        transfers = [(float(nbytes), float(seconds)) for nbytes, seconds in answer["transfers"]]
+        nbytes, seconds = max(transfers, key=lambda one: (one[0], -one[1]))
+        latency_s = float(answer["latency_s"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"not an answer to a probe: {error!r}") from None
+    # A message cannot have come in no time, whatever was measured of the latency.
+    taken_s = max(seconds - latency_s, seconds / 10)
+    if not (0 < taken_s < math.inf and 0 <= latency_s < math.inf and 0 < nbytes < math.inf):
+        raise ProtocolError(f"{nbytes:g} bytes in {seconds:g} s")
+    return Measured(nbytes / taken_s, latency_s)

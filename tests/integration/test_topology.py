@@ -1,0 +1,185 @@
+"""Machines and links of real clusters: asked, measured, written, used."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import dask
+import pytest
+from distributed import Client, LocalCluster
+from distributed.utils_test import async_poll_for, gen_cluster
+
+import dask_gpurt
+from dask_gpurt.cli import gpurt
+from dask_gpurt.command import connect, doctor, status
+from dask_gpurt.errors import ActivationError, ConfigError
+from dask_gpurt.plugins import activation, machine_report
+from dask_gpurt.plugins.machine_report import MachineReport, local_machine
+from dask_gpurt.topology import description
+from dask_gpurt.topology.machine import Report
+from tests.topology.trees import RecordedError, RecordedNvml
+
+ON = {"gpurt.enabled": True, "gpurt.placement.policy": "data-aware"}
+
+
+def scheduler_plugin(scheduler):
+    return scheduler.plugins["gpurt"]
+
+
+@gen_cluster(client=True, config=ON)
+async def test_links_are_measured_as_workers_come_and_placement_learns_of_it(c, s, a, b):
+    plugin = scheduler_plugin(s)
+    probe = lambda: plugin.machines.summary()["probe"]  # noqa: E731
+    await async_poll_for(lambda: probe()["state"] == "done", timeout=10)
+    assert probe()["pairs"] == 1
+    assert not probe()["problems"]
+    # Whatever the machine manages: it is no longer what is assumed of machines nobody knows.
+    path = plugin.placement._paths(a.address, b.address)
+    assert path.bandwidth_nbytes_per_s != pytest.approx(400e6, rel=1e-6)
+    said = await dask_gpurt.status(c)
+    assert said["topology"]["probe"]["pairs"] == 1
+    assert "pairs in" in status.as_text({**said, "scheduler": s.address})
+
+
+@gen_cluster(client=True, config={**ON, "gpurt.topology.probe": "off"})
+async def test_machines_are_described_for_whoever_asks(c, s, a, b):
+    found = await activation.machines(c, False)
+    assert found["workers"] == 2
+    assert found["problems"] == {}
+    (host,) = description.parse(found["text"]).hosts
+    assert host.addresses == ("127.0.0.1",)
+    assert s.plugins["gpurt"].machines.summary()["probe"]["reason"] == "gpurt.topology.probe is off"
+    # Stock behaviour again: nobody answers.
+    await dask_gpurt.disable(c)
+    with pytest.raises(ActivationError, match="off on that cluster"):
+        await activation.machines(c, False)
+
+
+@gen_cluster(client=True, config=ON)
+async def test_a_worker_sends_and_measures_bounded_messages_only(c, s, a, b):
+    report = MachineReport(a)
+    found = await report.probe(b.address)
+    assert found["transfers"][0].nbytes == 128 * 2**10
+    assert found["latency_s"] > 0
+    nobody = await report.probe("tcp://127.0.0.1:9")
+    assert "cannot be reached" in nobody["problem"] or "nothing came" in nobody["problem"]
+    for wrong in (-1, 2**40, "all", None):
+        with pytest.raises(ValueError, match="a probe of"):
+            await report.probe_data(wrong)
+    parts = (await report.probe_data(2**21 + 5))["parts"]
+    assert [len(one.data) for one in parts] == [2**20, 2**20, 5]
+
+
+def test_this_machine_is_one():
+    machine = local_machine()
+    assert machine.name
+    assert Report.from_plain(Report(machine, None).to_plain()).machine == machine
+
+
+def test_gpus_are_asked_of_nvml_where_it_works(monkeypatch):
+    calls = []
+
+    class Library(RecordedNvml):
+        def nvmlInit(self):
+            calls.append("init")
+
+        def nvmlShutdown(self):
+            calls.append("shutdown")
+
+    monkeypatch.setitem(sys.modules, "pynvml", Library("pcie-box"))
+    assert len(machine_report._nvml_gpus()) == 2
+    assert calls == ["init", "shutdown"]
+
+    def fail():
+        raise RecordedError("Driver Not Loaded")
+
+    broken = SimpleNamespace(NVMLError=RecordedError, nvmlInit=fail)
+    monkeypatch.setitem(sys.modules, "pynvml", broken)
+    assert machine_report._nvml_gpus() is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert machine_report._nvml_gpus() is None
+
+
+@pytest.fixture
+def cluster():
+    with (
+        LocalCluster(
+            n_workers=1,
+            threads_per_worker=1,
+            processes=False,
+            protocol="tcp://",
+            dashboard_address=None,
+        ) as found,
+        Client(found) as client,
+    ):
+        yield client
+
+
+def command(*args):
+    with pytest.raises(SystemExit) as end:
+        gpurt.main(list(args), standalone_mode=False)
+    return end.value.code
+
+
+def test_the_command_writes_what_can_be_used(cluster, tmp_path, capsys):
+    address = cluster.scheduler.address
+    assert command("topology", "--scheduler", address) == 2
+    assert "DASK_GPURT__ENABLED=true" in capsys.readouterr().err
+    dask_gpurt.enable(cluster)
+    assert command("topology", "--scheduler", address, "--probe") == 0
+    path = tmp_path / "machines.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert command("topology", "--check", str(path)) == 0
+    assert "NUMA node" in capsys.readouterr().out
+    with dask.config.set({"gpurt.topology.file": str(path)}):
+        dask_gpurt.enable(cluster)
+    found = dask_gpurt.status(cluster)
+    assert found["topology"]["file"] == str(path)
+    assert found["placement"]["policy"] == "data-aware"
+    said = doctor.cluster_findings({**found, "scheduler": address, "versions": VERSIONS})
+    (finding,) = (one for one in said if one.what == "topology")
+    assert str(path) in finding.text
+
+
+VERSIONS = {"client": {}, "scheduler": {}, "workers": {}}
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.2)
+    assert command("topology") == 2
+    assert "--scheduler" in capsys.readouterr().err
+    path = tmp_path / "machines.yaml"
+    path.write_text("hosts:\n  - name: a\n")
+    assert command("topology", "--check", str(path)) == 2
+    assert "line 2" in capsys.readouterr().err
+    assert command("topology", "--check", str(tmp_path / "absent")) == 2
+    assert command("topology", "--scheduler", "tcp://127.0.0.1:9") == 2
+    assert "no scheduler answers" in capsys.readouterr().err
+
+
+def test_the_command_names_hosts_without_a_way_between_them(tmp_path, capsys):
+    path = tmp_path / "machines.yaml"
+    hosts = [{"name": name, "numa": [{"name": "numa0"}]} for name in ("a", "b")]
+    path.write_text(json.dumps({"hosts": hosts}))
+    assert command("topology", "--check", str(path)) == 0
+    assert "no way from a/numa0 to b/numa0" in capsys.readouterr().out
+
+
+def test_a_cluster_of_several_hosts_that_are_not_described_is_told_how():
+    probe = {"state": "stopped", "reason": "tasks began to run", "problems": {"x to y": "lost"}}
+    found = {"topology": {"file": None, "hosts": 2, "probe": probe}}
+    said = doctor._topology(found)
+    assert [one.level for one in said] == ["note"] * 3
+    assert "dask gpurt topology" in said[0].remedy
+    assert "tasks began to run" in said[1].text
+    assert "lost" in said[2].text
+    assert doctor._topology({"topology": None}) == []
+
+
+@gen_cluster(nthreads=[], config={**ON, "gpurt.topology.file": "absent.yaml"})
+async def test_a_file_that_is_not_there_is_said_at_once(s):
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        async with Client(s.address, asynchronous=True) as c:
+            await dask_gpurt.enable(c)

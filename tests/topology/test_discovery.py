@@ -1,0 +1,290 @@
+"""Topologies of what machines report: DGX, virtual machines, PCIe boxes, two hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
+from dask_gpurt.topology import description
+from dask_gpurt.topology.discovery import (
+    EFFICIENCY,
+    NUMA_NBYTES_PER_S,
+    PCIE_NBYTES_PER_S,
+    Measured,
+    Seen,
+    discover,
+)
+from dask_gpurt.topology.machine import Machine, Report
+from tests.topology.trees import NAMES, machine
+
+
+def workers(found, ip):
+    """One a GPU, and one without."""
+    n = len(found.gpus)
+    seen = [Seen(f"tcp://{ip}:{i}", str(i), ip, Report(found, str(i))) for i in range(n)]
+    return [*seen, Seen(f"tcp://{ip}:{n}", f"tcp://{ip}:{n}", ip, Report(found, None))]
+
+
+@pytest.fixture
+def seen(tmp_path):
+    """Workers on a machine, as the name of its file says."""
+
+    def make(name, ip="10.0.0.1", host="box", **given):
+        found = machine(name, tmp_path / host, host=host, addresses={CARDS[name]: [ip]}, **given)
+        return workers(found, ip)
+
+    return make
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "how-to" / "describe-machines.md"
+#: Interface that workers listen on, by machine.
+CARDS = {
+    "dgx-1-half": "none",
+    "dgx-a100": "enp97s0",
+    "dgx-h100": "ens6f0",
+    "p4d": "ens27",
+    "pcie-box": "enp5s0",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_reads_the_same(seen, name):
+    found = discover(seen(name))
+    again = description.parse(found.as_text())
+    assert set(again.links) == set(found.topology.links)
+    assert (again.hosts, again.switches) == (found.topology.hosts, found.topology.switches)
+
+
+def test_the_example_in_the_documentation_is_what_is_found(seen):
+    *with_gpu, _ = seen("dgx-1-half")
+    (example, *_) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert discover(with_gpu).as_text() == example
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_in_a_host_can_be_reached(seen, name):
+    topology = discover(seen(name)).topology
+    first, *others = topology.nodes
+    # Nothing goes through a GPU; NVSwitches are between them and nowhere else.
+    ends = [other for other in others if not other.endswith("/nvswitch")]
+    assert all(topology.path(first, other) is not None for other in ends)
+
+
+def paths(topology, host="box"):
+    return lambda one, other: topology.path(f"{host}/{one}", f"{host}/{other}")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "nbytes_per_s", "n_links"),
+    [
+        ("dgx-a100", "nvlink", 272e9, 2),
+        ("dgx-h100", "nvlink", 421e9, 2),
+        ("dgx-1-half", "nvlink", 22e9, 1),
+        ("p4d", "nvlink", 272e9, 2),
+        # `PHB`: up to the processor and down again.
+        ("pcie-box", "pcie", 55.4e9, 2),
+    ],
+)
+def test_the_way_between_the_first_two_gpus(seen, name, kind, nbytes_per_s, n_links):
+    way = paths(discover(seen(name)).topology)("gpu0", "gpu1")
+    assert (way.kind, way.bandwidth_nbytes_per_s, len(way.links)) == (kind, nbytes_per_s, n_links)
+
+
+def test_without_nvlink_gpus_of_one_switch_meet_there(seen):
+    found = discover(seen("dgx-1-half", with_nvml=False))
+    way = paths(found.topology)
+    assert way("gpu0", "gpu1").links == ("box/pcie0 - box/gpu0", "box/pcie0 - box/gpu1")
+    assert len(way("gpu0", "gpu2").links) == 4
+    assert any("NVML could not be asked" in note for note in found.notes)
+
+
+def test_gpus_and_cards_meet_where_nvidia_smi_says(seen):
+    """`PXB` is over switches, `SYS` over processors."""
+    topology = discover(seen("dgx-a100")).topology
+    way = paths(topology)
+    assert "numa" not in "".join(way("gpu1", "ibp12s0").links)
+    assert "numa" not in "".join(way("gpu0", "ibp12s0").links)
+    assert len(way("gpu0", "ibp12s0").links) == len(way("gpu1", "ibp12s0").links) + 2
+    assert way("gpu2", "ibp12s0").kind == "numa"
+    assert [one.numa for one in topology.hosts[0].devices[::2]] == [
+        "numa3",
+        "numa1",
+        "numa7",
+        "numa5",
+    ]
+
+
+@pytest.mark.parametrize("visible", [("0", "1"), ("GPU-0000:01", "GPU-0000:02:00.0")])
+def test_workers_are_on_the_gpu_that_cuda_shows_them(seen, visible):
+    first, second, _ = seen("pcie-box")
+    found = [
+        one._replace(report=dataclasses.replace(one.report, gpu=gpu))
+        for one, gpu in zip((first, second), visible, strict=True)
+    ]
+    topology = discover(found).topology
+    for one, gpu in zip(found, ("gpu0", "gpu1"), strict=True):
+        assert topology.node_of(address=one.address, name=one.name, host=one.host) == f"box/{gpu}"
+
+
+@pytest.mark.parametrize("visible", [None, "7", "GPU-no", "MIG-GPU-0000", "G"])
+def test_a_worker_of_which_the_gpu_is_not_known_is_on_its_host(tmp_path, visible):
+    report = Report(machine("pcie-box", tmp_path), visible)
+    one = Seen("tcp://[::1]:1", "tcp://[::1]:1", "::1", report)
+    topology = discover([one]).topology
+    assert topology.node_of(address=one.address, name=one.name, host=one.host) == "box/numa0"
+
+
+def test_names_are_patterns_and_may_look_like_others(tmp_path):
+    report = Report(machine("pcie-box", tmp_path), "0")
+    other = Report(report.machine, "1")
+    seen = [
+        Seen("tcp://[::1]:1", "tcp://[::1]:1", "::1", report),
+        Seen("tcp://[::1]:2", "w*[2]?", "::1", other),
+    ]
+    topology = discover(seen).topology
+    for one, gpu in zip(seen, ("gpu0", "gpu1"), strict=True):
+        assert topology.node_of(address=one.address, name=one.name, host="") == f"box/{gpu}"
+
+
+# ---------------------------------------------------------------------- several hosts
+
+
+def two_hosts(seen):
+    return [*seen("pcie-box", host="left"), *seen("pcie-box", "10.0.0.2", "right")]
+
+
+def test_hosts_are_connected_by_the_cards_that_workers_listen_on(seen):
+    topology = discover(two_hosts(seen)).topology
+    assert topology.switches == ("ethernet",)
+    way = topology.path("left/gpu0", "right/gpu1")
+    assert way.kind == "ethernet"
+    assert way.bandwidth_nbytes_per_s == 1.25e9
+    assert [host.addresses for host in topology.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
+
+
+def test_faster_cards_that_nobody_listens_on_connect_nothing(seen):
+    both = [*seen("dgx-h100", host="left"), *seen("dgx-h100", "10.0.0.2", "right")]
+    way = discover(both).topology.path("left/gpu0", "right/gpu0")
+    assert (way.kind, way.bandwidth_nbytes_per_s) == ("ethernet", 12.5e9)
+
+
+def test_what_was_measured_counts_more_than_what_a_card_says(seen):
+    measured = {
+        ("10.0.0.1", "10.0.0.2"): Measured(0.7123456e9, 0.001),
+        ("10.0.0.2", "10.0.0.1"): Measured(0.9e9, 0.002),
+    }
+    # Two workers of a host, of which nothing went over the network.
+    measured["10.0.0.1", "10.0.0.1"] = Measured(9e9, 0.0001)
+    found = discover(two_hosts(seen), measured)
+    way = found.topology.path("left/gpu0", "right/gpu1")
+    assert way.bandwidth_nbytes_per_s == 0.9e9
+    assert way.latency_s == pytest.approx(0.001, rel=0.01)
+    assert sum("as it was measured" in note for note in found.notes) == 2
+
+
+def test_a_host_whose_network_is_not_known_is_connected_with_nobody(seen):
+    both = [*seen("p4d", host="left"), *seen("p4d", "10.0.0.2", "right")]
+    found = discover(both)
+    assert found.topology.path("left/gpu0", "right/gpu0") is None
+    assert sum("link is left out" in note for note in found.notes) == 2
+    measured = {("10.0.0.1", "10.0.0.2"): Measured(2e9, 0.001)}
+    found = discover(both, measured)
+    assert found.topology.path("left/gpu0", "right/gpu0").bandwidth_nbytes_per_s == 2e9
+
+
+def test_an_address_that_no_card_has_can_still_be_measured(seen):
+    both = [*seen("dgx-1-half", host="left"), *seen("dgx-1-half", "10.0.0.2", "right")]
+    measured = {("10.0.0.1", "10.0.0.2"): Measured(2e9, 0.001)}
+    topology = discover(both, measured).topology
+    assert topology.path("left/gpu0", "right/gpu0").bandwidth_nbytes_per_s == 2e9
+    assert [nic.name for nic in topology.hosts[0].nics] == ["net0"]
+    assert description.parse(description.dump(topology)).hosts == topology.hosts
+
+
+def test_two_machines_of_one_name_are_two_hosts_and_one_machine_is_one(tmp_path):
+    one = Machine("node", "boot 1", (), (), ())
+    other = dataclasses.replace(one, boot="boot 2")
+    seen = [
+        Seen(f"tcp://10.0.0.{i}:1", i, f"10.0.0.{i}", Report(of, None))
+        for i, of in enumerate([one, other, one])
+    ]
+    hosts = discover(seen).topology.hosts
+    assert [host.name for host in hosts] == ["node", "node-2"]
+    assert hosts[0].addresses == ("10.0.0.0", "10.0.0.2")
+
+
+def test_names_of_machines_become_words(tmp_path):
+    odd = Machine("my *host* / [1]", "1", (), (), ())
+    found = discover([Seen("tcp://a:1", 1, "a", Report(odd, None))])
+    assert description.parse(found.as_text()).hosts == found.topology.hosts
+    nameless = dataclasses.replace(odd, name="")
+    assert (
+        discover([Seen("tcp://a:1", 1, "a", Report(nameless, None))]).topology.hosts[0].name
+        == "nameless"
+    )
+
+
+def test_cards_may_be_called_as_other_parts_are(tmp_path):
+    found = machine("pcie-box", tmp_path)
+    (card,) = found.cards
+    names = ("gpu0", "numa0", "a b", "a*b", "", "net0")
+    cards = tuple(dataclasses.replace(card, name=name) for name in names)
+    odd = dataclasses.replace(found, cards=cards)
+    made = discover(workers(odd, "10.0.0.1"))
+    assert description.parse(made.as_text()).hosts == made.topology.hosts
+    assert len(set(made.topology.nodes)) == len(made.topology.nodes)
+
+
+def test_a_cluster_without_workers_has_no_hosts():
+    assert description.parse(discover([]).as_text()).hosts == ()
+
+
+# ---------------------------------------------------------------------- what is not said
+
+
+def test_speeds_that_are_not_known_are_assumed_and_that_is_said(seen):
+    found = [
+        one._replace(report=dataclasses.replace(one.report, machine=slow(one.report.machine)))
+        for one in seen("pcie-box")
+    ]
+    made = discover(found)
+    assert paths(made.topology)("gpu0", "gpu1").bandwidth_nbytes_per_s == PCIE_NBYTES_PER_S
+    assert any("PCIe" in note for note in made.notes)
+    assert not any("PCIe" in note for note in discover(seen("dgx-a100", host="other")).notes)
+
+
+def slow(found):
+    def hops(place):
+        return dataclasses.replace(
+            place, hops=tuple(dataclasses.replace(hop, nbytes_per_s=0.0) for hop in place.hops)
+        )
+
+    return dataclasses.replace(
+        found, gpus=tuple(dataclasses.replace(one, place=hops(one.place)) for one in found.gpus)
+    )
+
+
+def test_a_link_is_as_fast_as_its_slower_end(seen):
+    (first, *_) = seen("pcie-box")
+    gpu = first.report.machine.gpus[0]
+    port, device = gpu.place.hops
+    slower = dataclasses.replace(
+        gpu,
+        place=dataclasses.replace(
+            gpu.place, hops=(dataclasses.replace(port, nbytes_per_s=8e9), device)
+        ),
+    )
+    machine_ = dataclasses.replace(first.report.machine, gpus=(slower,))
+    topology = discover([first._replace(report=Report(machine_, "0"))]).topology
+    assert paths(topology)("numa0", "gpu0").bandwidth_nbytes_per_s == pytest.approx(
+        EFFICIENCY * 8e9
+    )
+
+
+def test_between_numa_nodes_a_rate_is_assumed(seen):
+    found = discover(seen("p4d"))
+    assert paths(found.topology)("numa0", "numa1").bandwidth_nbytes_per_s == NUMA_NBYTES_PER_S
+    assert any("NUMA" in note for note in found.notes)

@@ -1,0 +1,141 @@
+"""Which transfers a probe makes: bounded, the telling ones first; and what follows from them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.errors import ProtocolError
+from dask_gpurt.topology import probing
+from dask_gpurt.topology.learned import End
+from dask_gpurt.topology.probing import Transfer
+
+
+def ends(n_hosts, per_host=1):
+    return [
+        End(f"tcp://10.0.0.{host}:{i}", f"10.0.0.{host}")
+        for host in range(n_hosts)
+        for i in range(per_host)
+    ]
+
+
+@given(st.integers(0, 40), st.integers(1, 3))
+def test_pairs_are_bounded_different_and_of_two_workers(n_hosts, per_host):
+    found = probing.pairs(ends(n_hosts, per_host))
+    assert len(found) <= probing.MAX_PAIRS
+    assert len(set(found)) == len(found)
+    assert all(one != other for one, other in found)
+    between = [(one.host, other.host) for one, other in found if one.host != other.host]
+    assert len(set(between)) == len(between), "one worker stands for its host"
+
+
+@pytest.mark.parametrize("n_hosts", [2, 3, 4, 7, 8])
+def test_few_hosts_are_probed_both_ways(n_hosts):
+    found = {(one.host, other.host) for one, other in probing.pairs(ends(n_hosts, 2))}
+    assert len(found) == n_hosts * n_hosts
+
+
+def test_of_many_hosts_each_takes_part():
+    found = probing.pairs(ends(probing.MAX_PAIRS // 2))
+    assert {end for pair in found for end in pair} == set(ends(probing.MAX_PAIRS // 2))
+
+
+def test_workers_of_one_host_are_a_pair():
+    ((one, other),) = probing.pairs(ends(1, 3))
+    assert one.host == other.host
+    assert probing.pairs(ends(1)) == probing.pairs([]) == []
+
+
+def test_what_was_done_is_not_done_again_and_counts():
+    first = probing.pairs(ends(2, 2))
+    done = {(one.host, other.host) for one, other in first}
+    assert probing.pairs(ends(2, 2), done) == []
+    later = probing.pairs(ends(3, 2), done)
+    assert {end.host for pair in later for end in pair} == {f"10.0.0.{i}" for i in range(3)}
+    assert not done & {(one.host, other.host) for one, other in later}
+    assert probing.pairs(ends(40), {(str(i), "x") for i in range(probing.MAX_PAIRS)}) == []
+
+
+@given(st.floats(1e3, 1e11), st.floats(0, 0.1))
+def test_messages_grow_until_one_tells_and_stay_within_bounds(rate, latency_s):
+    transfers = []
+    while nbytes := probing.next_nbytes(transfers):
+        transfers.append(Transfer(nbytes, latency_s + nbytes / rate))
+    assert transfers[0].nbytes == probing.SMALLEST_NBYTES
+    assert len(transfers) <= 8
+    assert sum(one.nbytes for one in transfers) <= probing.MAX_PAIR_NBYTES
+    # It cannot be known beforehand that a message takes longer than the one before.
+    assert sum(one.seconds for one in transfers[:-1]) <= probing.MAX_PAIR_S
+    assert all(one.nbytes <= other.nbytes for one, other in pairwise(transfers))
+
+
+@pytest.mark.parametrize("held_up", range(6))
+def test_a_process_that_is_busy_for_a_moment_makes_no_link_slow(held_up):
+    transfers = []
+    while nbytes := probing.next_nbytes(transfers):
+        pause_s = 0.1 if len(transfers) == held_up else 0.0
+        transfers.append(Transfer(nbytes, 0.001 + nbytes / 100e6 + pause_s))
+    found = probing.conclude({"latency_s": 0.001, "transfers": transfers})
+    assert found.nbytes_per_s == pytest.approx(100e6, rel=0.1)
+
+
+@pytest.mark.parametrize("rate", [2e6, 100e6, 1.25e9, 12.5e9])
+@pytest.mark.parametrize("latency_s", [0.0001, 0.003])
+def test_rates_are_found_within_a_tenth(rate, latency_s):
+    transfers = []
+    while nbytes := probing.next_nbytes(transfers):
+        transfers.append(Transfer(nbytes, latency_s + nbytes / rate))
+    found = probing.conclude({"latency_s": latency_s, "transfers": transfers})
+    assert found.nbytes_per_s == pytest.approx(rate, rel=0.1)
+    assert found.latency_s == latency_s
+
+
+def test_a_latency_that_cannot_be_makes_no_link_infinitely_fast():
+    found = probing.conclude({"latency_s": 1.0, "transfers": [(1e6, 0.5)]})
+    assert found.nbytes_per_s == 1e6 / 0.05
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        {},
+        {"latency_s": 0.1},
+        {"latency_s": 0.1, "transfers": []},
+        {"latency_s": 0.1, "transfers": "none"},
+        {"latency_s": 0.1, "transfers": [1]},
+        {"latency_s": 0.1, "transfers": [(1, 2, 3)]},
+        {"latency_s": "soon", "transfers": [(1, 2)]},
+        {"transfers": [(1, 2)]},
+        {"latency_s": -1, "transfers": [(1, 2)]},
+        {"latency_s": float("nan"), "transfers": [(1, 2)]},
+        {"latency_s": 0, "transfers": [(1, 0)]},
+        {"latency_s": 0, "transfers": [(float("inf"), 1)]},
+        {"latency_s": 0, "transfers": [(-5, 1)]},
+    ],
+)
+def test_answers_that_say_nothing_are_refused(answer):
+    with pytest.raises(ProtocolError):
+        probing.conclude(answer)
+
+
+@pytest.mark.parametrize(
+    ("mode", "n_hosts", "is_used", "is_busy", "why"),
+    [
+        ("auto", 2, True, False, None),
+        ("auto", probing.AUTOMATIC_HOSTS, True, False, None),
+        ("auto", probing.AUTOMATIC_HOSTS + 1, True, False, "more than"),
+        ("auto", 2, False, False, "does not go by"),
+        ("auto", 2, True, True, "running"),
+        ("on", 1000, False, False, None),
+        ("on", 2, True, True, "running"),
+        ("off", 2, True, False, "is off"),
+    ],
+)
+def test_when_a_cluster_is_probed(mode, n_hosts, is_used, is_busy, why):
+    found = probing.why_not(mode, n_hosts=n_hosts, is_used=is_used, is_busy=is_busy)
+    assert (found is None) == (why is None)
+    assert why is None or why in found

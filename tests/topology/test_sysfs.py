@@ -1,0 +1,128 @@
+"""What is read from `/sys`: of real machines, and where files are odd."""
+
+from __future__ import annotations
+
+import pytest
+
+from dask_gpurt.topology import sysfs
+from dask_gpurt.topology.nvml import NvmlGpu
+from tests.topology.trees import NAMES, machine, make_interface, make_tree, write
+
+
+def read(root, **addresses):
+    return sysfs.read(root, name="box", boot="1", addresses=addresses, gpus=None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gpus_are_the_same_with_nvml_and_without(name, tmp_path):
+    with_nvml = machine(name, tmp_path / "one")
+    without = machine(name, tmp_path / "two", with_nvml=False)
+    assert with_nvml.gpus
+    assert [one.place.address for one in with_nvml.gpus] == [
+        one.place.address for one in without.gpus
+    ]
+    assert all(one.uuid and one.memory_nbytes for one in with_nvml.gpus)
+    assert not any(one.uuid or one.memory_nbytes or one.bonds for one in without.gpus)
+
+
+def test_devices_are_behind_the_bridges_that_are_above_them(tmp_path):
+    found = machine("dgx-a100", tmp_path)
+    first, second = (one.place for one in found.gpus[:2])
+    # A port of the processor, then two switches with a port that leads up and one that leads down.
+    assert [hop.address for hop in first.hops][1:5:2] == ["0000:01:00.0", "0000:03:00.0"]
+    assert [hop.address for hop in second.hops][1:5:2] == ["0000:01:00.0", "0000:0a:00.0"]
+    assert first.hops[:3] == second.hops[:1] + first.hops[1:3]
+    assert first.hops[3:] != second.hops[3:]
+    assert first.numa == 3
+    assert {hop.nbytes_per_s for hop in first.hops} == {16 * 1.969e9}
+
+
+def test_numa_nodes_and_their_memory(tmp_path):
+    found = machine("dgx-h100", tmp_path)
+    assert [(one.number, one.memory_nbytes) for one in found.numa] == [(0, 2**40), (1, 2**40)]
+    write(tmp_path / "devices/system/node/node8/meminfo", "Node 8 MemTotal: 100 kB")
+    assert len(read(tmp_path).numa) == 2, "memory of a device, without processors"
+
+
+def test_one_processor_says_no_numa_node(tmp_path):
+    assert {one.place.numa for one in machine("pcie-box", tmp_path).gpus} == {None}
+
+
+def test_cards_have_speed_kind_and_addresses(tmp_path):
+    make_tree("dgx-h100", tmp_path)
+    found = {one.name: one for one in read(tmp_path, ens6f0=["10.0.0.1", "fe80::1"]).cards}
+    assert found["ibp153s0"].kind == "infiniband"
+    assert found["ibp153s0"].nbytes_per_s == 50e9
+    assert found["ens6f0"].kind == "ethernet"
+    assert found["ens6f0"].addresses == ("10.0.0.1", "fe80::1")
+    assert found["ens6f0"].place.numa == 0
+    assert not {"lo", "veth0"} & found.keys(), "without hardware"
+
+
+def test_a_card_whose_driver_names_no_speed(tmp_path):
+    assert {one.nbytes_per_s for one in machine("p4d", tmp_path).cards} == {0.0}
+
+
+def test_a_card_that_is_down_is_no_way(tmp_path):
+    make_tree("pcie-box", tmp_path)
+    write(tmp_path / "class/net/enp5s0/operstate", "down")
+    assert read(tmp_path).cards == ()
+
+
+def test_a_vlan_of_a_bond_is_where_its_first_card_is(tmp_path):
+    make_tree("pcie-box", tmp_path)
+    make_interface(tmp_path, "bond0", None, "ethernet", 20000, lower=["enp5s0"])
+    make_interface(tmp_path, "bond0.7", None, "ethernet", 20000, lower=["bond0"])
+    found = {one.name: one for one in read(tmp_path, **{"bond0.7": ["10.7.0.1"]}).cards}
+    assert found["bond0.7"].place == found["enp5s0"].place
+    assert found["bond0.7"].nbytes_per_s == 2.5e9
+    assert found["bond0.7"].addresses == ("10.7.0.1",)
+
+
+def test_interfaces_that_are_below_themselves_come_to_an_end(tmp_path):
+    make_tree("pcie-box", tmp_path)
+    make_interface(tmp_path, "loop0", None, "ethernet", 1000, lower=["loop0"])
+    assert "loop0" not in [one.name for one in read(tmp_path).cards]
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "nbytes_per_s"),
+    [
+        ("2.5 GT/s PCIe", "4", 1e9),
+        ("8 GT/s", "16", 16 * 0.985e9),
+        ("64.0 GT/s PCIe", "8", 8 * 7.563e9),
+        ("Unknown", "16", 0),
+        ("7 GT/s", "16", 0),
+        ("8 GT/s", "255", 0),
+        ("8 GT/s", "many", 0),
+    ],
+)
+def test_links_of_every_generation(tmp_path, speed, width, nbytes_per_s):
+    make_tree("pcie-box", tmp_path)
+    device = (tmp_path / "bus/pci/devices/0000:01:00.0").resolve()
+    write(device / "max_link_speed", speed)
+    write(device / "max_link_width", width)
+    place = read(tmp_path).gpus[0].place
+    assert place.hops[-1].nbytes_per_s == pytest.approx(nbytes_per_s)
+
+
+def test_where_there_is_nothing_nothing_is_found(tmp_path):
+    found = read(tmp_path / "absent")
+    assert (found.numa, found.gpus, found.cards) == ((), (), ())
+
+
+def test_files_that_are_something_else_are_left_out(tmp_path):
+    make_tree("pcie-box", tmp_path)
+    device = (tmp_path / "bus/pci/devices/0000:01:00.0").resolve()
+    (device / "max_link_speed").write_bytes(b"\xff" * 100_000)
+    (device / "numa_node").unlink()
+    (device / "numa_node").mkdir()
+    (tmp_path / "bus/pci/devices/0000:99:00.0").symlink_to(tmp_path / "gone")
+    place = read(tmp_path).gpus[0].place
+    assert (place.hops[-1].nbytes_per_s, place.numa) == (0.0, None)
+
+
+def test_a_gpu_that_only_nvml_sees_is_somewhere(tmp_path):
+    hidden = NvmlGpu("0000:77:00.0", "GPU-1", 2**30, ())
+    found = sysfs.read(tmp_path, name="box", boot="1", addresses={}, gpus=[hidden])
+    assert found.gpus[0].place.address == "0000:77:00.0"
