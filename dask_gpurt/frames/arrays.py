@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.frames.port import Empty, Packed, Piece, fresh
+from dask_gpurt.frames.port import Empty, Landing, Packed, Piece, fresh
 from dask_gpurt.frames.rechunking import Box, Index, Rechunking, Shape, filled
 from dask_gpurt.frames.sections import Section
 
@@ -227,6 +227,8 @@ class Arrays:
     join
         Makes one array of nested lists of arrays; asked where they are not all plain memory.
     """
+
+    landing: Landing | None = None
 
     def __init__(self, rechunking: Rechunking, join: Callable[[Any], Any]) -> None:
         self.rechunking = rechunking

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.frames.gather import group_rows
 from dask_gpurt.frames.port import FrameAdapter, Piece, Selection
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import DataFrameShuffleSpec
 from dask_gpurt.shuffle.balance import owners
-from dask_gpurt.shuffle.plan import ExchangePlan
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
@@ -138,11 +137,13 @@ class FrameRun(ExchangeRun):
     ) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
         opened = self._frames.open(data)
         plan = self._plan
-        rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
-        before = offsets.tolist()
+        rows, before = opened.group(plan)
         wanted: list[tuple[str, wire.ShardHeader]] = []
         selections: list[Selection] = []
-        cuts = self._cut(partition_id, opened.layout_key, before, opened.row_nbytes)
+        shard_nbytes = self._frames.shard_nbytes or SHARD_TARGET_NBYTES
+        cuts = self._cut(
+            partition_id, opened.layout_key, before, opened.row_nbytes, shard_nbytes
+        )
         for worker, header, empty in cuts:
             a = header.first_slot
             b = a + len(header.rows_per_slot)
