@@ -37,7 +37,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "frames": (set(), FRAMES, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
     "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),
-    "transport": ({"errors"}, {"numpy", "ucxx"}, {"asyncio", "os", "threading"}),
+    "transport": ({"errors"}, {"cuda", "numpy", "ucxx"}, {"asyncio", "os", "threading"}),
     "shuffle": (
         {"codecs", "errors", "frames", "metrics", "transport"},
         {"numpy"},

@@ -114,11 +114,12 @@ class PlainBody:
 
     @property
     def nbytes(self) -> int:
-        return self.packed.buffer.nbytes
+        return int(self.packed.buffer.nbytes)
 
     @cached_property
     def elements(self) -> npt.NDArray[Any]:
-        return self.packed.buffer.view(self.layout.dtype)
+        elements: npt.NDArray[Any] = self.packed.buffer.view(self.layout.dtype)
+        return elements
 
 
 @dataclass

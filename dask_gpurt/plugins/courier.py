@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,8 @@ from dask.utils import parse_timedelta
 
 from dask_gpurt.codecs.shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.frames.port import BodyAdapter
+from dask_gpurt.frames.port import BodyAdapter, DeviceMemory, Landing, on_host
+from dask_gpurt.plugins.links import DEVICE, OUTGOING
 from dask_gpurt.plugins.paths import Path
 from dask_gpurt.plugins.seams import (
     P2PConsistencyError,
@@ -32,6 +34,7 @@ from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shards import Shard
 from dask_gpurt.transport import wire
+from dask_gpurt.transport.ucx_protocol import LEAST_DEVICE_NBYTES
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -89,11 +92,15 @@ class Courier:
         run = self._run
 
         async def compose(path: Path) -> Message:
+            # Only data of devices can be there, and all of it is data of the host otherwise.
+            found = shards
+            if self._adapter.landing is not None:
+                found = await self._in_thread(self._staged, path, shards)
             if path.is_local:
-                return messages.as_they_are(shards)
+                return messages.as_they_are(found)
             with context_meter.meter("compress"):
                 encode = partial(self._encode, path)
-                return await self._in_thread(messages.for_the_wire, shards, encode)
+                return await self._in_thread(messages.for_the_wire, found, encode)
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
@@ -113,9 +120,10 @@ class Courier:
                 raise error.with_traceback(traceback)
             return answer
 
-        deliver = partial(
-            self._state.links.deliver, address, self._settings.transport, compose, call
-        )
+        transport = self._settings.transport
+        if transport == "auto" and self._adapter.landing is not None:
+            transport = DEVICE
+        deliver = partial(self._state.links.deliver, address, transport, compose, call)
         message: Message = await retry(
             deliver, operation=f"message to {address} of {self._run}", **self._retry
         )
@@ -138,11 +146,16 @@ class Courier:
         lengths = messages.checked(headers, self._state.memory_nbytes)
         # One buffer of a message is one shard, unless it is encoded.
         of_part = [header for header in headers for _ in header.parts]
+        landed: dict[int, DeviceMemory] = {}
+        if self._adapter.landing is not None and self._state.links.lands(payload):
+            landed = await self._in_thread(_landed, self._adapter.landing, of_part, lengths)
 
         def empty(number: int, nbytes: int) -> Any:
             header = of_part[number]
             if header.table:
                 return np.empty(nbytes, dtype=np.uint8)
+            if number in landed:
+                return landed.pop(number)
             return pool.empty(nbytes, run.lane_of(header.first_slot))
 
         def empty_shard(header: wire.ShardHeader) -> Any:
@@ -152,6 +165,17 @@ class Courier:
         if any(header.table for header in headers):
             return await self._in_thread(messages.opened, headers, buffers, empty_shard)
         return messages.opened(headers, buffers, empty_shard)
+
+    def _staged(self, path: Path, shards: Sequence[Outgoing]) -> list[Outgoing]:
+        """Shards with those copied to the host that cannot leave from the device on this path."""
+        is_taken = path.takes_device_memory and self._settings.compression in ("auto", "none")
+        empty = partial(self._state.links.outgoing.empty, lane=OUTGOING)
+        return [
+            shard
+            if is_taken and shard.nbytes >= LEAST_DEVICE_NBYTES
+            else replace(shard, packed=on_host(shard.packed, empty))
+            for shard in shards
+        ]
 
     def _encode(self, path: Path, shard: Outgoing) -> Encoded:
         key, packed = shard.header.layout_key, shard.packed
@@ -165,3 +189,20 @@ class Courier:
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, partial(function, *arguments))
+
+
+def _landed(
+    landing: Landing, of_part: Sequence[wire.ShardHeader], lengths: Sequence[int]
+) -> dict[int, DeviceMemory]:
+    """Memory of the device for the buffers of a message that can go there, by their numbers.
+
+    What has a checksum, or is encoded, is looked at in the host's memory first.
+    """
+    found = {}
+    for number, (header, nbytes) in enumerate(zip(of_part, lengths, strict=True)):
+        if nbytes >= LEAST_DEVICE_NBYTES and not header.table and not header.checksum:
+            memory = landing(nbytes)
+            if memory is None:
+                break  # the device is over its mark
+            found[number] = memory
+    return found

@@ -12,8 +12,10 @@ What it is that moves is `transport.ucx_switchboard`'s business.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -115,6 +117,7 @@ class UcxThread:
         import ucxx  # here: it loads UCX, and costs half a second
         from ucxx._lib.arr import Array
 
+        _make_device_current()
         library = ucxx.libucxx
         feature = library.Feature
         features = (feature.TAG, feature.WAKEUP, feature.STREAM)
@@ -155,3 +158,17 @@ class UcxThread:
             os.close(self._wake_fd)
         atexit.unregister(self._exit)
         self._run_calls()
+
+
+def _make_device_current() -> None:
+    """Have this thread use the device that the process computes on, before UCX looks for one.
+
+    UCX copies device memory in the context that is current in its thread. A process that computes
+    on the host only must not get a context for it, which costs hundreds of MB of a device.
+    """
+    if "rmm" in sys.modules:
+        # Without a device there is nothing to be current, and UCX will find none either.
+        with contextlib.suppress(Exception):
+            from cuda.core import Device
+
+            Device().set_current()
