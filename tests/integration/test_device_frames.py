@@ -1,0 +1,161 @@
+"""Shuffles of frames of a device, emulated in host memory, on whole clusters and over real UCX.
+
+pandas frames take the way of device frames here: what a transport is given is not the host's
+memory, and whoever reads it as such gets an error.
+"""
+
+from __future__ import annotations
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from dask_gpurt.devices.room import DeviceRoom
+from dask_gpurt.frames.device_frames import DeviceFrames
+from dask_gpurt.plugins.frame_run import ADAPTERS
+from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.transport.ucx import UcxEngine
+from tests.frames.emulated_tables import EmulatedMemory, EmulatedTables
+from tests.integration.comparing import assert_same_partitions, collection, partitions, runs
+from tests.integration.test_transport import paths
+
+ROWS = 40_000
+N_INPUTS = 6
+
+
+def frame(number):
+    rng = np.random.default_rng(number)
+    return pd.DataFrame(
+        {
+            "key": rng.integers(0, 1000, ROWS),
+            "x": rng.random(ROWS),
+            "name": pd.array(rng.choice(["a", "bb", None], ROWS), dtype="str"),
+            "n": pd.array(np.where(rng.random(ROWS) > 0.5, 7, None), dtype="Int64"),
+        }
+    )
+
+
+def shuffled():
+    return collection([frame(number) for number in range(N_INPUTS)]).shuffle("key", npartitions=4)
+
+
+class Device:
+    """Room on the emulated device of this process, and what was copied out of its memory."""
+
+    def __init__(self):
+        self.mark_nbytes = 1 << 30
+        self.room = None
+        self._began_nbytes = EmulatedMemory.copied_nbytes
+
+    def adapter(self, spec):
+        self.room = DeviceRoom(EmulatedMemory, self.mark_nbytes)
+        return DeviceFrames(
+            EmulatedTables(), spec.meta, spec.column, spec.drop_column, self.room
+        )
+
+    @property
+    def copied_nbytes(self):
+        return EmulatedMemory.copied_nbytes - self._began_nbytes
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    for name in ("pandas.DataFrame", "pandas.core.frame.DataFrame"):
+        monkeypatch.setitem(ADAPTERS, name, device.adapter)
+    return device
+
+
+@pytest.fixture
+def knows_devices(monkeypatch):
+    """UCX that says it knows device memory; that of the emulated device it can read and write."""
+    pytest.importorskip("ucxx", reason="the ucx extra is not installed")
+    monkeypatch.setattr(UcxEngine, "takes_device_memory", True)
+
+
+@pytest.fixture
+def client():
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
+    with local, Client(local, set_as_default=False) as client:
+        yield client
+
+
+def assert_same_as_stock(client):
+    """Partition by partition and row by row."""
+    expected = partitions(client, shuffled())
+    dask_gpurt.enable(client)
+    before = runs(client)["gpurt"]
+    assert_same_partitions(partitions(client, shuffled()), expected)
+    assert runs(client)["gpurt"] == before + 1
+
+
+def sent_nbytes(client):
+    return sum(
+        worker["counters"]["sent_nbytes"]
+        for worker in dask_gpurt.status(client)["workers"].values()
+    )
+
+
+def test_shards_leave_and_arrive_without_a_copy_to_the_host(client, device, knows_devices):
+    assert_same_as_stock(client)
+    assert paths(client)[0] == {"ucx"}
+    # What is read of a shard that arrives is what it says of its columns.
+    assert sent_nbytes(client) > 1_000_000
+    assert 0 < device.copied_nbytes < 50_000
+
+
+def test_a_device_over_its_mark_receives_on_the_host(client, device, knows_devices):
+    device.mark_nbytes = 1_000_000
+    assert_same_as_stock(client)
+    assert paths(client)[0] == {"ucx"}
+    assert device.copied_nbytes > 500_000
+    assert device.room.used_nbytes <= device.mark_nbytes
+
+
+def test_one_host_shares_memory_where_ucx_knows_no_device(client, device):
+    assert_same_as_stock(client)
+    names, reasons = paths(client)
+    assert names == {"shared"}
+    assert all("device" in reason for reason in reasons)
+    assert device.copied_nbytes >= sent_nbytes(client)
+
+
+@pytest.mark.parametrize("compression", ["auto", "lz4"])
+def test_dask_s_connections_get_a_copy_in_the_host(client, device, compression):
+    settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": compression}
+    with dask.config.set(settings):
+        assert_same_as_stock(client)
+    assert paths(client)[0] == {"comm"}
+    assert device.copied_nbytes >= sent_nbytes(client)
+
+
+def test_compression_that_was_asked_for_is_done_on_the_host(client, device, knows_devices):
+    with dask.config.set({"gpurt.shuffle.compression": "zstd"}):
+        assert_same_as_stock(client)
+    assert device.copied_nbytes >= sent_nbytes(client)
+
+
+def test_shards_of_a_device_are_spilled(client, device, knows_devices):
+    with dask.config.set({"gpurt.shuffle.memory": "1 MiB"}):
+        assert_same_as_stock(client)
+    counters = [worker["counters"] for worker in dask_gpurt.status(client)["workers"].values()]
+    assert sum(counter["spilled_nbytes"] for counter in counters) > 1_000_000
+
+
+def test_nothing_stays_on_the_device(client, device, knows_devices):
+    assert_same_as_stock(client)
+    workers = client.cluster.workers.values()
+    client.sync(settled, workers)
+    assert device.room.used_nbytes == 0
+
+
+async def settled(workers):
+    """Every run of these workers is over."""
+    import asyncio
+
+    while any(state_of(worker)._runs for worker in workers):
+        await asyncio.sleep(0.01)
