@@ -96,7 +96,7 @@ class Tables(Protocol):
     def view(self, memory: DeviceMemory, columns: Sequence[DeviceColumn]) -> Any:
         """Table over packed memory, as long as that lives. Places were checked."""
 
-    def fill(self, target: DeviceMemory, packed: DeviceMemory, contents: bytes) -> None:
+    def fill(self, target: Any, packed: Any, contents: bytes) -> None:
         """Copy packed buffers, and the contents after them, into memory of that length."""
 
     def to_device(self, buffer: Any) -> DeviceMemory:

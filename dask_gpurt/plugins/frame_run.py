@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.devices.room import DeviceRoom
+from dask_gpurt.frames.device_frames import DeviceFrames
 from dask_gpurt.frames.port import FrameAdapter, Piece, Selection
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import DataFrameShuffleSpec
 from dask_gpurt.shuffle.balance import owners
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
 from dask_gpurt.transport import wire
+
+#: Share of a device's memory that shards may take: as much as they may of the host's by default.
+DEVICE_SHARE = 0.3
 
 if TYPE_CHECKING:
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -83,6 +89,12 @@ class FrameSpec(DataFrameShuffleSpec):
         return FrameRun(self, run_id, span_id, worker_for, plugin)
 
 
+#: What cuDF calls its DataFrame. Named and not imported: a scheduler may have no GPU.
+_CUDF = "cudf.core.dataframe.DataFrame"
+#: Types of columns, or in columns, that cannot be put together again out of their buffers.
+_NOT_ON_DEVICES = ("StructDtype", "IntervalDtype")
+
+
 def _padded(rows: Sequence[int], n_partitions: int) -> tuple[int, ...]:
     """As many numbers as there are partitions; none if they are not about these partitions."""
     if not rows or len(rows) > n_partitions:
@@ -96,17 +108,48 @@ def _open_pandas(spec: FrameSpec) -> FrameAdapter:
     return PandasFrames(spec.meta, spec.column, spec.drop_column)
 
 
+@cache
+def _cuda_room() -> DeviceRoom[Any]:
+    """Room for shards on the device of this process, of all its shuffles together."""
+    from dask_gpurt.frames.cudf_ import CudfMemory, device_nbytes
+
+    return DeviceRoom(CudfMemory.empty, int(DEVICE_SHARE * device_nbytes()))
+
+
+def _open_cudf(spec: FrameSpec) -> FrameAdapter:
+    from dask_gpurt.frames.cudf_ import CudfTables
+
+    return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, _cuda_room())
+
+
 #: Frame adapters by the full name of the type of a shuffle's meta. Subclasses carry state that an
 #: adapter of their base would lose, so names are matched exactly.
 ADAPTERS: dict[str, Callable[[FrameSpec], FrameAdapter]] = {
     "pandas.DataFrame": _open_pandas,
     "pandas.core.frame.DataFrame": _open_pandas,
+    _CUDF: _open_cudf,
 }
 
 
 def frame_kind(meta: Any) -> str:
     """Name that `ADAPTERS` knows a kind of frame by."""
     return f"{type(meta).__module__}.{type(meta).__qualname__}"
+
+
+def obstacle(meta: Any) -> str | None:
+    """Why frames like this one cannot be carried; None if they can."""
+    kind = frame_kind(meta)
+    if kind not in ADAPTERS:
+        return "there is no adapter for this kind of data"
+    if kind != _CUDF:
+        return None
+    levels = meta.index.dtypes if meta.index.nlevels > 1 else {meta.index.name: meta.index.dtype}
+    for what, dtypes in (("column", meta.dtypes), ("index level", levels)):
+        for name, dtype in dtypes.items():
+            # Lists of them as well.
+            if any(one in f"{type(dtype).__name__} {dtype!r}" for one in _NOT_ON_DEVICES):
+                return f"{what} {name!r} is of type {dtype}, which stays on no device"
+    return None
 
 
 class FrameRun(ExchangeRun):
@@ -141,9 +184,7 @@ class FrameRun(ExchangeRun):
         wanted: list[tuple[str, wire.ShardHeader]] = []
         selections: list[Selection] = []
         shard_nbytes = self._frames.shard_nbytes or SHARD_TARGET_NBYTES
-        cuts = self._cut(
-            partition_id, opened.layout_key, before, opened.row_nbytes, shard_nbytes
-        )
+        cuts = self._cut(partition_id, opened.layout_key, before, opened.row_nbytes, shard_nbytes)
         for worker, header, empty in cuts:
             a = header.first_slot
             b = a + len(header.rows_per_slot)

@@ -53,11 +53,11 @@ _OPTIONS = {
 class UcxEngine:
     """This process's end of all UCX links. Made by `start`.
 
-    All methods are for one event loop. A message is a list of one-dimensional `uint8` arrays,
-    or of device memory where UCX knows that at both ends, under a number below 2**31 that the sender does not use twice. Waits can be cancelled. Memory
-    of a transfer that failed, was cancelled or ran out of time stays referenced until UCX is done
-    with it, and what is still written goes there; so memory must be lent to somebody else only
-    when nothing references the arrays any more.
+    All methods are for one event loop. A message is a list of one-dimensional `uint8` arrays, or of
+    device memory where UCX knows that at both ends, under a number below 2**31 that the sender does
+    not use twice. Waits can be cancelled. Memory of a transfer that failed, was cancelled or ran
+    out of time stays referenced until UCX is done with it, and what is still written goes there; so
+    memory must be lent to somebody else only when nothing references the arrays any more.
     """
 
     def __init__(self, thread: UcxThread, board: Switchboard) -> None:

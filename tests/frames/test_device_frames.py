@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.frames.device_frames import DeviceFrames, DeviceLayout
+from dask_gpurt.frames.gather import slots_by_table
 from dask_gpurt.frames.port import Packed, Piece, Selection, on_host
+from dask_gpurt.shuffle.plan import ExchangePlan
 from tests.conformance.frame_suite import FrameSuite
 from tests.frames.emulated_tables import EmulatedMemory, EmulatedTables
 
@@ -147,6 +149,17 @@ def test_another_number_of_index_levels_is_refused():
     frame = pd.DataFrame({"slot": [0], "a": [1]})
     with pytest.raises(ValueError, match="levels"):
         adapter_for(frame).open(frame.set_index([[1], [2]]))
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i4", "i8", "u8"])
+def test_slots_are_those_of_the_host(dtype):
+    plan = ExchangePlan({7: "a", 0: "b", 3: "a", 200: "b"})
+    numbers = np.arange(-300, 300).astype(dtype)
+    if dtype == "u8":
+        numbers = np.append(numbers, np.uint64(2**64 - 1))
+    found = slots_by_table(np, numbers, plan.slot_table)
+    np.testing.assert_array_equal(found, plan.slots(numbers))
+    assert found.dtype == np.int32
 
 
 LAYOUT = DeviceLayout((("meta",), ("category", True, b"abc"), ("zone", "UTC"), ("physical",)))

@@ -52,9 +52,7 @@ class Device:
 
     def adapter(self, spec):
         self.room = DeviceRoom(EmulatedMemory, self.mark_nbytes)
-        return DeviceFrames(
-            EmulatedTables(), spec.meta, spec.column, spec.drop_column, self.room
-        )
+        return DeviceFrames(EmulatedTables(), spec.meta, spec.column, spec.drop_column, self.room)
 
     @property
     def copied_nbytes(self):
