@@ -99,6 +99,7 @@ ONLY_IN = {
     "cudf": {"frames/cudf_.py"},
     "pylibcudf": {"frames/cudf_.py"},
     "rmm": {"frames/cudf_.py"},
+    "cupy": {"frames/cudf_.py", "frames/cupy_.py"},
     "ucxx": {"transport/ucx_thread.py"},
 }
 

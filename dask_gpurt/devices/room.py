@@ -11,41 +11,44 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 #: Anything that can be referred to weakly and lets go of its memory as it dies.
 M = TypeVar("M")
 
 
-class DeviceRoom(Generic[M]):
+class DeviceRoom:
     """Memory of one device, up to a mark. Safe to use from any thread.
 
     Parameters
     ----------
-    allocate
-        Memory for so many bytes; raises MemoryError if the device has none.
     mark_nbytes
         Most that may be handed out at a time.
     """
 
-    def __init__(self, allocate: Callable[[int], M], mark_nbytes: int) -> None:
+    def __init__(self, mark_nbytes: int) -> None:
         self.mark_nbytes = mark_nbytes
-        self._allocate = allocate
         self._lock = threading.Lock()
         self._used_nbytes = 0
         # A deque: memory dies wherever the garbage collector runs, so nothing that happens then may
         # take the lock.
         self._freed: deque[int] = deque()
 
-    def __call__(self, nbytes: int) -> M | None:
-        """Memory for so many bytes; None if that is more than the mark or the device allows."""
+    def take(self, allocate: Callable[[int], M], nbytes: int) -> M | None:
+        """Memory for so many bytes; None if that is more than the mark or the device allows.
+
+        Parameters
+        ----------
+        allocate
+            Bytes to memory of them; raises MemoryError if the device has none.
+        """
         with self._lock:
             self._count_freed()
             if self._used_nbytes + nbytes > self.mark_nbytes:
                 return None
             self._used_nbytes += nbytes
         try:
-            memory = self._allocate(nbytes)
+            memory = allocate(nbytes)
         except BaseException as error:
             self._freed.append(nbytes)
             if isinstance(error, MemoryError):

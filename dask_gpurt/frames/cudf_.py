@@ -70,12 +70,6 @@ class CudfMemory:
             CUDF_DEFAULT_STREAM.synchronize()
 
 
-def device_nbytes() -> int:
-    """Memory of the current device."""
-    _, total_nbytes = cupy.cuda.Device().mem_info
-    return int(total_nbytes)
-
-
 class CudfTables:
     """See `Tables` of `frames.device_frames`."""
 

@@ -90,11 +90,11 @@ class Courier:
         """
 
         run = self._run
+        on_device = any(shard.packed.is_on_device for shard in shards)
 
         async def compose(path: Path) -> Message:
-            # Only data of devices can be there, and all of it is data of the host otherwise.
             found = shards
-            if self._adapter.landing is not None:
+            if on_device:
                 found = await self._in_thread(self._staged, path, shards)
             if path.is_local:
                 return messages.as_they_are(found)
@@ -121,7 +121,7 @@ class Courier:
             return answer
 
         transport = self._settings.transport
-        if transport == "auto" and self._adapter.landing is not None:
+        if transport == "auto" and on_device:
             transport = DEVICE
         deliver = partial(self._state.links.deliver, address, transport, compose, call)
         message: Message = await retry(

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.devices.room import DeviceRoom
 from dask_gpurt.frames.device_frames import DeviceFrames
 from dask_gpurt.frames.port import FrameAdapter, Piece, Selection
+from dask_gpurt.plugins.device_room import device_room
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import DataFrameShuffleSpec
 from dask_gpurt.shuffle.balance import owners
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
 from dask_gpurt.transport import wire
-
-#: Share of a device's memory that shards may take: as much as they may of the host's by default.
-DEVICE_SHARE = 0.3
 
 if TYPE_CHECKING:
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -108,18 +105,11 @@ def _open_pandas(spec: FrameSpec) -> FrameAdapter:
     return PandasFrames(spec.meta, spec.column, spec.drop_column)
 
 
-@cache
-def _cuda_room() -> DeviceRoom[Any]:
-    """Room for shards on the device of this process, of all its shuffles together."""
-    from dask_gpurt.frames.cudf_ import CudfMemory, device_nbytes
-
-    return DeviceRoom(CudfMemory.empty, int(DEVICE_SHARE * device_nbytes()))
-
-
 def _open_cudf(spec: FrameSpec) -> FrameAdapter:
-    from dask_gpurt.frames.cudf_ import CudfTables
+    from dask_gpurt.frames.cudf_ import CudfMemory, CudfTables
 
-    return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, _cuda_room())
+    landing = partial(device_room().take, CudfMemory.empty)
+    return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, landing)
 
 
 #: Frame adapters by the full name of the type of a shuffle's meta. Subclasses carry state that an

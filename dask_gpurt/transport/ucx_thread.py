@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import os
 import select
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -163,12 +162,16 @@ class UcxThread:
 def _make_device_current() -> None:
     """Have this thread use the device that the process computes on, before UCX looks for one.
 
-    UCX copies device memory in the context that is current in its thread. A process that computes
-    on the host only must not get a context for it, which costs hundreds of MB of a device.
+    UCX copies device memory in the context that is current in its thread. A process that has none
+    computes on the host, and must not get one for this: it costs hundreds of MB of a device.
     """
-    if "rmm" in sys.modules:
-        # Without a device there is nothing to be current, and UCX will find none either.
-        with contextlib.suppress(Exception):
-            from cuda.core import Device
+    # No library, no driver or no device: UCX will find none either.
+    with contextlib.suppress(Exception):
+        from cuda.bindings import driver
+        from cuda.core import Device
 
-            Device().set_current()
+        driver.cuInit(0)
+        _, device = driver.cuDeviceGet(0)
+        _, _, is_active = driver.cuDevicePrimaryCtxGetState(device)
+        if is_active:
+            Device(0).set_current()

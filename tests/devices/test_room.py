@@ -15,20 +15,20 @@ class Memory:
 
 
 def test_beyond_the_mark_there_is_none():
-    room = DeviceRoom(Memory, 100)
-    held = room(60)
+    room = DeviceRoom(100)
+    held = room.take(Memory, 60)
     assert held.nbytes == 60
-    assert room(41) is None
-    assert room(40) is not None
+    assert room.take(Memory, 41) is None
+    assert room.take(Memory, 40) is not None
     assert room.used_nbytes == 60
 
 
 def test_memory_that_dies_makes_room():
-    room = DeviceRoom(Memory, 100)
-    held = room(100)
-    assert room(1) is None
+    room = DeviceRoom(100)
+    held = room.take(Memory, 100)
+    assert room.take(Memory, 1) is None
     del held
-    assert room(100) is not None
+    assert room.take(Memory, 100) is not None
     assert room.used_nbytes == 0
 
 
@@ -36,8 +36,8 @@ def test_a_device_without_memory_counts_for_nothing():
     def full(nbytes):
         raise MemoryError
 
-    room = DeviceRoom(full, 100)
-    assert room(60) is None
+    room = DeviceRoom(100)
+    assert room.take(full, 60) is None
     assert room.used_nbytes == 0
 
 
@@ -45,20 +45,20 @@ def test_other_errors_are_told():
     def broken(nbytes):
         raise ValueError("no such device")
 
-    room = DeviceRoom(broken, 100)
+    room = DeviceRoom(100)
     with pytest.raises(ValueError, match="no such device"):
-        room(60)
+        room.take(broken, 60)
     assert room.used_nbytes == 0
 
 
 def test_threads_together_do_not_go_beyond_the_mark():
-    room = DeviceRoom(Memory, 1000)
+    room = DeviceRoom(1000)
     kept, start = [], threading.Barrier(8)
 
     def take():
         start.wait()
         for _ in range(100):
-            memory = room(7)
+            memory = room.take(Memory, 7)
             if memory is not None:
                 kept.append(memory)
 

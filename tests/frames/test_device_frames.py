@@ -15,7 +15,7 @@ from dask_gpurt.frames.gather import slots_by_table
 from dask_gpurt.frames.port import Packed, Piece, Selection, on_host
 from dask_gpurt.shuffle.plan import ExchangePlan
 from tests.conformance.frame_suite import FrameSuite
-from tests.frames.emulated_tables import EmulatedMemory, EmulatedTables
+from tests.frames.emulated_device import EmulatedMemory, EmulatedTables
 
 
 def no_room(nbytes):

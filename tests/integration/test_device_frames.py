@@ -6,7 +6,10 @@ memory, and whoever reads it as such gets an error.
 
 from __future__ import annotations
 
+from functools import partial
+
 import dask
+import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,10 +18,17 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from dask_gpurt.devices.room import DeviceRoom
 from dask_gpurt.frames.device_frames import DeviceFrames
+from dask_gpurt.plugins.array_run import DEVICE_ARRAYS
 from dask_gpurt.plugins.frame_run import ADAPTERS
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.transport.ucx import UcxEngine
-from tests.frames.emulated_tables import EmulatedMemory, EmulatedTables
+from tests.frames.emulated_device import (
+    ARRAY,
+    EmulatedArray,
+    EmulatedArrays,
+    EmulatedMemory,
+    EmulatedTables,
+)
 from tests.integration.comparing import assert_same_partitions, collection, partitions, runs
 from tests.integration.test_transport import paths
 
@@ -51,8 +61,9 @@ class Device:
         self._began_nbytes = EmulatedMemory.copied_nbytes
 
     def adapter(self, spec):
-        self.room = DeviceRoom(EmulatedMemory, self.mark_nbytes)
-        return DeviceFrames(EmulatedTables(), spec.meta, spec.column, spec.drop_column, self.room)
+        self.room = DeviceRoom(self.mark_nbytes)
+        landing = partial(self.room.take, EmulatedMemory)
+        return DeviceFrames(EmulatedTables(), spec.meta, spec.column, spec.drop_column, landing)
 
     @property
     def copied_nbytes(self):
@@ -149,6 +160,31 @@ def test_nothing_stays_on_the_device(client, device, knows_devices):
     workers = client.cluster.workers.values()
     client.sync(settled, workers)
     assert device.room.used_nbytes == 0
+
+
+@pytest.mark.parametrize("transport", ["auto", "comm"])
+def test_arrays_of_a_device_are_rechunked_on_it(
+    client, device, knows_devices, transport, monkeypatch
+):
+    room = DeviceRoom(device.mark_nbytes)
+    monkeypatch.setitem(
+        DEVICE_ARRAYS, ARRAY, lambda: EmulatedArrays(partial(room.take, EmulatedMemory))
+    )
+    monkeypatch.delitem(DEVICE_ARRAYS, "cupy.ndarray")
+    whole = np.arange(1_000_000.0).reshape(1000, 1000)
+    lazy = da.from_array(whole, chunks=(100, 1000)).map_blocks(
+        lambda block: block.view(EmulatedArray), meta=whole[:0, :0].view(EmulatedArray)
+    )
+    with dask.config.set({"gpurt.shuffle.transport": transport}):
+        dask_gpurt.enable(client)
+    with client.as_current(), dask.config.set({"array.rechunk.method": "p2p"}):
+        chunks = client.gather(client.compute(lazy.rechunk((1000, 200)).to_delayed().ravel()[:]))
+    for number, chunk in enumerate(chunks):
+        assert type(chunk) is EmulatedArray
+        np.testing.assert_array_equal(chunk, whole[:, 200 * number : 200 * (number + 1)])
+    assert runs(client) == {"gpurt": 1, "stock": 0}
+    copied_nbytes = 0 if transport == "auto" else sent_nbytes(client)
+    assert device.copied_nbytes == copied_nbytes
 
 
 async def settled(workers):

@@ -1,4 +1,4 @@
-"""Tables of a device emulated in host memory, by pyarrow: what `DeviceFrames` needs of cuDF.
+"""A device emulated in host memory: what `DeviceFrames` needs of cuDF, and `Arrays` of CuPy.
 
 Frames are pandas', tables lists of Arrow arrays, and device memory is memory that shows itself as
 a GPU's does and cannot be had by NumPy, so that nothing takes it for the host's.
@@ -231,3 +231,30 @@ class EmulatedTables:
         memory = EmulatedMemory(buffer.nbytes)
         memory.on_device()[:] = buffer
         return memory
+
+
+class EmulatedArray(np.ndarray):
+    """An array of the emulated device: of a type of its own."""
+
+
+#: What it is called.
+ARRAY = f"{EmulatedArray.__module__}.{EmulatedArray.__qualname__}"
+
+
+class EmulatedArrays:
+    """See `DeviceArrays` of `frames.arrays`."""
+
+    def __init__(self, room):
+        self.room = room
+
+    def elements(self, memory, dtype):
+        return memory.on_device().view(dtype).view(EmulatedArray)
+
+    def empty(self, nbytes):
+        return EmulatedMemory(nbytes)
+
+    def to_device(self, buffer):
+        return EmulatedTables().to_device(buffer)
+
+    def finish(self):
+        pass
