@@ -37,7 +37,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     # The second half where it is installed.
     "frames": (set(), FRAMES | {"cudf", "cupy", "pylibcudf", "rmm"}, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
-    "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),
+    "codecs": ({"errors"}, {"cudf", "numpy", "nvidia", "pyarrow"}, {"threading", "time"}),
     "transport": ({"errors"}, {"cuda", "numpy", "ucxx"}, {"asyncio", "os", "threading"}),
     "shuffle": (
         {"codecs", "errors", "frames", "metrics", "transport"},
@@ -96,7 +96,8 @@ ONLY_IN = {
     "ctypes": {"devices/malloc.py", "devices/pages.py"},
     "nvtx": {"devices/ranges.py"},
     # One module knows a library of devices, and whoever asks for that module has it.
-    "cudf": {"frames/cudf_.py"},
+    "cudf": {"frames/cudf_.py", "codecs/nvcomp.py"},
+    "nvidia": {"codecs/nvcomp.py"},
     "pylibcudf": {"frames/cudf_.py"},
     "rmm": {"frames/cudf_.py"},
     "cupy": {"frames/cudf_.py", "frames/cupy_.py"},
