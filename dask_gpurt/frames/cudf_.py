@@ -110,6 +110,8 @@ class CudfTables:
         return frame
 
     def group(self, numbers: cudf.Series, slots: Slots) -> tuple[cupy.ndarray, Sequence[int]]:
+        if not len(numbers):
+            return cupy.empty(0, dtype=np.int32), [0] * (slots.n_slots + 1)
         is_plain = isinstance(numbers.dtype, np.dtype) and numbers.dtype.kind in "iu"
         if is_plain and not numbers.null_count:
             found = slots_by_table(cupy, numbers.values, slots.slot_table)

@@ -91,6 +91,16 @@ def test_the_calls_that_are_made_exist():
         assert all(hasattr(owner, name) for name in names), owner
 
 
+@needs_libraries
+def test_dask_cudf_leaves_the_choice_of_a_shuffle_to_dask():
+    import dask
+    import dask_cudf
+
+    assert dask.config.get("dataframe.shuffle.method", None) is None
+    sources = [inspect.getsource(dask_cudf.backends), inspect.getsource(dask_cudf.core)]
+    assert not any("shuffle.method" in source for source in sources)
+
+
 class CudfSuite(FrameSuite):
     room = staticmethod(lambda nbytes: CudfMemory.empty(nbytes))
 
