@@ -10,6 +10,7 @@ Nothing chooses these yet: a peer would have to say that it can decode them.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,11 +79,9 @@ NVCOMP_CODECS: Mapping[int, Codec] = {
 
 @cache
 def _library() -> Any:
-    try:
+    with contextlib.suppress(ImportError):
         # Loaded before it, nvCOMP's libraries keep cuDF from finding its own.
         import cudf  # noqa: F401
-    except ImportError:
-        pass
     from nvidia import nvcomp
 
     return nvcomp

@@ -253,24 +253,25 @@ class OpenChunk:
         n_rows = sum(part.n_rows for part in parts)
         nbytes = n_rows * layout.dtype.itemsize
         device = self._devices.of(layout)
-        buffer: Any
+        shard: Any
+        memory: Any
         if device is None:
-            buffer = empty(nbytes)
-            elements = buffer.view(layout.dtype)
+            shard = memory = empty(nbytes)
+            elements = memory.view(layout.dtype)
         else:
             shard = device.room(nbytes)
-            buffer = shard if shard is not None else device.empty(nbytes)
-            elements = device.elements(buffer, layout.dtype)
+            memory = shard if shard is not None else device.empty(nbytes)
+            elements = device.elements(memory, layout.dtype)
         first = 0
         for _, box, shape, n in parts:
             layout.shaped(elements[first : first + n], shape)[...] = chunk[box]
             first += n
         if device is not None:
             device.finish()
-            if shard is None:
-                on_device, buffer = buffer, empty(nbytes)
-                on_device.copy_to_host(buffer)
-        packed = Packed(buffer, n_rows)
+        if shard is None:
+            shard = empty(nbytes)
+            memory.copy_to_host(shard)
+        packed = Packed(shard, n_rows)
         return packed if leaves else PlainBody(layout, packed, device)
 
 

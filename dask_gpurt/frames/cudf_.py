@@ -84,6 +84,9 @@ class CudfTables:
         expected = [*meta.dtypes, *_levels(meta.index).dtypes]
         kinds = [_kind(dtype, wanted) for dtype, wanted in zip(dtypes, expected, strict=True)]
         columns = frame.to_pylibcudf()[0].columns() + levels.to_pylibcudf()[0].columns()
+        for column, dtype in zip(columns, dtypes, strict=True):
+            if _has_structures(column):
+                raise TypeError(f"data of type {dtype} cannot be shuffled on a device")
         return plc.Table(columns), kinds
 
     def put_together(self, table: plc.Table, kinds: Sequence[Kind], meta: cudf.DataFrame) -> Any:
@@ -182,10 +185,15 @@ def _levels(index: cudf.Index) -> cudf.DataFrame:
     return index.to_frame(index=False, name=0)
 
 
+def _has_structures(column: plc.Column) -> bool:
+    """Intervals are some, too: their buffers do not say what their members are called."""
+    if column.type().id() == plc.TypeId.STRUCT:
+        return True
+    return any(map(_has_structures, column.children()))
+
+
 def _kind(dtype: Any, expected: Any) -> Kind:
     """How the type of a column is told to whoever puts it together."""
-    if isinstance(dtype, (cudf.StructDtype, cudf.IntervalDtype)):
-        raise TypeError(f"p2p does not support data of type {dtype} on a device")
     if isinstance(dtype, cudf.CategoricalDtype):
         # Equal types may have their categories in another order, and codes mean their places.
         same = (

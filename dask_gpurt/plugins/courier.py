@@ -7,7 +7,7 @@ is what a message of this run is made of on each of them, and what a peer's answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -147,8 +147,16 @@ class Courier:
         # One buffer of a message is one shard, unless it is encoded.
         of_part = [header for header in headers for _ in header.parts]
         landed: dict[int, DeviceMemory] = {}
-        if self._adapter.landing is not None and self._state.links.lands(payload):
-            landed = await self._in_thread(_landed, self._adapter.landing, of_part, lengths)
+        landing = self._adapter.landing
+        if landing is not None and self._state.links.lands(payload):
+            # What has a checksum, or is encoded, is looked at in the host's memory first.
+            wanted = {
+                number: nbytes
+                for number, (header, nbytes) in enumerate(zip(of_part, lengths, strict=True))
+                if nbytes >= LEAST_DEVICE_NBYTES and not header.table and not header.checksum
+            }
+            if wanted:
+                landed = await self._in_thread(_landed, landing, wanted)
 
         def empty(number: int, nbytes: int) -> Any:
             header = of_part[number]
@@ -191,18 +199,12 @@ class Courier:
         return await loop.run_in_executor(self._executor, partial(function, *arguments))
 
 
-def _landed(
-    landing: Landing, of_part: Sequence[wire.ShardHeader], lengths: Sequence[int]
-) -> dict[int, DeviceMemory]:
-    """Memory of the device for the buffers of a message that can go there, by their numbers.
-
-    What has a checksum, or is encoded, is looked at in the host's memory first.
-    """
+def _landed(landing: Landing, wanted: Mapping[int, int]) -> dict[int, DeviceMemory]:
+    """Memory of the device for buffers of these numbers and lengths, as far as it has room."""
     found = {}
-    for number, (header, nbytes) in enumerate(zip(of_part, lengths, strict=True)):
-        if nbytes >= LEAST_DEVICE_NBYTES and not header.table and not header.checksum:
-            memory = landing(nbytes)
-            if memory is None:
-                break  # the device is over its mark
-            found[number] = memory
+    for number, nbytes in wanted.items():
+        memory = landing(nbytes)
+        if memory is None:
+            break
+        found[number] = memory
     return found

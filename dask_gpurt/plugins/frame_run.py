@@ -86,12 +86,6 @@ class FrameSpec(DataFrameShuffleSpec):
         return FrameRun(self, run_id, span_id, worker_for, plugin)
 
 
-#: What cuDF calls its DataFrame. Named and not imported: a scheduler may have no GPU.
-_CUDF = "cudf.core.dataframe.DataFrame"
-#: Types of columns, or in columns, that cannot be put together again out of their buffers.
-_NOT_ON_DEVICES = ("StructDtype", "IntervalDtype")
-
-
 def _padded(rows: Sequence[int], n_partitions: int) -> tuple[int, ...]:
     """As many numbers as there are partitions; none if they are not about these partitions."""
     if not rows or len(rows) > n_partitions:
@@ -111,6 +105,11 @@ def _open_cudf(spec: FrameSpec) -> FrameAdapter:
     landing = partial(device_room().take, CudfMemory.empty)
     return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, landing)
 
+
+#: What cuDF calls its DataFrame. Named and not imported: a scheduler may have no GPU.
+_CUDF = "cudf.core.dataframe.DataFrame"
+#: Types of columns, or in lists, that cannot be put together again out of their buffers.
+_NOT_ON_DEVICES = ("StructDtype", "IntervalDtype")
 
 #: Frame adapters by the full name of the type of a shuffle's meta. Subclasses carry state that an
 #: adapter of their base would lose, so names are matched exactly.
@@ -136,8 +135,12 @@ def obstacle(meta: Any) -> str | None:
     levels = meta.index.dtypes if meta.index.nlevels > 1 else {meta.index.name: meta.index.dtype}
     for what, dtypes in (("column", meta.dtypes), ("index level", levels)):
         for name, dtype in dtypes.items():
-            # Lists of them as well.
-            if any(one in f"{type(dtype).__name__} {dtype!r}" for one in _NOT_ON_DEVICES):
+            # By names alone: to print the categories of a type takes a GPU.
+            inner = dtype
+            while type(inner).__name__ == "ListDtype":
+                inner = inner.element_type
+            kind = type(inner).__name__
+            if kind in _NOT_ON_DEVICES or (kind == "ArrowDtype" and "struct" in str(inner)):
                 return f"{what} {name!r} is of type {dtype}, which stays on no device"
     return None
 

@@ -145,7 +145,9 @@ class TestMixed(CudfSuite):
         made["mode"] = cudf.Series(list(rng.choice(["p", "q", None], rows)), dtype="str").astype(
             modes
         )
-        made["list"] = cudf.Series([[n] * (n % 3) for n in range(rows)], dtype=LISTS())
+        made["list"] = cudf.Series(
+            [[n] * (n % 3) for n in range(rows)], dtype=cudf.ListDtype("int32")
+        )
         prices = cudf.Series(rng.integers(0, 99, rows))
         made["price"] = prices.astype(cudf.Decimal64Dtype(12, 2))
         made["large"] = prices.astype(cudf.Decimal128Dtype(30, 4))
@@ -153,10 +155,6 @@ class TestMixed(CudfSuite):
         made["zone"] = instants.dt.tz_localize("UTC").dt.tz_convert("Europe/Berlin")
         made["Int64"] = cudf.Series(np.arange(rows)).astype("Int64")
         return made
-
-
-def LISTS():
-    return cudf.ListDtype("int32")
 
 
 @needs_gpu

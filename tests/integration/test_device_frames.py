@@ -189,7 +189,6 @@ def test_arrays_of_a_device_are_rechunked_on_it(
 
 async def settled(workers):
     """Every run of these workers is over."""
-    import asyncio
-
-    while any(state_of(worker)._runs for worker in workers):
-        await asyncio.sleep(0.01)
+    for worker in workers:
+        for run in tuple(state_of(worker)._runs):
+            await run._closed_event.wait()

@@ -7,13 +7,15 @@ import sys
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from dask_gpurt.plugins.frame_run import frame_kind, obstacle
 
 
 class CategoricalDtype:
-    pass
+    def __repr__(self):
+        raise RuntimeError("no CUDA-capable device is detected")
 
 
 class StructDtype:
@@ -21,11 +23,8 @@ class StructDtype:
 
 
 class ListDtype:
-    def __init__(self, element):
-        self.element = element
-
-    def __repr__(self):
-        return f"ListDtype({type(self.element).__name__})"
+    def __init__(self, element_type):
+        self.element_type = element_type
 
 
 class Index:
@@ -57,7 +56,8 @@ def test_cudf_is_known_by_its_name():
     "frame, named",
     [
         (cudf_frame(np.dtype("i8"), StructDtype()), "column 'b'"),
-        (cudf_frame(ListDtype(StructDtype())), "column 'a'"),
+        (cudf_frame(ListDtype(ListDtype(StructDtype()))), "column 'a'"),
+        (cudf_frame(pd.ArrowDtype(pa.list_(pa.struct({"x": pa.int8()})))), "column 'a'"),
         (cudf_frame(index=(StructDtype(),)), "index level None"),
         (cudf_frame(index=(np.dtype("i8"), StructDtype())), "index level 1"),
     ],
