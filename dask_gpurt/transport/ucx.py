@@ -102,9 +102,10 @@ class UcxEngine:
     def takes_device_memory(self) -> bool:
         """Whether buffers may lie in the memory of a CUDA device.
 
-        UCX may be built for CUDA and find none: what counts is the transports it has.
+        UCX may be built for CUDA and find no device, or be told not to use one: what counts is that
+        it has the transport without which it can read no device memory.
         """
-        return any(name.startswith("cuda") for name in self._thread.transports)
+        return "cuda_copy" in self._thread.transports
 
     @property
     def token(self) -> str:
