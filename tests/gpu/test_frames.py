@@ -23,15 +23,16 @@ from tests.conformance.frame_suite import FrameSuite
 from tests.frames.test_rechunking import blocks
 
 
-def not_installed() -> str | None:
-    for name in ("cudf", "pylibcudf", "cupy", "rmm", "dask_cudf"):
+def missing(*names: str) -> str | None:
+    """Why these libraries cannot be had."""
+    for name in names:
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed (the extra cuda13)"
     return None
 
 
 def no_gpu() -> str | None:
-    if (why := not_installed()) is not None:
+    if (why := missing("cupy")) is not None:
         return why
     import cupy
 
@@ -42,16 +43,19 @@ def no_gpu() -> str | None:
     return None
 
 
-NOT_INSTALLED, NO_GPU = not_installed(), no_gpu()
-needs_libraries = pytest.mark.skipif(NOT_INSTALLED is not None, reason=str(NOT_INSTALLED))
-needs_gpu = pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
+NO_CUDF, NO_GPU = missing("cudf", "pylibcudf", "cupy", "rmm", "dask_cudf"), no_gpu()
+needs_libraries = pytest.mark.skipif(NO_CUDF is not None, reason=str(NO_CUDF))
+needs_cudf = pytest.mark.skipif((NO_CUDF or NO_GPU) is not None, reason=str(NO_CUDF or NO_GPU))
+needs_cupy = pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
 
-if NOT_INSTALLED is None:
+if NO_CUDF is None:
     import cudf
-    import cupy
     import pylibcudf
 
     from dask_gpurt.frames.cudf_ import CudfMemory, CudfTables
+if missing("cupy") is None:
+    import cupy
+
     from dask_gpurt.frames.cupy_ import CupyArrays, CupyMemory
 
 
@@ -125,7 +129,7 @@ class CudfSuite(FrameSuite):
         cudf.testing.assert_frame_equal(got, expected)
 
 
-@needs_gpu
+@needs_cudf
 class TestNumbers(CudfSuite):
     def filled(self, made, rng, rows):
         made["a"] = rng.random(rows)
@@ -137,7 +141,7 @@ class TestNumbers(CudfSuite):
         return made
 
 
-@needs_gpu
+@needs_cudf
 class TestMixed(CudfSuite):
     def filled(self, made, rng, rows):
         made["text"] = cudf.Series(list(rng.choice(["", "a", "bcd", None], rows)), dtype="str")
@@ -157,12 +161,12 @@ class TestMixed(CudfSuite):
         return made
 
 
-@needs_gpu
+@needs_cudf
 class TestWithoutRoom(TestMixed):
     room = staticmethod(no_room)
 
 
-@needs_gpu
+@needs_cudf
 class TestIndexed(CudfSuite):
     def filled(self, made, rng, rows):
         made["value"] = rng.random(rows)
@@ -171,7 +175,7 @@ class TestIndexed(CudfSuite):
         return made.set_index(["n", "s"])
 
 
-@needs_gpu
+@needs_cudf
 class TestNamedIndex(CudfSuite):
     def filled(self, made, rng, rows):
         made["value"] = rng.random(rows)
@@ -179,7 +183,7 @@ class TestNamedIndex(CudfSuite):
         return made.set_index("key")
 
 
-@needs_gpu
+@needs_cudf
 class TestCudf:
     def test_partitions_with_other_categories_are_joined(self):
         parts = [
@@ -221,8 +225,8 @@ class TestCudf:
             adapter.unpack(opened.layout_key, Packed(cut, 100, 0, packed.pickle_nbytes))
 
 
-@needs_gpu
-@pytest.mark.parametrize("kind", ["cudf", "cupy"])
+@needs_cupy
+@pytest.mark.parametrize("kind", [pytest.param("cudf", marks=needs_cudf), "cupy"])
 class TestMemory:
     def made(self, kind, nbytes):
         return CudfMemory.empty(nbytes) if kind == "cudf" else CupyMemory.empty(nbytes)
@@ -243,7 +247,7 @@ class TestMemory:
         assert room.used_nbytes == 0
 
 
-@needs_gpu
+@needs_cupy
 @pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -279,7 +283,7 @@ def client():
         yield client
 
 
-@needs_gpu
+@needs_cudf
 @pytest.mark.parametrize("transport", ["auto", "ucx", "comm"])
 def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
     import dask
@@ -311,7 +315,7 @@ def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
         cudf.testing.assert_frame_equal(one, other)
 
 
-@needs_gpu
+@needs_cupy
 def test_a_rechunk_of_cupy_s_arrays_stays_on_the_device(client):
     import dask
     import dask.array as da
