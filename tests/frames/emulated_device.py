@@ -236,6 +236,13 @@ class EmulatedTables:
 class EmulatedArray(np.ndarray):
     """An array of the emulated device: of a type of its own."""
 
+    # NumPy concatenates arrays to one of the type that has the highest.
+    __array_priority__ = 1
+
+    # Where Dask finds this overridden, it leaves it to the library to put arrays together.
+    def __array_function__(self, *args, **kwargs):
+        return super().__array_function__(*args, **kwargs)
+
 
 #: What it is called.
 ARRAY = f"{EmulatedArray.__module__}.{EmulatedArray.__qualname__}"

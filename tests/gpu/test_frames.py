@@ -326,7 +326,9 @@ def test_a_rechunk_of_cupy_s_arrays_stays_on_the_device(client):
     whole = np.arange(1_000_000.0).reshape(1000, 1000)
     with client.as_current(), dask.config.set({"array.rechunk.method": "p2p"}):
         lazy = da.from_array(whole, chunks=(100, 1000)).map_blocks(cupy.asarray)
-        chunks = client.gather(client.compute(lazy.rechunk((1000, 200)).to_delayed().ravel()[:]))
+        chunks = client.gather(
+            client.compute(lazy.rechunk((1000, 200)).to_delayed().ravel().tolist())
+        )
     for number, chunk in enumerate(chunks):
         assert type(chunk) is cupy.ndarray
         want = whole[:, 200 * number : 200 * (number + 1)]
