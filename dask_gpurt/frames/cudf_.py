@@ -161,8 +161,7 @@ class CudfTables:
         return CudfMemory(data.obj), columns
 
     def view(self, memory: DeviceMemory, columns: Sequence[DeviceColumn]) -> plc.Table:
-        span = plc.gpumemoryview(memory)
-        return plc.Table([_column(span, column) for column in columns])
+        return plc.Table([_column(memory, column) for column in columns])
 
     def fill(self, target: CudfMemory, packed: CudfMemory, contents: bytes) -> None:
         to, stream = target.buffer.ptr, CUDF_DEFAULT_STREAM
@@ -270,11 +269,29 @@ def _described(column: plc.Column, base: int) -> DeviceColumn:
     )
 
 
-def _column(span: plc.gpumemoryview, column: DeviceColumn) -> plc.Column:
+class _Part:
+    """Some bytes of packed memory, which lives as long as they do.
+
+    pylibcudf's own slices do not say that they have no strides, and cuDF takes none that do not.
+    """
+
+    def __init__(self, memory: DeviceMemory, offset: int, nbytes: int) -> None:
+        address, is_fixed = memory.__cuda_array_interface__["data"]
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "data": (address + offset, is_fixed),
+            "shape": (nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _column(memory: DeviceMemory, column: DeviceColumn) -> plc.Column:
     """A column over packed memory."""
 
     def part(offset: int, nbytes: int) -> plc.gpumemoryview:
-        return span.byte_slice(slice(offset, offset + nbytes))
+        return plc.gpumemoryview(_Part(memory, offset, nbytes))
 
     return plc.Column(
         plc.DataType(plc.TypeId[column.type], column.scale),
@@ -283,5 +300,5 @@ def _column(span: plc.gpumemoryview, column: DeviceColumn) -> plc.Column:
         part(column.mask, mask_nbytes(column.n_rows)) if column.mask is not None else None,
         column.n_missing,
         0,
-        [_column(span, child) for child in column.children],
+        [_column(memory, child) for child in column.children],
     )

@@ -20,6 +20,8 @@ from dask_gpurt.frames.device_frames import DeviceFrames
 from dask_gpurt.frames.port import Packed, Piece, Selection, on_host
 from dask_gpurt.frames.rechunking import Rechunking
 from tests.conformance.frame_suite import FrameSuite
+from tests.frames.emulated_device import EmulatedMemory
+from tests.frames.test_device_contents import COLUMNS, MEMORY_NBYTES, N_ROWS
 from tests.frames.test_rechunking import blocks
 
 
@@ -52,7 +54,7 @@ if NO_CUDF is None:
     import cudf
     import pylibcudf
 
-    from dask_gpurt.frames.cudf_ import CudfMemory, CudfTables
+    from dask_gpurt.frames.cudf_ import CudfMemory, CudfTables, _described
 if missing("cupy") is None:
     import cupy
 
@@ -93,6 +95,27 @@ def test_the_calls_that_are_made_exist():
     }
     for owner, names in wanted.items():
         assert all(hasattr(owner, name) for name in names), owner
+
+
+@needs_libraries
+def test_columns_over_memory_are_described_as_they_are_and_cudf_takes_them():
+    """Nothing reads them, so that memory of the host will do."""
+    memory = EmulatedMemory(MEMORY_NBYTES)
+    tables = CudfTables()
+    table = tables.view(memory, COLUMNS)
+    base = memory.__cuda_array_interface__["data"][0]
+    assert tuple(_described(column, base) for column in table.columns()) == COLUMNS
+    meta = cudf.DataFrame.from_pylibcudf(table, {"columns": ["key", "text", "list", "price"]})
+    meta.set_index("key", inplace=True)
+    columns = table.columns()
+    table = pylibcudf.Table([*columns[1:], columns[0]])
+    frame = tables.put_together(table, [("meta",)] * 4, meta)
+    assert len(frame) == N_ROWS
+    assert frame.dtypes.tolist() == meta.dtypes.tolist()
+    assert (frame.index.name, frame.index.dtype) == ("key", np.int64)
+    again, kinds = tables.take_apart(frame, meta)
+    assert kinds == [("meta",)] * 4
+    assert [_described(column, base) for column in again.columns()] == [*COLUMNS[1:], COLUMNS[0]]
 
 
 @needs_libraries
