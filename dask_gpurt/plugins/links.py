@@ -78,6 +78,8 @@ class Links:
         self._lender: Lender | None = None
         self._engine: asyncio.Task[UcxEngine] | None = None
         self._no_memory = ""
+        #: Why device memory is not sent to a peer until the next cool-down.
+        self._device_failures: dict[str, str] = {}
         #: Where shards that leave are put together.
         self.outgoing = HostPool(keep_nbytes)
         try:
@@ -110,18 +112,23 @@ class Links:
         ConfigError
             The transport that was asked for is not to be had.
         """
-        for _ in range(_MAX_ATTEMPTS):
+        for attempt in range(_MAX_ATTEMPTS):
             path = await self._path(address, transport, call)
             message = await compose(path)
             try:
                 answer = await path.carry(message, call)
-            except TransportError:
+            except TransportError as error:
                 # The next attempt finds another way, or says why there is none.
                 self._forget(address, transport)
+                if path.takes_device_memory:
+                    # UCX may know a device and not get along with it.
+                    self._device_failures[address] = str(error)
                 raise
             status = answer["status"]
             if status == RELINK:
                 self._forget(address, transport)
+                if path.takes_device_memory and attempt:
+                    self._device_failures[address] = "the peer could not receive"
             elif status != DAMAGED:
                 return message
         if status == RELINK:
@@ -196,6 +203,8 @@ class Links:
         return UcxPath(engine, peer, address, why_not, both)
 
     async def _link_device(self, address: str, why_not: dict[str, str], call: Call) -> Path:
+        if address in self._device_failures:
+            raise RefusedError(f"it failed: {self._device_failures[address]}")
         # Inside a host too: from one device to another there is a shorter way than by the host.
         path = await self._link_ucx(address, why_not, call)
         if not path.takes_device_memory:
@@ -318,6 +327,7 @@ class Links:
         # A peer that goes on sending offers it again.
         self._borrower.close()
         self._paths.clear()
+        self._device_failures.clear()
 
     async def close(self) -> None:
         """Let go of all links."""

@@ -122,11 +122,14 @@ class UcxPath:
             payload = {"by": self.name, "token": self._engine.token, "number": number}
             answering = asyncio.ensure_future(call({"header": message.header, "payload": payload}))
             try:
-                # A send that fails is told at once; the peer's answer may take its deadline.
-                await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_EXCEPTION)
-                if sending.done() and not sending.cancelled() and (error := sending.exception()):
-                    raise error
-                return await answering
+                await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
+                if not answering.done():
+                    # A send that fails is told at once; the peer's answer may take its deadline.
+                    await sending
+                answer = await answering
+                if answer["status"] == "OK":
+                    await sending
+                return answer
             finally:
                 answering.cancel()
         finally:

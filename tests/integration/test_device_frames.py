@@ -18,6 +18,7 @@ from distributed.protocol import dask_serialize
 
 import dask_gpurt
 from dask_gpurt.devices.room import DeviceRoom
+from dask_gpurt.errors import TransportError
 from dask_gpurt.frames.device_frames import DeviceFrames
 from dask_gpurt.plugins.array_run import DEVICE_ARRAYS
 from dask_gpurt.plugins.frame_run import ADAPTERS
@@ -136,6 +137,27 @@ def test_a_device_over_its_mark_receives_on_the_host(client, device, knows_devic
     # The other one sends from its device; what this one sends is in the host's memory already.
     assert paths(client)[0] == {"ucx", "shared"}
     assert device.copied_nbytes >= 1_000_000
+
+
+@pytest.mark.parametrize(
+    "method, reason", [("send", "unsupported memory"), ("receive", "the peer could not receive")]
+)
+def test_ucx_that_does_not_get_along_with_a_device_is_given_up_and_the_rows_arrive(
+    client, device, knows_devices, monkeypatch, method, reason
+):
+    works = getattr(UcxEngine, method)
+
+    async def works_on_the_host_alone(engine, peer, number, buffers, deadline_s):
+        if any(not isinstance(buffer, np.ndarray) for buffer in buffers):
+            raise TransportError("unsupported memory")
+        await works(engine, peer, number, buffers, deadline_s)
+
+    monkeypatch.setattr(UcxEngine, method, works_on_the_host_alone)
+    with dask.config.set({"distributed.p2p.comm.retry.delay.min": "1ms"}):
+        assert_same_as_stock(client)
+    names, reasons = paths(client)
+    assert names == {"shared"}
+    assert all(reason in why_not["device"] for why_not in reasons)
 
 
 def test_one_host_shares_memory_where_ucx_knows_no_device(client, device):
