@@ -168,10 +168,11 @@ def _make_device_current() -> None:
     # No library, no driver or no device: UCX will find none either.
     with contextlib.suppress(Exception):
         from cuda.bindings import driver
-        from cuda.core import Device
 
         driver.cuInit(0)
         _, device = driver.cuDeviceGet(0)
         _, _, is_active = driver.cuDevicePrimaryCtxGetState(device)
         if is_active:
+            from cuda.core import Device
+
             Device(0).set_current()
