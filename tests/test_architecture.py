@@ -34,10 +34,11 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
     # The clock is the ledger's, and what the emulated device keeps its rates by.
     "devices": (set(), {"numpy", "nvtx"}, {"os", "threading", "time"}),
-    "frames": (set(), FRAMES, set()),
+    # The second half where it is installed.
+    "frames": (set(), FRAMES | {"cudf", "cupy", "pylibcudf", "rmm"}, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
-    "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),
-    "transport": ({"errors"}, {"numpy", "ucxx"}, {"asyncio", "os", "threading"}),
+    "codecs": ({"errors"}, {"cudf", "numpy", "nvidia", "pyarrow"}, {"threading", "time"}),
+    "transport": ({"errors"}, {"cuda", "numpy", "ucxx"}, {"asyncio", "os", "threading"}),
     "shuffle": (
         {"codecs", "errors", "frames", "metrics", "transport"},
         {"numpy"},
@@ -94,6 +95,12 @@ ONLY_IN = {
     "pandas._libs": {"frames/gather.py"},
     "ctypes": {"devices/malloc.py", "devices/pages.py"},
     "nvtx": {"devices/ranges.py"},
+    # One module knows a library of devices, and whoever asks for that module has it.
+    "cudf": {"frames/cudf_.py", "codecs/nvcomp.py"},
+    "nvidia": {"codecs/nvcomp.py"},
+    "pylibcudf": {"frames/cudf_.py"},
+    "rmm": {"frames/cudf_.py"},
+    "cupy": {"frames/cudf_.py", "frames/cupy_.py"},
     "pynvml": {"plugins/machine_report.py"},
     "ucxx": {"transport/ucx_thread.py"},
 }

@@ -28,6 +28,39 @@ _CRC = struct.Struct("<I")
 _MEANT = struct.Struct("<BBQ")
 
 
+def _crc(codec: int, raw_nbytes: int, itemsize: int, pieces: Iterable[Bytes]) -> int:
+    crc = zlib.crc32(_MEANT.pack(codec, itemsize, raw_nbytes))
+    for piece in pieces:
+        crc = zlib.crc32(piece.data, crc)
+    return crc
+
+
+def sealed(codec: int, raw_nbytes: int, itemsize: int, pieces: list[Bytes]) -> list[Bytes] | None:
+    """A payload of these pieces: a CRC before them; None if it is not smaller than the bytes."""
+    if _CRC.size + sum(piece.nbytes for piece in pieces) >= raw_nbytes:
+        return None
+    crc = np.frombuffer(_CRC.pack(_crc(codec, raw_nbytes, itemsize, pieces)), dtype=np.uint8)
+    return [crc, *(piece for piece in pieces if piece.nbytes)]
+
+
+def opened(codec: int, name: str, payload: Any, raw_nbytes: int, itemsize: int) -> Bytes:
+    """What is behind the CRC of a payload, once that was checked.
+
+    Raises
+    ------
+    ProtocolError
+        It is cut short or damaged, or of another codec, length or item size.
+    """
+    if len(payload) < _CRC.size:
+        raise ProtocolError("encoded section cut short")
+    rest = np.frombuffer(payload, dtype=np.uint8)
+    (expected,) = _CRC.unpack(rest[: _CRC.size].tobytes())
+    rest = rest[_CRC.size :]
+    if _crc(codec, raw_nbytes, itemsize, (rest,)) != expected:
+        raise ProtocolError(f"section encoded with {name} is damaged")
+    return rest
+
+
 @dataclass(frozen=True)
 class HostCodec:
     """One transform and one coder.
@@ -71,32 +104,17 @@ class HostCodec:
             if self.coder != "none" and width > 1:
                 whole = planes.split(whole, width)
         body = compress(self.coder, whole)
-        if _CRC.size + len(parameters) + tail.nbytes + body.nbytes >= raw.nbytes:
-            return None
-        rest = (np.frombuffer(parameters, dtype=np.uint8), tail, body)
-        crc = np.frombuffer(_CRC.pack(self._crc(raw.nbytes, itemsize, rest)), dtype=np.uint8)
-        return [crc, *(piece for piece in rest if piece.nbytes)]
+        rest = [np.frombuffer(parameters, dtype=np.uint8), tail, body]
+        return sealed(self.id, raw.nbytes, itemsize, rest)
 
     def decode_into(self, payload: Any, out: Bytes, itemsize: int) -> None:
         if not 1 <= itemsize <= 255 or not self.suits(itemsize):
             raise ProtocolError(f"{self.name} does not encode items of {itemsize} bytes")
-        if len(payload) < _CRC.size:
-            raise ProtocolError("encoded section cut short")
-        rest = np.frombuffer(payload, dtype=np.uint8)
-        (expected,) = _CRC.unpack(rest[: _CRC.size].tobytes())
-        rest = rest[_CRC.size :]
-        if self._crc(out.nbytes, itemsize, (rest,)) != expected:
-            raise ProtocolError(f"section encoded with {self.name} is damaged")
+        rest = opened(self.id, self.name, payload, out.nbytes, itemsize)
         if self.transform == "plain":
             np.copyto(out, decompress(self.coder, rest, out.nbytes))
         else:
             self._decode_items(rest, out, itemsize)
-
-    def _crc(self, raw_nbytes: int, itemsize: int, pieces: Iterable[Bytes]) -> int:
-        crc = zlib.crc32(_MEANT.pack(self.id, itemsize, raw_nbytes))
-        for piece in pieces:
-            crc = zlib.crc32(piece.data, crc)
-        return crc
 
     def _decode_items(self, rest: Bytes, out: Bytes, itemsize: int) -> None:
         n_items, tail_nbytes = divmod(out.nbytes, itemsize)

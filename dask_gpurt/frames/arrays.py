@@ -4,6 +4,9 @@ Each element is written three times on its way: cut into a shard's buffer, moved
 process), and put in its place in the output. A shard's buffer is the pieces one after the other,
 nothing else; where they lie in their chunks is `frames.rechunking`'s business.
 
+Arrays of a device (`DeviceArrays`) take the same way, in memory of the device as far as that has
+room for shards and in the host's beyond.
+
 What cannot travel as plain memory (objects, subclasses, other kinds of array, chunks of another
 shape than was announced) is indexed as it likes, travels as a pickle, and is joined as stock does.
 """
@@ -13,16 +16,17 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Sequence
+import tokenize
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.frames.port import Empty, Packed, Piece, fresh
+from dask_gpurt.frames.port import DeviceMemory, Empty, Landing, Packed, Piece, fresh
 from dask_gpurt.frames.rechunking import Box, Index, Rechunking, Shape, filled
 from dask_gpurt.frames.sections import Section
 
@@ -36,24 +40,61 @@ _LONGEST_LAYOUT = 1 << 16
 _OBJECT_NBYTES = 64
 
 
+class DeviceArrays(Protocol):
+    """What is asked of a library of arrays in device memory, besides NumPy's names.
+
+    What is returned can be used at once, and by any thread.
+    """
+
+    @property
+    def room(self) -> Landing:
+        """Memory for shards."""
+
+    def elements(self, memory: Any, dtype: np.dtype[Any]) -> Any:
+        """Array with one axis over memory."""
+
+    def empty(self, nbytes: int) -> DeviceMemory:
+        """Memory for what is not a shard."""
+
+    def to_device(self, buffer: npt.NDArray[np.uint8]) -> DeviceMemory:
+        """Copy of host memory."""
+
+    def finish(self) -> None:
+        """Wait until what was written to arrays is there."""
+
+
+#: Libraries by the full name of the type of their arrays, loaded when the first one is met.
+Devices = Mapping[str, Callable[[], DeviceArrays]]
+
+
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Type and shape of the chunk that pieces were cut from, and the order of their elements."""
+    """Type and shape of the chunk that pieces were cut from, and the order of their elements.
+
+    Attributes
+    ----------
+    library
+        Name of the type of an array of a device; empty for NumPy's.
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     is_fortran: bool
+    library: str = ""
 
     @staticmethod
-    def of(chunk: Any) -> ChunkLayout | None:
+    def of(chunk: Any, devices: Devices) -> ChunkLayout | None:
         """Layout of a chunk whose elements are plain memory; None of any other."""
         # Subclasses mean something that their memory does not say.
-        if type(chunk) is not np.ndarray or chunk.dtype.hasobject or not chunk.dtype.itemsize:
+        kind = type(chunk)
+        library = "" if kind is np.ndarray else f"{kind.__module__}.{kind.__qualname__}"
+        if (library and library not in devices) or chunk.dtype.hasobject:
+            return None
+        if not chunk.dtype.itemsize:
             return None
         order = chunk.flags
-        layout = ChunkLayout(
-            chunk.dtype, chunk.shape, order.f_contiguous and not order.c_contiguous
-        )
+        is_fortran = order.f_contiguous and not order.c_contiguous
+        layout = ChunkLayout(chunk.dtype, chunk.shape, bool(is_fortran), library)
         return layout if layout.says_it_all else None
 
     @property
@@ -75,8 +116,10 @@ class ChunkLayout:
 
     @cached_property
     def key(self) -> bytes:
-        """The layout as NumPy writes it at the head of its own files."""
+        """The layout as NumPy writes it at the head of its own files, behind the library's name."""
         file = io.BytesIO()
+        if self.library:
+            file.write(self.library.encode() + b"\n")
         head = {
             "descr": np.lib.format.dtype_to_descr(self.dtype),
             "fortran_order": self.is_fortran,
@@ -88,13 +131,20 @@ class ChunkLayout:
     @staticmethod
     def from_key(key: bytes) -> ChunkLayout:
         file = io.BytesIO(key)
-        np.lib.format.read_magic(file)
-        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file, _LONGEST_LAYOUT)
+        library = ""
+        if not key.startswith(np.lib.format.MAGIC_PREFIX):
+            library = file.readline(_LONGEST_LAYOUT).rstrip(b"\n").decode("ascii")
+        try:
+            np.lib.format.read_magic(file)
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file, _LONGEST_LAYOUT)
+        except (tokenize.TokenError, SyntaxError, TypeError, OverflowError) as error:
+            # NumPy has a second go at a header that it cannot parse, which fails in other ways.
+            raise ValueError(f"no chunk has the layout {key!r}") from error
         if dtype.hasobject or not dtype.itemsize or any(length < 0 for length in shape):
             raise ValueError(f"no chunk has the layout {key!r}")
-        return ChunkLayout(dtype, shape, is_fortran)
+        return ChunkLayout(dtype, shape, is_fortran, library)
 
-    def shaped(self, rows: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    def shaped(self, rows: Any, shape: tuple[int, ...]) -> Any:
         """A piece of this shape, over its rows."""
         if 0 in shape:
             rows = rows[:0]
@@ -103,10 +153,17 @@ class ChunkLayout:
 
 @dataclass
 class PlainBody:
-    """Pieces as plain memory. Their rows are elements."""
+    """Pieces as plain memory. Their rows are elements.
+
+    Attributes
+    ----------
+    device
+        Library of the layout; None for NumPy.
+    """
 
     layout: ChunkLayout
     packed: Packed
+    device: DeviceArrays | None = None
 
     @property
     def layout_key(self) -> bytes:
@@ -114,11 +171,17 @@ class PlainBody:
 
     @property
     def nbytes(self) -> int:
-        return self.packed.buffer.nbytes
+        return int(self.packed.buffer.nbytes)
 
     @cached_property
-    def elements(self) -> npt.NDArray[Any]:
-        return self.packed.buffer.view(self.layout.dtype)
+    def elements(self) -> Any:
+        """What is in the host's memory of an array of a device is brought there, and stays."""
+        if self.device is None:
+            return self.packed.buffer.view(self.layout.dtype)
+        if not self.packed.is_on_device:
+            memory = self.device.to_device(self.packed.buffer)
+            self.packed = Packed(memory, self.packed.n_rows)
+        return self.device.elements(self.packed.buffer, self.layout.dtype)
 
 
 @dataclass
@@ -154,9 +217,12 @@ class OpenChunk:
         Bytes a row takes.
     """
 
-    def __init__(self, chunk: Any, index: Index, rechunking: Rechunking) -> None:
+    def __init__(
+        self, chunk: Any, index: Index, rechunking: Rechunking, devices: _Libraries
+    ) -> None:
         self._chunk = chunk
-        layout = ChunkLayout.of(chunk)
+        self._devices = devices
+        layout = ChunkLayout.of(chunk, devices.known)
         if layout is not None and (
             not rechunking.has_shape(index, chunk.shape) or chunk.size > _MOST_ROWS
         ):
@@ -185,14 +251,28 @@ class OpenChunk:
             pickled = PickledBody(arrays, sum(map(_held_nbytes, arrays)))
             return _pack(pickled) if leaves else pickled
         n_rows = sum(part.n_rows for part in parts)
-        packed = Packed(empty(n_rows * layout.dtype.itemsize), n_rows)
-        body = PlainBody(layout, packed)
-        elements = body.elements
+        nbytes = n_rows * layout.dtype.itemsize
+        device = self._devices.of(layout)
+        shard: Any
+        memory: Any
+        if device is None:
+            shard = memory = empty(nbytes)
+            elements = memory.view(layout.dtype)
+        else:
+            shard = device.room(nbytes)
+            memory = shard if shard is not None else device.empty(nbytes)
+            elements = device.elements(memory, layout.dtype)
         first = 0
         for _, box, shape, n in parts:
             layout.shaped(elements[first : first + n], shape)[...] = chunk[box]
             first += n
-        return packed if leaves else body
+        if device is not None:
+            device.finish()
+        if shard is None:
+            shard = empty(nbytes)
+            memory.copy_to_host(shard)
+        packed = Packed(shard, n_rows)
+        return packed if leaves else PlainBody(layout, packed, device)
 
 
 def _rows(shape: tuple[int, ...]) -> int:
@@ -217,6 +297,24 @@ def _pack(body: PickledBody) -> Packed:
     return Packed(np.frombuffer(data, np.uint8), len(body.arrays), pickle_nbytes=len(data))
 
 
+class _Libraries:
+    """Libraries of arrays of devices, each loaded when it is needed."""
+
+    def __init__(self, known: Devices) -> None:
+        self.known = known
+        self._loaded: dict[str, DeviceArrays] = {}
+
+    def of(self, layout: ChunkLayout) -> DeviceArrays | None:
+        """Library of a layout; None for NumPy."""
+        return self[layout.library] if layout.library else None
+
+    def __getitem__(self, name: str) -> DeviceArrays:
+        found = self._loaded.get(name)
+        if found is None:
+            found = self._loaded.setdefault(name, self.known[name]())
+        return found
+
+
 class Arrays:
     """Cuts and joins the chunks of one array.
 
@@ -226,15 +324,29 @@ class Arrays:
         How it is cut before and after.
     join
         Makes one array of nested lists of arrays; asked where they are not all plain memory.
+    devices
+        Libraries whose arrays are cut and joined on their devices.
     """
 
-    def __init__(self, rechunking: Rechunking, join: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        rechunking: Rechunking,
+        join: Callable[[Any], Any],
+        devices: Devices | None = None,
+    ) -> None:
         self.rechunking = rechunking
         self._join = join
+        self._devices = _Libraries(devices or {})
         self._layouts: dict[bytes, ChunkLayout] = {}
+        #: Only what a peer sent out of its device's memory lands, so the library is known.
+        self.landing: Landing | None = self._landed if devices else None
+
+    def _landed(self, nbytes: int) -> DeviceMemory | None:
+        (name,) = self._devices.known
+        return self._devices[name].room(nbytes)
 
     def open(self, chunk: Any, index: Index) -> OpenChunk:
-        return OpenChunk(chunk, index, self.rechunking)
+        return OpenChunk(chunk, index, self.rechunking, self._devices)
 
     def pack(self, body: Body) -> Packed:
         return body.packed if isinstance(body, PlainBody) else _pack(body)
@@ -252,12 +364,16 @@ class Arrays:
             layout = ChunkLayout.from_key(layout_key)
             if len(layout.shape) != self.rechunking.ndim:
                 raise ValueError(f"a chunk of {len(layout.shape)} axes, not {self.rechunking.ndim}")
+            if layout.library and layout.library not in self._devices.known:
+                raise ValueError(f"arrays of type {layout.library} are not known here")
             self._layouts[layout_key] = layout
+        if packed.is_on_device and not layout.library:
+            raise ValueError("a chunk of the host in the memory of a device")
         if packed.n_rows * layout.dtype.itemsize != packed.buffer.nbytes:
             raise ValueError(
                 f"{packed.n_rows} elements do not fit a buffer of {packed.buffer.nbytes} bytes"
             )
-        return PlainBody(layout, packed)
+        return PlainBody(layout, packed, self._devices.of(layout))
 
     def sections(self, layout_key: bytes, packed: Packed) -> list[Section]:
         if layout_key == _PICKLED:
@@ -277,7 +393,8 @@ class Arrays:
         grid, places = self.rechunking.of_output(index)
         if len(pieces) != math.prod(grid):
             raise ValueError(f"{len(pieces)} pieces came of {math.prod(grid)}")
-        if not all(isinstance(piece.body, PlainBody) for piece in pieces):
+        libraries = {_library(piece.body) for piece in pieces}
+        if len(libraries) > 1 or None in libraries:
             arrays = [
                 _array(piece, lengths)
                 if isinstance(piece.body, PlainBody)
@@ -285,15 +402,25 @@ class Arrays:
                 for (_, lengths), piece in zip(places, pieces, strict=True)
             ]
             return self._join(_nested(arrays, grid))
-        first: ChunkLayout = pieces[0].body.layout
-        shape = filled(self.rechunking.shape_of_output(index), first.shape)
-        out = empty(math.prod(shape) * first.dtype.itemsize).view(first.dtype).reshape(shape)
+        first: PlainBody = pieces[0].body
+        dtype, device = first.layout.dtype, first.device
+        shape = filled(self.rechunking.shape_of_output(index), first.layout.shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if device is None:
+            out = empty(nbytes).view(dtype).reshape(shape)
+        else:
+            out = device.elements(device.empty(nbytes), dtype).reshape(shape)
         for (place, lengths), piece in zip(places, pieces, strict=True):
             out[place] = _array(piece, lengths)
         return out
 
 
-def _array(piece: Piece, lengths: Shape) -> npt.NDArray[Any]:
+def _library(body: Body) -> str | None:
+    """Whose arrays a body's pieces are, if they are plain memory."""
+    return body.layout.library if isinstance(body, PlainBody) else None
+
+
+def _array(piece: Piece, lengths: Shape) -> Any:
     body: PlainBody = piece.body
     shape = filled(lengths, body.layout.shape)
     if piece.stop - piece.start != _rows(shape):

@@ -97,3 +97,26 @@ def gather_into(values: npt.NDArray[Any] | Counting, rows: Rows, out: npt.NDArra
         return
     carrier = _CARRIER[values.dtype.itemsize]
     kernel(values.view(carrier), rows, out.view(carrier), 0)
+
+
+def slots_by_table(xp: Any, numbers: Any, slot_table: npt.NDArray[np.intp]) -> Any:
+    """Slot of each row, where the numbers of partitions are integers in memory of a device.
+
+    Parameters
+    ----------
+    xp
+        The array library: NumPy, or one that has its names for arrays on a device.
+    numbers
+        Partition of each row.
+    slot_table
+        As of `Slots`.
+
+    Returns
+    -------
+    array of int32
+    """
+    table = xp.asarray(slot_table.astype(np.int32))
+    last = len(slot_table) - 1
+    # Numbers beyond 63 bits become negative, which are no partitions either.
+    codes = numbers.astype(np.int64)
+    return table[xp.where((codes < 0) | (codes > last), last, codes)]

@@ -28,7 +28,7 @@ from dask_gpurt.frames.columns import (
     decompose_index,
     np_or_extension,
 )
-from dask_gpurt.frames.gather import gather_into
+from dask_gpurt.frames.gather import Rows, gather_into, group_rows
 from dask_gpurt.frames.joining import (
     casts_between,
     frame_of_blocks,
@@ -40,7 +40,7 @@ from dask_gpurt.frames.joining import (
     with_common_categories,
 )
 from dask_gpurt.frames.layouts import FrameLayout
-from dask_gpurt.frames.port import Empty, Packed, Piece, Selection, fresh
+from dask_gpurt.frames.port import Empty, Landing, Packed, Piece, Selection, Slots, fresh
 from dask_gpurt.frames.sections import Section, arrow_sections
 
 #: Assumed size of a Python object. Only shard sizes depend on it, never correctness.
@@ -93,8 +93,9 @@ class PandasPartition:
     def layout_key(self) -> bytes:
         return self.layout.key
 
-    def partition_numbers(self) -> npt.NDArray[Any]:
-        return self._numbers
+    def group(self, slots: Slots) -> tuple[Rows, Sequence[int]]:
+        rows, offsets = group_rows(slots.slots(self._numbers), slots.n_slots)
+        return rows, offsets.tolist()
 
     @property
     def row_nbytes(self) -> float:
@@ -190,6 +191,9 @@ class PandasFrames:
     drop_column
         Whether that column is left out of the output.
     """
+
+    landing: Landing | None = None
+    shard_nbytes: int | None = None
 
     def __init__(self, meta: pd.DataFrame, column: Any, drop_column: bool) -> None:
         self._meta = meta

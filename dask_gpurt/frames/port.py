@@ -1,14 +1,16 @@
-"""The port a kind of data implements so that it can be exchanged, and the list of those that do.
+"""The port a kind of data implements so that it can be exchanged.
 
-A *frame* here is whatever one partition is: today a pandas DataFrame. The exchange only ever asks
-an adapter to open a partition, gather some of its rows, and concatenate pieces of shards; it never
-looks inside. `tests/conformance/frame_suite.py` is the suite every adapter has to pass.
+A *frame* here is whatever one partition is: a DataFrame of pandas or of cuDF. The exchange only
+ever asks an adapter to open a partition, group its rows, gather some of them, and concatenate
+pieces of shards; it never looks inside. What an adapter makes may lie in the memory of a device:
+whoever needs its bytes in the host's asks `on_host` for them.
+`tests/conformance/frame_suite.py` is the suite every adapter has to pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +25,30 @@ Empty = Callable[[int], npt.NDArray[np.uint8]]
 def fresh(nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory from NumPy."""
     return np.empty(nbytes, dtype=np.uint8)
+
+
+class DeviceMemory(Protocol):
+    """Bytes in the memory of a device: what a transport may send from there, or write there.
+
+    Work that fills or reads it is done when it changes hands, so that nobody needs to know of
+    streams.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __len__(self) -> int:
+        """Bytes, as of an array of them."""
+
+    @property
+    def __cuda_array_interface__(self) -> Mapping[str, Any]: ...
+
+    def copy_to_host(self, out: npt.NDArray[np.uint8], start: int = 0) -> None:
+        """Fill `out` with the bytes from `start` on; they are there on return."""
+
+
+#: Memory of the device for so many bytes; None if it has no room to spare for them.
+Landing = Callable[[int], DeviceMemory | None]
 
 
 class Body(Protocol):
@@ -44,17 +70,32 @@ class Packed:
     Attributes
     ----------
     buffer
-        Contiguous bytes: fixed-width parts, then an Arrow stream, then a pickle.
+        Contiguous bytes: fixed-width parts, then an Arrow stream, then what says how to read them
+        (a pickle, or the contents of device columns). In memory of the host or, `DeviceMemory`, of
+        a device.
     n_rows
         Rows in it.
     arrow_nbytes, pickle_nbytes
         Lengths of the last two sections; what is left is the first.
     """
 
-    buffer: npt.NDArray[np.uint8]
+    buffer: Any
     n_rows: int
     arrow_nbytes: int = 0
     pickle_nbytes: int = 0
+
+    @property
+    def is_on_device(self) -> bool:
+        return not isinstance(self.buffer, np.ndarray)
+
+
+def on_host(packed: Packed, empty: Empty = fresh) -> Packed:
+    """The same in memory of the host; what is there already is passed on as it is."""
+    if not packed.is_on_device:
+        return packed
+    buffer = empty(packed.buffer.nbytes)
+    packed.buffer.copy_to_host(buffer)
+    return replace(packed, buffer=buffer)
 
 
 @dataclass(frozen=True)
@@ -68,11 +109,31 @@ class Piece:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows that become one shard, and where the memory for it comes from."""
+    """Rows that become one shard, and where host memory for it comes from.
 
-    rows: Rows
+    Attributes
+    ----------
+    rows
+        Numbers of rows: an array of the adapter's library, or of NumPy.
+    """
+
+    rows: Any
     leaves: bool
     empty: Empty = fresh
+
+
+class Slots(Protocol):
+    """Which slot a row belongs to, by the number of its output partition."""
+
+    @property
+    def n_slots(self) -> int: ...
+
+    @property
+    def slot_table(self) -> npt.NDArray[np.intp]:
+        """Slot of each partition, by its number; the last entry, -1, is for any other number."""
+
+    def slots(self, partitions: npt.NDArray[Any]) -> Rows:
+        """Slot of each row, -1 for those that nobody wants."""
 
 
 class OpenPartition(Protocol):
@@ -86,8 +147,15 @@ class OpenPartition(Protocol):
     def row_nbytes(self) -> float:
         """Bytes one row takes on average."""
 
-    def partition_numbers(self) -> npt.NDArray[Any]:
-        """Output partition of each row."""
+    def group(self, slots: Slots) -> tuple[Any, Sequence[int]]:
+        """Order rows by slot, keeping their order inside each.
+
+        Returns
+        -------
+        rows, offsets
+            `rows[offsets[s]:offsets[s + 1]]` are the numbers of the rows of slot `s`, ascending: an
+            array of the adapter's library.
+        """
 
     def gather(self, selections: Sequence[Selection]) -> list[Any]:
         """A `Packed` for each selection that leaves this process, a body for each that stays.
@@ -98,10 +166,19 @@ class OpenPartition(Protocol):
 
 
 class BodyAdapter(Protocol):
-    """What it takes to send or spill a body, and to read it again."""
+    """What it takes to send or spill a body, and to read it again.
+
+    Attributes
+    ----------
+    landing
+        Memory for shards that arrive over a transport which can write to a device; None for data
+        of the host.
+    """
+
+    landing: Landing | None
 
     def pack(self, body: Any) -> Packed:
-        """One buffer of a body, to be written to disk."""
+        """One buffer of a body, to be written to disk; as far as that goes without a copy."""
 
     def unpack(self, layout_key: bytes, packed: Packed) -> Any:
         """Body over the memory of `packed`; the inverse of `pack`.
@@ -124,7 +201,15 @@ class BodyAdapter(Protocol):
 
 
 class FrameAdapter(BodyAdapter, Protocol):
-    """What the exchange asks of one kind of data."""
+    """What the exchange asks of one kind of data.
+
+    Attributes
+    ----------
+    shard_nbytes
+        Size to which a shard grows before the next one begins; None for the plan's own.
+    """
+
+    shard_nbytes: int | None
 
     def open(self, frame: Any) -> OpenPartition:
         """Take an input partition apart.

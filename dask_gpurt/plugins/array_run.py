@@ -7,16 +7,18 @@ nothing has to be known of them before the run begins, which is well, since the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.frames.arrays import Arrays, Part
+from dask_gpurt.frames.arrays import Arrays, DeviceArrays, Part
 from dask_gpurt.frames.port import Piece
 from dask_gpurt.frames.rechunking import Index, Rechunking
+from dask_gpurt.plugins.device_room import device_room
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import ArrayRechunkSpec, join_arrays
 from dask_gpurt.shuffle.plan import ExchangePlan
@@ -24,6 +26,16 @@ from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+
+def _open_cupy() -> DeviceArrays:
+    from dask_gpurt.frames.cupy_ import CupyArrays, CupyMemory
+
+    return CupyArrays(partial(device_room().take, CupyMemory.empty))
+
+
+#: Libraries of arrays of devices, by the full name of their type: one.
+DEVICE_ARRAYS: dict[str, Callable[[], DeviceArrays]] = {"cupy.ndarray": _open_cupy}
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class ArrayRun(ExchangeRun):
         plugin: ShuffleWorkerPlugin,
     ) -> None:
         self._rechunking = Rechunking(spec.old, spec.new)
-        self._arrays = Arrays(self._rechunking, join=join_arrays)
+        self._arrays = Arrays(self._rechunking, join=join_arrays, devices=DEVICE_ARRAYS)
         plan = ExchangePlan(worker_for, spec.read_order)
         super().__init__(spec, spec.settings, "array", self._arrays, run_id, span_id, plan, plugin)
 

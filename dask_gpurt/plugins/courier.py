@@ -7,7 +7,8 @@ is what a message of this run is made of on each of them, and what a peer's answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,8 +20,8 @@ from dask_gpurt.codecs.shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
 from dask_gpurt.devices.port import Priority
-from dask_gpurt.frames.port import BodyAdapter
-from dask_gpurt.plugins.links import came_inside
+from dask_gpurt.frames.port import BodyAdapter, DeviceMemory, Landing, on_host
+from dask_gpurt.plugins.links import DEVICE, OUTGOING, came_inside
 from dask_gpurt.plugins.paths import Path
 from dask_gpurt.plugins.seams import (
     P2PConsistencyError,
@@ -34,6 +35,7 @@ from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shards import Shard
 from dask_gpurt.transport import wire
+from dask_gpurt.transport.ucx_protocol import LEAST_DEVICE_NBYTES
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -85,14 +87,18 @@ class Courier:
         """
 
         run = self._run
+        on_device = any(shard.packed.is_on_device for shard in shards)
+        nbytes = sum(shard.nbytes for shard in shards)
 
         async def compose(path: Path) -> Message:
+            found = shards
+            if on_device:
+                found = await self._in_lane("to host", nbytes, self._staged, path, shards)
             if path.is_local:
-                return messages.as_they_are(shards)
+                return messages.as_they_are(found)
             with context_meter.meter("compress"):
                 encode = partial(self._encode, path)
-                nbytes = sum(shard.nbytes for shard in shards)
-                return await self._in_lane("encode", nbytes, messages.for_the_wire, shards, encode)
+                return await self._in_lane("encode", nbytes, messages.for_the_wire, found, encode)
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
@@ -112,9 +118,10 @@ class Courier:
                 raise error.with_traceback(traceback)
             return answer
 
-        deliver = partial(
-            self._state.links.deliver, address, self._settings.transport, compose, call
-        )
+        transport = self._settings.transport
+        if transport == "auto" and on_device:
+            transport = DEVICE
+        deliver = partial(self._state.links.deliver, address, transport, compose, call)
         message: Message = await retry(
             deliver, operation=f"message to {address} of {self._run}", **self._retry
         )
@@ -137,11 +144,25 @@ class Courier:
         lengths = messages.checked(headers, self._state.memory_nbytes)
         # One buffer of a message is one shard, unless it is encoded.
         of_part = [header for header in headers for _ in header.parts]
+        landed: dict[int, DeviceMemory] = {}
+        landing = self._adapter.landing
+        if landing is not None and self._state.links.lands(payload):
+            # What has a checksum, or is encoded, is looked at in the host's memory first.
+            wanted = {
+                number: nbytes
+                for number, (header, nbytes) in enumerate(zip(of_part, lengths, strict=True))
+                if nbytes >= LEAST_DEVICE_NBYTES and not header.table and not header.checksum
+            }
+            if wanted:
+                nbytes = sum(wanted.values())
+                landed = await self._in_lane("landing", nbytes, _landed, landing, wanted)
 
         def empty(number: int, nbytes: int) -> Any:
             header = of_part[number]
             if header.table:
                 return np.empty(nbytes, dtype=np.uint8)
+            if number in landed:
+                return landed.pop(number)
             return pool.empty(nbytes, run.lane_of(header.first_slot))
 
         def empty_shard(header: wire.ShardHeader) -> Any:
@@ -156,6 +177,17 @@ class Courier:
             nbytes = sum(header.buffer_nbytes for header in headers)
             return await self._in_lane("decode", nbytes, opened)
         return opened()
+
+    def _staged(self, path: Path, shards: Sequence[Outgoing]) -> list[Outgoing]:
+        """Shards with those copied to the host that cannot leave from the device on this path."""
+        is_taken = path.takes_device_memory and self._settings.compression in ("auto", "none")
+        empty = partial(self._state.links.outgoing.empty, lane=OUTGOING)
+        return [
+            shard
+            if is_taken and shard.nbytes >= LEAST_DEVICE_NBYTES
+            else replace(shard, packed=on_host(shard.packed, empty))
+            for shard in shards
+        ]
 
     def _encode(self, path: Path, shard: Outgoing) -> Encoded:
         key, packed = shard.header.layout_key, shard.packed
@@ -172,9 +204,20 @@ class Courier:
         # A message that was on its way when the run ended: its worker may have no lanes any more.
         self._run.raise_if_closed()
         # What a peer waits for goes first: until it is decoded, the peer is held back.
-        priority = Priority.HIGH if path == "decode" else Priority.NORMAL
+        priority = Priority.HIGH if path in ("landing", "decode") else Priority.NORMAL
         job = self._state.lanes.codec.submit(
             function, *arguments, priority=priority, path=path, nbytes=nbytes
         )
         with self._state.ledger.timed(COMMUNICATION, WAITING):
             return await asyncio.wrap_future(job)
+
+
+def _landed(landing: Landing, wanted: Mapping[int, int]) -> dict[int, DeviceMemory]:
+    """Memory of the device for buffers of these numbers and lengths, as far as it has room."""
+    found = {}
+    for number, nbytes in wanted.items():
+        memory = landing(nbytes)
+        if memory is None:
+            break
+        found[number] = memory
+    return found

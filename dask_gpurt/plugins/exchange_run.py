@@ -47,7 +47,7 @@ from dask_gpurt.plugins.seams import (
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
-from dask_gpurt.shuffle.plan import ExchangePlan, cut_shards
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shards
 from dask_gpurt.shuffle.shards import Shard, ShardStore
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.outbox import Outbox
@@ -191,7 +191,12 @@ class ExchangeRun:
         raise NotImplementedError
 
     def _cut(
-        self, source: int, layout_key: bytes, before: Sequence[int], row_nbytes: float
+        self,
+        source: int,
+        layout_key: bytes,
+        before: Sequence[int],
+        row_nbytes: float,
+        shard_nbytes: int = SHARD_TARGET_NBYTES,
     ) -> Iterator[tuple[str, wire.ShardHeader, Empty]]:
         """Shards that an input partition is cut into: receiver, header, and memory for each.
 
@@ -204,7 +209,7 @@ class ExchangeRun:
         """
         attempt = random.getrandbits(64)
         for worker, (first, end) in self._plan.slots_of_worker.items():
-            cuts = cut_shards(before[first : end + 1], row_nbytes)
+            cuts = cut_shards(before[first : end + 1], row_nbytes, shard_nbytes)
             for number, (cut_first, cut_end) in enumerate(cuts):
                 a, b = first + cut_first, first + cut_end
                 header = wire.ShardHeader(

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.frames.gather import group_rows
+from dask_gpurt.frames.device_frames import DeviceFrames
 from dask_gpurt.frames.port import FrameAdapter, Piece, Selection
+from dask_gpurt.plugins.device_room import device_room
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import DataFrameShuffleSpec
 from dask_gpurt.shuffle.balance import owners
-from dask_gpurt.shuffle.plan import ExchangePlan
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
@@ -97,17 +99,50 @@ def _open_pandas(spec: FrameSpec) -> FrameAdapter:
     return PandasFrames(spec.meta, spec.column, spec.drop_column)
 
 
+def _open_cudf(spec: FrameSpec) -> FrameAdapter:
+    from dask_gpurt.frames.cudf_ import CudfMemory, CudfTables
+
+    landing = partial(device_room().take, CudfMemory.empty)
+    return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, landing)
+
+
+#: What cuDF calls its DataFrame. Named and not imported: a scheduler may have no GPU.
+_CUDF = "cudf.core.dataframe.DataFrame"
+#: Types of columns, or in lists, that cannot be put together again out of their buffers.
+_NOT_ON_DEVICES = ("StructDtype", "IntervalDtype")
+
 #: Frame adapters by the full name of the type of a shuffle's meta. Subclasses carry state that an
 #: adapter of their base would lose, so names are matched exactly.
 ADAPTERS: dict[str, Callable[[FrameSpec], FrameAdapter]] = {
     "pandas.DataFrame": _open_pandas,
     "pandas.core.frame.DataFrame": _open_pandas,
+    _CUDF: _open_cudf,
 }
 
 
 def frame_kind(meta: Any) -> str:
     """Name that `ADAPTERS` knows a kind of frame by."""
     return f"{type(meta).__module__}.{type(meta).__qualname__}"
+
+
+def obstacle(meta: Any) -> str | None:
+    """Why frames like this one cannot be carried; None if they can."""
+    kind = frame_kind(meta)
+    if kind not in ADAPTERS:
+        return "there is no adapter for this kind of data"
+    if kind != _CUDF:
+        return None
+    levels = meta.index.dtypes if meta.index.nlevels > 1 else {meta.index.name: meta.index.dtype}
+    for what, dtypes in (("column", meta.dtypes), ("index level", levels)):
+        for name, dtype in dtypes.items():
+            # By names alone: to print the categories of a type takes a GPU.
+            inner = dtype
+            while type(inner).__name__ == "ListDtype":
+                inner = inner.element_type
+            kind = type(inner).__name__
+            if kind in _NOT_ON_DEVICES or (kind == "ArrowDtype" and "struct" in str(inner)):
+                return f"{what} {name!r} is of type {dtype}, which stays on no device"
+    return None
 
 
 class FrameRun(ExchangeRun):
@@ -138,11 +173,11 @@ class FrameRun(ExchangeRun):
     ) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
         opened = self._frames.open(data)
         plan = self._plan
-        rows, offsets = group_rows(plan.slots(opened.partition_numbers()), plan.n_slots)
-        before = offsets.tolist()
+        rows, before = opened.group(plan)
         wanted: list[tuple[str, wire.ShardHeader]] = []
         selections: list[Selection] = []
-        cuts = self._cut(partition_id, opened.layout_key, before, opened.row_nbytes)
+        shard_nbytes = self._frames.shard_nbytes or SHARD_TARGET_NBYTES
+        cuts = self._cut(partition_id, opened.layout_key, before, opened.row_nbytes, shard_nbytes)
         for worker, header, empty in cuts:
             a = header.first_slot
             b = a + len(header.rows_per_slot)

@@ -51,6 +51,9 @@ DAMAGED = "damaged"
 _MAX_ATTEMPTS = 3
 #: Lane of the memory that leaving shards share.
 OUTGOING = "outgoing"
+#: Transport of data of devices where any will do: through a device's memory if that can be, and as
+#: data of the host otherwise.
+DEVICE = "device"
 #: How long a new link over UCX, or the end of all of them, may take.
 _LINK_DEADLINE_S = 10.0
 
@@ -75,6 +78,8 @@ class Links:
         self._lender: Lender | None = None
         self._engine: asyncio.Task[UcxEngine] | None = None
         self._no_memory = ""
+        #: Why device memory is not sent to a peer until the next cool-down.
+        self._device_failures: dict[str, str] = {}
         #: Where shards that leave are put together.
         self.outgoing = HostPool(keep_nbytes)
         try:
@@ -92,7 +97,7 @@ class Links:
         Parameters
         ----------
         transport
-            `auto`, `ucx`, or `comm` for Dask's own connections alone.
+            `auto`, `ucx`, `comm` for Dask's own connections alone, or `DEVICE`.
         compose
             Makes the message for the path that was chosen.
         call
@@ -107,18 +112,23 @@ class Links:
         ConfigError
             The transport that was asked for is not to be had.
         """
-        for _ in range(_MAX_ATTEMPTS):
+        for attempt in range(_MAX_ATTEMPTS):
             path = await self._path(address, transport, call)
             message = await compose(path)
             try:
                 answer = await path.carry(message, call)
-            except TransportError:
+            except TransportError as error:
                 # The next attempt finds another way, or says why there is none.
                 self._forget(address, transport)
+                if path.takes_device_memory:
+                    # UCX may know a device and not get along with it.
+                    self._device_failures[address] = str(error)
                 raise
             status = answer["status"]
             if status == RELINK:
                 self._forget(address, transport)
+                if path.takes_device_memory and attempt:
+                    self._device_failures[address] = "the peer could not receive"
             elif status != DAMAGED:
                 return message
         if status == RELINK:
@@ -150,13 +160,18 @@ class Links:
                     raise
 
     async def _link(self, address: str, transport: str, call: Call) -> Path:
-        ways: Mapping[str, Callable[..., Awaitable[Path]]] = {
+        known: dict[str, dict[str, Callable[..., Awaitable[Path]]]] = {
             "auto": {"shared": self._link_shared, "ucx": self._link_ucx},
+            DEVICE: {
+                "device": self._link_device,
+                "shared": self._link_shared,
+                "ucx": self._link_ucx,
+            },
             "ucx": {"ucx": self._link_ucx},
             "comm": {},
-        }[transport]
+        }
         why_not: dict[str, str] = {}
-        for name, link in ways.items():
+        for name, link in known[transport].items():
             try:
                 path = await link(address, why_not, call)
                 break
@@ -180,11 +195,21 @@ class Links:
         await _accepted(call, "shared", self._lender.descriptor)
         return SharedPath(self._lender, address, why_not)
 
-    async def _link_ucx(self, address: str, why_not: dict[str, str], call: Call) -> Path:
+    async def _link_ucx(self, address: str, why_not: dict[str, str], call: Call) -> UcxPath:
         engine = await self._ucx()
         theirs = await _accepted(call, "ucx", engine.descriptor)
         peer = await engine.connect(theirs, _LINK_DEADLINE_S)
-        return UcxPath(engine, peer, address, why_not)
+        both = engine.takes_device_memory and bool(theirs.get("takes_device_memory"))
+        return UcxPath(engine, peer, address, why_not, both)
+
+    async def _link_device(self, address: str, why_not: dict[str, str], call: Call) -> Path:
+        if address in self._device_failures:
+            raise RefusedError(f"it failed: {self._device_failures[address]}")
+        # Inside a host too: from one device to another there is a shorter way than by the host.
+        path = await self._link_ucx(address, why_not, call)
+        if not path.takes_device_memory:
+            raise RefusedError("UCX does not know device memory at both ends")
+        return path
 
     async def _ucx(self) -> UcxEngine:
         if requires_encryption(self._worker):
@@ -206,12 +231,23 @@ class Links:
             if name == "shared":
                 self._borrower.open(offer)
             elif name == "ucx":
-                ours = (await self._ucx()).descriptor
+                engine = await self._ucx()
+                known = {"takes_device_memory": engine.takes_device_memory}
+                ours = {**engine.descriptor, **known}
             else:
                 raise RefusedError(f"no path of that name: {name!r}")
             return {"status": "OK", "ours": ours, "why_not": None}
         except TransportError as error:
             return {"status": "OK", "ours": None, "why_not": str(error)}
+
+    def lands(self, payload: Any) -> bool:
+        """Whether the payload of a message can be written to the memory of a device."""
+        if not isinstance(payload, Mapping) or payload["by"] != "ucx":
+            return False
+        engine = self._engine
+        if engine is None or not engine.done() or engine.cancelled() or engine.exception():
+            return False
+        return engine.result().takes_device_memory
 
     async def fetch(
         self, payload: Any, lengths: Sequence[int], empty: Callable[[int, int], Buffer]
@@ -223,7 +259,8 @@ class Links:
         lengths
             Bytes of each buffer, as announced. Checked before anything is allocated.
         empty
-            Number of a buffer and its length to the memory for it.
+            Number of a buffer and its length to the memory for it, of a device if the payload can
+            be written there.
 
         Returns
         -------
@@ -290,6 +327,7 @@ class Links:
         # A peer that goes on sending offers it again.
         self._borrower.close()
         self._paths.clear()
+        self._device_failures.clear()
 
     async def close(self) -> None:
         """Let go of all links."""

@@ -43,6 +43,8 @@ class CommPath:
     name = "comm"
     #: Whether bytes stay on this host.
     is_local = False
+    #: Whether buffers may lie in the memory of a device, at both ends.
+    takes_device_memory = False
 
     def __init__(self, worker: Worker, address: str, why_not: dict[str, str]) -> None:
         self.address = address
@@ -67,6 +69,7 @@ class SharedPath:
 
     name = "shared"
     is_local = True
+    takes_device_memory = False
     bandwidth = None
 
     def __init__(self, lender: Lender, address: str, why_not: dict[str, str]) -> None:
@@ -82,16 +85,30 @@ class SharedPath:
 
 
 class UcxPath:
-    """Through UCX endpoints of our own."""
+    """Through UCX endpoints of our own.
+
+    Parameters
+    ----------
+    takes_device_memory
+        UCX at both ends knows the memory of devices.
+    """
 
     name = "ucx"
     is_local = False
     #: UCX does not say what a link carries, and is there for fast ones.
     bandwidth = None
 
-    def __init__(self, engine: UcxEngine, peer: str, address: str, why_not: dict[str, str]) -> None:
+    def __init__(
+        self,
+        engine: UcxEngine,
+        peer: str,
+        address: str,
+        why_not: dict[str, str],
+        takes_device_memory: bool,
+    ) -> None:
         self.address = address
         self.why_not = why_not
+        self.takes_device_memory = takes_device_memory
         self._engine = engine
         self._peer = peer
 
@@ -105,11 +122,14 @@ class UcxPath:
             payload = {"by": self.name, "token": self._engine.token, "number": number}
             answering = asyncio.ensure_future(call({"header": message.header, "payload": payload}))
             try:
-                # A send that fails is told at once; the peer's answer may take its deadline.
-                await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_EXCEPTION)
-                if sending.done() and not sending.cancelled() and (error := sending.exception()):
-                    raise error
-                return await answering
+                await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
+                if not answering.done():
+                    # A send that fails is told at once; the peer's answer may take its deadline.
+                    await sending
+                answer = await answering
+                if answer["status"] == "OK":
+                    await sending
+                return answer
             finally:
                 answering.cancel()
         finally:

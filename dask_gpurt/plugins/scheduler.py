@@ -22,7 +22,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import StrictFallbackError
 from dask_gpurt.plugins import memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
-from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
+from dask_gpurt.plugins.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.machines import Machines
 from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.worker import NAME, bootstrap
@@ -269,10 +269,9 @@ class GpurtScheduler(SchedulerPlugin):
         if isinstance(stock, seams.ArrayRechunkSpec):
             what = "array rechunk"
         elif isinstance(stock, seams.DataFrameShuffleSpec):
-            kind = frame_kind(stock.meta)
-            what = f"shuffle of {kind}"
-            if kind not in ADAPTERS:
-                return what, "there is no adapter for this kind of data"
+            what = f"shuffle of {frame_kind(stock.meta)}"
+            if (why := obstacle(stock.meta)) is not None:
+                return what, why
         else:
             return f"shuffle of {type(stock).__name__}", "this kind of shuffle is not known"
         if self.not_ready:

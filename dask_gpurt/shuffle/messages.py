@@ -1,8 +1,8 @@
 """Messages of shards: what a sender makes of its shards, and a receiver of what came.
 
-Between processes of one host shards travel as they are. Anywhere else each gets a checksum and is
-encoded where that pays (`codecs`). Bytes in, values out; called in threads, since it touches every
-byte.
+Between processes of one host shards travel as they are, and so do those that are sent out of the
+memory of a device. Anywhere else each gets a checksum and is encoded where that pays (`codecs`).
+Bytes in, values out; called in threads, since it touches every byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
-        return self.packed.buffer.nbytes
+        return int(self.packed.buffer.nbytes)
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,14 @@ def as_they_are(shards: Iterable[Outgoing]) -> Message:
 
 def for_the_wire(shards: Iterable[Outgoing], encode: Encode) -> Message:
     """A message that leaves this host: with checksums, and encoded where `encode` does it."""
-    message = _message(
-        (shard, wire.checksum(shard.packed.buffer), encode(shard)) for shard in shards
-    )
+
+    def sealed(shard: Outgoing) -> tuple[Outgoing, int, Encoded]:
+        buffer = shard.packed.buffer
+        if shard.packed.is_on_device:
+            return shard, 0, Encoded((buffer,), ())
+        return shard, wire.checksum(buffer), encode(shard)
+
+    message = _message(map(sealed, shards))
     wire_nbytes = len(message.header) + sum(buffer.nbytes for buffer in message.buffers)
     return replace(message, wire_nbytes=wire_nbytes)
 

@@ -84,8 +84,8 @@ class ExchangePlan:
         return self.partitions == tuple(range(self.n_slots))
 
     @cached_property
-    def _slot_table(self) -> npt.NDArray[np.intp]:
-        # One entry more than the highest partition: out-of-range numbers are clipped onto it.
+    def slot_table(self) -> npt.NDArray[np.intp]:
+        """Slot of each partition, by its number; the last entry, -1, is for any other number."""
         table = np.full(max(self.partitions, default=-1) + 2, -1, dtype=np.intp)
         table[list(self.partitions)] = np.arange(self.n_slots)
         return table
@@ -101,7 +101,7 @@ class ExchangePlan:
             # Most shuffles: the number of a partition is its slot, and all are in range.
             if values.min() >= 0 and values.max() < self.n_slots:
                 return values
-        table = self._slot_table
+        table = self.slot_table
         last = len(table) - 1
         if values.dtype.kind in "iub":
             codes = values.astype(np.intp, copy=False)

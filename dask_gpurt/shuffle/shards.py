@@ -31,7 +31,7 @@ from dask_gpurt.errors import (
     ProtocolError,
     ShardStorageError,
 )
-from dask_gpurt.frames.port import BodyAdapter, Packed, Piece
+from dask_gpurt.frames.port import BodyAdapter, Packed, Piece, on_host
 from dask_gpurt.metrics import Counters
 
 logger = logging.getLogger("dask_gpurt.shuffle")
@@ -312,6 +312,7 @@ class ShardStore:
             packed = self._adapter.pack(body)
         if packed is None:
             return  # let go in the meantime
+        packed = on_host(packed)
         position = file.append(packed.buffer)
         with self._lock:
             if not shard.unread or self._closed:

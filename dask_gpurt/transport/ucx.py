@@ -23,7 +23,12 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.errors import TransportError
-from dask_gpurt.transport.ucx_protocol import N_NUMBERS, Buffer, Descriptor
+from dask_gpurt.transport.ucx_protocol import (
+    LEAST_DEVICE_NBYTES,
+    N_NUMBERS,
+    Buffer,
+    Descriptor,
+)
 from dask_gpurt.transport.ucx_switchboard import Switchboard
 from dask_gpurt.transport.ucx_thread import UcxThread
 
@@ -48,11 +53,11 @@ _OPTIONS = {
 class UcxEngine:
     """This process's end of all UCX links. Made by `start`.
 
-    All methods are for one event loop. A message is a list of one-dimensional `uint8` arrays
-    under a number below 2**31 that the sender does not use twice. Waits can be cancelled. Memory
-    of a transfer that failed, was cancelled or ran out of time stays referenced until UCX is done
-    with it, and what is still written goes there; so memory must be lent to somebody else only
-    when nothing references the arrays any more.
+    All methods are for one event loop. A message is a list of one-dimensional `uint8` arrays, or of
+    device memory where UCX knows that at both ends, under a number below 2**31 that the sender does
+    not use twice. Waits can be cancelled. Memory of a transfer that failed, was cancelled or ran
+    out of time stays referenced until UCX is done with it, and what is still written goes there; so
+    memory must be lent to somebody else only when nothing references the arrays any more.
     """
 
     def __init__(self, thread: UcxThread, board: Switchboard) -> None:
@@ -92,6 +97,15 @@ class UcxEngine:
     def descriptor(self) -> dict[str, str | int]:
         """What a peer needs to connect: plain values."""
         return self._board.descriptor.to_plain()
+
+    @property
+    def takes_device_memory(self) -> bool:
+        """Whether buffers may lie in the memory of a CUDA device.
+
+        UCX may be built for CUDA and find no device, or be told not to use one: what counts is that
+        it has the transport without which it can read no device memory.
+        """
+        return "cuda_copy" in self._thread.transports
 
     @property
     def token(self) -> str:
@@ -157,7 +171,7 @@ class UcxEngine:
             There is no link, it broke, or the message was not here in time.
         """
         buffers = _checked(number, buffers)
-        if not all(buffer.flags.writeable for buffer in buffers):
+        if any(isinstance(buffer, np.ndarray) and not buffer.flags.writeable for buffer in buffers):
             raise ValueError("cannot receive into read-only memory")
         await self._ask(
             partial(self._board.receive, peer_token, number, buffers),
@@ -221,10 +235,13 @@ class UcxEngine:
                 self._thread.call(partial(give_up, future))
 
 
-def _checked(number: int, buffers: Sequence[Buffer]) -> list[Buffer]:
+def _checked(number: int, buffers: Sequence[Any]) -> list[Buffer]:
     if not 0 <= number < N_NUMBERS:
         raise ValueError(f"message {number}: numbers are below {N_NUMBERS}")
     for buffer in buffers:
-        if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        if not isinstance(buffer, np.ndarray):
+            if len(buffer) < LEAST_DEVICE_NBYTES:
+                raise ValueError(f"{len(buffer)} bytes of device memory are too few for a message")
+        elif buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
             raise ValueError("a message is made of contiguous one-dimensional uint8 arrays")
     return list(buffers)

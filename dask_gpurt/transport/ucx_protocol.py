@@ -28,6 +28,8 @@ import numpy.typing as npt
 
 from dask_gpurt.errors import ProtocolError
 
+#: Bytes of a message; those of large buffers may also be in the memory of a device, which then is
+#: an object with a length and a `__cuda_array_interface__`.
 Buffer = npt.NDArray[np.uint8]
 
 VERSION = 1
@@ -37,6 +39,8 @@ N_NUMBERS = 1 << 31
 #: Smaller buffers travel in the envelope. It is the size from which UCX hands over a buffer where
 #: it lies instead of copying it, as `ucxx` sets it up.
 SMALL_NBYTES = 8 << 10
+#: Buffers in the memory of a device have at least so many bytes: an envelope is of the host.
+LEAST_DEVICE_NBYTES = SMALL_NBYTES
 
 ACCEPTED, REFUSED = 0, 1
 

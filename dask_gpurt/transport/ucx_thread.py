@@ -12,6 +12,7 @@ What it is that moves is `transport.ucx_switchboard`'s business.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import threading
@@ -115,6 +116,7 @@ class UcxThread:
         import ucxx  # here: it loads UCX, and costs half a second
         from ucxx._lib.arr import Array
 
+        _make_device_current()
         library = ucxx.libucxx
         feature = library.Feature
         features = (feature.TAG, feature.WAKEUP, feature.STREAM)
@@ -155,3 +157,22 @@ class UcxThread:
             os.close(self._wake_fd)
         atexit.unregister(self._exit)
         self._run_calls()
+
+
+def _make_device_current() -> None:
+    """Have this thread use the device that the process computes on, before UCX looks for one.
+
+    UCX copies device memory in the context that is current in its thread. A process that has none
+    computes on the host, and must not get one for this: it costs hundreds of MB of a device.
+    """
+    # No library, no driver or no device: UCX will find none either.
+    with contextlib.suppress(Exception):
+        from cuda.bindings import driver
+
+        driver.cuInit(0)
+        _, device = driver.cuDeviceGet(0)
+        _, _, is_active = driver.cuDevicePrimaryCtxGetState(device)
+        if is_active:
+            from cuda.core import Device
+
+            Device(0).set_current()

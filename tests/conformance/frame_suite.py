@@ -1,7 +1,8 @@
-"""The suite that every frame adapter has to pass. Subclass it and say how to make frames.
+"""The suites that frame adapters have to pass. Subclass one and say how to make frames.
 
 What goes through the adapter is compared with what the frame's own library makes of the same rows,
-so the suite knows nothing of layouts, buffers or batches.
+so the suites know nothing of layouts, buffers or batches. `FrameSuite` is for all adapters,
+`HostFrameSuite` for those whose shards are in the host's memory.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dask_gpurt.frames.gather import group_rows
-from dask_gpurt.frames.port import Packed, Piece, Selection
+from dask_gpurt.frames.port import Packed, Piece, Selection, fresh, on_host
+from dask_gpurt.shuffle.plan import ExchangePlan
 
 
 class FrameSuite:
@@ -37,7 +38,7 @@ class FrameSuite:
 
     def shards(self, adapter, frame, *, leaves):
         opened = adapter.open(frame)
-        rows, offsets = group_rows(opened.partition_numbers().astype(np.intp), self.n_slots)
+        rows, offsets = opened.group(ExchangePlan(dict.fromkeys(range(self.n_slots), "worker")))
         selections = [
             Selection(rows[offsets[slot] : offsets[slot + 1]], leaves)
             for slot in range(self.n_slots)
@@ -47,6 +48,26 @@ class FrameSuite:
             assert all(isinstance(one, Packed) for one in gathered)
             gathered = [adapter.unpack(opened.layout_key, one) for one in gathered]
         return [(body, len(s.rows)) for body, s in zip(gathered, selections, strict=True)]
+
+    def packed(self, opened, n_rows, empty=fresh):
+        """The first rows of a partition, as a buffer of the host."""
+        (packed,) = opened.gather([Selection(np.arange(n_rows, dtype=np.intp), True, empty)])
+        return on_host(packed, empty)
+
+    def test_rows_that_nobody_wants_are_dropped(self):
+        frame = self.frame(200, 8)
+        adapter = self.adapter(frame)
+        opened = adapter.open(frame)
+        # Some partitions are not wanted, others do not exist.
+        slot_of = {1: "a", 4: "b", 9: "b"}
+        rows, offsets = opened.group(plan := ExchangePlan(slot_of))
+        assert offsets[-1] == len(rows) < 200
+        for slot, partition in enumerate(plan.partitions):
+            mine = rows[offsets[slot] : offsets[slot + 1]]
+            if len(mine):
+                (body,) = opened.gather([Selection(mine, False)])
+                got = adapter.concatenate([Piece(body, 0, len(mine))])
+                self.assert_equal(got, self.rows_of(frame, partition))
 
     @pytest.mark.parametrize("leaves", [False, True])
     @pytest.mark.parametrize("rows", [0, 1, 200])
@@ -62,7 +83,7 @@ class FrameSuite:
         frame = self.frame(100, 1)
         adapter = self.adapter(frame)
         for slot, (body, n_rows) in enumerate(self.shards(adapter, frame, leaves=False)):
-            again = adapter.unpack(body.layout_key, adapter.pack(body))
+            again = adapter.unpack(body.layout_key, on_host(adapter.pack(body)))
             self.assert_equal(
                 adapter.concatenate([Piece(again, 0, n_rows)]), self.rows_of(frame, slot)
             )
@@ -84,31 +105,12 @@ class FrameSuite:
         """What the library itself makes of frames one below the other."""
         raise NotImplementedError
 
-    def test_memory_comes_from_where_it_is_said(self):
-        frame = self.frame(5_000, 2)
-        adapter = self.adapter(frame)
-        handed_out = []
-
-        def empty(nbytes):
-            handed_out.append(np.empty(nbytes, dtype=np.uint8))
-            return handed_out[-1]
-
-        opened = adapter.open(frame)
-        rows = np.arange(5_000, dtype=np.intp)
-        (packed,) = opened.gather([Selection(rows, True, empty)])
-        assert packed.buffer.base is handed_out[0] or packed.buffer is handed_out[0]
-        body = adapter.unpack(opened.layout_key, packed)
-        n_before = len(handed_out)
-        adapter.concatenate([Piece(body, 0, 5_000)], empty)
-        assert len(handed_out) > n_before
-
     def test_result_does_not_hold_on_to_the_shard(self):
         """Else memory would stay until the last output of a whole worker is gone."""
         frame = self.frame(5_000, 3)
         adapter = self.adapter(frame)
         opened = adapter.open(frame)
-        rows = np.arange(5_000, dtype=np.intp)
-        (packed,) = opened.gather([Selection(rows, True)])
+        packed = self.packed(opened, 5_000)
         result = adapter.concatenate([Piece(adapter.unpack(opened.layout_key, packed), 0, 2_000)])
         before = result.copy()
         packed.buffer[:] = 255
@@ -118,10 +120,9 @@ class FrameSuite:
         frame = self.frame(300, 7)
         adapter = self.adapter(frame)
         opened = adapter.open(frame)
-        rows = np.arange(300, dtype=np.intp)
-        selections = [Selection(rows, True), Selection(rows[:100], True)]
         names = []
-        for packed in opened.gather(selections):
+        for n_rows in (300, 100):
+            packed = self.packed(opened, n_rows)
             sections = adapter.sections(opened.layout_key, packed)
             end = 0
             for _, offset, nbytes, itemsize in sections:
@@ -155,7 +156,7 @@ class FrameSuite:
         frame = self.frame(100, 6)
         adapter = self.adapter(frame)
         opened = adapter.open(frame)
-        (good,) = opened.gather([Selection(np.arange(100, dtype=np.intp), True)])
+        good = self.packed(opened, 100)
         key, buffer, rows = opened.layout_key, good.buffer, good.n_rows
         sections = [good.arrow_nbytes, good.pickle_nbytes]
         if change == "short":
@@ -172,3 +173,24 @@ class FrameSuite:
             key = key[:-3]
         with pytest.raises(ValueError):
             adapter.unpack(key, Packed(buffer, rows, *sections))
+
+
+class HostFrameSuite(FrameSuite):
+    """Of adapters for frames of the host."""
+
+    def test_memory_comes_from_where_it_is_said(self):
+        frame = self.frame(5_000, 2)
+        adapter = self.adapter(frame)
+        handed_out = []
+
+        def empty(nbytes):
+            handed_out.append(np.empty(nbytes, dtype=np.uint8))
+            return handed_out[-1]
+
+        opened = adapter.open(frame)
+        packed = self.packed(opened, 5_000, empty)
+        assert packed.buffer.base is handed_out[0] or packed.buffer is handed_out[0]
+        body = adapter.unpack(opened.layout_key, packed)
+        n_before = len(handed_out)
+        adapter.concatenate([Piece(body, 0, 5_000)], empty)
+        assert len(handed_out) > n_before

@@ -91,7 +91,7 @@ def assert_same_chunks(got, expected):
 def test_round_trip(plan, dtype, sent):
     old, new = plan
     array = values(dtype, [sum(axis) for axis in old])
-    assert ChunkLayout.of(array) is not None
+    assert ChunkLayout.of(array, {}) is not None
     got = exchanged(old, new, blocks(array, old), sent=sent)
     assert_same_chunks(got, blocks(array, new))
 
@@ -101,7 +101,7 @@ def test_round_trip(plan, dtype, sent):
 def test_round_trip_of_what_is_pickled(dtype, sent):
     old, new = ((3, 3), (4,)), ((6,), (1, 3))
     array = values(dtype, (6, 4))
-    assert ChunkLayout.of(array) is None
+    assert ChunkLayout.of(array, {}) is None
     got = exchanged(old, new, blocks(array, old), sent=sent)
     assert_same_chunks(got, blocks(array, new))
     assert all(chunk.dtype.metadata == array.dtype.metadata for chunk in got.values())
@@ -189,13 +189,13 @@ def test_pieces_that_do_not_fit_are_refused():
 
 def test_damaged_shards_are_refused():
     arrays = Arrays(Rechunking(((20,),), ((5, 15),)), concatenate3)
-    key = ChunkLayout.of(np.arange(20.0)).key
+    key = ChunkLayout.of(np.arange(20.0), {}).key
     buffer = np.zeros(160, dtype=np.uint8)
     arrays.unpack(key, Packed(buffer, 20))
     with pytest.raises(ValueError, match="do not fit"):
         arrays.unpack(key, Packed(buffer, 19))
     with pytest.raises(ValueError, match="axes"):
-        arrays.unpack(ChunkLayout.of(np.zeros((4, 5))).key, Packed(buffer, 20))
+        arrays.unpack(ChunkLayout.of(np.zeros((4, 5)), {}).key, Packed(buffer, 20))
     with pytest.raises(ValueError, match="has the layout"):
         arrays.unpack(key.replace(b"'<f8'", b"'|O8'"), Packed(buffer, 20))
     for end in range(len(key)):

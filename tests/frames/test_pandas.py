@@ -15,10 +15,10 @@ from dask_gpurt.frames.gather import Counting, gather_into, group_rows
 from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.pandas_ import PandasFrames
 from dask_gpurt.frames.port import Piece, Selection
-from tests.conformance.frame_suite import FrameSuite
+from tests.conformance.frame_suite import HostFrameSuite
 
 
-class PandasSuite(FrameSuite):
+class PandasSuite(HostFrameSuite):
     def adapter(self, frame):
         return PandasFrames(frame.iloc[:0], "slot", drop_column=True)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 
 import dask
+import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
 from dask._task_spec import Task
-from distributed.shuffle._core import ShuffleRun, barrier_key
+from dask.dataframe.dask_expr._merge import HashJoinP2P
+from dask.dataframe.dask_expr._shuffle import P2PShuffle
+from dask.utils import get_default_shuffle_method
+from distributed.shuffle._core import P2PBarrierTask, ShuffleRun, barrier_key
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
 
@@ -223,3 +227,22 @@ def test_output_partitions_are_known_in_the_order_of_their_tasks(sides, monkeypa
     ((order, turns),) = found
     assert sorted(order) == list(range(10))
     assert order == sorted(order, key=turns.get)
+
+
+def test_dask_picks_p2p_for_whoever_has_a_client(sides):
+    """dask-cudf sets no method of its own: its shuffles are ours without a change."""
+    frame = dd.from_pandas(pd.DataFrame({"key": range(10), "x": 1}), npartitions=4)
+    with sides.enabled.as_current():
+        assert get_default_shuffle_method() == "p2p"
+        shuffled = frame.shuffle("key").optimize(fuse=False)
+        joined = frame.merge(frame, on="key", broadcast=False).optimize(fuse=False)
+        with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+            assert get_default_shuffle_method() == "tasks"
+    assert any(isinstance(one, P2PShuffle) for one in shuffled.walk())
+    assert any(isinstance(one, HashJoinP2P) for one in joined.walk())
+    for lazy in (shuffled, joined):
+        tasks = lazy.__dask_graph__().values()
+        metas = [task.spec.meta for task in tasks if isinstance(task, P2PBarrierTask)]
+        # What kind of frame it is: all that we go by.
+        assert metas
+        assert all(type(meta) is pd.DataFrame for meta in metas)

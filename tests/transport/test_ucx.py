@@ -17,6 +17,7 @@ import pytest
 
 from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.transport.ucx import UcxEngine
+from tests.frames.emulated_device import EmulatedMemory
 from tests.transport.ucx_peer import PATIENCE_S, exchange
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -351,6 +352,48 @@ def test_an_engine_can_talk_to_itself():
                 exchange(engine, engine.token, "send", 1, [10, 100_000]),
                 exchange(engine, engine.token, "receive", 1, [10, 100_000]),
             )
+
+    run(scenario())
+
+
+@needs_ucxx
+def test_memory_of_a_device_is_sent_and_filled_where_it_lies():
+    """Emulated: it shows itself as a GPU's does, and can be had in no other way."""
+
+    async def scenario():
+        async with engine_here() as engine, engine_here() as other:
+            await engine.connect(other.descriptor, PATIENCE_S)
+            source, target, back = (EmulatedMemory(1 << 20) for _ in range(3))
+            raw = np.random.default_rng(0).integers(0, 256, 1 << 20).astype(np.uint8)
+            source.on_device()[:] = raw
+            small, host = np.arange(10, dtype=np.uint8), np.empty(1 << 20, np.uint8)
+            for number, (sent, received) in enumerate(
+                [([source, small], [target, small.copy()]), ([source], [host]), ([raw], [back])]
+            ):
+                await asyncio.gather(
+                    engine.send(other.token, number, sent, PATIENCE_S),
+                    other.receive(engine.token, number, received, PATIENCE_S),
+                )
+            for filled in (target.on_device(), host, back.on_device()):
+                np.testing.assert_array_equal(filled, raw)
+            # Small buffers travel in an envelope, which is the host's.
+            with pytest.raises(ValueError, match="too few"):
+                await engine.send(other.token, 9, [EmulatedMemory(8191)], PATIENCE_S)
+
+    run(scenario())
+
+
+@needs_ucxx
+@over_both
+def test_there_is_no_device_memory_where_ucx_has_no_way_to_copy_it(options):
+    """That it is built for CUDA is not enough."""
+
+    async def scenario():
+        async with engine_here(options) as engine:
+            has_cuda = "cuda_copy" in engine.report()["transports"]
+            assert engine.takes_device_memory == has_cuda
+            engine._thread.transports = ["cuda_copy", "tcp"]
+            assert engine.takes_device_memory
 
     run(scenario())
 

@@ -1,0 +1,129 @@
+"""The codecs of nvCOMP, with its library emulated; `tests/gpu` has the real one."""
+
+from __future__ import annotations
+
+import struct
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dask_gpurt.codecs import nvcomp
+from dask_gpurt.codecs.host import HOST_CODECS, opened, sealed
+from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
+from dask_gpurt.errors import ProtocolError
+from tests.conformance.codec_suite import CodecSuite
+
+_NBYTES = struct.Struct("<Q")
+
+
+class Array:
+    """An array that knows where it is."""
+
+    def __init__(self, data, is_on_device=False):
+        self.data = np.array(data)
+        self.is_on_device = is_on_device
+
+    def cuda(self):
+        return Array(self.data, True)
+
+    def cpu(self):
+        return self.data
+
+
+class Codec:
+    """The calls of nvCOMP's codec that we make."""
+
+    n_made = 0
+
+    def __init__(self, *, algorithm, uncomp_chunk_size):
+        Codec.n_made += 1
+        self._name = {"LZ4": "lz4_raw", "Zstd": "zstd"}[algorithm]
+        self._thread = threading.get_ident()
+
+    def _checked(self, array):
+        assert array.is_on_device
+        assert self._thread == threading.get_ident()
+        return array.data
+
+    def encode(self, array):
+        raw = self._checked(array)
+        body = pa.Codec(self._name).compress(pa.py_buffer(raw))
+        data = np.frombuffer(_NBYTES.pack(raw.nbytes) + bytes(body), np.uint8)
+        return Array(data, True)
+
+    def get_uncomp_buffer_size(self, array):
+        data = self._checked(array)
+        if data.nbytes < _NBYTES.size:
+            raise RuntimeError("no header")
+        return _NBYTES.unpack(data[: _NBYTES.size].tobytes())[0]
+
+    def decode(self, array):
+        nbytes = self.get_uncomp_buffer_size(array)
+        body = pa.py_buffer(array.data[_NBYTES.size :])
+        try:
+            raw = pa.Codec(self._name).decompress(body, decompressed_size=nbytes)
+        except OSError as error:
+            raise RuntimeError("damaged") from error
+        return Array(np.frombuffer(raw, np.int8), True)
+
+
+class Library:
+    Codec = Codec
+
+    @staticmethod
+    def as_array(array):
+        assert array.flags.writeable
+        return Array(array)
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    monkeypatch.setattr(nvcomp, "_library", Library)
+    monkeypatch.setattr(nvcomp, "_of_thread", threading.local())
+
+
+class TestLz4(CodecSuite):
+    codec = NVCOMP_CODECS[128]
+    compressible = ("constant", "small range", "text")
+
+
+class TestZstd(CodecSuite):
+    codec = NVCOMP_CODECS[129]
+    compressible = ("constant", "small range", "text", "days")
+
+
+def test_numbers_are_not_those_of_the_host():
+    assert not NVCOMP_CODECS.keys() & HOST_CODECS.keys()
+    assert min(NVCOMP_CODECS) >= 128
+
+
+def test_a_thread_makes_one_coder_for_itself():
+    raw = np.zeros(1000, np.uint8)
+    before = Codec.n_made
+
+    def encode():
+        for _ in range(3):
+            assert NVCOMP_CODECS[128].encode(raw, 1) is not None
+
+    encode()
+    thread = threading.Thread(target=encode)
+    thread.start()
+    thread.join()
+    assert Codec.n_made == before + 2
+
+
+def test_a_length_that_is_not_the_announced_one_is_refused_before_it_is_allocated(monkeypatch):
+    codec = NVCOMP_CODECS[128]
+    raw = np.zeros(1000, np.uint8)
+    body = opened(128, "", np.concatenate(codec.encode(raw, 1)), 1000, 1).copy()
+    body[: _NBYTES.size] = np.frombuffer(_NBYTES.pack(1 << 60), np.uint8)
+    payload = np.concatenate(sealed(128, 1000, 1, [body]))
+
+    def never(self, array):
+        raise AssertionError("decoded what was to be refused")
+
+    monkeypatch.setattr(Codec, "decode", never)
+    with pytest.raises(ProtocolError, match="where 1000 were announced"):
+        codec.decode_into(payload, np.empty(1000, np.uint8), 1)

@@ -1,0 +1,359 @@
+"""Frames and arrays on a real device: the suites of the ports, and shuffles on whole clusters.
+
+Without a GPU only the calls are checked, against the libraries where they are installed. A skip
+says why; that our own modules can be imported is no reason for one, and never hidden by one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dask_gpurt.devices.room import DeviceRoom
+from dask_gpurt.frames.arrays import Arrays
+from dask_gpurt.frames.device_frames import DeviceFrames
+from dask_gpurt.frames.port import Packed, Piece, Selection, on_host
+from dask_gpurt.frames.rechunking import Rechunking
+from tests.conformance.frame_suite import FrameSuite
+from tests.frames.emulated_device import EmulatedMemory
+from tests.frames.test_device_contents import COLUMNS, MEMORY_NBYTES, N_ROWS
+from tests.frames.test_rechunking import blocks
+
+
+def missing(*names: str) -> str | None:
+    """Why these libraries cannot be had."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed (the extra cuda13)"
+    return None
+
+
+def no_gpu() -> str | None:
+    if (why := missing("cupy")) is not None:
+        return why
+    import cupy
+
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no GPU: {error}"
+    return None
+
+
+NO_CUDF, NO_GPU = missing("cudf", "pylibcudf", "cupy", "rmm", "dask_cudf"), no_gpu()
+needs_libraries = pytest.mark.skipif(NO_CUDF is not None, reason=str(NO_CUDF))
+needs_cudf = pytest.mark.skipif((NO_CUDF or NO_GPU) is not None, reason=str(NO_CUDF or NO_GPU))
+needs_cupy = pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
+
+if NO_CUDF is None:
+    import cudf
+    import pylibcudf
+
+    from dask_gpurt.frames.cudf_ import CudfMemory, CudfTables, _described
+if missing("cupy") is None:
+    import cupy
+
+    from dask_gpurt.frames.cupy_ import CupyArrays, CupyMemory
+
+
+def no_room(nbytes):
+    return None
+
+
+@needs_libraries
+def test_the_calls_that_are_made_exist():
+    """As far as signatures say so; pylibcudf's and RMM's are for the type checker."""
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (cudf.DataFrame.to_pylibcudf, (None,), {}),
+        (cudf.DataFrame.from_pylibcudf, (None, {}), {}),
+        (cudf.DataFrame.set_index, (None, []), {"inplace": True}),
+        (cudf.Index.to_frame, (None,), {"index": False, "name": 0}),
+        (cudf.RangeIndex.to_frame, (None,), {"index": False, "name": 0}),
+        (cudf.MultiIndex.to_frame, (None,), {"index": False, "name": [0]}),
+        (cudf.CategoricalIndex.from_codes, (None,), {"categories": None, "ordered": True}),
+        (cudf.Index.from_arrow, (None,), {}),
+        (cudf.Index.to_arrow, (None,), {}),
+        (cudf.concat, ([],), {}),
+        (cupy.bincount, (None,), {"minlength": 1}),
+        (cupy.asarray, (None,), {"dtype": np.int32}),
+        (cupy.where, (None, None, None), {}),
+    ]
+    for call, arguments, named in calls:
+        inspect.signature(call).bind(*arguments, **named)
+    wanted = {
+        pylibcudf.contiguous_split: ("pack", "unpack_from_memoryviews"),
+        pylibcudf.copying: ("gather", "slice", "empty_like"),
+        pylibcudf.sorting: ("stable_sorted_order",),
+        pylibcudf.concatenate: ("concatenate",),
+        pylibcudf.Column: ("from_cuda_array_interface", "device_buffer_size", "null_mask"),
+        pylibcudf.gpumemoryview: ("byte_slice", "ptr", "obj"),
+    }
+    for owner, names in wanted.items():
+        assert all(hasattr(owner, name) for name in names), owner
+
+
+@needs_libraries
+def test_columns_over_memory_are_described_as_they_are_and_cudf_takes_them():
+    """Nothing reads them, so that memory of the host will do."""
+    memory = EmulatedMemory(MEMORY_NBYTES)
+    tables = CudfTables()
+    table = tables.view(memory, COLUMNS)
+    base = memory.__cuda_array_interface__["data"][0]
+    assert tuple(_described(column, base) for column in table.columns()) == COLUMNS
+    meta = cudf.DataFrame.from_pylibcudf(table, {"columns": ["key", "text", "list", "price"]})
+    meta.set_index("key", inplace=True)
+    columns = table.columns()
+    table = pylibcudf.Table([*columns[1:], columns[0]])
+    frame = tables.put_together(table, [("meta",)] * 4, meta)
+    assert len(frame) == N_ROWS
+    assert frame.dtypes.tolist() == meta.dtypes.tolist()
+    assert (frame.index.name, frame.index.dtype) == ("key", np.int64)
+    again, kinds = tables.take_apart(frame, meta)
+    assert kinds == [("meta",)] * 4
+    assert [_described(column, base) for column in again.columns()] == [*COLUMNS[1:], COLUMNS[0]]
+
+
+@needs_libraries
+def test_dask_cudf_leaves_the_choice_of_a_shuffle_to_dask():
+    import dask
+    import dask_cudf
+
+    assert dask.config.get("dataframe.shuffle.method", None) is None
+    sources = [inspect.getsource(dask_cudf.backends), inspect.getsource(dask_cudf.core)]
+    assert not any("shuffle.method" in source for source in sources)
+
+
+class CudfSuite(FrameSuite):
+    room = staticmethod(lambda nbytes: CudfMemory.empty(nbytes))
+
+    def adapter(self, frame):
+        return DeviceFrames(CudfTables(), frame.iloc[:0], "slot", True, self.room)
+
+    def frame(self, rows, seed):
+        rng = np.random.default_rng(seed)
+        made = cudf.DataFrame({"slot": rng.integers(0, self.n_slots, rows)})
+        return self.filled(made, rng, rows)
+
+    def filled(self, made, rng, rows):
+        raise NotImplementedError
+
+    def rows_of(self, frame, slot):
+        return frame[frame["slot"] == slot].drop(columns="slot")
+
+    def joined(self, frames):
+        return cudf.concat(frames)
+
+    def assert_equal(self, got, expected):
+        cudf.testing.assert_frame_equal(got, expected)
+
+
+@needs_cudf
+class TestNumbers(CudfSuite):
+    def filled(self, made, rng, rows):
+        made["a"] = rng.random(rows)
+        made["b"] = rng.integers(0, 9, rows).astype("i1")
+        made["c"] = rng.random(rows) > 0.5
+        made["d"] = np.arange(rows).astype("M8[us]")
+        made["e"] = np.arange(rows).astype("m8[ns]")
+        made["maybe"] = cudf.Series(rng.random(rows)).where(cudf.Series(rng.random(rows) > 0.3))
+        return made
+
+
+@needs_cudf
+class TestMixed(CudfSuite):
+    def filled(self, made, rng, rows):
+        made["text"] = cudf.Series(list(rng.choice(["", "a", "bcd", None], rows)), dtype="str")
+        modes = cudf.CategoricalDtype(["p", "q"], ordered=True)
+        made["mode"] = cudf.Series(list(rng.choice(["p", "q", None], rows)), dtype="str").astype(
+            modes
+        )
+        made["list"] = cudf.Series(
+            [[n] * (n % 3) for n in range(rows)], dtype=cudf.ListDtype("int32")
+        )
+        prices = cudf.Series(rng.integers(0, 99, rows))
+        made["price"] = prices.astype(cudf.Decimal64Dtype(12, 2))
+        made["large"] = prices.astype(cudf.Decimal128Dtype(30, 4))
+        instants = cudf.Series(np.arange(rows).astype("M8[us]"))
+        made["zone"] = instants.dt.tz_localize("UTC").dt.tz_convert("Europe/Berlin")
+        made["Int64"] = cudf.Series(np.arange(rows)).astype("Int64")
+        return made
+
+
+@needs_cudf
+class TestWithoutRoom(TestMixed):
+    room = staticmethod(no_room)
+
+
+@needs_cudf
+class TestIndexed(CudfSuite):
+    def filled(self, made, rng, rows):
+        made["value"] = rng.random(rows)
+        made["n"] = np.arange(rows)
+        made["s"] = cudf.Series([f"r{i}" for i in range(rows)], dtype="str")
+        return made.set_index(["n", "s"])
+
+
+@needs_cudf
+class TestNamedIndex(CudfSuite):
+    def filled(self, made, rng, rows):
+        made["value"] = rng.random(rows)
+        made["key"] = cudf.Series([f"r{i}" for i in range(rows)], dtype="str")
+        return made.set_index("key")
+
+
+@needs_cudf
+class TestCudf:
+    def test_partitions_with_other_categories_are_joined(self):
+        parts = [
+            cudf.DataFrame({"slot": 0, "v": cudf.Series(values, dtype="category")})
+            for values in (["a", "b"], ["b", "c"], ["c", "a"])
+        ]
+        adapter = DeviceFrames(CudfTables(), parts[0].iloc[:0], "slot", True, no_room)
+        pieces = []
+        for part in parts:
+            (body,) = adapter.open(part).gather([Selection(np.arange(2), False)])
+            pieces.append(Piece(body, 0, 2))
+        got = adapter.concatenate(pieces)["v"]
+        assert got.astype("str").to_arrow().to_pylist() == ["a", "b", "b", "c", "c", "a"]
+
+    def test_partition_numbers_that_are_missing_or_no_numbers(self):
+        from dask_gpurt.shuffle.plan import ExchangePlan
+
+        plan = ExchangePlan({0: "a", 1: "b"})
+        for numbers in ([0, 1, None, 7, 1], [0.0, 1.0, 0.5, -1.0, 1.0]):
+            frame = cudf.DataFrame({"slot": numbers, "v": range(5)})
+            adapter = DeviceFrames(CudfTables(), frame.iloc[:0], "slot", True, no_room)
+            rows, before = adapter.open(frame).group(plan)
+            assert cupy.asnumpy(rows).tolist() == [0, 1, 4]
+            assert list(before) == [0, 1, 3]
+
+    def test_structures_are_refused(self):
+        frame = cudf.DataFrame({"slot": [0], "v": [{"a": 1}]})
+        adapter = DeviceFrames(CudfTables(), frame.iloc[:0], "slot", True, no_room)
+        with pytest.raises(TypeError, match="StructDtype"):
+            adapter.open(frame)
+
+    def test_contents_that_lead_out_of_the_memory_are_refused(self):
+        frame = cudf.DataFrame({"slot": 0, "v": range(100), "t": ["ab"] * 100})
+        adapter = DeviceFrames(CudfTables(), frame.iloc[:0], "slot", True, no_room)
+        opened = adapter.open(frame)
+        (packed,) = opened.gather([Selection(np.arange(100), True)])
+        cut = on_host(packed).buffer[64:]
+        with pytest.raises(ValueError):
+            adapter.unpack(opened.layout_key, Packed(cut, 100, 0, packed.pickle_nbytes))
+
+
+@needs_cupy
+@pytest.mark.parametrize("kind", [pytest.param("cudf", marks=needs_cudf), "cupy"])
+class TestMemory:
+    def made(self, kind, nbytes):
+        return CudfMemory.empty(nbytes) if kind == "cudf" else CupyMemory.empty(nbytes)
+
+    def test_it_shows_itself_and_can_be_copied(self, kind):
+        memory = self.made(kind, 1000)
+        assert memory.nbytes == len(memory) == 1000
+        cupy.asarray(memory)[:] = cupy.arange(1000).astype(np.uint8)
+        out = np.empty(10, np.uint8)
+        memory.copy_to_host(out, 20)
+        assert out.tolist() == list(range(20, 30))
+        with pytest.raises(IndexError):
+            memory.copy_to_host(out, 991)
+
+    def test_more_than_the_device_has_is_no_room(self, kind):
+        room = DeviceRoom(1 << 60)
+        assert room.take(partial(self.made, kind), 1 << 50) is None
+        assert room.used_nbytes == 0
+
+
+@needs_cupy
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_arrays_are_cut_and_joined(order, leaves, has_room):
+    old, new = ((4, 4), (9,)), ((8,), (2, 2, 5))
+    whole = np.random.default_rng(1).random((8, 9))
+    room = CupyMemory.empty if has_room else no_room
+    arrays = Arrays(Rechunking(old, new), None, {"cupy.ndarray": lambda: CupyArrays(room)})
+    pieces: dict[Any, list[Piece]] = {}
+    for index, chunk in blocks(whole, old).items():
+        opened = arrays.open(cupy.asarray(chunk, order=order), index)
+        made = opened.cut(opened.parts, leaves)
+        body = arrays.unpack(opened.layout_key, made) if leaves else made
+        assert body.packed.is_on_device == has_room
+        before = 0
+        for part in opened.parts:
+            piece = Piece(body, before, before + part.n_rows)
+            pieces.setdefault(part.output, []).append(piece)
+            before += part.n_rows
+    for index, want in blocks(whole, new).items():
+        got = arrays.concatenate(index, pieces[index])
+        assert type(got) is cupy.ndarray
+        np.testing.assert_array_equal(cupy.asnumpy(got), want)
+
+
+@pytest.fixture
+def client():
+    from distributed import Client, LocalCluster
+
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
+    with local, Client(local, set_as_default=False) as client:
+        yield client
+
+
+@needs_cudf
+@pytest.mark.parametrize("transport", ["auto", "ucx", "comm"])
+def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
+    import dask
+    import dask_cudf
+
+    import dask_gpurt
+
+    rng = np.random.default_rng(0)
+    frame = cudf.DataFrame(
+        {
+            "key": rng.integers(0, 1000, 200_000),
+            "x": rng.random(200_000),
+            "name": cudf.Series(list(rng.choice(["a", "bb", None], 200_000)), dtype="str"),
+        }
+    )
+
+    def shuffled():
+        with client.as_current():
+            lazy = dask_cudf.from_cudf(frame, npartitions=6).shuffle("key", npartitions=4)
+            return client.gather(client.compute(lazy.to_delayed()))
+
+    expected = shuffled()
+    with dask.config.set({"gpurt.shuffle.transport": transport}):
+        dask_gpurt.enable(client)
+    got = shuffled()
+    assert dask_gpurt.status(client)["runs"] == {"gpurt": 1, "stock": 0}
+    for one, other in zip(got, expected, strict=True):
+        assert isinstance(one, cudf.DataFrame)
+        cudf.testing.assert_frame_equal(one, other)
+
+
+@needs_cupy
+def test_a_rechunk_of_cupy_s_arrays_stays_on_the_device(client):
+    import dask
+    import dask.array as da
+
+    import dask_gpurt
+
+    dask_gpurt.enable(client)
+    whole = np.arange(1_000_000.0).reshape(1000, 1000)
+    with client.as_current(), dask.config.set({"array.rechunk.method": "p2p"}):
+        lazy = da.from_array(whole, chunks=(100, 1000)).map_blocks(cupy.asarray)
+        chunks = client.gather(
+            client.compute(lazy.rechunk((1000, 200)).to_delayed().ravel().tolist())
+        )
+    for number, chunk in enumerate(chunks):
+        assert type(chunk) is cupy.ndarray
+        want = whole[:, 200 * number : 200 * (number + 1)]
+        np.testing.assert_array_equal(cupy.asnumpy(chunk), want)
+    assert dask_gpurt.status(client)["runs"] == {"gpurt": 1, "stock": 0}

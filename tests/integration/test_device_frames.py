@@ -1,0 +1,231 @@
+"""Shuffles of frames of a device, emulated in host memory, on whole clusters and over real UCX.
+
+pandas frames take the way of device frames here: what a transport is given is not the host's
+memory, and whoever reads it as such gets an error.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import dask
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+from distributed.protocol import dask_serialize
+
+import dask_gpurt
+from dask_gpurt.devices.room import DeviceRoom
+from dask_gpurt.errors import TransportError
+from dask_gpurt.frames.device_frames import DeviceFrames
+from dask_gpurt.plugins.array_run import DEVICE_ARRAYS
+from dask_gpurt.plugins.frame_run import ADAPTERS
+from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.transport.ucx import UcxEngine
+from tests.frames.emulated_device import (
+    ARRAY,
+    EmulatedArray,
+    EmulatedArrays,
+    EmulatedMemory,
+    EmulatedTables,
+)
+from tests.integration.comparing import assert_same_partitions, collection, partitions, runs
+from tests.integration.test_transport import paths
+
+ROWS = 40_000
+N_INPUTS = 6
+
+
+def frame(number):
+    rng = np.random.default_rng(number)
+    return pd.DataFrame(
+        {
+            "key": rng.integers(0, 1000, ROWS),
+            "x": rng.random(ROWS),
+            "name": pd.array(rng.choice(["a", "bb", None], ROWS), dtype="str"),
+            "n": pd.array(np.where(rng.random(ROWS) > 0.5, 7, None), dtype="Int64"),
+        }
+    )
+
+
+def shuffled():
+    return collection([frame(number) for number in range(N_INPUTS)]).shuffle("key", npartitions=4)
+
+
+@dask_serialize.register(EmulatedArray)
+def left_to_pickle(array):
+    """distributed would make a plain array of it."""
+    raise NotImplementedError
+
+
+class Device:
+    """An emulated device for each worker, and what was copied out of the memory of all.
+
+    Attributes
+    ----------
+    marks_nbytes
+        Of the devices that are still to come.
+    """
+
+    def __init__(self):
+        self.marks_nbytes = [1 << 30] * 2
+        self.rooms = []
+        self._began_nbytes = EmulatedMemory.copied_nbytes
+
+    def adapter(self, spec):
+        self.rooms.append(DeviceRoom(self.marks_nbytes.pop()))
+        landing = partial(self.rooms[-1].take, EmulatedMemory)
+        return DeviceFrames(EmulatedTables(), spec.meta, spec.column, spec.drop_column, landing)
+
+    @property
+    def copied_nbytes(self):
+        return EmulatedMemory.copied_nbytes - self._began_nbytes
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    for name in ("pandas.DataFrame", "pandas.core.frame.DataFrame"):
+        monkeypatch.setitem(ADAPTERS, name, device.adapter)
+    return device
+
+
+@pytest.fixture
+def knows_devices(monkeypatch):
+    """UCX that says it knows device memory; that of the emulated device it can read and write."""
+    pytest.importorskip("ucxx", reason="the ucx extra is not installed")
+    monkeypatch.setattr(UcxEngine, "takes_device_memory", True)
+
+
+@pytest.fixture
+def client():
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
+    with local, Client(local, set_as_default=False) as client:
+        yield client
+
+
+def assert_same_as_stock(client):
+    """Partition by partition and row by row."""
+    expected = partitions(client, shuffled())
+    dask_gpurt.enable(client)
+    before = runs(client)["gpurt"]
+    assert_same_partitions(partitions(client, shuffled()), expected)
+    assert runs(client)["gpurt"] == before + 1
+
+
+def sent_nbytes(client):
+    return sum(
+        worker["counters"]["sent_nbytes"]
+        for worker in dask_gpurt.status(client)["workers"].values()
+    )
+
+
+def test_shards_leave_and_arrive_without_a_copy_to_the_host(client, device, knows_devices):
+    assert_same_as_stock(client)
+    assert paths(client)[0] == {"ucx"}
+    # What is read of a shard that arrives is what it says of its columns.
+    assert sent_nbytes(client) > 1_000_000
+    assert 0 < device.copied_nbytes < 50_000
+
+
+def test_a_device_over_its_mark_receives_on_the_host(client, device, knows_devices):
+    device.marks_nbytes = [1 << 30, 0]
+    assert_same_as_stock(client)
+    # The other one sends from its device; what this one sends is in the host's memory already.
+    assert paths(client)[0] == {"ucx", "shared"}
+    assert device.copied_nbytes >= 1_000_000
+
+
+@pytest.mark.parametrize(
+    "method, reason", [("send", "unsupported memory"), ("receive", "the peer could not receive")]
+)
+def test_ucx_that_does_not_get_along_with_a_device_is_given_up_and_the_rows_arrive(
+    client, device, knows_devices, monkeypatch, method, reason
+):
+    works = getattr(UcxEngine, method)
+
+    async def works_on_the_host_alone(engine, peer, number, buffers, deadline_s):
+        if any(not isinstance(buffer, np.ndarray) for buffer in buffers):
+            raise TransportError("unsupported memory")
+        await works(engine, peer, number, buffers, deadline_s)
+
+    monkeypatch.setattr(UcxEngine, method, works_on_the_host_alone)
+    with dask.config.set({"distributed.p2p.comm.retry.delay.min": "1ms"}):
+        assert_same_as_stock(client)
+    names, reasons = paths(client)
+    assert names == {"shared"}
+    assert all(reason in why_not["device"] for why_not in reasons)
+
+
+def test_one_host_shares_memory_where_ucx_knows_no_device(client, device):
+    assert_same_as_stock(client)
+    names, reasons = paths(client)
+    assert names == {"shared"}
+    assert all("device" in reason for reason in reasons)
+    assert device.copied_nbytes >= sent_nbytes(client)
+
+
+@pytest.mark.parametrize("compression", ["auto", "lz4"])
+def test_dask_s_connections_get_a_copy_in_the_host(client, device, compression):
+    settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": compression}
+    with dask.config.set(settings):
+        assert_same_as_stock(client)
+    assert paths(client)[0] == {"comm"}
+    assert device.copied_nbytes >= sent_nbytes(client)
+
+
+def test_compression_that_was_asked_for_is_done_on_the_host(client, device, knows_devices):
+    with dask.config.set({"gpurt.shuffle.compression": "zstd"}):
+        assert_same_as_stock(client)
+    assert device.copied_nbytes >= sent_nbytes(client)
+
+
+def test_shards_of_a_device_are_spilled(client, device, knows_devices):
+    with dask.config.set({"gpurt.shuffle.memory": "1 MiB"}):
+        assert_same_as_stock(client)
+    counters = [worker["counters"] for worker in dask_gpurt.status(client)["workers"].values()]
+    assert sum(counter["spilled_nbytes"] for counter in counters) > 1_000_000
+
+
+def test_nothing_stays_on_the_device(client, device, knows_devices):
+    assert_same_as_stock(client)
+    workers = client.cluster.workers.values()
+    client.sync(settled, workers)
+    assert [room.used_nbytes for room in device.rooms] == [0, 0]
+
+
+@pytest.mark.parametrize("transport", ["auto", "comm"])
+def test_arrays_of_a_device_are_rechunked_on_it(
+    client, device, knows_devices, transport, monkeypatch
+):
+    room = DeviceRoom(1 << 30)
+    monkeypatch.setitem(
+        DEVICE_ARRAYS, ARRAY, lambda: EmulatedArrays(partial(room.take, EmulatedMemory))
+    )
+    monkeypatch.delitem(DEVICE_ARRAYS, "cupy.ndarray")
+    whole = np.arange(1_000_000.0).reshape(1000, 1000)
+    lazy = da.from_array(whole, chunks=(100, 1000)).map_blocks(
+        lambda block: block.view(EmulatedArray), meta=whole[:0, :0].view(EmulatedArray)
+    )
+    with dask.config.set({"gpurt.shuffle.transport": transport}):
+        dask_gpurt.enable(client)
+    with client.as_current(), dask.config.set({"array.rechunk.method": "p2p"}):
+        chunks = client.gather(
+            client.compute(lazy.rechunk((1000, 200)).to_delayed().ravel().tolist())
+        )
+    for number, chunk in enumerate(chunks):
+        assert type(chunk) is EmulatedArray
+        np.testing.assert_array_equal(chunk, whole[:, 200 * number : 200 * (number + 1)])
+    assert runs(client) == {"gpurt": 1, "stock": 0}
+    copied_nbytes = 0 if transport == "auto" else sent_nbytes(client)
+    assert device.copied_nbytes == copied_nbytes
+
+
+async def settled(workers):
+    """Every run of these workers is over."""
+    for worker in workers:
+        for run in tuple(state_of(worker)._runs):
+            await run._closed_event.wait()
