@@ -221,6 +221,7 @@ class Large:
         return 10**9
 
 
+NO_STEALING_BY_ITSELF = {"distributed.scheduler.work-stealing-interval": "1 hour"}
 ONE_SECOND_EACH = {"distributed.scheduler.default-task-durations": {"blocked": "1s"}}
 
 
@@ -272,3 +273,55 @@ async def test_device_data_stays_with_workers_that_have_a_device(c, s, host):
         assert s.tasks["y"].processing_on.address == gpu.address
         await gate.set()
         await wait([y, *blocked])
+
+
+# ------------------------------------------------------------------ slow workers
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_slow_worker_gets_what_it_alone_has_only_if_that_is_worth_the_wait(c, s, a, b):
+    """It is slow since one of its tasks lasts for as long as thirty of the other's."""
+    placement = Placement(s, "data-aware")
+    gate = Event()
+
+    def work(number):
+        gate.wait() if number == "slow" else None
+        return 1
+
+    x, y = (c.submit(int, 7, key=key, workers=[a.address]) for key in "xy")
+    slow = c.submit(work, "slow", key="work-100", workers=[a.address])
+    for number in range(30):
+        await c.submit(work, number, key=f"work-{number}", workers=[b.address])
+    await gate.set()
+    await wait([x, y, slow])
+    assert placement.slowness(s.workers[a.address]) > 1
+    assert placement.slowness(s.workers[b.address]) == 1
+    moved = c.submit(work, x, key="work-200")
+    await moved
+    assert {ws.address for ws in s.tasks["work-200"].who_has} == {b.address}
+    # Stock, for which all workers are alike, leaves it where its input is.
+    placement.remove()
+    left = c.submit(work, y, key="work-300")
+    await left
+    assert {ws.address for ws in s.tasks["work-300"].who_has} == {a.address}
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=NO_STEALING_BY_ITSELF)
+async def test_what_waits_on_a_slow_worker_may_be_stolen_where_stock_sees_no_reason(c, s, a, b):
+    """Two tasks of a hundredth of a second are not worth the trouble, unless they take longer."""
+    placement = Placement(s, "data-aware")
+    gate = Event()
+    key = {"workers": [a.address], "allow_other_workers": True}
+    blocked = c.map(lambda i: gate.wait(), range(3), key=[f"w-{i}" for i in range(3)], **key)
+    await async_poll_for(lambda: len(s.workers[a.address].processing) == 3, timeout=10)
+    s.task_prefixes["w"].duration_average = 0.01
+    stealing = s.extensions["stealing"]
+    stealing.balance()
+    assert not stealing.in_flight
+    speeds = placement._view.speeds
+    for number in range(20):
+        speeds.ended((a if number % 2 else b).address, "g", 0.5 if number % 2 else 0.01, 0.0)
+    stealing.balance()
+    assert stealing.in_flight
+    await gate.set()
+    await c.gather(blocked)
