@@ -32,8 +32,13 @@ from math import exp, log, sqrt
 
 #: Standard deviations that an observation has to be off before it counts.
 SIGMAS = 2.0
-#: The least standard deviation of logarithms that tasks of a group are taken to have: some 28 %.
+#: Standard deviation of logarithms that tasks of a group are taken to have at the least (some
+#: 28 %), and before they are known, which counts for so many of them.
 LEAST_SCATTER = 0.25
+_USUAL_SCATTER = 0.5
+_USUAL_COUNT = 4
+#: What is less than this is not worth placing anything otherwise.
+LEAST_SLOWNESS = 1.5
 #: What an observation counts for by the time of the next one.
 _PAST = 0.5
 #: Tasks of a group that others have to have ended before it tells anything.
@@ -83,7 +88,7 @@ class _Record:
         self.mean = (past * self.mean + value) / self.weight
         self.variance = (past * past * self.variance + variance) / self.weight**2
         beyond_noise = self.mean - SIGMAS * sqrt(self.variance)
-        self.slowness = min(exp(max(0.0, beyond_noise)), MAX_SLOWNESS)
+        self.slowness = _worth_it(exp(min(beyond_noise, 9.0)))
 
 
 class Speeds:
@@ -129,7 +134,8 @@ class Speeds:
         """Mean and variance of logarithms on other workers."""
         count = of_all.count - own.count
         mean = (of_all.total - own.total) / count
-        variance = (of_all.squares - own.squares) / count - mean * mean
+        squares = of_all.squares - own.squares - count * mean * mean
+        variance = (squares + _USUAL_COUNT * _USUAL_SCATTER**2) / (count + _USUAL_COUNT)
         return mean, max(variance, LEAST_SCATTER**2)
 
     def learned(self, worker: str) -> float:
@@ -159,7 +165,7 @@ class Speeds:
         if expected_s is None:
             return record.slowness
         record.due_s = since_s + expected_s * record.slowness
-        return min(max(record.slowness, (now_s - since_s) / expected_s), MAX_SLOWNESS)
+        return max(record.slowness, _worth_it((now_s - since_s) / expected_s))
 
     def _longest_s(self, groups: Iterable[str]) -> float | None:
         """Seconds in which a task of any of these groups ends, nearly always; None if unknown."""
@@ -175,6 +181,10 @@ class Speeds:
     def forget(self, worker: str) -> None:
         """A worker left."""
         self._records.pop(worker, None)
+
+
+def _worth_it(slowness: float) -> float:
+    return min(slowness, MAX_SLOWNESS) if slowness >= LEAST_SLOWNESS else 1.0
 
 
 def _entry(logs: OrderedDict[str, _Logs], group: str, most: int) -> _Logs:
