@@ -31,6 +31,9 @@ class Snapshot(NamedTuple):
     doubt
         Links may carry so many times as much as is believed, or as little. Then no other worker
         than stock's is chosen for a gain that may not be one.
+    usual
+        What stock would choose, where it was asked; else that is worked out from the rest, which
+        it does not know as it is.
     idle
         A few workers with little to do. They are looked at whatever they hold.
     bandwidth_nbytes_per_s
@@ -45,6 +48,7 @@ class Snapshot(NamedTuple):
     bandwidth_nbytes_per_s: float = 100e6
     takes_tasks: Callable[[str], bool] | None = None
     doubt: float = 1.0
+    usual: str | None = None
 
 
 class Decision(NamedTuple):
@@ -135,7 +139,7 @@ class DataAware:
     """
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        task, worker_at, paths_into, valid, idle, bandwidth, takes_tasks, doubt = snapshot
+        task, worker_at, paths_into, valid, idle, bandwidth, takes_tasks, doubt, asked = snapshot
         _, inputs, _, _, joins, device = task
         held: dict[str, int] = {}
         needed = 0
@@ -177,7 +181,7 @@ class DataAware:
                 start_s = queued_s / nthreads + (needed - held.get(address, 0)) / bandwidth
                 if stock is None or (start_s, nbytes, address) < stock:
                     stock = start_s, nbytes, address
-        worker, usual = chosen and chosen[3], stock and stock[2]
+        worker, usual = chosen and chosen[3], asked or (stock and stock[2])
         known = {one.address: one for one in allowed} if doubt > 1 and worker != usual else {}
         if worker is not None and usual in known:
             ours, theirs = known[worker], known[usual]

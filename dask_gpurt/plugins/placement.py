@@ -156,6 +156,8 @@ class Placement:
             return self._at_holder(ts, only)
         idle = tuple(view.idle_near(ts)) if view.may_look_for_company(ts) else ()
         task = view.task(ts, joins, idle)
+        doubt = self._paths.doubt()
+        usual = stock(ts) if doubt > 1 else None
         decision = self._policy.decide(
             Snapshot(
                 task,
@@ -165,7 +167,8 @@ class Placement:
                 idle,
                 state.bandwidth,
                 view.takes_tasks(),
-                self._paths.doubt(),
+                doubt,
+                None if usual is None else usual.address,
             )
         )
         if decision.worker is None:

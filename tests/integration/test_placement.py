@@ -285,25 +285,26 @@ async def test_a_slow_worker_gets_what_it_alone_has_only_if_that_is_worth_the_wa
     gate = Event()
 
     def work(number):
-        gate.wait() if number == "slow" else None
+        if number == "slow":
+            gate.wait()
         return 1
 
     x, y = (c.submit(int, 7, key=key, workers=[a.address]) for key in "xy")
-    slow = c.submit(work, "slow", key="work-100", workers=[a.address])
+    slow = c.submit(work, "slow", key=("work-1", 100), workers=[a.address])
     for number in range(30):
-        await c.submit(work, number, key=f"work-{number}", workers=[b.address])
+        await c.submit(work, number, key=("work-1", number), workers=[b.address])
     await gate.set()
     await wait([x, y, slow])
     assert placement.slowness(s.workers[a.address]) > 1
     assert placement.slowness(s.workers[b.address]) == 1
-    moved = c.submit(work, x, key="work-200")
+    moved = c.submit(work, x, key=("work-2", 0))
     await moved
-    assert {ws.address for ws in s.tasks["work-200"].who_has} == {b.address}
+    assert {ws.address for ws in s.tasks["work-2", 0].who_has} == {b.address}
     # Stock, for which all workers are alike, leaves it where its input is.
     placement.remove()
-    left = c.submit(work, y, key="work-300")
+    left = c.submit(work, y, key=("work-3", 0))
     await left
-    assert {ws.address for ws in s.tasks["work-300"].who_has} == {a.address}
+    assert {ws.address for ws in s.tasks["work-3", 0].who_has} == {a.address}
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=NO_STEALING_BY_ITSELF)

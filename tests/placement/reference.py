@@ -105,6 +105,7 @@ def decide(snapshot):
         ),
         default=(None,),
     )[-1]
+    stock = snapshot.usual or stock
     if task.device is not None and any(task.device in one.devices for one in workers):
         workers = [one for one in workers if task.device in one.devices]
     costs = {one.address: cost(task, one, snapshot.paths_into) for one in workers}

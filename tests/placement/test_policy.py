@@ -47,10 +47,16 @@ def test_never_outside_of_the_valid_workers(policy, found):
 
 
 @deterministic
-@given(snapshots(), st.none() | subsets, st.integers(0, 7), st.sampled_from([1.0, 1.0, 3.0, 1e3]))
-def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, doubt):
+@given(
+    snapshots(),
+    st.none() | subsets,
+    st.integers(0, 7),
+    st.sampled_from([1.0, 1.0, 3.0, 1e3]),
+    st.sampled_from([None, *NAMES]),
+)
+def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, doubt, usual):
     takes_tasks = None if running is None else running.__contains__
-    found = found._replace(takes_tasks=takes_tasks, doubt=doubt)
+    found = found._replace(takes_tasks=takes_tasks, doubt=doubt, usual=usual)
     with pytest.MonkeyPatch.context() as patch:
         # So low that there are too many now and then.
         for module in (policy, reference):
