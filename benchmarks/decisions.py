@@ -26,7 +26,6 @@ from distributed.scheduler import TaskState, WorkerState
 
 from benchmarks.harness import write_json
 from dask_gpurt.plugins.placement import Placement
-from dask_gpurt.plugins.seams import DecisionSwap
 
 N_TASKS = 200
 TARGET = 1.2
@@ -147,18 +146,24 @@ CASES: list[Callable[[Bench, int], TaskState]] = [
 ]
 
 
-def run(bench: Bench, tasks: list[TaskState]) -> tuple[float, float]:
-    """Seconds for each task: decision alone, and all of `waiting` to `processing`."""
+def decide(bench: Bench, tasks: list[TaskState]) -> float:
+    """Seconds for each task of the decision alone; of root tasks there is none to be had."""
     scheduler = bench.scheduler
+    if scheduler.is_rootish(tasks[0]):
+        return 0.0
     began = time.perf_counter()
-    if not scheduler.is_rootish(tasks[0]):
-        for ts in tasks:
-            scheduler.decide_worker_non_rootish(ts)
-    decided_s = time.perf_counter() - began
+    for ts in tasks:
+        scheduler.decide_worker_non_rootish(ts)
+    return (time.perf_counter() - began) / len(tasks)
+
+
+def transition(bench: Bench, tasks: list[TaskState]) -> float:
+    """Seconds for each task of all of `waiting` to `processing`."""
+    scheduler = bench.scheduler
     began = time.perf_counter()
     for ts in tasks:
         scheduler._transition(ts.key, "processing", "benchmark")
-    total_s = time.perf_counter() - began
+    taken_s = time.perf_counter() - began
     for ts in tasks:
         ws = ts.processing_on
         assert ws is not None
@@ -167,7 +172,35 @@ def run(bench: Bench, tasks: list[TaskState]) -> tuple[float, float]:
         ts.state = "waiting"
         ts.waiting_on = set()
         scheduler.check_idle_saturated(ws)
-    return decided_s / len(tasks), total_s / len(tasks)
+    return taken_s / len(tasks)
+
+
+TIMED: dict[str, Callable[[Bench, list[TaskState]], float]] = {
+    "decision": decide,
+    "transition": transition,
+}
+
+
+def compare(
+    bench: Bench,
+    tasks: list[TaskState],
+    timed: Callable[[Bench, list[TaskState]], float],
+    repeats: int,
+) -> dict[str, float]:
+    """Microseconds for each task, either way."""
+    times: dict[str, list[float]] = {"stock": [], "gpurt": []}
+    gc.disable()
+    for repeat in range(repeats + 1):
+        for side in ("stock", "gpurt") if repeat % 2 else ("gpurt", "stock"):
+            # A new one each time: nothing is decided twice, and at this size most pairs of
+            # workers come up for the first time.
+            placement = Placement(bench.scheduler, "data-aware") if side == "gpurt" else None
+            times[side].append(timed(bench, tasks))
+            if placement is not None:
+                placement.remove()
+        gc.collect()
+    gc.enable()
+    return {side: statistics.median(all_[1:]) * 1e6 for side, all_ in times.items()}
 
 
 async def measure(n_workers: int, repeats: int) -> list[dict[str, Any]]:
@@ -180,27 +213,11 @@ async def measure(n_workers: int, repeats: int) -> list[dict[str, Any]]:
             tasks = [case(bench, i) for i in range(n_tasks)][:N_TASKS]
             if case is root:
                 assert scheduler.is_rootish(tasks[0])
-            times: dict[str, list[tuple[float, float]]] = {"stock": [], "gpurt": []}
-            placement = Placement(scheduler, "data-aware")
-            placement.remove()
-            gc.disable()
-            for repeat in range(repeats + 1):
-                order = ["stock", "gpurt"] if repeat % 2 else ["gpurt", "stock"]
-                for side in order:
-                    swap = DecisionSwap(scheduler, placement) if side == "gpurt" else None
-                    times[side].append(run(bench, tasks))
-                    if swap is not None:
-                        swap.remove()
-                gc.collect()
-            gc.enable()
-            scheduler.tasks.clear()
             row: dict[str, Any] = {"case": case.__name__}
-            for j, name in enumerate(("decision", "transition")):
-                us = {
-                    side: statistics.median(one[j] for one in all_[1:]) * 1e6
-                    for side, all_ in times.items()
-                }
+            for name, timed in TIMED.items():
+                us = compare(bench, tasks, timed, repeats)
                 row[name] = {**us, "ratio": us["gpurt"] / us["stock"] if us["stock"] else None}
+            scheduler.tasks.clear()
             found.append(row)
     return found
 

@@ -5,19 +5,23 @@
     cost(t, w) = transfer + sending + arriving + queue + duration + spill + join
 
 Each term is in its own field of `Cost`, so that a decision can be explained. Workers are known by
-their addresses; ways between them come as a function, which `dask_gpurt.topology` provides.
+their addresses; ways between them come from `dask_gpurt.topology`.
+
+This is the innermost loop of the scheduler: it is written for few steps an input, not for few
+lines. `tests/placement/reference.py` has the same in plain words.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import fsum, inf
 from typing import NamedTuple
 
 from dask_gpurt.topology.model import Path
 
-#: The way from one worker to another, by address.
-PathBetween = Callable[[str, str], Path]
+#: Of a worker, the ways to it by where they come from; workers are given by address.
+PathsInto = Callable[[str], Mapping[str, Path]]
 
 #: What a worker writes to disk, and reads back later, while tasks wait for memory.
 SPILL_NBYTES_PER_S = 500e6
@@ -40,16 +44,20 @@ class Worker(NamedTuple):
         Kinds of devices it computes on.
     n_tasks
         Tasks that were given to it and are not done, however long they are.
+    slowness
+        Seconds it takes for what takes others one (`dask_gpurt.placement.speeds`). `occupancy_s` is
+        at its own speed already.
     """
 
     address: str
     nthreads: int
     occupancy_s: float = 0.0
     nbytes: int = 0
-    room_nbytes: float = math.inf
+    room_nbytes: float = inf
     devices: Collection[str] = ()
     receiving_s: float = 0.0
     n_tasks: int = 0
+    slowness: float = 1.0
 
     @property
     def queue_s(self) -> float:
@@ -63,7 +71,7 @@ class Input(NamedTuple):
     Attributes
     ----------
     holders
-        Workers that have it.
+        Workers that have it, each once.
     arriving_s
         Workers that are fetching it, with the seconds until they have it.
     """
@@ -111,7 +119,7 @@ class Cost(NamedTuple):
     arriving_s
         Waiting for what others already asked for.
     queue_s, duration_s
-        Until a thread is free, and the task itself.
+        Until a thread is free, and the task itself, both at the worker's speed.
     spill_s
         Putting away what does not fit.
     join_s
@@ -136,43 +144,58 @@ class Cost(NamedTuple):
         return self.transfer_s + self.arriving_s + self.spill_s + self.join_s
 
 
-def cost(task: Task, worker: Worker, path: PathBetween) -> Cost:
-    """Cost of a task on a worker."""
-    transfer_s = arriving_s = 0.0
-    new_nbytes = task.output_nbytes
-    address = worker.address
-    for one in task.inputs:
-        if address in one.holders:
-            continue
-        new_nbytes += one.nbytes
-        fetch_s = math.inf
-        for holder in one.holders:
-            way = path(holder, address)
-            # `Path.transfer_s`, without the call: this is the innermost loop of the scheduler.
-            seconds = way.latency_s + one.nbytes / way.bandwidth_nbytes_per_s
-            if seconds < fetch_s:
-                fetch_s = seconds
-        remaining_s = one.arriving_s.get(address) if one.arriving_s else None
-        if remaining_s is None:
-            transfer_s += fetch_s
-        else:
-            # It has been on its way for a while; it never takes longer than from the start.
-            arriving_s += min(remaining_s, fetch_s)
-    spilled_nbytes = new_nbytes - worker.room_nbytes
-    return Cost(
-        transfer_s + worker.receiving_s if transfer_s else 0.0,
-        transfer_s,
-        arriving_s,
-        worker.occupancy_s / worker.nthreads,
-        task.duration_s,
-        spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
-        sum(join_s(address, task.output_nbytes, others, path) for others in task.joins)
-        if task.joins
-        else 0.0,
-    )
+def costs(task: Task, workers: Iterable[Worker], paths_into: PathsInto) -> dict[str, Cost]:
+    """Cost of a task on each of some workers, by address.
+
+    Sums do not depend on the order of inputs and joins, which are sets where they come from: a
+    tie that the last bit of a sum broke would be broken otherwise in another process.
+    """
+    _, inputs, duration_s, output_nbytes, joins, _ = task
+    found = {}
+    for address, nthreads, occupancy_s, _, room_nbytes, _, receiving_s, _, slowness in workers:
+        into = paths_into(address)
+        fetches = []
+        waits = []
+        new_nbytes = 0
+        for _, nbytes, holders, arriving in inputs:
+            if address in holders:
+                continue
+            new_nbytes += nbytes
+            fetch_s = inf
+            for holder in holders:
+                # `Path.transfer_s`, without the call.
+                way = into[holder]
+                seconds = way.latency_s + nbytes / way.bandwidth_nbytes_per_s
+                if seconds < fetch_s:
+                    fetch_s = seconds
+            if arriving and address in arriving:
+                # It has been on its way for a while; it never takes longer than from the start.
+                waits.append(min(arriving[address], fetch_s))
+            else:
+                fetches.append(fetch_s)
+        transfer_s = fsum(fetches) if fetches else 0.0
+        spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
+        # As `Cost(...)` does, in half the time.
+        found[address] = tuple.__new__(
+            Cost,
+            (
+                transfer_s + receiving_s if transfer_s else 0.0,
+                transfer_s,
+                fsum(waits) if waits else 0.0,
+                occupancy_s / nthreads,
+                duration_s * slowness,
+                spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
+                fsum([join_s(address, output_nbytes, one, paths_into) for one in joins])
+                if joins
+                else 0.0,
+            ),
+        )
+    return found
 
 
-def join_s(address: str, nbytes: float, others: Mapping[str, float], path: PathBetween) -> float:
+def join_s(
+    address: str, nbytes: float, others: Mapping[str, float], paths_into: PathsInto
+) -> float:
     """Seconds of moving what a later task needs to one place, if `nbytes` of it are here.
 
     The place is the one to which it takes the least; so this is 0 where all of it is.
@@ -181,18 +204,64 @@ def join_s(address: str, nbytes: float, others: Mapping[str, float], path: PathB
         ((other, other_nbytes),) = others.items()
         if other == address:
             return 0.0
-        way, back = path(address, other), path(other, address)
+        way, back = paths_into(other)[address], paths_into(address)[other]
         return min(
             way.latency_s + nbytes / way.bandwidth_nbytes_per_s,
             back.latency_s + other_nbytes / back.bandwidth_nbytes_per_s,
         )
     placed = {**others, address: others.get(address, 0.0) + nbytes}
     return min(
-        sum(path(source, target).transfer_s(n) for source, n in placed.items() if source != target)
+        fsum(
+            [
+                paths_into(target)[source].transfer_s(n)
+                for source, n in placed.items()
+                if source != target
+            ]
+        )
         for target in placed
     )
 
 
-def steal_pays(victim: Cost, thief: Cost) -> bool:
-    """Whether a task starts sooner, by more than the seconds of data it moves, on the thief."""
-    return victim.queue_s - thief.queue_s > thief.data_s - victim.data_s
+def is_surely_cheaper(
+    task: Task, one: Worker, other: Worker, paths_into: PathsInto, doubt: float
+) -> bool:
+    """Whether a task costs less on a worker than on another whatever the links carry.
+
+    Parameters
+    ----------
+    doubt
+        They may carry so many times as much as is believed, or as little.
+    """
+    for factor in (doubt, 1 / doubt):
+
+        def scaled_into(target: str, factor: float = factor) -> Mapping[str, Path]:
+            return _Scaled(paths_into(target), factor)
+
+        found = costs(task, (one, other), scaled_into)
+        if found[one.address].total_s >= found[other.address].total_s:
+            return False
+    return True
+
+
+class _Scaled(dict[str, Path]):
+    """Ways that carry a multiple of what others do, each with their latency."""
+
+    def __init__(self, ways: Mapping[str, Path], factor: float) -> None:
+        self._ways = ways
+        self._factor = factor
+
+    def __missing__(self, source: str) -> Path:
+        way = self._ways[source]
+        bandwidth = way.bandwidth_nbytes_per_s * self._factor
+        return replace(way, bandwidth_nbytes_per_s=bandwidth)
+
+
+def steal_pays(victim: Cost, thief: Cost, doubt: float = 1.0) -> bool:
+    """Whether a task is done sooner, by more than the seconds of data it moves, on the thief.
+
+    Where links may carry `doubt` times as much as is believed, it is given the benefit of that:
+    stock, which proposes the steal, has made sure that it pays by its own figures.
+    """
+    # Durations apart: where they are equal, nothing is left of them.
+    sooner_s = (victim.queue_s - thief.queue_s) + (victim.duration_s - thief.duration_s)
+    return sooner_s > (thief.data_s - victim.data_s) / doubt

@@ -6,10 +6,10 @@ decision. Whoever makes it asks a live scheduler (`dask_gpurt.plugins.placement`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from dask_gpurt.placement.cost import Cost, PathBetween, Task, Worker, cost
+from dask_gpurt.placement.cost import Cost, PathsInto, Task, Worker, costs, is_surely_cheaper
 
 #: Restrictions to so few workers, and all of those are looked at, whatever they hold.
 MAX_RESTRICTED = 32
@@ -26,8 +26,14 @@ class Snapshot(NamedTuple):
         What is known of one worker, by address.
     valid
         Addresses that the task may run at; None if it may run anywhere. Only running workers.
-    is_running
-        Whether a worker takes tasks, asked where `valid` is None.
+    takes_tasks
+        Whether a worker does, asked where `valid` is None; None if all do.
+    doubt
+        Links may carry so many times as much as is believed, or as little. Then no other worker
+        than stock's is chosen for a gain that may not be one.
+    usual
+        What stock would choose, where it was asked; else that is worked out from the rest, which
+        it does not know as it is.
     idle
         A few workers with little to do. They are looked at whatever they hold.
     bandwidth_nbytes_per_s
@@ -36,11 +42,13 @@ class Snapshot(NamedTuple):
 
     task: Task
     worker: Callable[[str], Worker]
-    path: PathBetween
+    paths_into: PathsInto
     valid: Collection[str] | None = None
     idle: tuple[str, ...] = ()
     bandwidth_nbytes_per_s: float = 100e6
-    is_running: Callable[[str], bool] = lambda address: True
+    takes_tasks: Callable[[str], bool] | None = None
+    doubt: float = 1.0
+    usual: str | None = None
 
 
 class Decision(NamedTuple):
@@ -61,6 +69,24 @@ class Decision(NamedTuple):
     stock: str | None
 
 
+def holder_is_best(needed_nbytes: int, output_nbytes: float, room_nbytes: float) -> bool:
+    """Whether a task costs least on the one worker that has all it needs, and nothing to do.
+
+    For tasks whose output will be joined with one other result. Where that is, or anywhere else,
+    the inputs have to be sent first, at the expense of both ends: at least `2 * needed / b`
+    seconds if `b` is what the way carries. Here nothing has to be waited for, and the output can
+    be sent over the same way: at most `output / b`. So there is no need to ask for `b`.
+
+    Parameters
+    ----------
+    needed_nbytes, output_nbytes
+        Of all inputs, which nobody else has or is fetching; expected of the output.
+    room_nbytes
+        Before the worker begins to spill.
+    """
+    return output_nbytes < 2 * needed_nbytes and output_nbytes <= room_nbytes
+
+
 class Policy(Protocol):
     """Chooses a worker."""
 
@@ -70,15 +96,11 @@ class Policy(Protocol):
 
 def _allowed(snapshot: Snapshot, addresses: Iterable[str]) -> set[str]:
     valid = snapshot.valid
-    if valid is None:
-        return {one for one in addresses if snapshot.is_running(one)}
-    return {one for one in addresses if one in valid}
-
-
-def _holders(snapshot: Snapshot) -> set[str]:
-    """Workers that have an input and may run the task; all that may, if they have none."""
-    found = _allowed(snapshot, (holder for one in snapshot.task.inputs for holder in one.holders))
-    return found or set(snapshot.idle if snapshot.valid is None else snapshot.valid)
+    if valid is not None:
+        return {one for one in addresses if one in valid}
+    if snapshot.takes_tasks is not None:
+        return set(filter(snapshot.takes_tasks, addresses))
+    return set(addresses)
 
 
 class Stock:
@@ -88,7 +110,11 @@ class Stock:
     """
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        workers = map(snapshot.worker, _holders(snapshot))
+        inputs = snapshot.task.inputs
+        holders = _allowed(snapshot, (holder for one in inputs for holder in one.holders))
+        if not holders:
+            holders = set(snapshot.idle if snapshot.valid is None else snapshot.valid)
+        workers = map(snapshot.worker, holders)
         chosen = min(
             ((*self.objective(snapshot, one), one.address) for one in workers), default=None
         )
@@ -112,40 +138,68 @@ class DataAware:
     there.
     """
 
-    def candidates(self, snapshot: Snapshot) -> set[str]:
-        """Workers that are looked at."""
-        task, valid = snapshot.task, snapshot.valid
+    def decide(self, snapshot: Snapshot) -> Decision:
+        task, worker_at, paths_into, valid, idle, bandwidth, takes_tasks, doubt, asked = snapshot
+        _, inputs, _, _, joins, device = task
+        held: dict[str, int] = {}
+        needed = 0
+        is_arriving = False
+        for _, nbytes, having, arriving in inputs:
+            needed += nbytes
+            for address in having:
+                held[address] = held.get(address, 0) + nbytes
+            if arriving:
+                is_arriving = True
+
+        holders: Collection[str] = held
+        candidates: Collection[str] = held
+        if valid is not None or takes_tasks is not None or not held:
+            found = _allowed(snapshot, held)
+            holders = found or set(idle if valid is None else valid)
         if valid is not None and len(valid) <= MAX_RESTRICTED:
-            return set(valid)
-        nbytes: dict[str, float] = {}
-        for one in task.inputs:
-            for address in (*one.holders, *one.arriving_s):
+            candidates = valid
+        elif joins or idle or is_arriving or holders is not held or len(held) > MAX_CANDIDATES:
+            candidates = self._near(snapshot, held) or holders
+        workers = [worker_at(one) for one in candidates]
+        allowed = workers
+        if device is not None:
+            allowed = [one for one in workers if device in one.devices] or workers
+
+        found_costs = costs(task, allowed, paths_into)
+        # What is minimised, then ties.
+        chosen: tuple[float, float, int, str] | None = None
+        for address, nthreads, _, nbytes, _, _, _, n_tasks, _ in allowed:
+            total_s = sum(found_costs[address])
+            if chosen is None or total_s <= chosen[0]:
+                bid = total_s, n_tasks / nthreads, nbytes, address
+                if chosen is None or bid < chosen:
+                    chosen = bid
+        # `Stock.objective`, from what is known of holders already.
+        stock: tuple[float, int, str] | None = None
+        for address, nthreads, queued_s, nbytes, _, _, _, _, _ in workers:
+            if address in holders:
+                start_s = queued_s / nthreads + (needed - held.get(address, 0)) / bandwidth
+                if stock is None or (start_s, nbytes, address) < stock:
+                    stock = start_s, nbytes, address
+        worker, usual = chosen and chosen[3], asked or (stock and stock[2])
+        known = {one.address: one for one in allowed} if doubt > 1 and worker != usual else {}
+        if worker is not None and usual in known:
+            ours, theirs = known[worker], known[usual]
+            if not is_surely_cheaper(task, ours, theirs, paths_into, doubt):
+                worker = usual
+        return Decision(worker, found_costs, usual)
+
+    @staticmethod
+    def _near(snapshot: Snapshot, held: Mapping[str, int]) -> set[str]:
+        """Workers that have, or will have, something of a task or what it is joined with."""
+        nbytes: dict[str, float] = {**held}
+        for one in snapshot.task.inputs:
+            for address in one.arriving_s:
                 nbytes[address] = nbytes.get(address, 0) + one.nbytes
-        for others in task.joins:
+        for others in snapshot.task.joins:
             for address, n in others.items():
                 nbytes[address] = nbytes.get(address, 0) + n
         near = _allowed(snapshot, nbytes)
         if len(near) > MAX_CANDIDATES:
             near = set(sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES])
-        near |= _allowed(snapshot, snapshot.idle)
-        return near or _holders(snapshot)
-
-    def decide(self, snapshot: Snapshot) -> Decision:
-        task = snapshot.task
-        holders = _holders(snapshot)
-        workers = [snapshot.worker(one) for one in self.candidates(snapshot)]
-        allowed = workers
-        if task.device is not None:
-            allowed = [one for one in workers if task.device in one.devices] or workers
-        stock = min(
-            ((*Stock.objective(snapshot, w), w.address) for w in workers if w.address in holders),
-            default=None,
-        )
-        costs: dict[str, Cost] = {}
-        chosen: tuple[float, float, int, str] | None = None
-        for one in allowed:
-            found = costs[one.address] = cost(task, one, snapshot.path)
-            bid = sum(found), one.n_tasks / one.nthreads, one.nbytes, one.address
-            if chosen is None or bid < chosen:
-                chosen = bid
-        return Decision(chosen and chosen[3], costs, stock and stock[2])
+        return near | _allowed(snapshot, snapshot.idle)

@@ -27,17 +27,20 @@ class ExpectedSizes:
 
     def __init__(self) -> None:
         #: By group: how many sizes, and the sum of their logarithms.
-        self._seen: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._seen: OrderedDict[str, list[float]] = OrderedDict()
 
     def observe(self, ts: TaskState, nbytes: int) -> None:
         """Take in the size of a result that is about to be used."""
         name = ts.group.name
-        count, total = self._seen.get(name, (0, 0.0))
-        self._seen[name] = count + 1, total + math.log(nbytes + 1)
-        if len(self._seen) > MAX_GROUPS:
-            self._seen.popitem(last=False)
+        seen = self._seen.get(name)
+        if seen is None:
+            seen = self._seen[name] = [0, 0.0]
+            if len(self._seen) > MAX_GROUPS:
+                self._seen.popitem(last=False)
+        seen[0] += 1
+        seen[1] += math.log(nbytes + 1)
 
-    def __call__(self, ts: TaskState) -> float:
+    def __call__(self, ts: TaskState) -> int:
         """Bytes: as they are, or as others of the kind were, or as its smallest input has.
 
         0 if nothing is known.
@@ -46,13 +49,14 @@ class ExpectedSizes:
             return ts.nbytes
         seen = self._seen.get(ts.group.name)
         if seen is not None:
-            return math.exp(seen[1] / seen[0])
+            # Whole bytes, so that sums of sizes do not depend on their order.
+            return int(math.exp(seen[1] / seen[0]))
         for kin in (ts.group, ts.prefix):
             if kin.nbytes_total > 0:
                 states = kin.states
                 n_done = states["memory"] + states["released"] + states["forgotten"]
                 if n_done:
-                    return kin.nbytes_total / n_done
+                    return kin.nbytes_total // n_done
         # Nothing of the kind has ended. A guess on the low side, that tips the scales between
         # workers that are as good otherwise.
         return max(0, min((d.nbytes for d in islice(ts.dependencies, MAX_GUESSED)), default=0))

@@ -2,7 +2,7 @@
 
 Whatever restricts a task (workers, hosts, resources, actors) is asked of the scheduler first;
 what is left is what policies see. Decides nothing itself but where there is nothing to decide.
-What is replaced on the scheduler is in `seams.DecisionSwap`; what is read of it, in
+What is replaced on the scheduler is in `placement_seams`; what is read of it, in
 `placement_view`; what is kept, in `placement_log`.
 """
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributed.metrics import time
 
-from dask_gpurt.placement.cost import Cost, Task, cost, steal_pays
+from dask_gpurt.placement.cost import Task, Worker, costs, steal_pays
 from dask_gpurt.placement.explanation import Record
-from dask_gpurt.placement.policy import DataAware, Snapshot
-from dask_gpurt.plugins import seams
+from dask_gpurt.placement.policy import DataAware, Snapshot, holder_is_best
 from dask_gpurt.plugins.placement_log import MAX_RECORDS, PlacementLog
 from dask_gpurt.plugins.placement_roots import RootPlaces
+from dask_gpurt.plugins.placement_seams import DecisionSwap
 from dask_gpurt.plugins.placement_view import (
     MAX_HOLDERS,
     MAX_PLACES,
@@ -71,7 +71,7 @@ class Placement:
         self.log = PlacementLog()
         for ws in scheduler.workers.values():
             self.add_worker(ws)
-        self._swap = seams.DecisionSwap(scheduler, self)
+        self._swap = DecisionSwap(scheduler, self)
 
     def remove(self) -> None:
         """Stock decides from here on."""
@@ -88,6 +88,14 @@ class Placement:
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
         """A worker received data, at these rates."""
         self._paths.observe(address, rates)
+
+    def ended(self, ts: TaskState, address: str, seconds: float) -> None:
+        """A worker ended a task."""
+        self._view.ended(ts, address, seconds)
+
+    def slowness(self, ws: WorkerState) -> float:
+        """Seconds that a worker takes for what takes others one."""
+        return 1.0 if self._is_stock else self._view.slowness(ws)
 
     def failed(self, error: Exception) -> None:
         """Something here raised; stock decided instead. Said in full once, then counted."""
@@ -132,28 +140,37 @@ class Placement:
                 view.expect(ws.address, view.task(ts, (), (ws.address,)))
             return ws
         only = view.only_holder(ts)
+        if only is not None and (
+            only not in state.running
+            or view.with_gpu
+            or (valid is not None and only not in valid)
+            or view.slowness(only) > 1
+        ):
+            only = None
+        if only is not None and not only.processing and self._gains_nothing_elsewhere(ts, only):
+            return self._at_holder(ts, only)
         joins = view.joins(ts)
         if (
             only is not None
             and not joins
-            and only in state.running
-            and (valid is None or only in valid)
             and (len(only.processing) < only.nthreads or not state.idle)
-            and not view.with_gpu
         ):
-            self.log.keep(Record(ts.key, only.address, "holder", only.address, {}))
-            return only
+            return self._at_holder(ts, only)
         idle = tuple(view.idle_near(ts)) if view.may_look_for_company(ts) else ()
         task = view.task(ts, joins, idle)
+        doubt = self._paths.doubt()
+        usual = stock(ts) if doubt > 1 else None
         decision = self._policy.decide(
             Snapshot(
                 task,
                 view.worker,
-                self._paths,
+                self._paths.into,
                 None if valid is None else {ws.address for ws in valid},
                 idle,
                 state.bandwidth,
-                view.is_running,
+                view.takes_tasks(),
+                doubt,
+                None if usual is None else usual.address,
             )
         )
         if decision.worker is None:
@@ -161,6 +178,22 @@ class Placement:
         view.expect(decision.worker, task)
         self.log.keep(Record(ts.key, decision.worker, "cost", decision.stock, decision.costs))
         return state.workers[decision.worker]
+
+    def _gains_nothing_elsewhere(self, ts: TaskState, only: WorkerState) -> bool:
+        """Whether that needs no more than a glance: `holder_is_best`."""
+        view = self._view
+        if not view.is_joined_once(ts) or view.is_arriving(ts):
+            return False
+        needed_nbytes = 0
+        for dts in ts.dependencies:
+            nbytes = dts.get_nbytes()
+            view.sizes.observe(dts, nbytes)
+            needed_nbytes += nbytes
+        return holder_is_best(needed_nbytes, view.sizes(ts), view.room_nbytes(only))
+
+    def _at_holder(self, ts: TaskState, only: WorkerState) -> WorkerState:
+        self.log.keep(Record(ts.key, only.address, "holder", only.address, {}))
+        return only
 
     def _as_stock(self, ts: TaskState, ws: WorkerState | None) -> WorkerState | None:
         if ws is not None:
@@ -198,21 +231,22 @@ class Placement:
         is_known = ts.prefix.duration_average >= 0
         scale = 1.0 if is_known else unknown_s(ts.prefix) / max(task.duration_s, UNKNOWN_S)
 
-        def cost_on(ws: WorkerState) -> Cost:
-            negotiated_s = scale * (occupancy_s(ws) - ws.occupancy)
-            busy_s = max(0.0, view.busy_s(ws) + negotiated_s)
-            seen = view.worker(ws.address)._replace(occupancy_s=busy_s)
-            return cost(task, seen, self._paths)
+        def seen(ws: WorkerState) -> Worker:
+            found = view.worker(ws.address)
+            negotiated_s = scale * (occupancy_s(ws) - ws.occupancy) * found.slowness
+            busy_s = max(0.0, view.busy_s(ws, found.slowness) + negotiated_s)
+            return found._replace(occupancy_s=busy_s)
 
         candidates = {stock.address: stock, **self._thieves_near(ts, task, thieves)}
         if task.device is not None and victim.address in view.with_gpu:
             candidates = {a: ws for a, ws in candidates.items() if a in view.with_gpu}
-        bids = [(cost_on(ws), ws) for ws in candidates.values()]
-        if bids:
-            found, thief = min(bids, key=lambda bid: (bid[0].total_s, bid[1].address))
-            if steal_pays(cost_on(victim), found):
+        if candidates:
+            workers = [seen(ws) for ws in (victim, *candidates.values())]
+            found = costs(task, workers, self._paths.into)
+            thief = min(candidates, key=lambda one: (found[one].total_s, one))
+            if steal_pays(found[victim.address], found[thief], self._paths.doubt()):
                 self.log.steals_allowed += 1
-                return thief
+                return candidates[thief]
         self.log.steals_refused += 1
         return None
 

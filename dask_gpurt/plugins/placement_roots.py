@@ -6,7 +6,8 @@ Stock gives such a task to the worker that has the fewest. Here that worker is t
    (`dask_gpurt.placement.siblings`);
 2. without siblings, an idle worker as good as stock's on the host that got the root task before
    this one: Dask orders tasks so that what is needed together comes one after the other;
-3. not a worker behind a link so slow that results pile up there, if they have to leave.
+3. not a worker behind a link so slow that results pile up there, if they have to leave;
+4. not a worker so slow that everybody would wait for it in the end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.cost import join_s
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Seat, seat
-from dask_gpurt.plugins import seams
+from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.placement_view import MAX_CHAIN, MIN_JOIN_NBYTES, PlacementView
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ class RootPlaces:
                 if found is None and may_wait:
                     return None
                 chosen = found or chosen
+        if self._view.slowness(chosen) > 1:
+            quicker = self._where_it_is_done_sooner(ts, chosen)
+            if quicker is None and may_wait and is_queueing:
+                return None
+            chosen = quicker or chosen
         self._last_host = chosen.host
         return chosen
 
@@ -93,7 +99,7 @@ class RootPlaces:
             joins = [dict.fromkeys(others, NOMINAL_NBYTES) for others in joins]
 
         def joined_s(address: str) -> float:
-            return sum(join_s(address, nbytes, others, view.paths) for others in joins)
+            return sum(join_s(address, nbytes, others, view.paths.into) for others in joins)
 
         to_come = (len(state.queued) + ts.group.states["waiting"]) / state.total_nthreads
         elsewhere_s = joined_s(stock.address)
@@ -118,7 +124,7 @@ class RootPlaces:
         chosen = seat(
             seats,
             ahead=(len(stock.processing) - len(stock.long_running)) / stock.nthreads,
-            duration_s=seams.expected_duration_s(state, ts),
+            duration_s=expected_duration_s(state, ts),
             to_come=to_come,
         )
         return None if chosen is None else state.workers[chosen]
@@ -194,6 +200,28 @@ class RootPlaces:
             return None
         self._leaving_until[chosen.host] = until
         return chosen
+
+    # ------------------------------------------------------------------ slow workers
+
+    def _where_it_is_done_sooner(self, ts: TaskState, slow: WorkerState) -> WorkerState | None:
+        """Where a task goes that is about to go to a slow worker.
+
+        Another worker with a place to spare; the slow one if it is done with it before the queue
+        has run dry, so that it does not hold up anybody; None if the others will have a place
+        soon.
+        """
+        state, view = self._scheduler, self._view
+        others = [ws for ws in state.idle_task_count if view.slowness(ws) <= 1]
+        if others:
+            return min(others, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address))
+        duration_s = max(0.0, ts.prefix.duration_average)
+        late_s = (view.slowness(slow) - 1) * duration_s
+        if late_s > view.queue_lasts_s() and any(
+            len(ws.processing) > len(ws.long_running) and view.slowness(ws) <= 1
+            for ws in state.running
+        ):
+            return None
+        return slow
 
     def _leaving_nbytes(self, ts: TaskState) -> float:
         """Bytes of a result, or of what is cut out of it, that others will want elsewhere."""

@@ -6,16 +6,17 @@ workers out of very many. All of it runs in the scheduler's only thread, for eve
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement.cost import Input, Task, Worker
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS
-from dask_gpurt.plugins import seams
+from dask_gpurt.placement.speeds import Speeds
 from dask_gpurt.plugins.expected_sizes import ExpectedSizes
+from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.worker_paths import WorkerPaths
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ MAX_ARRIVALS = 10_000
 #: Workers with little to do that are looked at, and holders of one input.
 MAX_IDLE = 4
 MAX_HOLDERS = 16
+#: Tasks of a worker that are looked at to see what it could be at.
+MAX_LOOKED_AT = 32
 #: An input that more have is nearly everywhere; where it is tells nothing.
 MAX_PLACES = 4
 #: Tasks one after the other, each needing nothing but the one before, that are looked through.
@@ -39,6 +42,8 @@ UNKNOWN_S = 0.001
 SPILL_FROM = 0.6
 
 GPU = "gpu"
+_WITH_GPU = (GPU,)
+_NOTHING: dict[str, float] = {}
 #: Packages whose objects are in a GPU's memory.
 _ON_GPU = ("cudf.", "cupy.", "cuml.", "cugraph.", "cuspatial.", "pylibcudf.")
 
@@ -61,6 +66,7 @@ class PlacementView:
         self.paths = paths
         self._clock = clock
         self.sizes = ExpectedSizes()
+        self.speeds = Speeds()
         self.with_gpu: set[str] = set()
         #: By key, then by worker: when an input that a decision had it fetch will be there.
         self._arrivals: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
@@ -79,73 +85,114 @@ class PlacementView:
         self.paths.remove(address)
         self.with_gpu.discard(address)
         self._receiving_until.pop(address, None)
+        self.speeds.forget(address)
 
     # ------------------------------------------------------------------ workers
 
-    def is_running(self, address: str) -> bool:
-        """Whether a worker takes tasks."""
-        ws = self._scheduler.workers.get(address)
-        return ws is not None and ws in self._scheduler.running
+    def takes_tasks(self) -> Callable[[str], bool] | None:
+        """Says of a worker whether it takes tasks; None if all of them do."""
+        state = self._scheduler
+        if len(state.running) == len(state.workers):
+            return None
+
+        def takes(address: str) -> bool:
+            ws = state.workers.get(address)
+            return ws is not None and ws in state.running
+
+        return takes
 
     def worker(self, address: str) -> Worker:
         """What is known of a worker."""
-        ws = self._scheduler.workers[address]
-        limit = ws.memory_limit
+        state = self._scheduler
+        ws = state.workers[address]
         until = self._receiving_until.get(address)
-        return Worker(
+        slowness = self.slowness(ws)
+        terms = (
             address,
             ws.nthreads,
-            self.ahead_s(ws),
+            self.ahead_s(ws, slowness) if state.queued else self.busy_s(ws, slowness),
             ws.nbytes,
-            limit * SPILL_FROM - ws.nbytes if limit else math.inf,
-            (GPU,) if address in self.with_gpu else (),
+            self.room_nbytes(ws),
+            _WITH_GPU if address in self.with_gpu else (),
             0.0 if until is None else max(0.0, until - self._clock()),
             len(ws.processing),
+            slowness,
         )
+        # As `Worker(*terms)` does, in half the time.
+        return tuple.__new__(Worker, terms)
 
-    def ahead_s(self, ws: WorkerState) -> float:
+    @staticmethod
+    def room_nbytes(ws: WorkerState) -> float:
+        """Bytes that a worker has room for before it begins to spill."""
+        return ws.memory_limit * SPILL_FROM - ws.nbytes if ws.memory_limit else inf
+
+    def slowness(self, ws: WorkerState) -> float:
+        """Seconds that a worker takes for what takes others one."""
+        if not ws.processing:
+            return self.speeds.learned(ws.address)
+        if ws.needs_what:
+            return self.speeds.slowness(ws.address, self._clock(), None)
+        groups = (ts.group.name for ts in islice(ws.processing, MAX_LOOKED_AT))
+        return self.speeds.slowness(ws.address, self._clock(), groups)
+
+    def ended(self, ts: TaskState, address: str, seconds: float) -> None:
+        """A worker ended a task that took it so long."""
+        ws = self._scheduler.workers.get(address)
+        if ws is not None:
+            is_idle = not ws.processing
+            self.speeds.ended(address, ts.group.name, seconds, self._clock(), is_idle=is_idle)
+
+    def ahead_s(self, ws: WorkerState, slowness: float = 1.0) -> float:
         """Seconds of computing ahead of what a worker is given now, beyond what is made up for.
 
         As long as the scheduler has tasks in its queue, a worker that has much to do is given
         fewer of them, and a worker that has little is given more. Only what it has to do after
         the queue has run dry keeps anybody waiting.
         """
+        lasting_s = self.queue_lasts_s()
+        return max(0.0, self.busy_s(ws, slowness) - lasting_s * ws.nthreads)
+
+    def queue_lasts_s(self) -> float:
+        """Seconds until the scheduler's queue has run dry."""
         queued = self._scheduler.queued
         if not queued:
-            return self.busy_s(ws)
+            return 0.0
         root_s = max(0.0, queued.peek().prefix.duration_average)
-        lasting_s = len(queued) * root_s / self._scheduler.total_nthreads
-        return max(0.0, self.busy_s(ws) - lasting_s * ws.nthreads)
+        return len(queued) * root_s / self._scheduler.total_nthreads
 
-    def busy_s(self, ws: WorkerState) -> float:
+    def busy_s(self, ws: WorkerState, slowness: float = 1.0) -> float:
         """Seconds of computing that a worker has been given.
 
         Unlike stock's occupancy, without what it has to fetch: that is known better here, and it
         fetches while it computes.
         """
+        n_tasks = len(ws.processing)
+        if not n_tasks:
+            return 0.0
         prefixes = self._scheduler.task_prefixes
         total_s = 0.0
         for name, count in ws.task_prefix_count.items():
-            duration_s = prefixes[name].duration_average
-            total_s += count * (duration_s if duration_s >= 0 else unknown_s(prefixes[name]))
+            prefix = prefixes[name]
+            duration_s = prefix.duration_average
+            total_s += count * (duration_s if duration_s >= 0 else unknown_s(prefix))
         # What runs is half done, on average.
-        n_tasks = len(ws.processing)
-        return total_s * (1 - min(n_tasks, ws.nthreads) / (2 * n_tasks)) if n_tasks else 0.0
+        return slowness * total_s * (1 - min(n_tasks, ws.nthreads) / (2 * n_tasks))
 
     def idle_near(self, ts: TaskState) -> Iterator[str]:
         """A few workers with a thread to spare: any, then of the host of the largest input."""
-        state = self._scheduler
-        idle = state.idle
+        idle: Any = self._scheduler.idle
         # Stock also calls those idle that have less to do than others. Those do not wait for us.
         for address, ws in islice(idle.items(), MAX_IDLE):
             if len(ws.processing) < ws.nthreads:
                 yield address
         if len(idle) > MAX_IDLE:
             largest = max(ts.dependencies, key=lambda dts: (dts.get_nbytes(), str(dts.key)))
-            for holder in islice(largest.who_has or (), 1):
-                neighbours = state.host_info.get(holder.host, {}).get("addresses", ())
-                near = (one for one in islice(neighbours, MAX_HOLDERS) if one in idle)
-                yield from islice(near, MAX_IDLE)
+            who = largest.who_has or ()
+            if 0 < len(who) <= MAX_HOLDERS:
+                # Sorted by address, so that those of a host follow one another. The scheduler's
+                # own list of a host's workers is a set, whose order is another in each process.
+                host, _, _ = min([ws.address for ws in who]).rpartition(":")
+                yield from islice(idle.irange(f"{host}:", f"{host};", (True, False)), MAX_IDLE)
 
     # ------------------------------------------------------------------ tasks
 
@@ -161,21 +208,25 @@ class PlacementView:
         """
         inputs = []
         device = None
+        arrivals, observe = self._arrivals, self.sizes.observe
         for dts in ts.dependencies:
             who = dts.who_has or ()
-            if len(who) <= MAX_HOLDERS:
-                holders = [ws.address for ws in who]
-            else:
-                holders = [ws.address for ws in islice(who, MAX_HOLDERS)]
+            holders = [ws.address for ws in islice(who, MAX_HOLDERS)]
+            if len(who) > MAX_HOLDERS:
                 workers = self._scheduler.workers
-                holders += [one for one in asked if one in workers and workers[one] in who]
-            arriving = self._arriving(dts) if dts.key in self._arrivals else {}
+                holders += [
+                    one
+                    for one in asked
+                    if one in workers and workers[one] in who and one not in holders
+                ]
+            key = dts.key
+            arriving = self._arriving(dts) if key in arrivals else _NOTHING
             nbytes = dts.get_nbytes()
-            self.sizes.observe(dts, nbytes)
-            inputs.append(Input(dts.key, nbytes, holders, arriving))
+            observe(dts, nbytes)
+            inputs.append(tuple.__new__(Input, (key, nbytes, holders, arriving)))
             if self.with_gpu and dts.type is not None and dts.type.startswith(_ON_GPU):
                 device = GPU
-        duration_s = seams.expected_duration_s(self._scheduler, ts)
+        duration_s = expected_duration_s(self._scheduler, ts)
         return Task(ts.key, inputs, duration_s, self.sizes(ts), joins, device)
 
     def only_holder(self, ts: TaskState) -> WorkerState | None:
@@ -192,19 +243,36 @@ class PlacementView:
                 return None
         return only
 
+    def is_arriving(self, ts: TaskState) -> bool:
+        """Whether somebody may be fetching an input."""
+        arrivals = self._arrivals
+        return bool(arrivals) and any(dts.key in arrivals for dts in ts.dependencies)
+
+    @staticmethod
+    def is_joined_once(ts: TaskState) -> bool:
+        """Whether the output is passed on, by itself, to a task that needs one other result."""
+        for _ in range(MAX_CHAIN):
+            if len(ts.dependents) != 1:
+                return False
+            (ts,) = ts.dependents
+            n_needed = len(ts.dependencies)
+            if n_needed > 1:
+                return n_needed == 2
+        return False
+
     def may_look_for_company(self, ts: TaskState) -> bool:
         """Whether workers that have nothing of a task are to be looked at.
 
         Not while the scheduler has tasks in its queue: a worker with nothing to do is about to get
         one of those, and nobody is done sooner for the bytes that are moved to it. Not while a
-        worker that has an input could begin at once, either.
+        worker that has an input could begin at once, either, and is no slower than others.
         """
         state = self._scheduler
         if not state.idle or state.queued:
             return False
         for dts in ts.dependencies:
             for ws in islice(dts.who_has or (), MAX_PLACES):
-                if len(ws.processing) < ws.nthreads:
+                if len(ws.processing) < ws.nthreads and self.slowness(ws) <= 1:
                     return False
         return True
 
@@ -269,16 +337,27 @@ class PlacementView:
 
     def expect(self, address: str, task: Task) -> None:
         """A worker will now fetch what it lacks of a task; note when it should have it."""
+        missing = [
+            one
+            for one in task.inputs
+            if address not in one.holders and address not in one.arriving_s
+        ]
+        if not missing:
+            return
+        arrivals = self._arrivals
+        into = self.paths.into(address)
         now = self._clock()
-        for one in task.inputs:
-            if address in one.holders or address in one.arriving_s:
-                continue
-            seconds = min(self.paths(a, address).transfer_s(one.nbytes) for a in one.holders)
-            at = max(now, self._receiving_until.get(address, now)) + seconds
-            self._receiving_until[address] = at
-            self._arrivals.setdefault(one.key, {})[address] = at
-            while len(self._arrivals) > MAX_ARRIVALS:
-                self._arrivals.popitem(last=False)
+        at = max(now, self._receiving_until.get(address, now))
+        for key, nbytes, holders, _ in missing:
+            at += min([into[holder].transfer_s(nbytes) for holder in holders])
+            places = arrivals.get(key)
+            if places is None:
+                arrivals[key] = {address: at}
+            else:
+                places[address] = at
+        self._receiving_until[address] = at
+        while len(arrivals) > MAX_ARRIVALS:
+            arrivals.popitem(last=False)
 
     def _arriving(self, dts: TaskState) -> dict[str, float]:
         """Seconds until each worker has an input it is fetching."""

@@ -22,15 +22,6 @@ not, and when | |
 | `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run` | a task finds a run of ours
 that is up without asking the event loop, which may be busy | `RunLookup.remove` |
 | `Worker.rpc.available`, `.occupied`, `TCP.stream` | the kernel says what a link carries | |
-| `Scheduler.decide_worker_non_rootish`, `.decide_worker_rootish_queuing_disabled`,
-`.decide_worker_rootish_queuing_enabled` | who gets a task that can run | `DecisionSwap.remove` |
-| `Scheduler._TRANSITIONS_TABLE` | the last of those is not told which task it decides for
-| `DecisionSwap.remove` |
-| `WorkStealing._get_thief`, `._combined_occupancy` | a thief is chosen, or refused, by what it has
-to fetch | `DecisionSwap.remove` |
-| handler `heartbeat_worker` | rates of transfers between pairs of workers come with it
-| `DecisionSwap.remove` |
-| `Scheduler._get_prefix_duration` | how long a task is expected to take | |
 | `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
 """
 
@@ -41,9 +32,8 @@ import contextlib
 import inspect
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 import distributed
 from dask._task_spec import Task
@@ -71,13 +61,11 @@ from dask_gpurt.transport.rate import TCP_INFO_NBYTES, delivery_rate
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker
-    from distributed.scheduler import TaskState, WorkerState
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 __all__ = [
     "ArrayRechunkSpec",
     "DataFrameShuffleSpec",
-    "DecisionSwap",
     "P2PConsistencyError",
     "Reschedule",
     "RunLookup",
@@ -91,7 +79,6 @@ __all__ = [
     "clean_exception",
     "delivered",
     "event_loop",
-    "expected_duration_s",
     "context_meter",
     "handle_transfer_errors",
     "handle_unpack_errors",
@@ -294,141 +281,6 @@ class RunLookup:
         """Give the stock methods back."""
         for name in ("add_partition", "get_or_create_shuffle", "get_shuffle_run"):
             vars(self._plugin).pop(name, None)
-
-
-class Placer(Protocol):
-    """What a `DecisionSwap` asks. Each method is also given, or can call, what stock would do."""
-
-    def place(
-        self, ts: TaskState, stock: Callable[[TaskState], WorkerState | None]
-    ) -> WorkerState | None:
-        """Worker for a task with inputs, None if no worker may run it."""
-
-    def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
-        """Worker for a task that has no data to go by; `stock` is free or has a place to spare.
-
-        None if it had better stay in the scheduler's queue, where there is one.
-        """
-
-    def choose_thief(
-        self,
-        ts: TaskState,
-        stock: WorkerState,
-        thieves: Collection[WorkerState],
-        occupancy_s: Callable[[WorkerState], float],
-    ) -> WorkerState | None:
-        """Worker that is to take a task from the one it waits on, None if it had better stay."""
-
-    def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
-        """A worker received data: by peer, the sum of the rates of so many transfers."""
-
-    def failed(self, error: Exception) -> None:
-        """One of the others raised this."""
-
-
-class DecisionSwap:
-    """Asks a `Placer` where tasks go, on a live scheduler.
-
-    What it returns is used as stock's own answer is; that it respects restrictions is up to it.
-    When it raises, stock's answer is: an error in the middle of a transition would leave the
-    scheduler's books wrong for every task of every client.
-    """
-
-    def __init__(self, scheduler: Scheduler, placer: Placer) -> None:
-        self._scheduler = scheduler
-        self._stealing: Any = scheduler.extensions.get("stealing")
-        self._stock_heartbeat = scheduler.handlers["heartbeat_worker"]
-        stock_place = scheduler.decide_worker_non_rootish
-        stock_root = scheduler.decide_worker_rootish_queuing_disabled
-        stock_queued_root = scheduler.decide_worker_rootish_queuing_enabled
-        stock_table = scheduler._TRANSITIONS_TABLE
-        stock_heartbeat = self._stock_heartbeat
-        deciding: list[TaskState] = []
-
-        def place(ts: TaskState) -> WorkerState | None:
-            try:
-                return placer.place(ts, stock_place)
-            except Exception as error:
-                placer.failed(error)
-                return stock_place(ts)
-
-        def root(ts: TaskState, found: WorkerState) -> WorkerState | None:
-            try:
-                return placer.place_root(ts, found)
-            except Exception as error:
-                placer.failed(error)
-                return found
-
-        def place_root(ts: TaskState) -> WorkerState | None:
-            found = stock_root(ts)
-            return None if found is None else root(ts, found)
-
-        def place_queued_root() -> WorkerState | None:
-            found = stock_queued_root()
-            if found is None or not deciding:
-                return found
-            return root(deciding[-1], found)
-
-        def noting(transition: Callable[..., Any]) -> Callable[..., Any]:
-            def noted(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
-                deciding.append(state.tasks[key])
-                try:
-                    return transition(state, key, stimulus_id, **kwargs)
-                finally:
-                    deciding.pop()
-
-            return noted
-
-        def heartbeat(*, address: str, metrics: dict[str, Any], **kwargs: Any) -> Any:
-            answer = stock_heartbeat(address=address, metrics=metrics, **kwargs)
-            try:
-                placer.observe(address, metrics["bandwidth"]["workers"])
-            except Exception as error:
-                placer.failed(error)
-            return answer
-
-        scheduler.decide_worker_non_rootish = place  # type: ignore[method-assign]
-        scheduler.decide_worker_rootish_queuing_disabled = place_root  # type: ignore[method-assign]
-        scheduler.decide_worker_rootish_queuing_enabled = place_queued_root  # type: ignore[method-assign]
-        scheduler._TRANSITIONS_TABLE = {  # type: ignore[misc]
-            **stock_table,
-            ("waiting", "processing"): noting(stock_table["waiting", "processing"]),
-            ("queued", "processing"): noting(stock_table["queued", "processing"]),
-        }
-        scheduler.handlers["heartbeat_worker"] = heartbeat
-        if (stealing := self._stealing) is not None:
-            stock_thief = stealing._get_thief
-
-            def get_thief(state: Any, ts: Any, thieves: Any, *, occupancies: Any) -> Any:
-                found = stock_thief(state, ts, thieves, occupancies=occupancies)
-                if found is None:
-                    return None
-                occupancy_s = partial(stealing._combined_occupancy, occupancies=occupancies)
-                try:
-                    return placer.choose_thief(ts, found, thieves, occupancy_s)
-                except Exception as error:
-                    placer.failed(error)
-                    return found
-
-            stealing._get_thief = get_thief
-
-    def remove(self) -> None:
-        """Have stock decide again."""
-        for name in (
-            "decide_worker_non_rootish",
-            "decide_worker_rootish_queuing_disabled",
-            "decide_worker_rootish_queuing_enabled",
-            "_TRANSITIONS_TABLE",
-        ):
-            vars(self._scheduler).pop(name, None)
-        self._scheduler.handlers["heartbeat_worker"] = self._stock_heartbeat
-        if self._stealing is not None:
-            vars(self._stealing).pop("_get_thief", None)
-
-
-def expected_duration_s(scheduler: Scheduler, ts: TaskState) -> float:
-    """How long stock expects a task to take."""
-    return scheduler._get_prefix_duration(ts.prefix)
 
 
 def event_loop(worker: Worker) -> asyncio.AbstractEventLoop:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,20 @@ _REPORTS_PER_WORKER = 4
 _SAMPLED_HOSTS = 16
 
 
+class _Into(dict[str, Path]):
+    """Ways to one worker, found when they are first asked for; asking again costs a look-up."""
+
+    __slots__ = ("_paths", "_target")
+
+    def __init__(self, target: str, paths: WorkerPaths) -> None:
+        self._target = target
+        self._paths = paths
+
+    def __missing__(self, source: str) -> Path:
+        path = self[source] = self._paths.find(source, self._target)
+        return path
+
+
 class WorkerPaths:
     """One a scheduler.
 
@@ -38,9 +53,13 @@ class WorkerPaths:
         self._learned = LearnedLinks()
         self._ends: dict[str, End] = {}
         self._nodes: dict[str, str] = {}
-        self._known: dict[tuple[str, str], Path] = {}
+        self._known: dict[str, _Into] = {}
+        self._n_known = 0
+        #: By what is alike of two nodes on different hosts; as many as there are kinds of hosts.
+        self._between: dict[tuple[int, int], Path | None] = {}
         self._outlets: dict[str, float] = {}
         self._usual_outlet: float | None = None
+        self._doubt: float | None = None
         self._n_reports = 0
 
     def add(self, ws: WorkerState) -> None:
@@ -57,12 +76,17 @@ class WorkerPaths:
         self._ends.pop(address, None)
         self._nodes.pop(address, None)
         self._learned.forget(address)
-        self._known.clear()
+        self._forget_paths()
         self._forget_outlets()
+
+    def _forget_paths(self) -> None:
+        self._known.clear()
+        self._n_known = 0
 
     def _forget_outlets(self) -> None:
         self._outlets.clear()
         self._usual_outlet = None
+        self._doubt = None
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
         """Take in what a worker says of the transfers it received: by peer, sum and count."""
@@ -77,11 +101,12 @@ class WorkerPaths:
                 and self._learned.observe(source, target, total / count, count)
             ):
                 self._n_reports += 1
+                self._doubt = None
         # Each report shifts what is believed of other pairs, a little. Working all paths out anew
         # each time would cost more than they gain by it.
         if self._n_reports >= _REPORTS_PER_WORKER * len(self._ends):
             self._n_reports = 0
-            self._known.clear()
+            self._forget_paths()
             self._forget_outlets()
 
     def device_kind(self, address: str) -> str | None:
@@ -119,20 +144,47 @@ class WorkerPaths:
 
     def __call__(self, source: str, target: str) -> Path:
         """The way from one worker to another, by address."""
-        try:
-            return self._known[source, target]
-        except KeyError:
-            if len(self._known) >= _MAX_PATHS:
-                self._known.clear()
-            path = self._known[source, target] = self._find(source, target)
-            return path
+        return self.into(target)[source]
 
-    def _find(self, source: str, target: str) -> Path:
-        if self._topology is not None and source in self._nodes and target in self._nodes:
-            described = self._topology.path(self._nodes[source], self._nodes[target])
-            if described is not None and (described.links or source == target):
+    def into(self, target: str) -> Mapping[str, Path]:
+        """The ways to a worker, by where they come from. To be asked and let go, not to be kept."""
+        found = self._known.get(target)
+        if found is None:
+            found = self._known[target] = _Into(target, self)
+        return found
+
+    def doubt(self) -> float:
+        """By what factor links may carry more or less than is believed; 1 if all are described."""
+        if self._doubt is None:
+            is_described = self._nodes.keys() >= self._ends.keys()
+            self._doubt = 1.0 if is_described else self._learned.doubt()
+        return self._doubt
+
+    def find(self, source: str, target: str) -> Path:
+        """Work out a way that is not remembered."""
+        if self._n_known >= _MAX_PATHS:
+            self._forget_paths()
+        self._n_known += 1
+        if source in self._nodes and target in self._nodes:
+            described = self._described(self._nodes[source], self._nodes[target])
+            if described is not None:
                 return described
-        unknown = End(source, source), End(target, target)
         return self._learned.path(
-            self._ends.get(source, unknown[0]), self._ends.get(target, unknown[1])
+            self._ends.get(source) or End(source, source),
+            self._ends.get(target) or End(target, target),
         )
+
+    def _described(self, source: str, target: str) -> Path | None:
+        """The way between two nodes; None if none is described, or it is within one place."""
+        topology = self._topology
+        assert topology is not None
+        if source.partition("/")[0] == target.partition("/")[0]:
+            path = topology.path(source, target)
+            return path if path is not None and path.links else None
+        # Of a thousand workers there are a million pairs. But hosts are alike, and so are the
+        # devices of one, so that most of these pairs differ in the names of links only.
+        alike = topology.outside(source), topology.outside(target)
+        if alike not in self._between:
+            path = topology.path(source, target)
+            self._between[alike] = path and replace(path, links=())
+        return self._between[alike]

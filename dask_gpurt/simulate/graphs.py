@@ -2,17 +2,17 @@
 
 A graph says what needs what; a `Cost` for each prefix of keys says how large results are and how
 long tasks take. Tasks come out sorted by Dask's own order on keys whose hashes are stable, and the
-tokens in their names are numbers, so the same graph gives the same workload in every process. (Dask
-makes tokens of some functions anew in each process. That shows only where groups of tasks differ in
-nothing but such tokens.)
+tokens in their names are numbers that follow from the graph, so the same graph gives the same
+workload in every process and environment.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,7 +77,7 @@ def workload_of(
     """
     graph = dict(collection.__dask_graph__())
     needs = {key: get_dependencies(graph, key) for key in graph}
-    names = _names(graph)
+    names = _names(needs)
     known = {names[key]: nbytes for key, nbytes in (sizes or {}).items() if key in names}
     producers = {names[key] for key in graph if getattr(graph[key], "data_producer", False)}
     # Sorted, since graphs come in the order of sets that somebody iterated over.
@@ -120,15 +120,23 @@ def workload_of(
     return Workload(name, tuple(models[key] for key in ordered), tuple(wanted))
 
 
-def _names(keys: Iterable[Key]) -> dict[Key, StableStr]:
-    """Keys as text, with numbers for tokens; prefixes and groups stay what they are."""
-    groups: dict[str, dict[str, None]] = {}
-    for name in sorted({_name(key) for key in keys}):
-        groups.setdefault(_TOKEN.sub("", name), {})[name] = None
+def _names(needs: Mapping[Key, Collection[Key]]) -> dict[Key, StableStr]:
+    """Keys as text, with numbers for tokens; prefixes and groups stay what they are.
+
+    Numbers are in the order of what tells groups apart besides tokens: what they are made of, and
+    what is made of them. Some tokens have the path of a module in them, and so are others in
+    another environment.
+    """
+    shapes = _shapes(needs)
+    groups: dict[str, dict[str, str]] = {}
+    for key, shape in shapes.items():
+        name = _name(key)
+        like = groups.setdefault(_stem(key), {})
+        like[name] = min(shape, like.get(name, shape))
     numbered = {
         name: f"{stem}-{number}"
-        for stem, names in groups.items()
-        for number, name in enumerate(names)
+        for stem, like in groups.items()
+        for number, name in enumerate(sorted(like, key=lambda one: (like[one], one)))
     }
     return {
         key: StableStr(
@@ -136,8 +144,37 @@ def _names(keys: Iterable[Key]) -> dict[Key, StableStr]:
             if isinstance(key, tuple)
             else numbered[_name(key)]
         )
-        for key in keys
+        for key in needs
     }
+
+
+def _shapes(needs: Mapping[Key, Collection[Key]]) -> dict[Key, str]:
+    """A digest for each key of all that it follows from and all that follows from it."""
+    keys = list(needs)
+    position = {key: i for i, key in enumerate(keys)}
+    dependents: dict[Key, list[Key]] = {key: [] for key in keys}
+    for key, needed in needs.items():
+        for other in needed:
+            dependents[other].append(key)
+    downwards = [
+        keys[i] for i in inputs_first([[position[one] for one in needs[key]] for key in keys])
+    ]
+    above: dict[Key, str] = {}
+    for key in downwards:
+        index = key[1:] if isinstance(key, tuple) else ()
+        above[key] = _digest(_stem(key), index, sorted(above[one] for one in needs[key]))
+    around: dict[Key, str] = {}
+    for key in reversed(downwards):
+        around[key] = _digest(above[key], sorted(around[one] for one in dependents[key]))
+    return around
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _stem(key: Key) -> str:
+    return _TOKEN.sub("", _name(key))
 
 
 def _name(key: Key) -> str:

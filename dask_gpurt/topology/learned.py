@@ -30,8 +30,12 @@ _MAX_WEIGHT = 20.0
 #: From so many reports on, one moves a rate no further than by this factor times its weight.
 _SETTLED = 3.0
 _STEP = math.log(4)
+#: Standard deviation of the logarithm of what one report says.
+_SCATTER = 1.0
+_NO_IDEA = 1e3
 #: Rates beyond these are not of this world, whoever reports them.
 _SLOWEST, _FASTEST = 1e3, 1e13
+_KINDS = {True: "same host", False: "network"}
 #: Pairs that are remembered. At 1,000 workers, a sixteenth of all there are.
 MAX_PAIRS = 65_536
 
@@ -72,6 +76,7 @@ class LearnedLinks:
         self._pairs: dict[tuple[str, str], _Mean] = {}
         self._hosts: dict[tuple[str, str], _Mean] = {}
         self._kinds: dict[bool, _Mean] = {True: _Mean(), False: _Mean()}
+        self._usual_paths: dict[bool, Path] = {}
 
     def observe(self, source: End, target: End, nbytes_per_s: float, count: int = 1) -> bool:
         """Take in a report.
@@ -98,6 +103,7 @@ class LearnedLinks:
         _entry(self._pairs, (source.address, target.address)).add(log_rate, weight)
         _entry(self._hosts, hosts).add(log_rate, weight)
         self._kinds[source.host == target.host].add(log_rate, weight)
+        self._usual_paths.clear()
         return True
 
     def path(self, source: End, target: End) -> Path:
@@ -105,16 +111,34 @@ class LearnedLinks:
         if source.address == target.address:
             return LOCAL
         is_near = source.host == target.host
+        of_hosts = self._hosts.get((source.host, target.host))
+        if of_hosts is None:
+            return self._usual(is_near)
+        log_rate = of_hosts.with_prior(self._log_rate(is_near))
+        of_pair = self._pairs.get((source.address, target.address))
+        if of_pair is not None:
+            log_rate = of_pair.with_prior(log_rate)
+        return Path(LATENCY_S, math.exp(log_rate), _KINDS[is_near])
+
+    def _usual(self, is_near: bool) -> Path:
+        """The way between two hosts, or workers of one, of which nothing is known. Most are."""
+        found = self._usual_paths.get(is_near)
+        if found is None:
+            rate = math.exp(self._log_rate(is_near))
+            found = self._usual_paths[is_near] = Path(LATENCY_S, rate, _KINDS[is_near])
+        return found
+
+    def _log_rate(self, is_near: bool) -> float:
         prior = SAME_HOST_NBYTES_PER_S if is_near else OTHER_HOST_NBYTES_PER_S
-        log_rate = self._kinds[is_near].with_prior(math.log(prior))
-        for mean in (
-            self._hosts.get((source.host, target.host)),
-            self._pairs.get((source.address, target.address)),
-        ):
-            if mean is not None:
-                log_rate = mean.with_prior(log_rate)
-        kind = "same host" if is_near else "network"
-        return Path(LATENCY_S, math.exp(log_rate), kind)
+        return self._kinds[is_near].with_prior(math.log(prior))
+
+    def doubt(self) -> float:
+        """By what factor rates may be off, either way: two standard deviations of their mean.
+
+        Very much before anything was reported: what is assumed then is of some network or other.
+        """
+        weight = max(mean.weight for mean in self._kinds.values())
+        return math.exp(2 * _SCATTER / math.sqrt(weight)) if weight else _NO_IDEA
 
     def forget(self, address: str) -> None:
         """A worker left; its host may have others."""

@@ -216,6 +216,13 @@ class Topology:
         )
         return Path(way.latency_s, narrowest.bandwidth_nbytes_per_s, narrowest.kind, way.links)
 
+    def outside(self, node: str) -> int:
+        """A number, the same for nodes of whatever host from which others are reached alike.
+
+        Paths between such nodes of different hosts have the same bandwidth and latency.
+        """
+        return self._routes.outside(node)
+
     @cached_property
     def _routes(self) -> Routes:
         neighbours: dict[str, list[tuple[str, Link]]] = {node: [] for node in self.nodes}

@@ -12,7 +12,7 @@ other way; then the whole topology is searched after all.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -54,6 +54,13 @@ class Routes:
         self._is_end = is_end
         #: By node, by switch: ways that are narrower and quicker than those before.
         self._halves: dict[str, dict[str, list[tuple[float, Way]]]] = {}
+        self._is_cabled = any(
+            None is not host_of[node] != host_of[other] is not None
+            for node, onward in neighbours.items()
+            for other, _ in onward
+        )
+        self._outside: dict[str, int] = {}
+        self._numbers: dict[Hashable, int] = {}
         self._part_of = _parts(neighbours)
 
     def way(self, source: str, target: str) -> Way | None:
@@ -66,6 +73,24 @@ class Routes:
         else:
             found = self._joined(source, target)
         return found or self._best(None, source, target)
+
+    def outside(self, node: str) -> int:
+        """A number, the same for nodes that other hosts are reached from alike: as wide, as quick.
+
+        So it does not matter to the width and the latency of a way between hosts which of such
+        nodes it begins or ends at.
+        """
+        found = self._outside.get(node)
+        if found is None:
+            half = tuple(
+                (switch, tuple((width, way.latency_s) for width, way in ways))
+                for switch, ways in sorted(self._half(node).items())
+            )
+            # Where hosts have links of their own to one another, a node is like no other.
+            alike = node if self._is_cabled else half
+            found = self._numbers.setdefault(alike, len(self._numbers))
+            self._outside[node] = found
+        return found
 
     def _joined(self, source: str, target: str) -> Way | None:
         one, other = self._half(source), self._half(target)

@@ -221,6 +221,7 @@ class Large:
         return 10**9
 
 
+NO_STEALING_BY_ITSELF = {"distributed.scheduler.work-stealing-interval": "1 hour"}
 ONE_SECOND_EACH = {"distributed.scheduler.default-task-durations": {"blocked": "1s"}}
 
 
@@ -292,3 +293,56 @@ async def test_tasks_of_which_none_has_ended_are_stolen_as_stock_does(c, s, a):
         assert len(stealing.in_flight) == 5
         await held.set()
         await c.gather(tasks)
+
+
+# ------------------------------------------------------------------ slow workers
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_slow_worker_gets_what_it_alone_has_only_if_that_is_worth_the_wait(c, s, a, b):
+    """It is slow since one of its tasks lasts for as long as thirty of the other's."""
+    placement = Placement(s, "data-aware")
+    gate = Event()
+
+    def work(number):
+        if number == "slow":
+            gate.wait()
+        return 1
+
+    x, y = (c.submit(int, 7, key=key, workers=[a.address]) for key in "xy")
+    slow = c.submit(work, "slow", key=("work-1", 100), workers=[a.address])
+    for number in range(30):
+        await c.submit(work, number, key=("work-1", number), workers=[b.address])
+    await gate.set()
+    await wait([x, y, slow])
+    assert placement.slowness(s.workers[a.address]) > 1
+    assert placement.slowness(s.workers[b.address]) == 1
+    moved = c.submit(work, x, key=("work-2", 0))
+    await moved
+    assert {ws.address for ws in s.tasks["work-2", 0].who_has} == {b.address}
+    # Stock, for which all workers are alike, leaves it where its input is.
+    placement.remove()
+    left = c.submit(work, y, key=("work-3", 0))
+    await left
+    assert {ws.address for ws in s.tasks["work-3", 0].who_has} == {a.address}
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=NO_STEALING_BY_ITSELF)
+async def test_what_waits_on_a_slow_worker_may_be_stolen_where_stock_sees_no_reason(c, s, a, b):
+    """Two tasks of a hundredth of a second are not worth the trouble, unless they take longer."""
+    placement = Placement(s, "data-aware")
+    gate = Event()
+    key = {"workers": [a.address], "allow_other_workers": True}
+    blocked = c.map(lambda i: gate.wait(), range(3), key=[f"w-{i}" for i in range(3)], **key)
+    await async_poll_for(lambda: len(s.workers[a.address].processing) == 3, timeout=10)
+    s.task_prefixes["w"].duration_average = 0.01
+    stealing = s.extensions["stealing"]
+    stealing.balance()
+    assert not stealing.in_flight
+    speeds = placement._view.speeds
+    for number in range(20):
+        speeds.ended((a if number % 2 else b).address, "g", 0.5 if number % 2 else 0.01, 0.0)
+    stealing.balance()
+    assert stealing.in_flight
+    await gate.set()
+    await c.gather(blocked)

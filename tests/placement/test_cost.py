@@ -6,16 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.placement import cost as costs
-from dask_gpurt.placement.cost import Cost, Input, Task, Worker, cost, steal_pays
+from dask_gpurt.placement.cost import (
+    SPILL_NBYTES_PER_S,
+    Cost,
+    Input,
+    Task,
+    Worker,
+    costs,
+    steal_pays,
+)
 from dask_gpurt.topology.model import LOCAL, Path
 from tests.placement import machines
+from tests.placement.machines import deterministic
 
 
 def ways(**paths):
     """Paths by pairs such as `a_b`, each a latency and a bandwidth."""
     known = {tuple(pair.split("_")): Path(*values, "k") for pair, values in paths.items()}
-    return lambda source, target: LOCAL if source == target else known[source, target]
+    return machines.by_pair(lambda a, b: LOCAL if a == b else known[a, b])
+
+
+def cost(task, worker, paths_into):
+    """Of one."""
+    return costs(task, [worker], paths_into)[worker.address]
 
 
 def test_a_missing_input_takes_the_best_way_from_any_holder():
@@ -52,11 +65,11 @@ def test_what_does_not_fit_is_put_away():
     task = Task("t", [Input("x", 600, {"a"})], output_nbytes=500)
     way = ways(a_b=(0.0, 1e9))
     room = Worker("b", 1, room_nbytes=1000)
-    assert cost(task, room, way).spill_s == 100 / costs.SPILL_NBYTES_PER_S
+    assert cost(task, room, way).spill_s == 100 / SPILL_NBYTES_PER_S
     # Where the input is already, there is nothing but the output to find room for.
     assert cost(task, room._replace(address="a"), way).spill_s == 0
     overfull = Worker("a", 1, room_nbytes=-100)
-    assert cost(task, overfull, way).spill_s == 600 / costs.SPILL_NBYTES_PER_S
+    assert cost(task, overfull, way).spill_s == 600 / SPILL_NBYTES_PER_S
 
 
 def test_a_join_costs_what_moves_to_the_best_place():
@@ -72,6 +85,7 @@ def test_a_join_costs_what_moves_to_the_best_place():
     assert cost(two, Worker("d", 1), path).join_s == 2
 
 
+@deterministic
 @given(machines.tasks(), machines.workers(), machines.ways())
 def test_no_term_is_negative_and_the_total_is_their_sum(task, workers, path):
     for worker in workers:
@@ -94,6 +108,7 @@ def test_a_steal_has_to_save_more_than_it_moves():
     assert steal_pays(term(5.0, 3.0), term(1.0, 6.0))
 
 
+@deterministic
 @given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3))
 def test_nothing_is_stolen_back_and_forth(a_queue, a_data, b_queue, b_data):
     a, b = term(a_queue, a_data), term(b_queue, b_data)

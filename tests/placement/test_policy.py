@@ -6,10 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.placement import policy
 from dask_gpurt.placement.cost import Input, Task, Worker
-from dask_gpurt.placement.policy import MAX_RESTRICTED, DataAware, Stock
+from dask_gpurt.placement.policy import MAX_RESTRICTED, DataAware, Stock, holder_is_best
 from dask_gpurt.topology.model import LOCAL, Path
-from tests.placement.machines import NAMES, even, inputs, sizes, snapshot, snapshots, subsets
+from tests.placement import reference
+from tests.placement.machines import (
+    NAMES,
+    by_pair,
+    deterministic,
+    even,
+    inputs,
+    sizes,
+    snapshot,
+    snapshots,
+    subsets,
+    tasks,
+    ways,
+    workers,
+)
 from tests.test_architecture import ROOT as PACKAGE
 from tests.topology.test_model import load
 
@@ -18,6 +33,7 @@ POLICIES = [DataAware(), Stock()]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@deterministic
 @given(found=snapshots())
 def test_never_outside_of_the_valid_workers(policy, found):
     decision = policy.decide(found)
@@ -30,7 +46,53 @@ def test_never_outside_of_the_valid_workers(policy, found):
         assert decision.worker is None
 
 
+@deterministic
+@given(
+    snapshots(),
+    st.none() | subsets,
+    st.integers(0, 7),
+    st.sampled_from([1.0, 1.0, 3.0, 1e3]),
+    st.sampled_from([None, *NAMES]),
+)
+def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, doubt, usual):
+    takes_tasks = None if running is None else running.__contains__
+    found = found._replace(takes_tasks=takes_tasks, doubt=doubt, usual=usual)
+    with pytest.MonkeyPatch.context() as patch:
+        # So low that there are too many now and then.
+        for module in (policy, reference):
+            patch.setattr(module, "MAX_CANDIDATES", most)
+            patch.setattr(module, "MAX_RESTRICTED", most)
+        assert DataAware().decide(found) == reference.decide(found)
+
+
+@deterministic
+@given(tasks(), workers(), ways(), st.floats(0, 1))
+def test_a_holder_that_is_best_at_a_glance_is_best(task, all_workers, paths_into, share):
+    """Whatever the ways are like, whoever is idle, and wherever the output will be joined."""
+    holder, *others = all_workers
+    holder = holder._replace(occupancy_s=0.0, n_tasks=0, slowness=1.0)
+    inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
+    needed_nbytes = sum(one.nbytes for one in inputs)
+    task = task._replace(
+        inputs=inputs,
+        output_nbytes=int(2.1 * share * needed_nbytes),
+        joins=[{others[0].address: 1000}],
+        device=None,
+    )
+    if not holder_is_best(needed_nbytes, task.output_nbytes, holder.room_nbytes):
+        return
+    found = snapshot(task, [holder, *others], paths_into, idle=tuple(NAMES))
+    assert DataAware().decide(found).worker == holder.address
+
+
+def test_a_holder_without_room_is_not_best_at_a_glance():
+    assert holder_is_best(10, 19, 19)
+    assert not holder_is_best(10, 20, 20)
+    assert not holder_is_best(10, 19, 18)
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@deterministic
 @given(found=snapshots(), order=st.randoms())
 def test_the_same_snapshot_gives_the_same_decision_in_whatever_order(policy, found, order):
     shuffled = list(found.idle)
@@ -40,6 +102,7 @@ def test_the_same_snapshot_gives_the_same_decision_in_whatever_order(policy, fou
     assert policy.decide(same).worker == policy.decide(found).worker
 
 
+@deterministic
 @given(
     st.lists(inputs(arriving=False), min_size=1, max_size=5),
     st.lists(sizes, min_size=6, max_size=6),
@@ -65,6 +128,7 @@ def test_with_equal_links_and_nothing_queued_it_agrees_with_stock(needed, held, 
         assert decision.worker == stock
 
 
+@deterministic
 @given(snapshots(), st.data())
 def test_another_holder_never_makes_the_chosen_cost_worse(found, data):
     if not found.task.inputs:
@@ -91,7 +155,7 @@ def test_the_faster_link_is_taken_although_stock_sees_no_difference():
 
     task = Task("t", [Input("x", 10**7, {"a"}), Input("y", 10**7, {"b"})])
     workers = [Worker("a", 1), Worker("b", 1, nbytes=1)]
-    decision = DataAware().decide(snapshot(task, workers, path))
+    decision = DataAware().decide(snapshot(task, workers, by_pair(path)))
     assert (decision.worker, decision.stock) == ("b", "a")
 
 
@@ -110,6 +174,22 @@ def test_company_is_looked_for_only_when_waiting_costs_more_than_moving():
         workers = [Worker("a", 1, occupancy_s=occupancy_s), Worker("b", 1)]
         decision = DataAware().decide(snapshot(task, workers, even(1e8), idle=("b",)))
         assert decision.worker == chosen
+
+
+@pytest.mark.parametrize(("doubt", "chosen"), [(1.0, "b"), (1.5, "b"), (3.0, "a"), (1e3, "a")])
+def test_no_data_is_moved_for_a_gain_within_the_noise(doubt, chosen):
+    """Waiting takes four seconds, moving two, at both ends together, if the link is as believed."""
+    task = Task("t", [Input("x", 10**8, {"a"})])
+    workers = [Worker("a", 1, occupancy_s=4.0), Worker("b", 1)]
+    found = snapshot(task, workers, even(1e8), idle=("b",), doubt=doubt)
+    assert DataAware().decide(found).worker == chosen
+
+
+def test_a_message_is_no_matter_of_what_a_link_carries():
+    task = Task("t", [Input("x", 10, {"a"})])
+    workers = [Worker("a", 1, occupancy_s=4.0), Worker("b", 1)]
+    found = snapshot(task, workers, even(1e8, latency_s=0.001), idle=("b",), doubt=1e3)
+    assert DataAware().decide(found).worker == "b"
 
 
 def test_device_data_stays_where_there_is_a_device():
@@ -133,7 +213,7 @@ def test_a_task_goes_where_its_output_will_be_joined():
 def test_workers_that_take_no_tasks_are_not_looked_at():
     task = Task("t", [Input("x", 10**9, {"a", "b"})])
     workers = [Worker("a", 1), Worker("b", 1, nbytes=1)]
-    found = snapshot(task, workers, is_running=lambda address: address != "a")
+    found = snapshot(task, workers, takes_tasks=lambda address: address != "a")
     assert DataAware().decide(found).worker == "b"
     assert Stock().decide(found).worker == "b"
 
@@ -163,7 +243,11 @@ def test_the_decision_that_the_documentation_works_through():
     inputs = [Input("x", 4 * 10**9, {"left-0"}), Input("y", 5 * 10**9, {"right-0"})]
     workers = [Worker("left-0", 1, 0.5), Worker("left-1", 1), Worker("right-0", 1, 0.3)]
     found = snapshot(
-        Task("t", inputs, 0.05), workers, path, idle=("left-1",), bandwidth_nbytes_per_s=1e9
+        Task("t", inputs, 0.05),
+        workers,
+        by_pair(path),
+        idle=("left-1",),
+        bandwidth_nbytes_per_s=1e9,
     )
     decision = DataAware().decide(found)
     page = (ROOT / "docs" / "placement.md").read_text()

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.placement.siblings import Seat, seat
+from tests.placement.machines import deterministic
 
 MB20 = 0.02
 
@@ -63,6 +64,7 @@ seats = st.builds(
 )
 
 
+@deterministic
 @given(st.lists(seats), st.floats(0, 10), st.floats(0, 10), st.floats(0, 5))
 def test_no_worker_is_ever_overfilled(found, ahead, duration_s, to_come):
     chosen = seat(found, ahead=ahead, duration_s=duration_s, to_come=to_come)

@@ -66,6 +66,31 @@ def test_stealing_asks_for_a_thief_and_takes_no_for_an_answer():
     assert re.search(r"if not \(\s*thief := self\._get_thief\(.*?\)\s*\):\s*continue", source, re.S)
 
 
+@gen_cluster(client=True, nthreads=[("", 2)] * 6)
+async def test_the_first_with_nothing_to_do_is_the_one_that_stock_looks_for(c, s, *workers):
+    """So that it can be taken without looking at a thousand others."""
+    asked = []
+
+    class Spy(Placement):
+        def place_root(self, ts, stock):
+            asked.append((stock, SchedulerState.decide_worker_rootish_queuing_enabled(s)))
+            return stock
+
+    Spy(s, "data-aware")
+    gate = Event()
+    futures = c.map(lambda i: gate.wait(), range(60))
+    await async_poll_for(lambda: s.queued, timeout=10)
+    assert len(asked) >= 12
+    assert all(found is stock for found, stock in asked)
+    await gate.set()
+    await c.gather(futures)
+
+
+def test_the_end_of_a_task_says_how_long_it_took_and_where():
+    way = SchedulerState._TRANSITIONS_TABLE["processing", "memory"]
+    assert {"worker", "startstops"} <= set(parameters(way))
+
+
 def test_heartbeats_bring_the_rates_of_pairs():
     assert {"address", "metrics"} <= set(parameters(Scheduler.heartbeat_worker))
     source = inspect.getsource(Scheduler.heartbeat_worker)
@@ -90,7 +115,7 @@ async def test_taking_it_back_leaves_stock(s, a, b):
     before = vars(s).copy(), dict(s.handlers), dict(vars(s.extensions["stealing"]))
     placement = Placement(s, "data-aware")
     assert all(name in vars(s) for name in REPLACED)
-    assert "_get_thief" in vars(s.extensions["stealing"])
+    assert {"_get_thief", "_combined_occupancy"} <= set(vars(s.extensions["stealing"]))
     placement.remove()
     after = vars(s).copy(), dict(s.handlers), dict(vars(s.extensions["stealing"]))
     assert after == before
@@ -192,6 +217,12 @@ async def test_an_error_of_ours_is_logged_once_and_stock_decides(c, s, a, b):
 
         def observe(self, address, rates):
             raise ZeroDivisionError("in observe")
+
+        def ended(self, ts, address, seconds):
+            raise ZeroDivisionError("in ended")
+
+        def slowness(self, ws):
+            raise ZeroDivisionError("in slowness")
 
     with captured_logger("dask_gpurt") as logged:
         placement = Broken(s, "data-aware")

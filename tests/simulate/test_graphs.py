@@ -78,6 +78,20 @@ def test_chunks_of_unknown_length_have_no_size():
     assert chunk_nbytes(x[x > 0]) == {}
 
 
+def test_numbers_follow_from_what_results_are_used_for_and_not_from_tokens():
+    def used_once_and_twice(*tokens):
+        once, twice = (delayed(int)(dask_key_name=f"load-{token}") for token in tokens)
+        made = delayed(abs)(twice, dask_key_name="abs-0")
+        return delayed(sum)([once, twice, made], dask_key_name="sum-0")
+
+    tokens = "0" * 32, "f" * 32
+    one, other = (
+        workload_of("loads", used_once_and_twice(*order), {"": Cost(rate=1.0, nbytes=1)})
+        for order in (tokens, tokens[::-1])
+    )
+    assert one == other
+
+
 def test_names_have_numbers_for_tokens_and_keep_prefix_and_group():
     x = da.ones((4, 4), chunks=2)
     model = workload_of("x", x.T + x, {"": Cost()})

@@ -106,15 +106,23 @@ def test_validation_changes_nothing():
 
 
 DIGEST = """
-import hashlib
+import asyncio, hashlib
+from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.simulation import simulate
-from dask_gpurt.simulate.examples import EXAMPLES, Scale
-from dask_gpurt.simulate.machines import pcie_gpus
+from dask_gpurt.simulate.examples import EXAMPLES, Scale, joins
+from dask_gpurt.simulate.machines import nvlink_hosts, pcie_gpus
 scale = Scale(side=4, block_nbytes=100_000_000, load_rate=2e9, rate=50e9)
-for example in EXAMPLES:
-    result = simulate(example(scale), pcie_gpus(2, 3))
+def placed(scheduler):
+    Placement(scheduler, "data-aware", clock=asyncio.get_running_loop().time)
+def digest(workload, machine, install=None):
+    result = simulate(workload, machine, install)
     seen = (result.makespan_s, result.tasks, result.transfers, result.link_nbytes, result.steals)
-    print(example.__name__, hashlib.sha256(repr(seen).encode()).hexdigest())
+    print(workload.name, hashlib.sha256(repr(seen).encode()).hexdigest())
+for example in EXAMPLES:
+    digest(example(scale), pcie_gpus(2, 3))
+# More idle workers on a host than are looked at.
+scale = Scale(side=6, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)
+digest(joins(scale), nvlink_hosts(4, 8), placed)
 """
 
 
@@ -129,7 +137,7 @@ def test_another_process_with_other_hashes_finds_the_same():
         for seed in ("1", "17")
     ]
     one, other = (process.communicate()[0] for process in processes)
-    assert one.count("\n") == 8
+    assert one.count("\n") == 9
     assert one == other
 
 

@@ -106,3 +106,13 @@ def test_a_worker_that_left_is_forgotten():
     links.observe(A0, C0, 1e9)
     links.forget(B0.address)
     assert list(links._pairs) == [(A0.address, C0.address)]
+
+
+def test_doubt_is_large_at_first_and_never_gone():
+    links = LearnedLinks()
+    found = [links.doubt()]
+    for _ in range(100):
+        links.observe(A0, B0, 1e9)
+        found.append(links.doubt())
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 100 > found[1] > 3 > found[-1] > 1.2

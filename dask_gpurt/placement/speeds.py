@@ -1,0 +1,196 @@
+"""How slow each worker is, by what its tasks took and what others took for their like. Pure.
+
+Dask reckons with one duration for all tasks of a kind, wherever they run. A worker on a throttled
+or shared processor then gets as much as any other, and everybody waits for it in the end. Here a
+worker has a *slowness*: 1 for almost all of them, 5 for one that takes five times as long.
+
+Two things tell of it:
+
+- Tasks that ended. The logarithm of what one took, less the mean of the logarithms of what its
+  group took on **other** workers, is an observation. Their mean counts each half as much as the
+  one after it, since a worker may become slow at any time; it is an exponentially weighted moving
+  average (Roberts, 1959), with the variance that such a one has.
+- Silence. A worker that should have been done with any of its tasks by now, and is not waiting for
+  data, is at least as slow as it has been silent. Without this, a worker that has become five
+  times as slow would have to end a task that takes five times as long before anybody knew.
+
+Nothing is concluded from noise: of an observation, only what is beyond `SIGMAS` standard
+deviations of it counts, and tasks of one group scatter by `LEAST_SCATTER` at the least. So where
+tasks take as long as others of their group, to that extent, every slowness is exactly 1, and
+nothing is placed otherwise than without any of this. None is below 1: a worker that is faster than
+the others is free sooner, and that shows as it is.
+
+Memory: a few numbers for each worker and `MAX_GROUPS` groups, and of each worker its part in the
+`MAX_OWN_GROUPS` groups that it ended tasks of last.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from math import exp, log, sqrt
+
+#: Standard deviations that an observation has to be off before it counts.
+SIGMAS = 2.0
+#: Standard deviation of logarithms that tasks of a group are taken to have at the least (some
+#: 28 %), and before they are known, which counts for so many of them.
+LEAST_SCATTER = 0.25
+_USUAL_SCATTER = 0.5
+_USUAL_COUNT = 4
+#: What is less than this is not worth placing anything otherwise.
+LEAST_SLOWNESS = 1.5
+#: What an observation counts for by the time of the next one.
+_PAST = 0.5
+#: Tasks of a group that others have to have ended before it tells anything.
+_ENOUGH = 3
+#: No worker is believed to be further from the others than by this factor.
+MAX_SLOWNESS = 32.0
+#: Durations are not told apart below this: it is what handling a task takes.
+_LEAST_S = 0.001
+MAX_GROUPS = 2_000
+MAX_OWN_GROUPS = 16
+
+
+class _Logs:
+    """Count, sum, and sum of squares of logarithms of durations."""
+
+    __slots__ = ("count", "part_of", "squares", "total")
+
+    def __init__(self, part_of: _Logs | None = None) -> None:
+        self.part_of = part_of
+        self.count = 0
+        self.total = 0.0
+        self.squares = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.squares += value * value
+
+
+class _Record:
+    """What is known of one worker."""
+
+    __slots__ = ("due_s", "mean", "own", "slowness", "variance", "weight", "working_since_s")
+
+    def __init__(self) -> None:
+        self.slowness = 1.0
+        #: Of observations: their weighted mean, its variance, and the weights' sum.
+        self.mean = self.variance = self.weight = 0.0
+        self.own: OrderedDict[str, _Logs] = OrderedDict()
+        #: When it was last heard of, or given something to do, and when it should be heard of.
+        self.working_since_s: float | None = None
+        self.due_s = 0.0
+
+    def observe(self, value: float, variance: float) -> None:
+        past = _PAST * self.weight
+        self.weight = past + 1
+        self.mean = (past * self.mean + value) / self.weight
+        self.variance = (past * past * self.variance + variance) / self.weight**2
+        beyond_noise = self.mean - SIGMAS * sqrt(self.variance)
+        self.slowness = _worth_it(exp(min(beyond_noise, 9.0)))
+
+
+class Speeds:
+    """Slowness of each worker of a cluster."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[str, _Logs] = OrderedDict()
+        self._records: dict[str, _Record] = {}
+
+    def ended(
+        self, worker: str, group: str, seconds: float, now_s: float, *, is_idle: bool = False
+    ) -> None:
+        """Take in that a worker ended a task of a group.
+
+        Parameters
+        ----------
+        seconds
+            That the task itself took.
+        is_idle
+            Whether the worker has nothing else to do.
+        """
+        record = self._records.get(worker)
+        if record is None:
+            record = self._records[worker] = _Record()
+        record.working_since_s = None if is_idle else now_s
+        # Before the like of this has passed there is no need to look at what it does next.
+        record.due_s = now_s + seconds
+        value = log(max(seconds, _LEAST_S))
+        of_all = _entry(self._groups, group, MAX_GROUPS)
+        own = _entry(record.own, group, MAX_OWN_GROUPS)
+        if own.part_of is not of_all:
+            # The group was forgotten in between, and with it what this was a part of.
+            own = record.own[group] = _Logs(of_all)
+        n_others = of_all.count - own.count
+        if n_others >= _ENOUGH:
+            mean, variance = self._of_others(of_all, own)
+            record.observe(value - mean, variance)
+        of_all.add(value)
+        own.add(value)
+
+    @staticmethod
+    def _of_others(of_all: _Logs, own: _Logs) -> tuple[float, float]:
+        """Mean and variance of logarithms on other workers."""
+        count = of_all.count - own.count
+        mean = (of_all.total - own.total) / count
+        squares = of_all.squares - own.squares - count * mean * mean
+        variance = (squares + _USUAL_COUNT * _USUAL_SCATTER**2) / (count + _USUAL_COUNT)
+        return mean, max(variance, LEAST_SCATTER**2)
+
+    def learned(self, worker: str) -> float:
+        """Slowness by what a worker ended."""
+        record = self._records.get(worker)
+        return 1.0 if record is None else record.slowness
+
+    def slowness(self, worker: str, now_s: float, groups: Iterable[str] | None) -> float:
+        """Seconds that a worker with something to do takes for what takes others one.
+
+        Parameters
+        ----------
+        groups
+            Of the tasks it has been given; only gone through if it has not been heard of for
+            longer than usual. None if it waits for data.
+        """
+        record = self._records.get(worker)
+        if record is None:
+            record = self._records[worker] = _Record()
+        since_s = record.working_since_s
+        if since_s is None or groups is None:
+            record.working_since_s = record.due_s = now_s
+            return record.slowness
+        if now_s <= record.due_s:
+            return record.slowness
+        expected_s = self._longest_s(groups)
+        if expected_s is None:
+            return record.slowness
+        record.due_s = since_s + expected_s * record.slowness
+        return max(record.slowness, _worth_it((now_s - since_s) / expected_s))
+
+    def _longest_s(self, groups: Iterable[str]) -> float | None:
+        """Seconds in which a task of any of these groups ends, nearly always; None if unknown."""
+        longest_s = None
+        for group in groups:
+            of_all = self._groups.get(group)
+            if of_all is None or of_all.count < _ENOUGH:
+                return None
+            mean, variance = self._of_others(of_all, _Logs())
+            longest_s = max(longest_s or 0.0, exp(mean + SIGMAS * sqrt(variance)))
+        return longest_s
+
+    def forget(self, worker: str) -> None:
+        """A worker left."""
+        self._records.pop(worker, None)
+
+
+def _worth_it(slowness: float) -> float:
+    return min(slowness, MAX_SLOWNESS) if slowness >= LEAST_SLOWNESS else 1.0
+
+
+def _entry(logs: OrderedDict[str, _Logs], group: str, most: int) -> _Logs:
+    found = logs.get(group)
+    if found is None:
+        found = logs[group] = _Logs()
+        if len(logs) > most:
+            logs.popitem(last=False)
+    return found

@@ -1,0 +1,139 @@
+"""Costs and choices in plain words, for the fast ones to be compared with.
+
+Every candidate, every holder and every term is gone through one by one, and sums are taken in any
+order: the same rules as in `dask_gpurt.placement`, written to be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from dask_gpurt.placement.cost import SPILL_NBYTES_PER_S, Cost
+from dask_gpurt.placement.policy import MAX_CANDIDATES, MAX_RESTRICTED
+from tests.placement.machines import NAMES
+
+
+def fetch_s(one, address, paths_into):
+    """Over the best way from any holder."""
+    return min(paths_into(address)[holder].transfer_s(one.nbytes) for holder in one.holders)
+
+
+def join_s(address, nbytes, others, paths_into):
+    """To the place to which all can be brought in the least time."""
+    placed = dict(others)
+    placed[address] = placed.get(address, 0.0) + nbytes
+
+    def gathered_s(target):
+        sources = set(placed) - {target}
+        ways = paths_into(target)
+        return math.fsum(ways[source].transfer_s(placed[source]) for source in sources)
+
+    return min(map(gathered_s, placed))
+
+
+def cost(task, worker, paths_into):
+    missing = [one for one in task.inputs if worker.address not in one.holders]
+    arriving = [one for one in missing if worker.address in one.arriving_s]
+    fetched = [one for one in missing if worker.address not in one.arriving_s]
+    transfer_s = math.fsum(fetch_s(one, worker.address, paths_into) for one in fetched)
+    new_nbytes = sum(one.nbytes for one in missing) + task.output_nbytes
+    return Cost(
+        transfer_s=transfer_s + worker.receiving_s if transfer_s else 0.0,
+        sending_s=transfer_s,
+        arriving_s=math.fsum(
+            min(one.arriving_s[worker.address], fetch_s(one, worker.address, paths_into))
+            for one in arriving
+        ),
+        queue_s=worker.queue_s,
+        duration_s=task.duration_s * worker.slowness,
+        spill_s=max(0.0, new_nbytes - worker.room_nbytes) / SPILL_NBYTES_PER_S,
+        join_s=math.fsum(
+            join_s(worker.address, task.output_nbytes, others, paths_into) for others in task.joins
+        ),
+    )
+
+
+def stock_objective(snapshot, worker):
+    """`Scheduler.worker_objective`."""
+    nbytes = sum(one.nbytes for one in snapshot.task.inputs if worker.address not in one.holders)
+    return worker.queue_s + nbytes / snapshot.bandwidth_nbytes_per_s, worker.nbytes
+
+
+def allowed(snapshot, address):
+    if snapshot.valid is not None:
+        return address in snapshot.valid
+    return snapshot.takes_tasks is None or snapshot.takes_tasks(address)
+
+
+def holders(snapshot):
+    """Workers that have an input and may run the task; all that may, if they have none."""
+    found = {holder for one in snapshot.task.inputs for holder in one.holders}
+    return {one for one in found if allowed(snapshot, one)} or set(
+        snapshot.idle if snapshot.valid is None else snapshot.valid
+    )
+
+
+def candidates(snapshot):
+    """Workers that are looked at."""
+    task = snapshot.task
+    if snapshot.valid is not None and len(snapshot.valid) <= MAX_RESTRICTED:
+        return set(snapshot.valid)
+    nbytes = {}
+    for one in task.inputs:
+        for address in {*one.holders, *one.arriving_s}:
+            nbytes[address] = nbytes.get(address, 0) + one.nbytes
+    for others in task.joins:
+        for address, n in others.items():
+            nbytes[address] = nbytes.get(address, 0) + n
+    near = [one for one in nbytes if allowed(snapshot, one)]
+    near = sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES]
+    idle = [one for one in snapshot.idle if allowed(snapshot, one)]
+    return {*near, *idle} or holders(snapshot)
+
+
+def decide(snapshot):
+    """What is chosen, the costs of all that were looked at, and what stock would choose."""
+    task = snapshot.task
+    workers = [snapshot.worker(one) for one in candidates(snapshot)]
+    having = holders(snapshot)
+    stock = min(
+        (
+            (*stock_objective(snapshot, one), one.address)
+            for one in workers
+            if one.address in having
+        ),
+        default=(None,),
+    )[-1]
+    stock = snapshot.usual or stock
+    if task.device is not None and any(task.device in one.devices for one in workers):
+        workers = [one for one in workers if task.device in one.devices]
+    costs = {one.address: cost(task, one, snapshot.paths_into) for one in workers}
+    bids = [
+        (costs[one.address].total_s, one.n_tasks / one.nthreads, one.nbytes, one.address)
+        for one in workers
+    ]
+    chosen = min(bids, default=(None,))[-1]
+    if snapshot.doubt > 1 and chosen in costs and stock in costs:
+        known = {one.address: one for one in workers}
+        for factor in (snapshot.doubt, 1 / snapshot.doubt):
+            ways = scaled(snapshot.paths_into, factor)
+            ours, theirs = (cost(task, known[one], ways).total_s for one in (chosen, stock))
+            if ours >= theirs:
+                return stock, costs, stock
+    return chosen, costs, stock
+
+
+def scaled(paths_into, factor):
+    """Ways that carry so many times as much."""
+
+    def into(target):
+        return {
+            source: dataclasses.replace(
+                paths_into(target)[source],
+                bandwidth_nbytes_per_s=factor * paths_into(target)[source].bandwidth_nbytes_per_s,
+            )
+            for source in NAMES
+        }
+
+    return into

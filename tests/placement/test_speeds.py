@@ -1,0 +1,172 @@
+"""How slow a worker is believed to be, before and after it has shown it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.placement import speeds as module
+from dask_gpurt.placement.speeds import MAX_SLOWNESS, Speeds
+from tests.placement.machines import deterministic
+
+
+class Cluster:
+    """Workers that end tasks one after the other, and a clock."""
+
+    def __init__(self, *workers):
+        self.speeds = Speeds()
+        self.workers = workers
+        self.now_s = 0.0
+
+    def end(self, worker, seconds, group="g", *, is_idle=True):
+        self.now_s += seconds
+        self.speeds.ended(worker, group, seconds, self.now_s, is_idle=is_idle)
+
+    def all_end(self, seconds, times=1, **kwargs):
+        for _ in range(times):
+            for worker in self.workers:
+                self.end(worker, seconds, **kwargs)
+
+    def slowness(self, worker, *groups):
+        return self.speeds.slowness(worker, self.now_s, groups)
+
+
+@pytest.fixture
+def three():
+    return Cluster("a", "b", "c")
+
+
+def test_where_tasks_take_as_long_as_others_nobody_is_slow(three):
+    draw = random.Random(1)
+    for _ in range(300):
+        three.end(draw.choice("abc"), draw.uniform(0.9, 1.1))
+    assert {three.speeds.learned(one) for one in "abc"} == {1.0}
+
+
+def test_tasks_that_scatter_say_little(three):
+    draw = random.Random(1)
+    for _ in range(300):
+        three.end(draw.choice("abc"), draw.lognormvariate(0.0, 1.0))
+    assert max(three.speeds.learned(one) for one in "abc") < 1.5
+
+
+def test_one_task_is_enough_to_be_suspected_and_a_few_to_be_known(three):
+    three.all_end(1.0, 5)
+    found = []
+    for _ in range(8):
+        three.end("a", 5.0)
+        found.append(three.speeds.learned("a"))
+    assert 1.5 < found[0] < found[1] < found[-1] < 5
+    assert found[-1] == pytest.approx(5, rel=0.3)
+    assert three.speeds.learned("b") == 1.0
+
+
+def test_one_that_recovers_is_forgiven(three):
+    three.all_end(1.0, 5)
+    for _ in range(8):
+        three.end("a", 5.0)
+    for _ in range(4):
+        three.end("a", 1.0)
+    assert three.speeds.learned("a") == 1.0
+
+
+def test_what_it_took_itself_is_not_what_others_took():
+    """Else the slowest worker, having ended the most tasks of a group, would be the usual one."""
+    two = Cluster("a", "b")
+    for _ in range(30):
+        two.end("a", 5.0)
+    for _ in range(3):
+        two.end("b", 1.0)
+    two.end("a", 5.0)
+    assert two.speeds.learned("a") > 2
+
+
+def test_groups_are_compared_with_themselves(three):
+    """One that gets all of the long tasks is not slow."""
+    three.all_end(10.0, 3, group="long")
+    three.all_end(0.1, 3, group="short")
+    for _ in range(20):
+        three.end("a", 10.0, group="long")
+        three.end("b", 0.1, group="short")
+    assert three.speeds.learned("a") == 1.0
+
+
+def test_a_group_that_others_have_hardly_ended_tells_nothing(three):
+    three.end("b", 0.1)
+    three.end("c", 0.1)
+    three.end("a", 10.0)
+    assert three.speeds.learned("a") == 1.0
+
+
+def test_silence_tells_before_anything_has_ended(three):
+    three.all_end(1.0, 5, is_idle=False)
+    three.end("a", 1.0, is_idle=False)
+    assert three.slowness("a", "g") == 1.0
+    three.now_s += 1.2
+    assert three.slowness("a", "g") == 1.0
+    three.now_s += 3.8
+    assert 2 < three.slowness("a", "g") < 5
+    # And what comes after it is as before.
+    three.end("a", 1.0)
+    assert three.speeds.learned("a") == 1.0
+
+
+def test_silence_tells_nothing_of_one_that_waits_for_data_or_is_at_something_unknown(three):
+    three.all_end(1.0, 5, is_idle=False)
+    three.now_s += 100.0
+    assert three.slowness("a", "g", "unknown") == 1.0
+    assert three.speeds.slowness("b", three.now_s, None) == 1.0
+    three.now_s += 0.5
+    assert three.slowness("b", "g") == 1.0
+
+
+def test_a_worker_that_was_idle_is_not_silent(three):
+    three.all_end(1.0, 5)
+    three.now_s += 100.0
+    assert three.slowness("a", "g") == 1.0
+    three.now_s += 10.0
+    assert three.slowness("a", "g") > 2
+
+
+def test_a_group_that_was_forgotten_starts_anew(monkeypatch, three):
+    monkeypatch.setattr(module, "MAX_GROUPS", 1)
+    for _ in range(20):
+        three.end("a", 100.0)
+    three.all_end(1.0, group="another")
+    three.all_end(1.0, 20)
+    assert three.speeds.learned("a") == 1.0
+
+
+times = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.sampled_from("gh"), st.floats(0, 1e6)), max_size=60
+)
+
+
+@deterministic
+@given(times)
+def test_it_is_within_bounds_and_the_same_each_time(ended):
+    found = []
+    for _ in range(2):
+        cluster = Cluster()
+        for worker, group, seconds in ended:
+            cluster.end(worker, seconds, group)
+        found.append([cluster.slowness(one, "g") for one in "abcd"])
+        cluster.now_s += 1e9
+        found[-1] += [cluster.slowness(one, "g") for one in "abcd"]
+    assert found[0] == found[1]
+    assert all(1 <= one <= MAX_SLOWNESS for one in found[0])
+
+
+def test_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(module, "MAX_GROUPS", 5)
+    monkeypatch.setattr(module, "MAX_OWN_GROUPS", 2)
+    cluster = Cluster("a", "b")
+    for i in range(100):
+        cluster.all_end(1.0, group=f"g{i}")
+    assert len(cluster.speeds._groups) == 5
+    assert all(len(one.own) == 2 for one in cluster.speeds._records.values())
+    cluster.speeds.forget("a")
+    assert set(cluster.speeds._records) == {"b"}
