@@ -33,7 +33,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "metrics": (set(), set(), {"threading"}),
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
     # The clock is the ledger's, and what the emulated device keeps its rates by.
-    "devices": (set(), {"numpy", "nvtx"}, {"os", "threading", "time"}),
+    "devices": (set(), {"cupy", "numpy", "nvtx", "rmm"}, {"os", "threading", "time"}),
     "frames": (set(), FRAMES, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
     "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),
@@ -92,8 +92,11 @@ ONLY_IN = {
     "distributed.shuffle": {"plugins/seams.py"},
     "dask._task_spec": {"plugins/seams.py", "plugins/simulation_seams.py"},
     "pandas._libs": {"frames/gather.py"},
-    "ctypes": {"devices/malloc.py", "devices/pages.py"},
+    "ctypes": {"devices/cuda_launches.py", "devices/malloc.py", "devices/pages.py"},
+    "cupy": {"devices/cuda_driver.py", "devices/cuda_facts.py", "devices/cuda_memory.py"},
+    "cupy_backends": {"devices/cuda_launches.py"},
     "nvtx": {"devices/ranges.py"},
+    "rmm": {"devices/cuda_memory.py"},
     "ucxx": {"transport/ucx_thread.py"},
 }
 
