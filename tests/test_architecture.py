@@ -33,7 +33,11 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "metrics": (set(), set(), {"threading"}),
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
     # The clock is the ledger's, and what the emulated device keeps its rates by.
-    "devices": (set(), {"cupy", "numpy", "nvtx", "rmm"}, {"os", "threading", "time"}),
+    "devices": (
+        set(),
+        {"cupy", "cupy_backends", "numpy", "nvtx", "rmm"},
+        {"os", "threading", "time"},
+    ),
     "frames": (set(), FRAMES, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
     "codecs": ({"errors"}, {"numpy", "pyarrow"}, {"threading", "time"}),
@@ -93,7 +97,7 @@ ONLY_IN = {
     "dask._task_spec": {"plugins/seams.py", "plugins/simulation_seams.py"},
     "pandas._libs": {"frames/gather.py"},
     "ctypes": {"devices/cuda_launches.py", "devices/malloc.py", "devices/pages.py"},
-    "cupy": {"devices/cuda_driver.py", "devices/cuda_facts.py", "devices/cuda_memory.py"},
+    "cupy": {"devices/cuda_driver.py", "devices/cuda_launches.py", "devices/cuda_memory.py"},
     "cupy_backends": {"devices/cuda_launches.py"},
     "nvtx": {"devices/ranges.py"},
     "rmm": {"devices/cuda_memory.py"},
