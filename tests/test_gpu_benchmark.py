@@ -223,6 +223,9 @@ class StubSides:
         self.out = np.zeros(4)
         self._hook = hook
 
+    def reset(self):
+        assert StubStream.current == []
+
     def _note(self, side):
         (stream,) = StubStream.current
         is_shaped = self._hook.dynamic_nbytes("k", (256, 1, 1), 0) > 0

@@ -33,12 +33,15 @@ extern "C" __global__ void gate(const volatile int* is_open, long long most_ns) 
 """
 
 #: Fused multiply-adds out of registers: as long as its blocks are resident, its speed is that of
-#: their number. Says when its first block began.
+#: their number. Says when the first of its launches began.
 COMPUTE = r"""
 extern "C" __global__ void __launch_bounds__(256, 4)
-compute(float* out, int rounds, long long* began) {
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(*began));
+compute(float* out, int rounds, unsigned long long* began) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        unsigned long long now;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        atomicMin(began, now);
+    }
     float a[8];
     #pragma unroll
     for (int j = 0; j < 8; ++j) a[j] = threadIdx.x * 0.5f + j;
@@ -53,14 +56,17 @@ compute(float* out, int rounds, long long* began) {
 }
 """
 
-#: As kernels of communication: few, large blocks with shared memory, which copy. Says when its
-#: first block began.
+#: As kernels of communication: few, large blocks with shared memory, which copy. Says when the
+#: first of its launches began.
 COMMUNICATE = r"""
 extern "C" __global__ void __launch_bounds__(512)
-communicate(uint4* target, const uint4* source, long long n, long long* began) {
+communicate(uint4* target, const uint4* source, long long n, unsigned long long* began) {
     extern __shared__ uint4 staging[];
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(*began));
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        unsigned long long now;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        atomicMin(began, now);
+    }
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
         staging[threadIdx.x] = source[i];

@@ -61,9 +61,14 @@ class Sides:
     out: Any
     target: Any
     source: Any
-    #: When each side's first block began, in nanoseconds of the device.
+    #: When each side began, in nanoseconds of the device.
     began: Any
     n_blocks: int
+
+    def reset(self) -> None:
+        """Neither side has begun."""
+        self.began.fill(np.iinfo(np.int64).max)
+        self.began.device.synchronize()
 
     def compute(self) -> None:
         kernel("compute")(
@@ -170,6 +175,7 @@ class Experiment:
         communication = compute if serial else self._urgent if urgent else self._even
 
         def run_both() -> None:
+            self._sides.reset()
             with self._shaped() if shape else contextlib.nullcontext():
                 with compute:
                     for _ in range(N_KERNELS):

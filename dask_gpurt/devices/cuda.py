@@ -174,6 +174,9 @@ class CudaDevice:
         self.capacity_nbytes = capacity_nbytes
         self._lock = threading.Lock()
         self._is_closed = False
+        #: All memory is allocated on this: pools give memory back to the stream it was allocated
+        #: on, so what one stream freed would be of no use to another.
+        self._memory = driver.open_stream(Priority.NORMAL)
         self._streams: list[CudaStream] = []
         self._used_nbytes = 0
         #: Not freed. Kept here, because a buffer that is dropped instead of freed must not give its
@@ -213,8 +216,7 @@ class CudaDevice:
             problem: MemoryError | None = None
             if missing_nbytes <= 0:
                 try:
-                    memory = self.driver.allocate(max(1, nbytes), mine.handle)
-                    return self._buffer(memory, nbytes)
+                    return self._allocated(nbytes, mine)
                 except MemoryError as error:
                     # Others use the same memory, or what is free of it is in pieces.
                     problem = error
@@ -236,8 +238,9 @@ class CudaDevice:
                     f"{used_nbytes} of {self.capacity_nbytes} are used"
                 ) from problem
 
-    def _buffer(self, memory: Any, nbytes: int) -> CudaBuffer:
-        allocation = _Allocation(self, memory, nbytes)
+    def _allocated(self, nbytes: int, stream: CudaStream) -> CudaBuffer:
+        allocation = _Allocation(self, self.driver.allocate(max(1, nbytes), self._memory), nbytes)
+        self.driver.make_wait(stream.handle, self.driver.record(self._memory))
         with self._lock:
             self._allocations.add(allocation)
         return CudaBuffer(allocation, 0, nbytes)

@@ -103,7 +103,7 @@ def test_streams_are_opened_with_their_priority(device):
 
 
 def test_memory_is_not_let_go_of_before_its_last_use(device):
-    """The driver would refuse: to it, the memory is of the stream it was allocated on."""
+    """The driver would refuse: to it, memory that is dropped is free at once."""
     one, other = device.stream("one"), device.stream("other")
     buffer = device.allocate(CAPACITY, one)
     other.wait(one.record())
@@ -115,6 +115,26 @@ def test_memory_is_not_let_go_of_before_its_last_use(device):
     one.to_device(again, noise(CAPACITY, 1))
     np.testing.assert_array_equal(out, noise(CAPACITY))
     np.testing.assert_array_equal(read(one, again), noise(CAPACITY, 1))
+
+
+def test_what_one_stream_freed_serves_another():
+    """Pools keep memory for the stream it was allocated on, so that is always the same."""
+    device = pumped(total_nbytes=1000)
+    streams = [device.stream(name) for name in ("one", "other")]
+    seen = set()
+    allocate = device.driver.allocate
+
+    def noted(nbytes, stream):
+        seen.add(stream.key)
+        return allocate(nbytes, stream)
+
+    device.driver.allocate = noted
+    for n in range(4):
+        stream = streams[n % 2]
+        buffer = device.allocate(600, stream)
+        stream.to_device(buffer, noise(600))
+        buffer.free(stream)
+    assert len(seen) == 1
 
 
 def test_memory_that_is_let_go_of_too_early_is_found_by_the_driver(device, monkeypatch):

@@ -155,7 +155,7 @@ def test_a_device_moves_bytes_through_it(cupy):
     np.testing.assert_array_equal(target, expected)
     ptr = stream.handle.ptr
     assert cupy.cuda.runtime.copies == [(100, 1, ptr), (60, 3, ptr), (50, 2, ptr)]
-    assert cupy.cuda.allocated_on == [(1, stream.handle)] * 2
+    assert cupy.cuda.allocated_on == [(1, device._memory)] * 2
     assert cupy.cuda.runtime.current == 0, "the thread's own device is current again"
 
 
