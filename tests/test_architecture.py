@@ -100,7 +100,7 @@ ONLY_IN = {
     "cupy": {"devices/cuda_driver.py", "devices/cuda_launches.py", "devices/cuda_memory.py"},
     "cupy_backends": {"devices/cuda_launches.py"},
     "nvtx": {"devices/ranges.py"},
-    "rmm": {"devices/cuda_memory.py"},
+    "rmm": {"devices/cuda_driver.py", "devices/cuda_memory.py"},
     "ucxx": {"transport/ucx_thread.py"},
 }
 

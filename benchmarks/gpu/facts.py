@@ -26,6 +26,7 @@ def run(say: Say) -> None:
         "multiprocessors": properties["multiProcessorCount"],
         "cuda_driver": runtime.driverGetVersion(),
         "cuda_runtime": runtime.runtimeGetVersion(),
+        "pool": driver.pool,
         "bus": runtime.deviceGetPCIBusId(driver.number),
     }
     details |= nvml_facts(details["bus"])

@@ -14,6 +14,7 @@ CuPy is imported when a driver is made, and not before.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -93,13 +94,16 @@ class Driver(Protocol):
 class CupyDriver:
     """A device of CUDA's.
 
-    Device memory comes from wherever CuPy allocates: its own pool, or RMM's if
-    `rmm_cupy_allocator` was set.
-
     Parameters
     ----------
     number
         As CuPy counts them.
+
+    Attributes
+    ----------
+    pool
+        Where memory comes from: `rmm` if somebody has given RMM a pool by now, so that there is one
+        with cuDF; else `cupy`.
 
     Raises
     ------
@@ -115,6 +119,7 @@ class CupyDriver:
         self.number = number
         self._cupy = cupy
         self._runtime = cupy.cuda.runtime
+        self.pool = "rmm" if _rmm_has_a_pool(number) else "cupy"
         properties = self._runtime.getDeviceProperties(number)
         self.name: str = properties["name"].decode()
         self.total_nbytes: int = properties["totalGlobalMem"]
@@ -148,7 +153,11 @@ class CupyDriver:
 
     def allocate(self, nbytes: int, stream: Any) -> Any:
         with self.computing(stream):
-            return self._cupy.cuda.alloc(nbytes)
+            if self.pool == "cupy":
+                return self._cupy.cuda.alloc(nbytes)
+            from rmm.allocators.cupy import rmm_cupy_allocator
+
+            return rmm_cupy_allocator(nbytes)
 
     def copy_in(self, stream: Any, memory: Any, start: int, source: Bytes) -> None:
         self._copy(memory.ptr + start, source.ctypes.data, source.nbytes, "HostToDevice", stream)
@@ -184,6 +193,17 @@ class CupyDriver:
         except self._runtime.CUDARuntimeError as error:
             raise MemoryError(f"{nbytes} bytes cannot be pinned: {error}") from error
         return np.frombuffer(cuda.PinnedMemoryPointer(memory, 0), dtype=np.uint8, count=nbytes)
+
+
+def _rmm_has_a_pool(number: int) -> bool:
+    """Not by itself: then it asks CUDA for each piece of memory, which has the device wait."""
+    rmm = sys.modules.get("rmm")
+    if rmm is None:
+        return False
+    resource = rmm.mr.get_per_device_resource(number)
+    while isinstance(resource, rmm.mr.FailureCallbackResourceAdaptor):
+        resource = resource.upstream_mr  # ours, for example, has no pool of its own
+    return not isinstance(resource, rmm.mr.CudaMemoryResource)
 
 
 def why_no_cuda(number: int = 0) -> str | None:

@@ -189,6 +189,35 @@ def test_pinned_memory_is_an_array_that_keeps_it(cupy):
         CupyDriver(1).pin(2 << 20)
 
 
+def test_memory_comes_from_rmm_once_it_has_a_pool(cupy, monkeypatch):
+    """A stand-in here; the real one is asked by the tests that need a GPU."""
+
+    class CudaMemoryResource:
+        pass
+
+    class FailureCallbackResourceAdaptor:
+        upstream_mr = CudaMemoryResource()
+
+    rmm, theirs = types.ModuleType("rmm"), types.ModuleType("rmm.allocators.cupy")
+    resources = {0: CudaMemoryResource(), 1: object()}
+    rmm.mr = types.SimpleNamespace(
+        CudaMemoryResource=CudaMemoryResource,
+        FailureCallbackResourceAdaptor=FailureCallbackResourceAdaptor,
+        get_per_device_resource=resources.get,
+    )
+    theirs.rmm_cupy_allocator = lambda nbytes: ("rmm", nbytes, cupy.cuda.current_stream[-1])
+    monkeypatch.delitem(sys.modules, "rmm", raising=False)
+    assert CupyDriver(1).pool == "cupy"
+    for name, module in (("rmm", rmm), ("rmm.allocators", rmm), ("rmm.allocators.cupy", theirs)):
+        monkeypatch.setitem(sys.modules, name, module)
+    assert CupyDriver(0).pool == "cupy"
+    resources[0] = FailureCallbackResourceAdaptor()
+    assert CupyDriver(0).pool == "cupy"
+    driver = CupyDriver(1)
+    stream = driver.open_stream(Priority.NORMAL)
+    assert driver.allocate(100, stream) == ("rmm", 100, stream)
+
+
 def test_facts_of_the_device(cupy):
     driver = CupyDriver(1)
     assert (driver.name, driver.total_nbytes, driver.number) == ("Stand-in", 1 << 30, 1)

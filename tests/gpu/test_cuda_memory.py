@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dask_gpurt.devices.cuda_driver import CupyDriver
 from dask_gpurt.devices.cuda_memory import CallWhenFull
+from dask_gpurt.devices.port import Priority
 
 MIB = 1 << 20
 
@@ -68,6 +70,11 @@ def test_rmm_that_finds_no_room_makes_others_leave():
         buffer = rmm.DeviceBuffer(size=8 * MIB)
         assert buffer.size == 8 * MIB
         assert asked and set(asked) == {8 * MIB}
+        driver = CupyDriver()
+        assert driver.pool == "rmm"
+        memory = driver.allocate(1 * MIB, driver.open_stream(Priority.NORMAL))
+        assert memory.ptr
+        del memory
         with pytest.raises(MemoryError):
             rmm.DeviceBuffer(size=32 * MIB)
         del buffer
