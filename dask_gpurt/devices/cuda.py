@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -97,8 +98,8 @@ class CudaStream:
         data = bytes_of(source)
         require_same_length(into.nbytes, data.nbytes)
         if self._takes_work(data.nbytes):
-            self.device._hold(self, data)
             self.device.driver.copy_in(self.handle, into.allocation.memory, into.start, data)
+            self.device._hold(self, data)
 
     def to_host(self, target: HostMemory, source: Buffer) -> None:
         (out_of,) = self.device._own([source])
@@ -106,8 +107,8 @@ class CudaStream:
         require_same_length(data.nbytes, out_of.nbytes)
         require_writable(data)
         if self._takes_work(data.nbytes):
-            self.device._hold(self, data)
             self.device.driver.copy_out(self.handle, data, out_of.allocation.memory, out_of.start)
+            self.device._hold(self, data)
 
     def on_device(self, target: Buffer, source: Buffer) -> None:
         into, out_of = self.device._own([target, source])
@@ -140,6 +141,9 @@ class CudaStream:
         except Exception as error:
             # As on every device it is for those who wait: what called may know nothing of kernels.
             self.error = error
+            # Its traceback would keep the memory as long as the stream lives.
+            traceback.clear_frames(error.__traceback__)
+            arrays.clear()
 
     def record(self) -> CudaEvent:
         return self.device._record(self)
@@ -334,7 +338,11 @@ class CudaDevice:
             stream.error = stream.error or event.error
 
     def _hold(self, stream: CudaStream, data: Bytes) -> None:
-        """CUDA does not keep host memory alive, and nobody has to who only queues a copy."""
+        """CUDA does not keep host memory alive, and nobody has to who only queues a copy.
+
+        Called after the copy is queued: another thread may record an event of the stream any time,
+        which must not stand for a copy that comes after it.
+        """
         with self._lock:
             stream.held.append(data)
 

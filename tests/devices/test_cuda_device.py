@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -213,6 +214,21 @@ def test_and_no_longer(device, stream):
     assert (stream.held, device._held) == ([], [])
 
 
+def test_an_event_of_another_thread_does_not_let_go_of_it(device, stream, monkeypatch):
+    """Two threads share a stream, and one records in the midst of the other's call."""
+    buffer = device.allocate(10, stream)
+    queue = device.driver.copy_in
+
+    def copy_in(*arguments):
+        stream.synchronize()
+        queue(*arguments)
+
+    monkeypatch.setattr(device.driver, "copy_in", copy_in)
+    stream.to_device(buffer, noise(10))
+    gc.collect()
+    np.testing.assert_array_equal(read(stream, buffer), noise(10))
+
+
 # ------------------------------------------------------------------ less memory than the budget
 
 
@@ -274,6 +290,20 @@ def test_an_error_is_of_those_who_waited_after_it(device):
     before.synchronize()
     with pytest.raises(LookupError):
         after.synchronize()
+
+
+def test_a_kernel_that_failed_keeps_no_memory(device, stream):
+    def fail(target):
+        raise LookupError("not today")
+
+    buffer = device.allocate(10, stream)
+    memory = weakref.ref(buffer.allocation.memory)
+    stream.launch(fail, writes=[buffer])
+    buffer.free(stream)
+    with pytest.raises(LookupError):
+        stream.synchronize()
+    assert device.used_nbytes == 0
+    assert memory() is None
 
 
 def test_closing_waits_for_what_cannot_be_taken_back(device, stream):
