@@ -19,12 +19,16 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from dask_gpurt.devices.cuda_driver import Driver
+from dask_gpurt.devices.cuda_ledger import DeviceTimes
+from dask_gpurt.devices.ledger import Ledger
 from dask_gpurt.devices.ordering import HazardError
 from dask_gpurt.devices.pool import Buffer as Bytes
 from dask_gpurt.devices.port import Buffer, Event, HostMemory, OnFull, Priority, Stream
+from dask_gpurt.devices.queues import Engine
 from dask_gpurt.devices.spans import (
     Span,
     bytes_of,
@@ -98,7 +102,8 @@ class CudaStream:
         data = bytes_of(source)
         require_same_length(into.nbytes, data.nbytes)
         if self._takes_work(data.nbytes):
-            self.device.driver.copy_in(self.handle, into.allocation.memory, into.start, data)
+            with self._timed(Engine.IN, data.nbytes):
+                self.device.driver.copy_in(self.handle, into.allocation.memory, into.start, data)
             self.device._hold(self, data)
 
     def to_host(self, target: HostMemory, source: Buffer) -> None:
@@ -107,7 +112,9 @@ class CudaStream:
         require_same_length(data.nbytes, out_of.nbytes)
         require_writable(data)
         if self._takes_work(data.nbytes):
-            self.device.driver.copy_out(self.handle, data, out_of.allocation.memory, out_of.start)
+            memory = out_of.allocation.memory
+            with self._timed(Engine.OUT, data.nbytes):
+                self.device.driver.copy_out(self.handle, data, memory, out_of.start)
             self.device._hold(self, data)
 
     def on_device(self, target: Buffer, source: Buffer) -> None:
@@ -115,14 +122,15 @@ class CudaStream:
         require_same_length(into.nbytes, out_of.nbytes)
         require_apart(into, out_of)
         if self._takes_work(into.nbytes):
-            self.device.driver.copy_on(
-                self.handle,
-                into.allocation.memory,
-                into.start,
-                out_of.allocation.memory,
-                out_of.start,
-                into.nbytes,
-            )
+            with self._timed(Engine.COMPUTE, into.nbytes):
+                self.device.driver.copy_on(
+                    self.handle,
+                    into.allocation.memory,
+                    into.start,
+                    out_of.allocation.memory,
+                    out_of.start,
+                    into.nbytes,
+                )
 
     def launch(
         self,
@@ -136,7 +144,7 @@ class CudaStream:
         driver = self.device.driver
         arrays = [driver.array(one.allocation.memory, one.start, one.nbytes) for one in buffers]
         try:
-            with driver.computing(self.handle):
+            with self._timed(Engine.COMPUTE), driver.computing(self.handle):
                 kernel(*arrays)
         except Exception as error:
             # As on every device it is for those who wait: what called may know nothing of kernels.
@@ -154,6 +162,12 @@ class CudaStream:
     def synchronize(self) -> None:
         self.record().synchronize()
 
+    def _timed(self, engine: Engine, nbytes: int = 0) -> AbstractContextManager[None]:
+        times = self.device.times
+        if times is None:
+            return contextlib.nullcontext()
+        return times.timed(self.handle, self.name, engine.value, nbytes)
+
     def _takes_work(self, nbytes: int = 1) -> bool:
         self.device._require_open()
         return self.error is None and nbytes > 0
@@ -169,11 +183,19 @@ class CudaDevice:
     capacity_nbytes
         Most that can be allocated here at a time. Others of the process allocate as well, so it is
         less than the device has.
+    ledger
+        Where to enter what was done, as soon as the next call to the device finds it done. It costs
+        two events for each piece of work.
+
+    Attributes
+    ----------
+    times
+        Enters it.
     """
 
     name = "cuda"
 
-    def __init__(self, driver: Driver, capacity_nbytes: int) -> None:
+    def __init__(self, driver: Driver, capacity_nbytes: int, ledger: Ledger | None = None) -> None:
         self.driver = driver
         self.capacity_nbytes = capacity_nbytes
         self._lock = threading.Lock()
@@ -181,6 +203,7 @@ class CudaDevice:
         #: All memory is allocated on this: pools give memory back to the stream it was allocated
         #: on, so what one stream freed would be of no use to another.
         self._memory = driver.open_stream(Priority.NORMAL)
+        self.times = DeviceTimes(driver, ledger, self._memory) if ledger is not None else None
         self._streams: list[CudaStream] = []
         self._used_nbytes = 0
         #: Not freed. Kept here, because a buffer that is dropped instead of freed must not give its
@@ -294,6 +317,8 @@ class CudaDevice:
                 still.append((allocation, event))
         self._freeing = still
         self._held = [held for held in self._held if not self.driver.is_done(held[1])]
+        if self.times is not None:
+            self.times.collect()
 
     # ------------------------------------------------------------------ work
 

@@ -45,10 +45,13 @@ class Driver(Protocol):
 
     def open_stream(self, priority: Priority) -> Any: ...
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: Any, timed: bool = False) -> Any:
         """An event at the point that has been queued so far."""
 
     def is_done(self, event: Any) -> bool: ...
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        """Of two events that are timed and done; negative if they came the other way round."""
 
     def wait_for(self, event: Any) -> None:
         """The host waits. Raises what the device makes of an error of its own."""
@@ -135,15 +138,18 @@ class CupyDriver:
         with self._here():
             return self._cupy.cuda.Stream(non_blocking=True, priority=_PRIORITIES[priority])
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: Any, timed: bool = False) -> Any:
         # A blocking event lets the processor go while somebody waits; tasks need it.
         with self._here():
-            event = self._cupy.cuda.Event(block=True, disable_timing=True)
+            event = self._cupy.cuda.Event(block=True, disable_timing=not timed)
         stream.record(event)
         return event
 
     def is_done(self, event: Any) -> bool:
         return bool(event.done)
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        return float(self._cupy.cuda.get_elapsed_time(first, second)) / 1e3
 
     def wait_for(self, event: Any) -> None:
         event.synchronize()

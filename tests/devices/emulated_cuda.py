@@ -10,6 +10,7 @@ at once, with arrays whose arithmetic is queued on the current stream.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 
@@ -84,15 +85,26 @@ class EmulatedCuda:
         self.is_pumped = choose is not None
         self.n_allocations = 0
         self._current = threading.local()
+        self._ticks = itertools.count()
 
     def open_stream(self, priority):
         return self.host.stream("emulated", priority)
 
-    def record(self, stream):
-        return stream.record()
+    def record(self, stream, timed=False):
+        """The time of one that is timed is when the stream gets there, in pieces of work."""
+        at = []
+        if timed:
+            stream.launch(lambda: at.append(next(self._ticks)))
+        event = stream.record()
+        event.at = at
+        return event
 
     def is_done(self, event):
         return event.is_done()
+
+    def seconds_between(self, first, second):
+        assert first.is_done() and second.is_done(), "CUDA tells no time of what is not done"
+        return float(second.at[0] - first.at[0])
 
     def wait_for(self, event):
         event.synchronize()

@@ -13,6 +13,7 @@ from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.cuda import CudaDevice
 from dask_gpurt.devices.cuda_driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.lanes import Lane
+from dask_gpurt.devices.ledger import Entry, Ledger
 from dask_gpurt.devices.ordering import HazardError
 from dask_gpurt.devices.pinned import PinnedPool
 from dask_gpurt.devices.port import Priority
@@ -272,6 +273,74 @@ def test_an_error_of_the_driver_costs_no_budget(device, stream, monkeypatch):
     with pytest.raises(OSError, match="device lost"):
         device.allocate(10, stream)
     assert device.used_nbytes == 0
+
+
+# ------------------------------------------------------------------ the ledger
+
+
+def timed(capacity_nbytes=CAPACITY):
+    """The ledger's clock stands at 100 when the device is made."""
+    ledger = Ledger(clock=lambda: 100.0)
+    driver = EmulatedCuda(2 * capacity_nbytes, random.Random(0).randrange)
+    return CudaDevice(driver, capacity_nbytes, ledger), ledger
+
+
+def test_what_was_done_is_entered_with_its_time_on_the_device():
+    device, ledger = timed()
+    stream = device.stream("copies")
+    buffer = device.allocate(100, stream)
+    stream.to_device(buffer, noise(100))
+    stream.launch(double, writes=[buffer])
+    stream.on_device(buffer.part(0, 50), buffer.part(50, 50))
+    stream.to_host(noise(100), buffer)
+    assert device.used_nbytes == 100
+    assert ledger.entries() == [], "nothing of it has run"
+    stream.synchronize()
+    assert device.used_nbytes == 100
+    # The first tick is the zero point; each piece lies between two of its own.
+    assert ledger.entries() == [
+        Entry("copies", "host to device", 100, 101.0, 102.0),
+        Entry("copies", "device", 0, 103.0, 104.0),
+        Entry("copies", "device", 50, 105.0, 106.0),
+        Entry("copies", "device to host", 100, 107.0, 108.0),
+    ]
+    device.close()
+
+
+def test_pieces_are_entered_as_they_end_and_not_as_they_were_queued():
+    device, ledger = timed()
+    one, other = device.stream("one"), device.stream("other")
+    buffers = [device.allocate(10, stream) for stream in (one, other)]
+    one.to_device(buffers[0], noise(10))
+    other.to_device(buffers[1], noise(10))
+    other.synchronize()
+    assert device.used_nbytes == 20
+    assert "other" in {entry.lane for entry in ledger.entries()}
+    device.close()
+    assert {entry.lane for entry in ledger.entries()} == {"one", "other"}
+
+
+def test_times_are_told_from_a_zero_point_that_is_near(monkeypatch):
+    """They come as floats that are good for a minute or so."""
+    device, ledger = timed()
+    stream = device.stream("copies")
+    buffer = device.allocate(10, stream)
+    asked = []
+    between = device.driver.seconds_between
+
+    def seconds_between(first, second):
+        asked.append(between(first, second))
+        return asked[-1]
+
+    monkeypatch.setattr(device.driver, "seconds_between", seconds_between)
+    for _ in range(200):
+        stream.to_device(buffer, noise(10))
+        stream.synchronize()
+        assert device.used_nbytes == 10
+    assert max(asked) < 70.0
+    starts = [entry.start_s for entry in ledger.entries()]
+    assert starts == [101.0 + 2 * n for n in range(200)]
+    device.close()
 
 
 # ------------------------------------------------------------------ errors, and the end

@@ -110,6 +110,10 @@ class Cuda:
         self.MemoryPointer, self.PinnedMemory = MemoryPointer, PinnedMemory
         self.allocated_on = []
 
+    def get_elapsed_time(self, start_event, end_event):
+        assert not (start_event.disable_timing or end_event.disable_timing)
+        return 1500.0
+
     def PinnedMemoryPointer(self, mem, offset):
         return memoryview(mem.bytes)[offset:]
 
@@ -167,6 +171,13 @@ def test_streams_wait_for_no_default_stream_and_events_keep_no_time(cupy):
     assert (urgent.priority, usual.priority, urgent.device_id) == (-5, 0, 1)
     event = device.stream("any").record().handle
     assert (event.block, event.disable_timing) == (True, True)
+
+
+def test_events_that_keep_time_are_asked_for(cupy):
+    driver = CupyDriver(1)
+    stream = driver.open_stream(Priority.NORMAL)
+    first, second = (driver.record(stream, timed=True) for _ in range(2))
+    assert driver.seconds_between(first, second) == 1.5
 
 
 def test_kernels_compute_on_the_stream_and_the_device(cupy):
@@ -248,6 +259,7 @@ SIGNATURES = {
     "Event.synchronize": "self",
     "PinnedMemory.__init__": "self, size, flags",
     "alloc": "size",
+    "get_elapsed_time": "start_event, end_event",
 }
 
 
