@@ -20,7 +20,7 @@ from dask_gpurt.devices.host import HostDevice
 from dask_gpurt.devices.occupancy import Launch
 from dask_gpurt.devices.pinned import PinnedPool, plain
 from dask_gpurt.devices.port import Priority
-from dask_gpurt.devices.shaping import LaunchHook
+from dask_gpurt.devices.shaping import LaunchHook, Planner, shaped
 from tests.devices.test_shaping import FakeDriver
 
 
@@ -157,6 +157,7 @@ def test_the_file_is_whole_after_each_section(broken, monkeypatch):
 def test_rows_come_back_as_they_were_said():
     row = Row("copy", 1.5, "GB/s", 0.5, "this / that", "<= 1", details={"n": [1, 2]})
     assert row_of(row.to_json()) == row
+    assert row_of(Row("x", np.float32(0.5)).to_json()) == Row("x", 0.5)
     assert row_of("anything else") is None
     assert row_of('{"name": "x", "another": 1}') is None
 
@@ -281,6 +282,36 @@ def test_what_a_shape_costs_is_measured_with_it_and_without(experiment):
     assert set(shapes) == {False, True}
     assert row.details["is_same"]
     assert row.ratio == row.details["took_s"]["shaped"] / row.details["took_s"]["plain"]
+
+
+class RawKernel:
+    """As CuPy's, as far as the benchmark goes; refuses more than it was allowed."""
+
+    num_regs, shared_size_bytes, max_threads_per_block = 32, 0, 1024
+    max_dynamic_shared_size_bytes = 48 << 10
+    preferred_shared_memory_carveout = -1
+
+    def __init__(self):
+        self.carried = []
+
+    def __call__(self, grid, block, args, *, shared_mem=0):
+        assert shared_mem <= self.max_dynamic_shared_size_bytes
+        self.carried.append(shared_mem)
+
+
+def test_without_cupys_launches_attached_the_compute_kernel_asks_itself(monkeypatch):
+    kernel = RawKernel()
+    monkeypatch.setattr(shaping, "kernel", lambda name: kernel)
+    hook = LaunchHook(shaping.RawLaunches(), enabled=True)
+    nothing = np.zeros(2)
+    sides = shaping.Sides(1, 1, nothing, nothing, nothing, nothing, 100, hook)
+    sides.compute()
+    with shaped(Planner(SM90, 2), lambda: True, hook):
+        sides.compute()
+    sides.asks = None
+    sides.compute()
+    assert kernel.carried == [0, 76928, 0]
+    assert kernel.preferred_shared_memory_carveout == 100
 
 
 def test_sides_are_made_to_take_as_long_as_wanted(experiment, monkeypatch):

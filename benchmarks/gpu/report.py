@@ -48,7 +48,8 @@ class Row:
         return text
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        # Numbers of NumPy's get into details easily.
+        return json.dumps(asdict(self), default=lambda number: number.item())
 
 
 def row_of(text: str) -> Row | None:

@@ -15,6 +15,7 @@ alone:
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -28,11 +29,11 @@ from benchmarks.gpu.report import Row, Say
 from benchmarks.gpu.timing import medians_s
 from dask_gpurt.devices.architectures import Architecture, architecture_of
 from dask_gpurt.devices.cuda_driver import CupyDriver, why_no_cuda
-from dask_gpurt.devices.cuda_launches import cupy_launches
+from dask_gpurt.devices.cuda_launches import Launches, cupy_launches
 from dask_gpurt.devices.occupancy import Launch
 from dask_gpurt.devices.planner import Plan, Refusal, plan_beside
 from dask_gpurt.devices.port import Priority
-from dask_gpurt.devices.shaping import LaunchHook, shaped
+from dask_gpurt.devices.shaping import Extent, KernelAttributes, LaunchHook, shaped
 
 N_KERNELS, REPEATS = 8, 7
 COMPUTE_S = 0.01
@@ -45,11 +46,41 @@ RATIOS = {"compute-heavy": 2.0, "balanced": 1.0, "communication-heavy": 0.5}
 
 def why_not() -> str:
     # Before anything else calls the driver.
-    try:
-        cupy_launches()
-    except (ImportError, RuntimeError) as error:
-        return why_no_cuda() or str(error)
+    attached()
     return why_no_cuda() or ""
+
+
+@functools.cache
+def attached() -> Launches | str:
+    """CuPy's launches, or why they do not pass the hook."""
+    try:
+        return cupy_launches()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+
+
+class RawLaunches:
+    """A `LaunchDriver` over `cupy.RawKernel`s, for when CuPy's launches could not be attached.
+
+    Whoever launches asks the hook what to carry.
+    """
+
+    def attributes(self, kernel: Any) -> KernelAttributes:
+        return KernelAttributes(
+            kernel.num_regs,
+            kernel.shared_size_bytes,
+            kernel.max_threads_per_block,
+            kernel.max_dynamic_shared_size_bytes,
+        )
+
+    def launch(
+        self, kernel: Any, grid: Extent, block: Extent, shared_nbytes: int, stream: Any
+    ) -> None:
+        kernel(grid, block, stream, shared_mem=shared_nbytes)
+
+    def set_max_dynamic_shared(self, kernel: Any, nbytes: int) -> None:
+        kernel.max_dynamic_shared_size_bytes = nbytes
+        kernel.preferred_shared_memory_carveout = 100
 
 
 @dataclass
@@ -64,6 +95,8 @@ class Sides:
     #: When each side began, in nanoseconds of the device.
     began: Any
     n_blocks: int
+    #: Asked what to carry, where CuPy's launches do not ask by themselves.
+    asks: LaunchHook | None = None
 
     def reset(self) -> None:
         """Neither side has begun."""
@@ -71,11 +104,12 @@ class Sides:
         self.began.device.synchronize()
 
     def compute(self) -> None:
-        kernel("compute")(
-            (self.n_blocks,),
-            (COMPUTE_THREADS,),
-            (self.out, np.int32(self.rounds), self.began[0:1]),
-        )
+        block = (COMPUTE_THREADS, 1, 1)
+        carries = 0
+        if self.asks is not None:
+            carries = self.asks.dynamic_nbytes(kernel("compute"), block, 0)
+        arguments = (self.out, np.int32(self.rounds), self.began[0:1])
+        kernel("compute")((self.n_blocks,), block, arguments, shared_mem=carries)
 
     def communicate(self) -> None:
         kernel("communicate")(
@@ -106,8 +140,12 @@ def run(say: Say) -> None:
     if architecture is None:
         say(Row("shaping", skipped=f"{driver.name} is not in the table of architectures"))
         return
-    launches = cupy_launches()
-    launches.hook = hook = LaunchHook(launches, enabled=True)
+    launches = attached()
+    if isinstance(launches, str):
+        say(Row("CuPy's launches through the hook", skipped=launches))
+        hook = LaunchHook(RawLaunches(), enabled=True)
+    else:
+        launches.hook = hook = LaunchHook(launches, enabled=True)
     beside = Beside(
         architecture,
         Launch(COMMUNICATION_THREADS, kernel("communicate").num_regs, 0, STAGING_NBYTES),
@@ -121,6 +159,7 @@ def run(say: Say) -> None:
         source=cupy.ones(BUFFER_NBYTES, cupy.uint8),
         began=cupy.zeros(2, cupy.int64),
         n_blocks=n_blocks,
+        asks=hook if isinstance(launches, str) else None,
     )
     experiment = Experiment(driver, sides, beside, hook)
     sides.rounds = experiment.calibrated(experiment.compute_alone, "rounds", COMPUTE_S)
