@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import types
 from typing import ClassVar
@@ -91,7 +93,7 @@ def broken(monkeypatch, tmp_path):
         "raises": "say(Row('before', 2.0)); raise OSError('no such device')",
         "dies": "say(Row('before', 3.0)); os._exit(7)",
         "chatters": "print('not a row'); print('[1]'); say(Row('after', 4.0))",
-        "hangs": "say(Row('before', 5.0)); threading.Event().wait()",
+        "hangs": "say(Row('before', 5.0)); open(os.environ['SAID'], 'w'); threading.Event().wait()",
     }
     package = tmp_path / "benchmarks" / "gpu"
     package.mkdir(parents=True)
@@ -114,8 +116,23 @@ def broken(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "SECTIONS", sections)
     start = command.subprocess.Popen
 
+    said = tmp_path / "said"
+    os.mkfifo(said)
+    monkeypatch.setenv("SAID", str(said))
+
     def popen(arguments, **options):
-        return start([sys.executable, str(starts), arguments[-1]], **options)
+        process = start([sys.executable, str(starts), arguments[-1]], **options)
+        if arguments[-1] == "hangs":
+            communicate = process.communicate
+
+            def at_its_limit(timeout=None):
+                if timeout is None:
+                    return communicate()
+                said.read_bytes()  # until it has said its row
+                raise subprocess.TimeoutExpired(arguments, timeout)
+
+            process.communicate = at_its_limit
+        return process
 
     monkeypatch.setattr(command, "subprocess", types.SimpleNamespace(**vars(command.subprocess)))
     monkeypatch.setattr(command.subprocess, "Popen", popen)
