@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import inspect
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -286,3 +288,35 @@ def _found(module, name):
     for part in name.split("."):
         module = getattr(module, part)
     return module
+
+
+class HostMemory:
+    """As `cupy.cuda.PinnedMemory`, of plain memory."""
+
+    def __init__(self, size):
+        self._bytes = ctypes.create_string_buffer(size)
+        self.ptr, self.size = ctypes.addressof(self._bytes), size
+
+
+def test_cupys_pinned_memory_lives_as_long_as_an_array_of_it():
+    cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
+    memory = HostMemory(1000)
+    is_there = weakref.ref(memory)
+    whole = np.frombuffer(cuda.PinnedMemoryPointer(memory, 0), dtype=np.uint8, count=1000)
+    whole[:] = 7
+    part = whole[10:20]
+    del memory, whole
+    gc.collect()
+    assert is_there() is not None
+    assert part.flags.writeable and set(part) == {7}
+    del part
+    gc.collect()
+    assert is_there() is None
+
+
+def test_cupys_arrays_lie_where_their_pointers_point():
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    memory = cupy.cuda.UnownedMemory(0x1000, 100, None, 0)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    array = cupy.ndarray((10,), dtype=cupy.uint8, memptr=pointer + 20)
+    assert (array.data.ptr, array.nbytes) == (0x1000 + 20, 10)
