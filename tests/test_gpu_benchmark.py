@@ -78,7 +78,7 @@ def test_tiers_hold_the_budget_and_every_value():
     assert found["cold_at_the_end"] >= 12
     assert found["most_used_nbytes"] <= found["capacity_nbytes"]
     assert found["read_nbytes"] == 2 * 16 * 8192
-    row = tiers.row_of(found, found, 1)
+    row = tiers.compared(found, found, 1)
     assert row.ratio == 1.0
 
 

@@ -7,7 +7,6 @@ IPC; else over TCP, through the host.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -57,8 +56,7 @@ def protocol() -> str:
 
 def run(say: Say) -> None:
     import dask
-    from dask.dataframe import from_map
-    from distributed import Client, LocalCluster, wait
+    from distributed import Client, LocalCluster
 
     import dask_gpurt
 
@@ -77,33 +75,42 @@ def run(say: Say) -> None:
             client.run(use_pool, POOL_NBYTES)
             if side == "enabled":
                 dask_gpurt.enable(client)
-            with client.as_current():
-                frame = client.persist(from_map(part, range(N_PARTS), rows=ROWS))
-                wait(frame)
-                shuffled = frame.shuffle("key")
-                lengths[side] = int(client.compute(shuffled.map_partitions(len).sum()).result())
-
-            def once(client: Any = client, shuffled: Any = shuffled) -> None:
-                with client.as_current():
-                    result = client.persist(shuffled)
-                    wait(result)
-
-            sides[side] = once
-        began = time.perf_counter()
+            try:
+                sides[side], lengths[side] = prepared(client)
+            except Exception as error:
+                # Whether stock Dask can shuffle such frames at all depends on its version.
+                say(Row(f"shuffle of device frames, {side}", skipped=repr(error)))
+        if not sides:
+            return
         took_s = medians_s(sides, REPEATS)
         nbytes = N_PARTS * ROWS * _ROW_NBYTES
+        is_compared = len(sides) == 2
         say(
             Row(
                 f"shuffle of device frames over {over}",
-                nbytes / took_s["enabled"] / 1e9,
+                nbytes / took_s.get("enabled", took_s.get("stock", 0.0)) / 1e9,
                 "GB/s",
-                took_s["enabled"] / took_s["stock"],
-                "seconds enabled / seconds stock",
-                details={
-                    "nbytes": nbytes,
-                    "took_s": took_s,
-                    "lengths": lengths,
-                    "measured_s": time.perf_counter() - began,
-                },
+                took_s["enabled"] / took_s["stock"] if is_compared else None,
+                "seconds enabled / seconds stock" if is_compared else "",
+                details={"nbytes": nbytes, "took_s": took_s, "lengths": lengths},
             )
         )
+
+
+def prepared(client: Any) -> tuple[Callable[[], None], int]:
+    """A shuffle that can be timed, and how many rows come out of it."""
+    from dask.dataframe import from_map
+    from distributed import wait
+
+    with client.as_current():
+        frame = client.persist(from_map(part, range(N_PARTS), rows=ROWS))
+        wait(frame)
+        shuffled = frame.shuffle("key")
+        length = int(client.compute(shuffled.map_partitions(len).sum()).result())
+
+    def once() -> None:
+        with client.as_current():
+            result = client.persist(shuffled)
+            wait(result)
+
+    return once, length

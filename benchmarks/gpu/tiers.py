@@ -44,11 +44,11 @@ def run(say: Say) -> None:
     fits_s = measure(device, pool, few, VALUE_NBYTES, PASSES)
     pool_full = WORKING_NBYTES // VALUE_NBYTES
     exceeds = measure(device, pool, pool_full, VALUE_NBYTES, PASSES)
-    say(row_of(fits_s, exceeds, pool_full * VALUE_NBYTES))
+    say(compared(fits_s, exceeds, pool_full * VALUE_NBYTES))
     device.close()
 
 
-def row_of(fits: dict[str, Any], exceeds: dict[str, Any], nbytes: int) -> Row:
+def compared(fits: dict[str, Any], exceeds: dict[str, Any], nbytes: int) -> Row:
     rates = [one["read_nbytes"] / one["read_s"] / 1e9 for one in (fits, exceeds)]
     return Row(
         "values over 4x the device's budget",
