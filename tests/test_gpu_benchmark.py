@@ -331,6 +331,30 @@ def test_without_cupys_launches_attached_the_compute_kernel_asks_itself(monkeypa
     assert kernel.preferred_shared_memory_carveout == 100
 
 
+def test_the_cost_of_a_launch_is_taken_with_the_hook_and_without(monkeypatch):
+    launched = []
+    cupy = types.ModuleType("cupy")
+    cupy.uint32, cupy.zeros = np.uint32, np.zeros
+    current = types.SimpleNamespace(synchronize=lambda: None)
+    cupy.cuda = types.SimpleNamespace(get_current_stream=lambda: current)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(shaping, "N_LAUNCHES", 2)
+    monkeypatch.setattr(shaping, "REPEATS", 1)
+    hook = LaunchHook(FakeDriver(), enabled=True)
+    launches = types.SimpleNamespace(hook=hook)
+
+    def launch(*arguments):
+        nbytes = hook.dynamic_nbytes("k", (256, 1, 1), 0)
+        launched.append((launches.hook is hook, nbytes > 0))
+
+    monkeypatch.setattr(shaping, "kernel", lambda name: launch)
+    beside = shaping.Beside(SM90, Launch(512, 32, 0, 24 << 10))
+    row = shaping.cost_of_a_launch(launches, beside)
+    assert set(launched) == {(False, False), (True, False), (True, True)}
+    assert launches.hook is hook
+    assert row.value == row.details["more_s"]["shaped"] * 1e6
+
+
 def test_sides_are_made_to_take_as_long_as_wanted(experiment, monkeypatch):
     times = iter([0.0, 1.0, 2.0, 2.5, 3.0, 4.0])
     monkeypatch.setattr(shaping.time, "perf_counter", lambda: next(times))

@@ -36,6 +36,7 @@ from dask_gpurt.devices.port import Priority
 from dask_gpurt.devices.shaping import Extent, KernelAttributes, LaunchHook, shaped
 
 N_KERNELS, REPEATS = 8, 7
+N_LAUNCHES = 5_000
 COMPUTE_S = 0.01
 COMPUTE_THREADS, WAVES = 256, 8
 COMMUNICATION_THREADS, COMMUNICATION_BLOCKS, STAGING_NBYTES = 512, 16, 24 << 10
@@ -171,8 +172,49 @@ def run(say: Say) -> None:
         )
         say(experiment.row(name, ratio))
     say(experiment.cost())
+    if not isinstance(launches, str):
+        say(cost_of_a_launch(launches, beside))
     for decided in hook.decisions():
         say(Row("plan of the compute kernel", decided.nbytes, "B", details={"why": str(decided)}))
+
+
+def cost_of_a_launch(launches: Launches, beside: Beside) -> Row:
+    """Of the host's time, for a kernel that does next to nothing."""
+    import cupy
+
+    out = cupy.zeros(1, cupy.uint32)
+    hook = launches.hook
+
+    def launched(is_hooked: bool, scope: Callable[[], Any]) -> Callable[[], None]:
+        def launch_many() -> None:
+            launches.hook = hook if is_hooked else None
+            with scope():
+                for _ in range(N_LAUNCHES):
+                    kernel("shared_nbytes")((1,), (COMPUTE_THREADS,), (out,))
+            cupy.cuda.get_current_stream().synchronize()
+
+        return launch_many
+
+    nothing = contextlib.nullcontext
+    took_s = medians_s(
+        {
+            "no hook": launched(False, nothing),
+            "outside": launched(True, nothing),
+            "shaped": launched(True, lambda: shaped(beside, lambda: True, hook)),
+        },
+        REPEATS,
+    )
+    launches.hook = hook
+    more_s = {name: (s - took_s["no hook"]) / N_LAUNCHES for name, s in took_s.items()}
+    return Row(
+        "a shaped launch costs more",
+        more_s["shaped"] * 1e6,
+        "us",
+        took_s["shaped"] / took_s["no hook"],
+        "seconds shaped / seconds with no hook",
+        "< 3 us",
+        details={"more_s": more_s, "took_s": took_s},
+    )
 
 
 class Experiment:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -43,7 +44,7 @@ _LAUNCH = ctypes.CFUNCTYPE(_INT, _POINTER, *[_UINT] * 7, _POINTER, _POINTER, _PO
 _UNLOAD = ctypes.CFUNCTYPE(_INT, _POINTER)
 _GET_ATTRIBUTE = ctypes.CFUNCTYPE(_INT, ctypes.POINTER(_INT), _INT, _POINTER)
 _SET_ATTRIBUTE = ctypes.CFUNCTYPE(_INT, _POINTER, _INT, _INT)
-_IS_CAPTURING = ctypes.CFUNCTYPE(_INT, _POINTER, ctypes.POINTER(_INT))
+_IS_CAPTURING = ctypes.CFUNCTYPE(_INT, _POINTER, _POINTER)
 
 
 class LaunchStatusError(RuntimeError):
@@ -76,6 +77,8 @@ class Launches:
 
     def __init__(self, library: Any) -> None:
         self.hook: LaunchHook | None = None
+        #: Where the driver answers each thread.
+        self._answers = threading.local()
 
         def bound(prototype: Any, name: str) -> Any:
             return prototype(ctypes.cast(getattr(library, name), _POINTER).value)
@@ -98,16 +101,33 @@ class Launches:
 
     # ------------------------------------------------------------------ called by the library
 
-    def _launched(self, kernel: int, *rest: Any) -> int:
+    def _launched(
+        self,
+        kernel: int,
+        gx: int,
+        gy: int,
+        gz: int,
+        bx: int,
+        by: int,
+        bz: int,
+        asked_nbytes: int,
+        stream: int | None,
+        arguments: int | None,
+        extra: int | None,
+    ) -> int:
+        # One by one: this is the way of every launch, and tuples cost.
         hook = self.hook
-        if hook is None:
-            return int(self._launch(kernel, *rest))
-        block, asked_nbytes, stream = rest[3:6], rest[6], rest[7]
-        nbytes = hook.dynamic_nbytes(kernel, block, asked_nbytes)
-        if nbytes == asked_nbytes or self._captures(stream):
-            return int(self._launch(kernel, *rest))
+        nbytes = asked_nbytes
+        if hook is not None:
+            nbytes = hook.dynamic_nbytes(kernel, (bx, by, bz), asked_nbytes)
+        if hook is None or nbytes == asked_nbytes or self._captures(stream):
+            status: int = self._launch(
+                kernel, gx, gy, gz, bx, by, bz, asked_nbytes, stream, arguments, extra
+            )
+            return status
         try:
-            hook.launch_with(nbytes, kernel, rest[:3], block, asked_nbytes, rest[7:])
+            rest = (stream, arguments, extra)
+            hook.launch_with(nbytes, kernel, (gx, gy, gz), (bx, by, bz), asked_nbytes, rest)
         except (LaunchStatusError, _RefusedError) as error:
             return error.status
         return 0
@@ -117,12 +137,18 @@ class Launches:
         if self.hook is not None:
             for decided in self.hook.decisions():
                 self.hook.forget(decided.kernel)
-        return int(self._unload(module))
+        status: int = self._unload(module)
+        return status
 
     def _captures(self, stream: int | None) -> bool:
-        state = _INT()
+        try:
+            state, address = self._answers.place
+        except AttributeError:
+            state = _INT()
+            address = ctypes.addressof(state)
+            self._answers.place = state, address
         # The status is not 0 where asking about the default stream disturbs a capture elsewhere.
-        return bool(self._is_capturing(stream, ctypes.byref(state)) or state.value)
+        return bool(self._is_capturing(stream, address) or state.value)
 
     # ------------------------------------------------------------------ a `LaunchDriver`
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 INT, UINT, POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
 INVALID_VALUE, INVALID_HANDLE, OUT_OF_RESOURCES, ILLEGAL_ADDRESS = 1, 400, 701, 700
+#: Another thread captures, and asking about the default stream would end that.
+CAPTURE_IMPLICIT = 906
 MAX_THREADS, STATIC, REGISTERS, MAX_DYNAMIC, CARVEOUT = 0, 1, 4, 8, 9
 
 
@@ -45,6 +47,7 @@ class FakeLibcuda:
         self.launches = []
         self.refused = []
         self.capturing = set()
+        self.implicit = set()
         self.fails_with = 0
         launch = ctypes.CFUNCTYPE(INT, POINTER, *[UINT] * 7, POINTER, POINTER, POINTER)
         get = ctypes.CFUNCTYPE(INT, ctypes.POINTER(INT), INT, POINTER)
@@ -98,6 +101,8 @@ class FakeLibcuda:
         return 0
 
     def _is_capturing(self, stream, state):
+        if stream in self.implicit:
+            return CAPTURE_IMPLICIT
         state[0] = int(stream in self.capturing)
         return 0
 

@@ -92,10 +92,12 @@ def test_without_a_hook_launches_are_passed_on(library, libcuda, launches):
 
 def test_a_launch_that_a_graph_captures_is_left_alone(library, libcuda, launches):
     libcuda.capturing.add(0x77)
+    libcuda.implicit.add(None)
     with planned(launches):
         launch(library)
+        launch(library, stream=None)
         launch(library, stream=0x78)
-    assert libcuda.carried == [0, TWO]
+    assert libcuda.carried == [0, 0, TWO]
 
 
 def test_a_refused_launch_is_made_as_it_was(library, libcuda, launches):
