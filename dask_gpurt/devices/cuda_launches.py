@@ -77,6 +77,8 @@ class Launches:
 
     def __init__(self, library: Any) -> None:
         self.hook: LaunchHook | None = None
+        #: A module was unloaded, so handles of its kernels may come back as those of others.
+        self._is_stale = False
         #: Where the driver answers each thread.
         self._answers = threading.local()
 
@@ -119,6 +121,8 @@ class Launches:
         hook = self.hook
         nbytes = asked_nbytes
         if hook is not None:
+            if self._is_stale:
+                self._forget(hook)
             nbytes = hook.dynamic_nbytes(kernel, (bx, by, bz), asked_nbytes)
         if hook is None or nbytes == asked_nbytes or self._captures(stream):
             status: int = self._launch(
@@ -133,12 +137,17 @@ class Launches:
         return 0
 
     def _unloaded(self, module: int) -> int:
-        # Kernels are not asked which module they are of: unloading is rare, deciding is cheap.
-        if self.hook is not None:
-            for decided in self.hook.decisions():
-                self.hook.forget(decided.kernel)
+        # Noted only: modules die wherever the garbage collector runs, which may be in the midst of
+        # a decision, with the hook's lock held. No handle is used again before this returns.
+        self._is_stale = True
         status: int = self._unload(module)
         return status
+
+    def _forget(self, hook: LaunchHook) -> None:
+        """Of all kernels: which module they are of is not known, and deciding again is cheap."""
+        self._is_stale = False
+        for decided in hook.decisions():
+            hook.forget(decided.kernel)
 
     def _captures(self, stream: int | None) -> bool:
         try:
