@@ -90,7 +90,6 @@ class Launches:
         self._get_attribute = bound(_GET_ATTRIBUTE, "cuFuncGetAttribute")
         self._set_attribute = bound(_SET_ATTRIBUTE, "cuFuncSetAttribute")
         self._is_capturing = bound(_IS_CAPTURING, "cuStreamIsCapturing")
-        # Whoever looked up their addresses calls them until the process ends.
         self._in_front = {
             "cuLaunchKernel": _LAUNCH(self._launched),
             "cuModuleUnload": _UNLOAD(self._unloaded),
@@ -100,6 +99,9 @@ class Launches:
         """From here on, who looks into this library finds these functions."""
         for name, function in self._in_front.items():
             setattr(library, name, function)
+            # One reference for whoever has the address: modules are unloaded up to the very end of
+            # the process, when nothing of ours is left.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
 
     # ------------------------------------------------------------------ called by the library
 

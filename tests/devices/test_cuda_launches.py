@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -145,6 +147,16 @@ def test_a_module_may_die_in_the_midst_of_a_decision(library, libcuda, launches)
         launch(library)
     assert libcuda.carried == [TWO, TWO]
     assert 20 not in libcuda.kernels
+
+
+def test_functions_that_were_looked_up_stay_until_the_process_ends(libcuda):
+    """Nobody knows who has their addresses."""
+    launches, library = Launches(libcuda), Library()
+    is_there = weakref.ref(launches)
+    launches.stand_in(library)
+    del launches, library
+    gc.collect()
+    assert is_there() is not None
 
 
 def test_threads_shape_their_own(library, libcuda, launches):
