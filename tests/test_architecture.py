@@ -33,7 +33,11 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "metrics": (set(), set(), {"threading"}),
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
     # The clock is the ledger's, and what the emulated device keeps its rates by.
-    "devices": (set(), {"numpy", "nvtx"}, {"os", "threading", "time"}),
+    "devices": (
+        set(),
+        {"cupy", "cupy_backends", "numpy", "nvtx", "rmm"},
+        {"os", "threading", "time"},
+    ),
     # The second half where it is installed.
     "frames": (set(), FRAMES | {"cudf", "cupy", "pylibcudf", "rmm"}, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
@@ -93,15 +97,22 @@ ONLY_IN = {
     "distributed.shuffle": {"plugins/seams.py"},
     "dask._task_spec": {"plugins/seams.py", "plugins/simulation_seams.py"},
     "pandas._libs": {"frames/gather.py"},
-    "ctypes": {"devices/malloc.py", "devices/pages.py"},
+    "ctypes": {"devices/cuda_launches.py", "devices/malloc.py", "devices/pages.py"},
+    "cupy": {
+        "devices/cuda_driver.py",
+        "devices/cuda_launches.py",
+        "devices/cuda_memory.py",
+        "frames/cudf_.py",
+        "frames/cupy_.py",
+    },
+    "cupy_backends": {"devices/cuda_launches.py"},
     "nvtx": {"devices/ranges.py"},
     # One module knows a library of devices, and whoever asks for that module has it.
     "cudf": {"frames/cudf_.py", "codecs/nvcomp.py"},
     "nvidia": {"codecs/nvcomp.py"},
     "pylibcudf": {"frames/cudf_.py"},
-    "rmm": {"frames/cudf_.py"},
-    "cupy": {"frames/cudf_.py", "frames/cupy_.py"},
     "pynvml": {"plugins/machine_report.py"},
+    "rmm": {"devices/cuda_driver.py", "devices/cuda_memory.py", "frames/cudf_.py"},
     "ucxx": {"transport/ucx_thread.py"},
 }
 

@@ -1,4 +1,4 @@
-"""An array on the emulated device, as a task's output: dtype and shape over a buffer.
+"""An array on a device, as a task's output: dtype and shape over a buffer.
 
 It stands in for a GPU library's array where values are kept, moved and dropped, and does no
 arithmetic. Its memory is freed when it dies.
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.devices.host import HostBuffer, HostDevice, HostEvent, HostStream
+from dask_gpurt.devices.port import Buffer, Device, Event, Stream
 
 
 class DeviceArray:
-    """A contiguous array in memory of a `HostDevice`.
+    """A contiguous array in memory of a device.
 
     Parameters
     ----------
@@ -35,12 +35,12 @@ class DeviceArray:
 
     def __init__(
         self,
-        device: HostDevice,
-        buffer: HostBuffer,
+        device: Device,
+        buffer: Buffer,
         dtype: npt.DTypeLike,
         shape: tuple[int, ...],
-        stream: HostStream,
-        ready: HostEvent,
+        stream: Stream,
+        ready: Event,
     ) -> None:
         self.device = device
         self.buffer = buffer
@@ -49,15 +49,15 @@ class DeviceArray:
         self.ready = ready
         self._stream = stream
         self._lock = threading.Lock()
-        self._uses: list[HostEvent] = []
+        self._uses: list[Event] = []
 
     @classmethod
     def from_host(
         cls,
         array: npt.NDArray[Any],
-        device: HostDevice,
-        stream: HostStream,
-        frees: HostStream | None = None,
+        device: Device,
+        stream: Stream,
+        frees: Stream | None = None,
     ) -> DeviceArray:
         """Copy an array to the device; it must not change until `ready` is done.
 
@@ -90,8 +90,8 @@ class DeviceArray:
         return self.buffer.nbytes
 
     def to_host(
-        self, stream: HostStream, out: npt.NDArray[Any] | None = None
-    ) -> tuple[npt.NDArray[Any], HostEvent]:
+        self, stream: Stream, out: npt.NDArray[Any] | None = None
+    ) -> tuple[npt.NDArray[Any], Event]:
         """Copy it to the host on any stream.
 
         Parameters
@@ -114,7 +114,7 @@ class DeviceArray:
         self.used(event)
         return out, event
 
-    def used(self, event: HostEvent) -> None:
+    def used(self, event: Event) -> None:
         """Its memory must not be freed before this event."""
         # Several threads may use one array: none of them may forget the event of another.
         with self._lock:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,13 @@ from dask_gpurt.devices.ordering import Clock, HazardError, Use, Uses
 from dask_gpurt.devices.pool import Buffer as Bytes
 from dask_gpurt.devices.port import Buffer, Event, HostMemory, OnFull, Priority, Stream
 from dask_gpurt.devices.queues import Engine, Queue, Signal, Work
+from dask_gpurt.devices.spans import (
+    Span,
+    bytes_of,
+    require_apart,
+    require_same_length,
+    require_writable,
+)
 
 #: What is in memory of a pumped device that has no content yet.
 POISON = 0xA5
@@ -57,18 +65,8 @@ class _Allocation:
         self.uses = Uses()
 
 
-class HostBuffer:
+class HostBuffer(Span[_Allocation]):
     """Memory of a `HostDevice`, or a part of it."""
-
-    def __init__(self, allocation: _Allocation, start: int, nbytes: int) -> None:
-        self.allocation = allocation
-        self.start = start
-        self.nbytes = nbytes
-
-    def part(self, start: int, nbytes: int) -> HostBuffer:
-        if not 0 <= start <= start + nbytes <= self.nbytes:
-            raise IndexError(f"{nbytes} bytes from {start} of {self.nbytes}")
-        return HostBuffer(self.allocation, self.start + start, nbytes)
 
     def free(self, stream: Stream) -> None:
         self.allocation.device._free(self, stream)
@@ -78,13 +76,6 @@ class HostBuffer:
         memory = self.allocation.memory
         assert memory is not None, "work on memory that is free is refused"
         return memory[self.start : self.start + self.nbytes]
-
-    def overlaps(self, other: HostBuffer) -> bool:
-        return (
-            self.allocation is other.allocation
-            and self.start < other.start + other.nbytes
-            and other.start < self.start + self.nbytes
-        )
 
 
 class HostStream:
@@ -108,25 +99,23 @@ class HostStream:
 
     def to_device(self, target: Buffer, source: HostMemory) -> None:
         (into,) = self.device._own([target])
-        data = _bytes_of(source)
-        _require_same_length(into.nbytes, data.nbytes)
+        data = bytes_of(source)
+        require_same_length(into.nbytes, data.nbytes)
         work = Work(lambda: np.copyto(into.memory(), data), Engine.IN, data.nbytes)
         self.device._queue(self, "a copy to the device", work, (), [into])
 
     def to_host(self, target: HostMemory, source: Buffer) -> None:
         (out_of,) = self.device._own([source])
-        data = _bytes_of(target)
-        _require_same_length(data.nbytes, out_of.nbytes)
-        if not data.flags.writeable:
-            raise ValueError("the target of a copy is read-only")
+        data = bytes_of(target)
+        require_same_length(data.nbytes, out_of.nbytes)
+        require_writable(data)
         work = Work(lambda: np.copyto(data, out_of.memory()), Engine.OUT, data.nbytes)
         self.device._queue(self, "a copy to the host", work, [out_of], (), data)
 
     def on_device(self, target: Buffer, source: Buffer) -> None:
         into, out_of = self.device._own([target, source])
-        _require_same_length(into.nbytes, out_of.nbytes)
-        if into.overlaps(out_of):
-            raise ValueError("the two ends of a copy overlap")
+        require_same_length(into.nbytes, out_of.nbytes)
+        require_apart(into, out_of)
         work = Work(lambda: np.copyto(into.memory(), out_of.memory()), Engine.COMPUTE, into.nbytes)
         self.device._queue(self, "a copy on the device", work, [out_of], [into])
 
@@ -205,7 +194,7 @@ class HostDevice:
         self._seen = Clock()
         # A deque: arrays die wherever the garbage collector runs, so nothing that happens then may
         # take the lock.
-        self._dead: deque[tuple[HostBuffer, HostStream, list[HostEvent]]] = deque()
+        self._dead: deque[tuple[Any, Any, list[Any]]] = deque()
         self._late: HazardError | None = None
 
     # ------------------------------------------------------------------ memory
@@ -275,7 +264,7 @@ class HostDevice:
         signal = self._freeing[allocation] = Signal()
         self._engines.submit(stream.queue, Work(release, records=signal, always=True))
 
-    def bury(self, buffer: HostBuffer, stream: HostStream, events: Iterable[HostEvent]) -> None:
+    def bury(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
         """Free memory on a stream, after some events; for destructors.
 
         Takes no lock, raises nothing, and happens with the next call to the device. A hazard that
@@ -409,14 +398,3 @@ class HostDevice:
         if not isinstance(stream, HostStream) or stream.device is not self:
             raise ValueError("a stream of another device")
         return stream
-
-
-def _bytes_of(memory: HostMemory) -> Bytes:
-    if not memory.flags.c_contiguous:
-        raise ValueError("host memory at the end of a copy must be contiguous")
-    return memory.reshape(-1).view(np.uint8)
-
-
-def _require_same_length(target_nbytes: int, source_nbytes: int) -> None:
-    if target_nbytes != source_nbytes:
-        raise ValueError(f"a copy of {source_nbytes} bytes into {target_nbytes}")

@@ -23,7 +23,7 @@ does. `tests/conformance/device_suite.py` is the suite every device has to pass.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -167,5 +167,12 @@ class Device(Protocol):
         The name is what ledgers and messages call it.
         """
 
+    def bury(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
+        """Free memory on a stream, after some events; for destructors.
+
+        Takes no lock, raises nothing, and happens with the next call to the device.
+        """
+
     def close(self) -> None:
-        """Stop. Work that has not begun is dropped; whoever waits for it gets a RuntimeError."""
+        """Stop. Work that has not begun is dropped, and whoever waits for it gets a RuntimeError;
+        or it is waited for, where it cannot be taken back."""

@@ -189,6 +189,18 @@ class LaunchHook:
         Raises what the driver raises for the launch as it was asked for.
         """
         nbytes = self.dynamic_nbytes(kernel, block, shared_nbytes)
+        self.launch_with(nbytes, kernel, grid, block, shared_nbytes, stream)
+
+    def launch_with(
+        self,
+        nbytes: int,
+        kernel: Hashable,
+        grid: Extent,
+        block: Extent,
+        shared_nbytes: int,
+        stream: Any,
+    ) -> None:
+        """Launch with what `dynamic_nbytes` said, and without if that is refused."""
         if nbytes != shared_nbytes:
             try:
                 self._driver.launch(kernel, grid, block, nbytes, stream)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from dask_gpurt.devices.array import DeviceArray
-from dask_gpurt.devices.host import HostDevice
-from dask_gpurt.devices.port import Priority
+from dask_gpurt.devices.port import Device, Priority
 from dask_gpurt.frames.values import Flat, flatten, restore
 from dask_gpurt.memory.port import Packing
 
@@ -21,7 +20,7 @@ def is_on_device(value: Any) -> bool:
     return isinstance(value, DeviceArray)
 
 
-def device_packing(device: HostDevice) -> Packing:
+def device_packing(device: Device) -> Packing:
     """Packs values of a device; opens streams on it.
 
     `flatten` raises what a kernel raised that was to fill the array; `restore` raises MemoryError

@@ -1,0 +1,85 @@
+"""nvCOMP's codecs on columns as shuffles have them: rates and what they make of the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.report import Row, Say
+from benchmarks.gpu.timing import medians_s
+from dask_gpurt.devices.cuda_driver import why_no_cuda
+
+N_VALUES = 8 << 20
+REPEATS = 5
+ALGORITHMS = ("LZ4", "Snappy", "Zstd", "Cascaded", "Bitcomp", "ANS", "GDeflate")
+
+
+def why_not() -> str:
+    if (why := why_no_cuda()) is not None:
+        return why
+    try:
+        # cuDF does not import any more after nvCOMP.
+        import cudf  # noqa: F401
+    except ImportError:
+        pass
+    try:
+        from nvidia import nvcomp  # noqa: F401
+    except ImportError as error:
+        return f"nvCOMP cannot be imported: {error}"
+    return ""
+
+
+def columns() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(7)
+    return {
+        "int64 sequential": np.arange(N_VALUES, dtype=np.int64),
+        "int64 key of a million": rng.integers(0, 1_000_000, N_VALUES),
+        "float64 price": np.round(rng.uniform(1, 1000, N_VALUES), 2),
+        "float64 uniform": rng.random(N_VALUES),
+    }
+
+
+def run(say: Say) -> None:
+    for name, column in columns().items():
+        for algorithm in ALGORITHMS:
+            try:
+                say(measure(algorithm, name, column))
+            except Exception as error:
+                # One codec that does not take a column is no reason to go without the others.
+                say(Row(f"{algorithm}, {name}", skipped=repr(error)))
+
+
+def measure(algorithm: str, name: str, column: np.ndarray) -> Row:
+    import cupy
+    from nvidia import nvcomp
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        raw = cupy.asarray(column.view(np.uint8))
+        stream.synchronize()
+        codec = nvcomp.Codec(algorithm=algorithm, cuda_stream=stream.ptr)
+        source = nvcomp.as_array(raw, cuda_stream=stream.ptr)
+        made: dict[str, Any] = {}
+
+        def encode() -> None:
+            made["encoded"] = codec.encode(source)
+            stream.synchronize()
+
+        def decode() -> None:
+            made["decoded"] = codec.decode(made["encoded"])
+            stream.synchronize()
+
+        took_s = medians_s({"encode": encode, "decode": decode}, REPEATS)
+        back = cupy.asarray(made["decoded"]).view(cupy.uint8)
+        is_same = bool((back == raw).all())
+    encoded_nbytes = int(made["encoded"].buffer_size)
+    rates = {what: column.nbytes / s / 1e9 for what, s in took_s.items()}
+    return Row(
+        f"{algorithm}, {name}",
+        rates["decode"],
+        "GB/s decoded",
+        column.nbytes / encoded_nbytes,
+        "bytes / bytes encoded",
+        details={"is_same": is_same, "gb_per_s": rates, "encoded_nbytes": encoded_nbytes},
+    )

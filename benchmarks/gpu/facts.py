@@ -1,0 +1,49 @@
+"""Which device this is: what CuPy says of it, and what NVML adds where it is installed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from benchmarks.gpu.report import Row, Say
+from dask_gpurt.devices.cuda_driver import CupyDriver, why_no_cuda
+
+
+def why_not() -> str:
+    return why_no_cuda() or ""
+
+
+def run(say: Say) -> None:
+    import cupy
+
+    driver = CupyDriver()
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(driver.number)
+    details: dict[str, Any] = {
+        "device": driver.name,
+        "memory_nbytes": driver.total_nbytes,
+        "capability": [properties["major"], properties["minor"]],
+        "multiprocessors": properties["multiProcessorCount"],
+        "cuda_driver": runtime.driverGetVersion(),
+        "cuda_runtime": runtime.runtimeGetVersion(),
+        "pool": driver.pool,
+        "bus": runtime.deviceGetPCIBusId(driver.number),
+    }
+    details |= nvml_facts(details["bus"])
+    say(Row("device", driver.total_nbytes / 2**30, "GiB", details=details))
+
+
+def nvml_facts(bus: str) -> dict[str, Any]:
+    """The driver's release and the link to the host; empty where NVML does not answer."""
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    facts: dict[str, Any] = {}
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus)
+        facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        facts["pcie_generation"] = pynvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)
+        facts["pcie_width"] = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
+    return facts

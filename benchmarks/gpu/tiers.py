@@ -1,0 +1,131 @@
+"""A working set four times the device's budget, through the store's tiers, against one that fits.
+
+Values leave for pinned memory when an allocation finds no room, and come back when they are asked
+for. Every one is checked on each pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.report import Row, Say
+from benchmarks.gpu.timing import open_device
+from dask_gpurt.devices.array import DeviceArray
+from dask_gpurt.devices.cuda_driver import why_no_cuda
+from dask_gpurt.devices.lanes import Lane
+from dask_gpurt.devices.pinned import PinnedPool
+from dask_gpurt.devices.port import Device
+from dask_gpurt.frames.values import flatten, restore
+from dask_gpurt.memory.device_values import device_packing, is_on_device
+from dask_gpurt.memory.host_tiers import PinnedTier
+from dask_gpurt.memory.policy import POLICIES
+from dask_gpurt.memory.port import Lanes, Packing
+from dask_gpurt.memory.residency import Level, Residency
+from dask_gpurt.memory.store import TieredStore
+
+BUDGET_NBYTES, WORKING_NBYTES, VALUE_NBYTES = 2 << 30, 8 << 30, 64 << 20
+PASSES = 2
+_DEVICE = 1
+
+
+def why_not() -> str:
+    return why_no_cuda() or ""
+
+
+def run(say: Say) -> None:
+    device = open_device(BUDGET_NBYTES)
+    pool = PinnedPool(WORKING_NBYTES + VALUE_NBYTES, 16 << 20, device.driver.pin)
+    few = BUDGET_NBYTES // VALUE_NBYTES // 2
+    fits_s = measure(device, pool, few, VALUE_NBYTES, PASSES)
+    pool_full = WORKING_NBYTES // VALUE_NBYTES
+    exceeds = measure(device, pool, pool_full, VALUE_NBYTES, PASSES)
+    say(compared(fits_s, exceeds, pool_full * VALUE_NBYTES))
+    device.close()
+
+
+def compared(fits: dict[str, Any], exceeds: dict[str, Any], nbytes: int) -> Row:
+    rates = [one["read_nbytes"] / one["read_s"] / 1e9 for one in (fits, exceeds)]
+    return Row(
+        "values over 4x the device's budget",
+        rates[1],
+        "GB/s read",
+        rates[0] / rates[1],
+        "seconds a byte, 4x the budget / seconds a byte, half of it",
+        "finishes, nothing wrong, no pinned allocation after the first pass",
+        details={"working_nbytes": nbytes, "fits": fits, "exceeds": exceeds},
+    )
+
+
+def measure(
+    device: Device, pool: PinnedPool, n_values: int, value_nbytes: int, passes: int
+) -> dict[str, Any]:
+    """Make values, read all of them so many times, and compare each with what it was."""
+    levels = [
+        Level("memory"),
+        Level("device", device.capacity_nbytes),
+        Level("pinned", pool.capacity_nbytes),
+    ]
+    compute = device.stream("compute")
+    most_nbytes = 0
+    wrong: list[int] = []
+
+    def values_of(number: int) -> np.ndarray:
+        return np.full(value_nbytes, number % 251, np.uint8)
+
+    with Lane("write") as write, Lane("read") as read, Lane("owner") as owner:
+        store = TieredStore(
+            Residency(levels, {0: (), _DEVICE: (2,)}, POLICIES["lru"]),
+            [PinnedTier(pool)],
+            [Packing(lambda value: int(value.nbytes), flatten, restore), device_packing(device)],
+            Lanes(*(_calls_on(lane) for lane in (write, read, owner, owner))),
+            home_of=lambda value: _DEVICE if is_on_device(value) else 0,
+        )
+        device.on_full(lambda nbytes: store.make_room(_DEVICE, nbytes))
+        began = time.perf_counter()
+        for number in range(n_values):
+            array = DeviceArray.from_host(values_of(number), device, compute)
+            array.ready.synchronize()
+            store[number] = array
+            del array
+            most_nbytes = max(most_nbytes, device.used_nbytes)
+        made_s = time.perf_counter() - began
+        n_allocations: list[int] = []
+        back = np.empty(value_nbytes, np.uint8)
+        read_s = 0.0
+        for _ in range(passes):
+            for number in range(n_values):
+                began = time.perf_counter()
+                array = store[number]
+                _, copied = array.to_host(compute, back)
+                copied.synchronize()
+                read_s += time.perf_counter() - began
+                del array, copied
+                most_nbytes = max(most_nbytes, device.used_nbytes)
+                # Not all bytes: that would take longer than what is measured.
+                if not (back[:: 1 << 12] == number % 251).all():
+                    wrong.append(number)
+            n_allocations.append(pool.n_allocations)
+        n_cold = sum(store.is_cold(number) for number in range(n_values))
+        store.close()
+    device.on_full(None)
+    gc.collect()
+    return {
+        "values": n_values,
+        "made_s": made_s,
+        "read_s": read_s,
+        "read_nbytes": passes * n_values * value_nbytes,
+        "cold_at_the_end": n_cold,
+        "most_used_nbytes": most_nbytes,
+        "capacity_nbytes": device.capacity_nbytes,
+        "wrong": wrong,
+        "pinned_allocations": n_allocations,
+    }
+
+
+def _calls_on(lane: Lane) -> Callable[..., Any]:
+    return lambda call, path="", nbytes=0: lane.submit(call)

@@ -1,0 +1,30 @@
+"""Seconds of sides that take turns, and where their device comes from."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+from dask_gpurt.devices.cuda import CudaDevice
+from dask_gpurt.devices.cuda_driver import CupyDriver
+
+
+def medians_s(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Each side once untimed, then in turns, the order alternating; medians.
+
+    A side returns when all of its work is done, on the device too.
+    """
+    took_s: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side()
+    for number in range(repeats):
+        for name, side in list(sides.items())[:: 1 if number % 2 == 0 else -1]:
+            began = time.perf_counter()
+            side()
+            took_s[name].append(time.perf_counter() - began)
+    return {name: statistics.median(all_s) for name, all_s in took_s.items()}
+
+
+def open_device(capacity_nbytes: int) -> CudaDevice:
+    return CudaDevice(CupyDriver(), capacity_nbytes)

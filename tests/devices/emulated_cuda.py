@@ -1,0 +1,168 @@
+"""A driver for `CudaDevice` without a GPU, which refuses what CUDA forbids.
+
+Work is queued on the emulated device, so it runs late and, pumped, in an order that the seed picks.
+That device finds streams that are not ordered (`devices.ordering`). Three things are CUDA's and are
+added here. Memory is free for anybody as soon as it is dropped, and counts as used by the stream it
+was allocated on, as in CuPy's pool. Host memory is not kept alive by a copy. And a kernel is called
+at once, with arrays whose arithmetic is queued on the current stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+
+import numpy as np
+
+from dask_gpurt.devices.host import POISON, HostDevice
+
+
+class Memory:
+    """Memory of the driver; dropped, it is anybody's."""
+
+    def __init__(self, driver, buffer, stream):
+        self.driver = driver
+        self.buffer = buffer
+        self._stream = stream
+
+    def __del__(self):
+        self.driver.host.bury(self.buffer, self._stream, [])
+
+
+class LazyArray:
+    """As much of CuPy's array as the kernels of tests need."""
+
+    def __init__(self, memory, start, nbytes):
+        self.memory = memory
+        self.span = memory.buffer.part(start, nbytes)
+
+    def _queue(self, compute, *others):
+        arrays = [other for other in others if isinstance(other, LazyArray)]
+
+        def kernel(*memory):
+            *sources, target = memory
+            values = iter(sources)
+            terms = [next(values) if isinstance(one, LazyArray) else one for one in others]
+            target[:] = compute(target, *terms)
+
+        stream = self.memory.driver.current_stream()
+        stream.launch(kernel, [array.span for array in arrays], [self.span])
+
+    def __iadd__(self, other):
+        self._queue(lambda mine, theirs: mine + theirs, other)
+        return self
+
+    def __imul__(self, other):
+        self._queue(lambda mine, theirs: mine * theirs, other)
+        return self
+
+    def __sub__(self, other):
+        return lambda target: target._queue(lambda _, a, b: a - b, self, other)
+
+    def __setitem__(self, where, queue_on):
+        assert where == slice(None)
+        queue_on(self)
+
+
+class EmulatedCuda:
+    """See the module.
+
+    Parameters
+    ----------
+    total_nbytes
+        Memory there is; less than the budget of the device above makes it refuse.
+    choose
+        As of `HostDevice`: which stream goes on.
+    """
+
+    name = "emulated"
+
+    def __init__(self, total_nbytes, choose=None):
+        self.total_nbytes = total_nbytes
+        self.host = HostDevice(total_nbytes, choose=choose)
+        self.is_pumped = choose is not None
+        self.n_allocations = 0
+        self._current = threading.local()
+        self._ticks = itertools.count()
+
+    def open_stream(self, priority):
+        return self.host.stream("emulated", priority)
+
+    def record(self, stream, timed=False):
+        """The time of one that is timed is when the stream gets there, in pieces of work."""
+        at = []
+        if timed:
+            stream.launch(lambda: at.append(next(self._ticks)))
+        event = stream.record()
+        event.at = at
+        return event
+
+    def is_done(self, event):
+        return event.is_done()
+
+    def seconds_between(self, first, second):
+        assert first.is_done() and second.is_done(), "CUDA tells no time of what is not done"
+        return float(second.at[0] - first.at[0])
+
+    def wait_for(self, event):
+        event.synchronize()
+
+    def make_wait(self, stream, event):
+        stream.wait(event)
+
+    def allocate(self, nbytes, stream):
+        assert nbytes > 0, "CUDA has no memory of no bytes"
+        self.n_allocations += 1
+        return Memory(self, self.host.allocate(nbytes, stream), stream)
+
+    def copy_in(self, stream, memory, start, source):
+        assert source.nbytes
+        alive = weakref.ref(source)
+
+        def copy_in(target):
+            target[:] = _still_there(alive)
+
+        stream.launch(copy_in, writes=[memory.buffer.part(start, source.nbytes)])
+
+    def copy_out(self, stream, target, memory, start):
+        assert target.nbytes
+        alive = weakref.ref(target)
+
+        def copy_out(source):
+            _still_there(alive)[:] = source
+
+        stream.launch(copy_out, [memory.buffer.part(start, target.nbytes)])
+        if self.is_pumped:
+            target.fill(POISON)
+
+    def copy_on(self, stream, memory, start, source, source_start, nbytes):
+        target, source = memory.buffer.part(start, nbytes), source.buffer.part(source_start, nbytes)
+        stream.on_device(target, source)
+
+    def array(self, memory, start, nbytes):
+        return LazyArray(memory, start, nbytes)
+
+    @contextlib.contextmanager
+    def computing(self, stream):
+        outer = getattr(self._current, "stream", None)
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = outer
+
+    def current_stream(self):
+        stream = getattr(self._current, "stream", None)
+        assert stream is not None, "computes on CUDA's default stream"
+        return stream
+
+    def pin(self, nbytes):
+        return np.empty(nbytes, dtype=np.uint8)
+
+
+def _still_there(alive):
+    array = alive()
+    assert array is not None, "the host memory of a copy is gone before the copy ran"
+    return array

@@ -1,0 +1,56 @@
+"""Tests that need a GPU: skipped, with the reason, where there is none.
+
+They need neither Dask nor cuDF. On a machine without Dask, `--confcutdir tests/gpu` leaves the
+fixtures of the other tests out.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from dask_gpurt.devices.cuda_driver import why_no_cuda
+
+HERE = pathlib.Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    here = [item for item in items if HERE in item.path.parents]
+    why = why_no_cuda() if here else None
+    for item in here:
+        if why is not None:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {why}"))
+
+
+@pytest.fixture
+def gate():
+    """Holds streams back until it is opened; opens by itself after ten seconds."""
+    return Gate()
+
+
+class Gate:
+    """A kernel that waits for the host, so that what comes after it is queued for certain."""
+
+    def __init__(self):
+        import numpy as np
+
+        from benchmarks.gpu.kernels import kernel
+        from dask_gpurt.devices.cuda_driver import CupyDriver
+
+        self._kernel = kernel("gate")
+        self._is_open = CupyDriver().pin(4).view(np.int32)
+        self._is_open[0] = 0
+        # Loaded and compiled now: loading a module later may wait for all that runs.
+        self._kernel.compile()
+
+    def close(self, stream):
+        """What is queued on this stream from here on waits for `open`."""
+        import numpy as np
+
+        arguments = (np.uint64(self._is_open.ctypes.data), np.int64(10_000_000_000))
+        with stream.handle:
+            self._kernel((1,), (1,), arguments)
+
+    def open(self):
+        self._is_open[0] = 1

@@ -1,0 +1,146 @@
+"""A GPU passes the suite of devices, and does what only a GPU can be asked."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from dask_gpurt.devices.array import DeviceArray
+from dask_gpurt.devices.cuda import CudaDevice
+from dask_gpurt.devices.cuda_driver import CupyDriver, why_no_cuda
+from dask_gpurt.devices.pinned import PinnedPool
+from dask_gpurt.devices.port import Priority
+from tests.conformance.device_suite import DeviceSuite, double, noise
+
+MIB = 1 << 20
+
+
+class TestCuda(DeviceSuite):
+    def make_device(self, capacity_nbytes, seed=0):
+        return CudaDevice(CupyDriver(), capacity_nbytes)
+
+
+@pytest.fixture
+def device(gate):
+    device = CudaDevice(CupyDriver(), 64 * MIB)
+    yield device
+    gate.open()
+    device.close()
+
+
+@pytest.fixture
+def stream(device):
+    return device.stream("only")
+
+
+def test_a_device_that_is_not_there_is_refused():
+    assert "999" in why_no_cuda(999)
+    with pytest.raises(RuntimeError, match="999"):
+        CupyDriver(999)
+
+
+def test_urgent_streams_come_first(device):
+    urgent, usual = device.stream("urgent", Priority.HIGH), device.stream("usual")
+    assert urgent.handle.priority < usual.handle.priority == 0
+    assert urgent.handle.is_non_blocking
+
+
+def test_copies_of_pinned_memory_and_kernels_wait_for_nobody(device, stream, gate):
+    """All of it is queued behind a gate that is still closed when the last call returns."""
+    source, target = device.driver.pin(MIB), device.driver.pin(MIB)
+    source[:] = noise(MIB)
+    target[:] = 0
+    buffer = device.allocate(MIB, stream)
+    stream.launch(double, writes=[buffer])  # compiles, which may wait
+    stream.synchronize()
+    gate.close(stream)
+    stream.to_device(buffer, source)
+    stream.launch(double, writes=[buffer])
+    stream.to_host(target, buffer)
+    done = stream.record()
+    assert not done.is_done()
+    assert not target.any()
+    gate.open()
+    done.synchronize()
+    np.testing.assert_array_equal(target, noise(MIB) * 2)
+
+
+def test_another_stream_goes_on_meanwhile(device, stream, gate):
+    other = device.stream("other", Priority.HIGH)
+    target = device.driver.pin(MIB)
+    buffer = device.allocate(MIB, other)
+    gate.close(stream)
+    held_back = stream.record()
+    other.to_device(buffer, noise(MIB))
+    other.to_host(target, buffer)
+    other.synchronize()
+    assert not held_back.is_done()
+    np.testing.assert_array_equal(target, noise(MIB))
+
+
+def test_memory_is_not_used_again_before_its_last_use(device, gate):
+    """A pool gives memory back to the stream it was allocated on, which is not who uses it last."""
+    one, other = device.stream("one"), device.stream("other")
+    target = device.driver.pin(MIB)
+    # The pool gets its memory now: asking CUDA for more may wait for all that runs.
+    for warm in [device.allocate(MIB, one) for _ in range(2)]:
+        warm.free(one)
+    one.synchronize()
+    assert device.used_nbytes == 0
+    buffer = device.allocate(MIB, one)
+    one.to_device(buffer, noise(MIB))
+    other.wait(one.record())
+    gate.close(other)
+    other.to_host(target, buffer)
+    buffer.free(other)
+    del buffer
+    gc.collect()
+    again = device.allocate(MIB, one)
+    one.to_device(again, np.zeros(MIB, np.uint8))
+    one.synchronize()
+    assert device.used_nbytes == 2 * MIB
+    gate.open()
+    other.synchronize()
+    np.testing.assert_array_equal(target, noise(MIB))
+    assert device.used_nbytes == MIB
+
+
+def test_an_array_that_dies_frees_its_memory_after_its_uses(device, stream, gate):
+    other = device.stream("other")
+    target = device.driver.pin(MIB)
+    array = DeviceArray.from_host(noise(MIB), device, stream)
+    array.ready.synchronize()
+    gate.close(other)
+    _, copied = array.to_host(other, target)
+    del array
+    gc.collect()
+    assert device.used_nbytes == MIB
+    gate.open()
+    copied.synchronize()
+    stream.synchronize()
+    assert device.used_nbytes == 0
+    np.testing.assert_array_equal(target, noise(MIB))
+
+
+def test_pinned_memory_is_what_cuda_takes_for_pinned(device):
+    import cupy
+
+    pool = PinnedPool(4 * MIB, MIB, device.driver.pin)
+    blocks = pool.take(3 * MIB)
+    attributes = cupy.cuda.runtime.pointerGetAttributes
+    for block in blocks.blocks:
+        block[:] = 7
+        assert attributes(block.ctypes.data).type == 1  # cudaMemoryTypeHost
+    plain = np.empty(MIB, np.uint8)
+    assert attributes(plain.ctypes.data).type == 0  # cudaMemoryTypeUnregistered
+    pool.give_back(blocks)
+
+
+def test_more_than_the_device_has_is_no_room(stream, device):
+    huge = CudaDevice(device.driver, 1 << 60)
+    with pytest.raises(MemoryError, match="no room"):
+        huge.allocate(1 << 50, huge.stream("only"))
+    assert huge.used_nbytes == 0
+    huge.close()

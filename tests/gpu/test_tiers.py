@@ -1,0 +1,21 @@
+"""The store evicts values of a GPU to pinned memory, and brings them back."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.tiers import measure
+from dask_gpurt.devices.cuda import CudaDevice
+from dask_gpurt.devices.cuda_driver import CupyDriver
+from dask_gpurt.devices.pinned import PinnedPool
+
+MIB = 1 << 20
+
+
+def test_a_working_set_of_four_times_the_budget():
+    device = CudaDevice(CupyDriver(), 16 * MIB)
+    pool = PinnedPool(128 * MIB, MIB, device.driver.pin)
+    found = measure(device, pool, n_values=64, value_nbytes=MIB, passes=3)
+    device.close()
+    assert found["wrong"] == []
+    assert found["most_used_nbytes"] <= 16 * MIB
+    assert found["cold_at_the_end"] >= 48
+    assert len(set(found["pinned_allocations"])) == 1, "nothing is pinned after the first pass"
