@@ -64,7 +64,7 @@ class Drop:
 Move = Put | Load | Drop
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Value:
     """What is known of one key."""
 
@@ -89,7 +89,7 @@ class Value:
         return self.home in self.copies
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Level:
     """One level of memory.
 
@@ -184,9 +184,11 @@ class Residency:
             self._drop(value, level)
         return value
 
-    def touch(self, key: Hashable) -> None:
+    def touch(self, key: Hashable) -> Value:
         """A value was used."""
-        self.values[key].last_used = self._tick()
+        value = self.values[key]
+        value.last_used = self._tick()
+        return value
 
     def put_done(self, move: Put, nbytes: int) -> bool:
         """A copy is complete; False if it is of no use any more and has to be let go of."""
@@ -291,6 +293,11 @@ class Residency:
             if self.levels[number].shortage_nbytes():
                 self.relieve(number, mark=LOW_WATER)
         return self.take_moves()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a level holds more than it should."""
+        return any(map(Level.shortage_nbytes, self.levels))
 
     @property
     def is_writing(self) -> bool:

@@ -95,14 +95,13 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
                 self._remove(key)
             self._objects[key] = value
             self.residency.insert(key, nbytes, home)
-            short = self._is_short()
+            short = self.residency.levels[home].shortage_nbytes()
         if short:
             self.decide()
 
     def __getitem__(self, key: Hashable) -> Any:
         with self._lock:
-            found = self.residency.values[key]
-            self.residency.touch(key)
+            found = self.residency.touch(key)
             if key in self._objects:
                 self._count("memory-read", found.nbytes)
                 return self._objects[key]
@@ -155,6 +154,8 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """
         with self._lock:
             claim = self.admission.ask(name, keys, output_nbytes, priority, home)
+            if claim.is_ready and not self._is_under_pressure():
+                return claim, True
             self._tell[claim] = tell
         self._decide_now(telling=claim)
         return claim, claim.is_ready and not claim.lost
@@ -231,11 +232,8 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             if claim is not telling or claim.lost:
                 tell(claim.lost)
 
-    def _is_short(self) -> bool:
-        return any(level.shortage_nbytes() for level in self.residency.levels)
-
     def _is_under_pressure(self) -> bool:
-        return self.has_cold or self._is_short()
+        return self.has_cold or self.residency.is_short
 
     def is_cold(self, key: Hashable) -> bool:
         """Whether a value is here, but not in memory."""
