@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -100,8 +99,9 @@ class WorkerState:
             self._budget.ease(self._budget.most_nbytes // 20)
 
     def shards_nbytes(self) -> int:
-        """Memory that shards take on this worker now."""
-        return self._budget.used_nbytes if self._budget is not None else 0
+        """Memory that shards take on this worker now, with what is on its way out."""
+        kept_nbytes = self._budget.used_nbytes if self._budget is not None else 0
+        return kept_nbytes + self.links.outgoing.used_nbytes
 
     def _memory_limit_nbytes(self) -> int:
         limit = self._worker.memory_manager.memory_limit
@@ -168,6 +168,10 @@ class WorkerState:
             "efficiency": found.efficiency,
         }
 
+    def close(self) -> None:
+        """The worker is closed. Dask calls this of what extends it."""
+        self.links.end()
+
     def report(self) -> dict[str, Any]:
         return {
             "version": dask_gpurt.__version__,
@@ -183,14 +187,11 @@ class WorkerState:
         }
 
 
-_STATES: weakref.WeakKeyDictionary[Any, WorkerState] = weakref.WeakKeyDictionary()
-
-
 def state_of(worker: Worker) -> WorkerState:
-    """State of a worker, made on first use."""
-    state = _STATES.get(worker)
+    """State of a worker, made on first use. Goes with the worker: one of its extensions."""
+    state: WorkerState | None = worker.extensions.get(NAME)
     if state is None:
-        state = _STATES[worker] = WorkerState(worker)
+        state = worker.extensions[NAME] = WorkerState(worker)
     return state
 
 
