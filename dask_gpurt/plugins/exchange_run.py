@@ -15,7 +15,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,7 @@ class ExchangeRun:
             state.budget(settings),
             state.counters,
             on_disk_io=disk_io,
+            elsewhere=self._elsewhere,
         )
         self._metrics = FineMetrics(worker.digest_metric, span_id)
         self._outbox: Outbox[Outgoing] = Outbox(
@@ -344,6 +345,12 @@ class ExchangeRun:
             with self._metrics.background("background-disk", on_loop=False):
                 with context_meter.meter("process"), context_meter.meter("disk-write"):
                     self._store.make_room()
+
+    def _elsewhere(self, call: Callable[[], None]) -> None:
+        try:
+            self._executor.submit(call)
+        except RuntimeError:  # the worker closes
+            call()
 
     def _assemble(self, partition_id: Any, pieces: Sequence[Piece]) -> Any:
         """Output partition made of its pieces, which come in the order of their sources."""
