@@ -35,6 +35,8 @@ from benchmarks.shuffle import frame, numbers_part
 from benchmarks.vitals import begin, restarts, total, vitals
 
 LIMIT_NBYTES = 1_000_000_000
+#: Bytes read and written: by the store, by the process, and shards by shuffles with the runtime on.
+COUNTED = ("spill", "file", "shard")
 #: Beyond its deadline a run may take this long to start, to report, and to clean up.
 _GRACE_S = 90.0
 
@@ -177,7 +179,7 @@ def run_here(case: Case, enabled: bool, scale: float, deadline_s: float) -> dict
             report["outcome"] = f"failed with {type(error).__name__}"
         report["wall_s"] = time.perf_counter() - began
         after = vitals(client)
-        for field in ("spill_read", "spill_written", "file_read", "file_written"):
+        for field in (f"{what}_{how}" for what in COUNTED for how in ("read", "written")):
             # A worker that was restarted takes its counts with it.
             known = {worker: before[worker] for worker in after if worker in before}
             made = total(known, f"{field}_nbytes")

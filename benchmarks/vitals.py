@@ -3,7 +3,8 @@
 `begin` and `vitals` run on the workers. The peak is the kernel's own (`VmHWM`), so nothing between
 two samples is missed. Spilled bytes are the store's own count, which stock Dask's store keeps as
 well. Shuffles write files of their own that no store counts, so what the process read and wrote
-through system calls is taken too; sockets are not in it.
+through system calls is taken too; sockets are not in it, and shards that were read from a peer's
+memory, which is a file to the system, are taken off.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Vitals:
     spill_written_nbytes: int
     file_read_nbytes: int
     file_written_nbytes: int
+    shard_read_nbytes: int
+    shard_written_nbytes: int
     longest_gap: Gap
 
 
@@ -89,13 +92,17 @@ async def _begin() -> int:
 
 async def _vitals(dask_worker: Worker) -> Vitals:
     spilled = getattr(dask_worker.data, "cumulative_metrics", {})
+    runtime = dask_worker.extensions.get("gpurt")
+    counts = runtime.counters.snapshot() if runtime is not None else {}
     io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return Vitals(
         peak(),
         int(spilled.get(("disk-read", "bytes"), 0)),
         int(spilled.get(("disk-write", "bytes"), 0)),
-        int(io["rchar"]),
+        int(io["rchar"]) - counts.get("received_nbytes", 0),
         int(io["wchar"]),
+        counts.get("unspilled_nbytes", 0),
+        counts.get("spilled_nbytes", 0),
         _watch.longest if _watch else Gap(),
     )
 

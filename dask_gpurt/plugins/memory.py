@@ -248,13 +248,13 @@ class ManagedMemory:
     async def _get_data(
         self, stock: Callable[..., Awaitable[Any]], comm: Any, keys: Iterable[Any], **kwargs: Any
     ) -> Any:
-        known = {key: self.store.residency.values.get(key) for key in keys}
-        cold = [key for key, value in known.items() if value is not None and not value.is_home]
+        values = ((key, self.store.residency.values.get(key)) for key in keys)
+        cold = {key: value.nbytes for key, value in values if value and not value.is_home}
         if self._is_closed:
-            keys, cold = [key for key in keys if key not in cold], []
+            keys, cold = [key for key in keys if key not in cold], {}
         loans: list[int] = []
         try:
-            for key in cold:
+            for key, nbytes in cold.items():
                 loan, began_s = None, self._loop.time()
                 # Without room for it the message goes without it, and its worker asks again.
                 # Without lanes the runtime was just taken off: stock's store has everything.
@@ -267,7 +267,7 @@ class ManagedMemory:
                 if loan is not None:
                     loans.append(loan)
                     self._tell("get-data", ("disk-read", "seconds"), self._loop.time() - began_s)
-                    self._tell("get-data", ("disk-read", "bytes"), known[key].nbytes)
+                    self._tell("get-data", ("disk-read", "bytes"), nbytes)
                     self._tell("get-data", ("disk-read", "count"), 1)
             return await stock(comm, keys, **kwargs)
         finally:
