@@ -159,6 +159,12 @@ def persisting_s(client: Client, collection: Any) -> float:
 
 def settle(client: Client) -> None:
     """Wait until the cluster has let go of the last result, and the disk has what it wrote."""
+    idle(client)
+    os.sync()
+
+
+def idle(client: Client) -> None:
+    """Wait until the cluster has let go of the last result."""
 
     async def until_idle(dask_scheduler: Any) -> None:
         import asyncio
@@ -170,7 +176,6 @@ def settle(client: Client) -> None:
             await asyncio.sleep(0.005)
 
     client.run_on_scheduler(until_idle)
-    os.sync()
 
 
 def machine() -> dict[str, Any]:

@@ -35,6 +35,8 @@ from benchmarks.shuffle import frame, numbers_part
 from benchmarks.vitals import begin, restarts, total, vitals
 
 LIMIT_NBYTES = 1_000_000_000
+#: Bytes read and written: by the store, by the process, and shards by shuffles with the runtime on.
+COUNTED = ("spill", "file", "shard")
 #: Beyond its deadline a run may take this long to start, to report, and to clean up.
 _GRACE_S = 90.0
 
@@ -177,14 +179,15 @@ def run_here(case: Case, enabled: bool, scale: float, deadline_s: float) -> dict
             report["outcome"] = f"failed with {type(error).__name__}"
         report["wall_s"] = time.perf_counter() - began
         after = vitals(client)
-        for field in ("spill_read", "spill_written", "file_read", "file_written"):
+        for field in (f"{what}_{how}" for what in COUNTED for how in ("read", "written")):
             # A worker that was restarted takes its counts with it.
             known = {worker: before[worker] for worker in after if worker in before}
             made = total(known, f"{field}_nbytes")
             report[f"{field}_nbytes"] = total(after, f"{field}_nbytes") - made
             report[f"{field}_before_nbytes"] = made
         report["peak_nbytes"] = max((one.peak_nbytes for one in after.values()), default=None)
-        report["longest_gap_s"] = max((one.longest_gap_s for one in after.values()), default=None)
+        gaps = [one.longest_gap for one in after.values()]
+        report["longest_gap"] = max(gaps)._asdict() if gaps else None
         report["workers"] = restarts(client, pids)
         return report
 
@@ -227,6 +230,19 @@ def median(runs: list[dict[str, Any]], *fields: str) -> float:
     return statistics.median(done) if done else math.nan
 
 
+def longest_gap(runs: list[dict[str, Any]]) -> dict[str, float] | None:
+    gaps: list[dict[str, float]] = [run["longest_gap"] for run in runs]
+    return max(gaps, key=lambda gap: gap["seconds"], default=None)
+
+
+def told(gap: dict[str, float] | None) -> str:
+    """A gap in words: how long it was, and what the thread of the loop did meanwhile."""
+    if gap is None:
+        return "unknown"
+    ran, no_core = gap["ran_s"] * 1e3, gap["no_core_s"] * 1e3
+    return f"{gap['seconds'] * 1e3:4.0f} ms ({ran:.0f} run, {no_core:.0f} no core)"
+
+
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Both sides of one case in a few figures, ratios being ours to stock's."""
     figures: dict[str, Any] = {}
@@ -239,7 +255,7 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "file_nbytes": median(of_side, "file_read_nbytes", "file_written_nbytes"),
             "peak_of_limit": max((r["peak_nbytes"] for r in reported), default=math.nan)
             / LIMIT_NBYTES,
-            "longest_gap_s": max((r["longest_gap_s"] for r in reported), default=math.nan),
+            "longest_gap": longest_gap(reported),
             "workers_lost": sum(r["workers"]["lost"] for r in reported),
         }
     for field in ("wall_s", "spill_nbytes", "file_nbytes"):
@@ -262,7 +278,7 @@ def table(name: str, figures: dict[str, Any]) -> str:
             f"  spilled and read back {found['spill_nbytes'] / 1e9:6.2f} GB"
             f"  files {found['file_nbytes'] / 1e9:6.2f} GB"
             f"  peak {found['peak_of_limit']:5.2f} of limit"
-            f"  longest gap {found['longest_gap_s'] * 1e3:6.0f} ms"
+            f"  longest gap {told(found['longest_gap'])}"
             f"  workers lost {found['workers_lost']}  {', '.join(found['outcomes'])}"
         )
     lines.append(

@@ -3,22 +3,39 @@
 `begin` and `vitals` run on the workers. The peak is the kernel's own (`VmHWM`), so nothing between
 two samples is missed. Spilled bytes are the store's own count, which stock Dask's store keeps as
 well. Shuffles write files of their own that no store counts, so what the process read and wrote
-through system calls is taken too; sockets are not in it.
+through system calls is taken too; sockets are not in it, and shards that were read from a peer's
+memory, which is a file to the system, are taken off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed import Client, Worker
 
 from benchmarks.memory import peak, reset_peak
 
 _STAMP_S = 0.01
+
+
+class Gap(NamedTuple):
+    """A time in which an event loop did not come round.
+
+    Attributes
+    ----------
+    ran_s, no_core_s
+        What its thread did meanwhile: it ran, or waited for a core. In the rest it waited for a
+        lock, which mostly is the interpreter's.
+    """
+
+    seconds: float = 0.0
+    ran_s: float = 0.0
+    no_core_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,24 +47,35 @@ class Vitals:
     spill_written_nbytes: int
     file_read_nbytes: int
     file_written_nbytes: int
-    longest_gap_s: float
+    shard_read_nbytes: int
+    shard_written_nbytes: int
+    longest_gap: Gap
 
 
 class _LoopWatch:
     """Longest time that the event loop did not come round, beyond what was slept."""
 
     def __init__(self) -> None:
-        self.longest_gap_s = 0.0
+        self.longest = Gap()
         self.task = asyncio.create_task(self._stamp())
 
     async def _stamp(self) -> None:
         loop = asyncio.get_running_loop()
-        before = loop.time()
-        while True:
-            await asyncio.sleep(_STAMP_S)
-            now = loop.time()
-            self.longest_gap_s = max(self.longest_gap_s, now - before - _STAMP_S)
-            before = now
+        with open(f"/proc/self/task/{threading.get_native_id()}/schedstat", "rb") as file:
+            before_s, before = loop.time(), _scheduled(file.fileno())
+            while True:
+                await asyncio.sleep(_STAMP_S)
+                now_s, now = loop.time(), _scheduled(file.fileno())
+                gap_s = now_s - before_s - _STAMP_S
+                if gap_s > self.longest.seconds:
+                    self.longest = Gap(gap_s, now[0] - before[0], now[1] - before[1])
+                before_s, before = now_s, now
+
+
+def _scheduled(fd: int) -> tuple[float, float]:
+    """Seconds that a thread ran, and that it could have but had no core."""
+    ran_ns, waited_ns, _ = os.pread(fd, 100, 0).split()
+    return int(ran_ns) / 1e9, int(waited_ns) / 1e9
 
 
 _watch: _LoopWatch | None = None
@@ -64,14 +92,18 @@ async def _begin() -> int:
 
 async def _vitals(dask_worker: Worker) -> Vitals:
     spilled = getattr(dask_worker.data, "cumulative_metrics", {})
+    runtime = dask_worker.extensions.get("gpurt")
+    counts = runtime.counters.snapshot() if runtime is not None else {}
     io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return Vitals(
         peak(),
         int(spilled.get(("disk-read", "bytes"), 0)),
         int(spilled.get(("disk-write", "bytes"), 0)),
-        int(io["rchar"]),
+        int(io["rchar"]) - counts.get("received_nbytes", 0),
         int(io["wchar"]),
-        _watch.longest_gap_s if _watch else 0.0,
+        counts.get("unspilled_nbytes", 0),
+        counts.get("spilled_nbytes", 0),
+        _watch.longest if _watch else Gap(),
     )
 
 

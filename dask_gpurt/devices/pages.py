@@ -148,9 +148,13 @@ class SharedPages(PrivatePages):
         self._positions: dict[int, int] = {}
 
     def _moved(self, old: int, new: int) -> None:
-        self._positions[new] = self._positions.pop(old)
+        if (position := self._positions.pop(old, None)) is not None:
+            self._positions[new] = position
 
     def _add(self, start: int, n_pages: int) -> None:
+        if self.fd < 0:
+            super()._add(start, n_pages)
+            return
         library = _library()
         for address in range(start, start + n_pages * PAGE_NBYTES, PAGE_NBYTES):
             if not self._free:
@@ -196,10 +200,17 @@ class SharedPages(PrivatePages):
             address = page + PAGE_NBYTES
         return found
 
-    def __del__(self) -> None:
-        # Buffers that are still alive keep their mappings; the file stays as long as they do.
-        if (fd := getattr(self, "fd", -1)) >= 0:
+    def close(self) -> None:
+        """Nobody will read these pages any more: those built from now on are private.
+
+        Buffers that are still alive keep their mappings; the memory stays as long as they do.
+        """
+        fd, self.fd = getattr(self, "fd", -1), -1
+        if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def system_policy() -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from dask_gpurt.memory.residency import Priority, Residency, Value
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Claim:
     """What one task needs.
 
@@ -65,10 +65,17 @@ class Admission:
         priority: Priority = (),
         home: int = 0,
     ) -> Claim:
-        """A task wants to begin. Keys that are not known are left out of account."""
+        """A task wants to begin; at once if nobody waits, it fits, and all it takes is at home.
+
+        Keys that are not known are left out of account.
+        """
         known = self._residency.values
         values = tuple(known[key] for key in keys if key in known)
         claim = Claim(name, values, output_nbytes, priority, home)
+        if not self._waiting and self._fits_as_it_is(claim):
+            self._begin(claim)
+            claim.is_ready = True
+            return claim
         self._waiting.append(claim)
         if len(self._waiting) > 1:
             self._waiting.sort(key=lambda waiting: waiting.priority)
@@ -98,17 +105,27 @@ class Admission:
         """Claims that became ready: admitted, with every input at home."""
         while self._waiting and self._admit(self._waiting[0]):
             claim = self._waiting.pop(0)
-            claim.is_admitted = True
-            self.running.add(claim)
+            self._begin(claim)
             self._loading.append(claim)
-            self._residency.levels[claim.home].reserved_nbytes += claim.output_nbytes
-            for value in claim.values:
-                self._residency.pin(value)
         ready = [claim for claim in self._loading if not self._missing(claim)]
         for claim in ready:
             claim.is_ready = True
             self._loading.remove(claim)
         return ready
+
+    def _begin(self, claim: Claim) -> None:
+        claim.is_admitted = True
+        self.running.add(claim)
+        self._residency.levels[claim.home].reserved_nbytes += claim.output_nbytes
+        for value in claim.values:
+            self._residency.pin(value)
+
+    def _fits_as_it_is(self, claim: Claim) -> bool:
+        # Where everything fits, which is mostly so, this is all that is asked.
+        level = self._residency.levels[claim.home]
+        if level.shortage_nbytes(claim.output_nbytes + level.leaving_nbytes):
+            return False
+        return all(value.is_home for value in claim.values)
 
     def _missing(self, claim: Claim) -> bool:
         missing = False
@@ -126,7 +143,6 @@ class Admission:
         fits = True
         for home, nbytes in needs.items():
             level = self._residency.levels[home]
-            # Where everything fits, which is mostly so, this is all.
             if not nbytes or not level.shortage_nbytes(nbytes + level.leaving_nbytes):
                 continue
             spare = frozenset(value.key for value in claim.values)

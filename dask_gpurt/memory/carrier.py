@@ -210,9 +210,11 @@ class Carrier:
                 found = self._restore(move.target, move.source, place)
             except Exception as error:
                 if will_pass(error):
-                    # Whoever needs the value asks for it again.
                     with self._lock:
                         self._residency.load_put_off(move)
+                    # In a moment: what is short is not there at once. What ends before then has
+                    # it decided as well.
+                    self._lanes.owner(partial(self._lanes.later, self._decide))
                     return
                 problem = _told(error)
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ class InheritedTier:
     def __init__(self, values: MutableMapping[Any, Any], flatten: Callable[[Any], Flat]) -> None:
         self._values = values
         self._flatten = flatten
+        self._is_closed = False
+        self._lock = threading.Lock()
 
     @property
     def used_nbytes(self) -> int:
@@ -47,8 +50,12 @@ class InheritedTier:
         return self._flatten(self._values[place.key])
 
     def drop(self, place: Inherited) -> None:
-        with contextlib.suppress(KeyError, OSError):
-            del self._values[place.key]
+        # By now the key may be that of a value which came after.
+        with self._lock, contextlib.suppress(KeyError, OSError):
+            if not self._is_closed:
+                del self._values[place.key]
 
     def close(self) -> None:
-        """What was there before is not ours to remove."""
+        """Leave what is there as it is."""
+        with self._lock:
+            self._is_closed = True

@@ -39,6 +39,8 @@ class Candidate(NamedTuple):
         recent.
     is_clean
         A valid copy is in a tier below, so that evicting it writes nothing.
+    made
+        Count of values when this one came: the larger, the later.
     role
         What it is held for.
     """
@@ -47,6 +49,7 @@ class Candidate(NamedTuple):
     next_use: tuple[float, ...] | None
     last_used: int
     is_clean: bool
+    made: int
     role: Role = Role.OUTPUT
 
 
@@ -66,11 +69,11 @@ class NextUse:
 
     1. Outputs without a known use. Mostly a client holds them, and it may never ask again. Clean
        ones go first, the most recently used of them before others: they were read back for a scan,
-       and the next scan comes to them last. Dirty ones go by age: what a program made anew it uses
-       sooner than what it made that from. The most recent first there as well would move twice
-       the bytes where each step of a program makes new data from old. While the uses of a scan are
-       known, which they are once it is submitted, neither matters to it: what it has passed goes
-       first.
+       and the next scan comes to them last. Dirty ones go in the order in which they were made,
+       whenever they were used: what a program made anew it uses sooner than what it made that
+       from. The most recent first there as well would move twice the bytes where each step of a
+       program makes new data from old. While the uses of a scan are known, which they are once it
+       is submitted, neither matters to it: what it has passed goes first.
     2. Shards whose unpack task is not known yet: it comes after everything that is.
     3. What has a known use, the furthest first.
     """
@@ -78,11 +81,11 @@ class NextUse:
     name = "next-use"
 
     def rank(self, candidate: Candidate) -> tuple[Any, ...]:
-        _, next_use, last_used, is_clean, role = candidate
+        _, next_use, last_used, is_clean, made, role = candidate
         if next_use is not None:
             return (0, next_use, is_clean, -last_used)
         # The second element is only ever compared within one class, so its type may differ.
-        recency = last_used if is_clean else -last_used
+        recency = last_used if is_clean else -made
         return (2 if role is Role.OUTPUT else 1, is_clean, recency)
 
 

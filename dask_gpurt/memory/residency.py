@@ -25,7 +25,7 @@ Priority = tuple[float, ...]
 MAX_MOVES = 4
 #: What is smaller leaves last, whatever the policy says: a move costs more than its room is worth.
 SMALL_NBYTES = 64 << 10
-#: Once a level is above its mark, it is relieved to this share of it.
+#: Once a level is above its mark, it is relieved to this share of it, as far as that takes writes.
 LOW_WATER = 0.95
 #: What is brought home ahead of need may hold at most this share of a level, but for the first.
 #: More would hide no more of the reading, and every byte of it evicts one that is needed later.
@@ -64,7 +64,7 @@ class Drop:
 Move = Put | Load | Drop
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Value:
     """What is known of one key."""
 
@@ -89,7 +89,7 @@ class Value:
         return self.home in self.copies
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Level:
     """One level of memory.
 
@@ -184,9 +184,11 @@ class Residency:
             self._drop(value, level)
         return value
 
-    def touch(self, key: Hashable) -> None:
+    def touch(self, key: Hashable) -> Value:
         """A value was used."""
-        self.values[key].last_used = self._tick()
+        value = self.values[key]
+        value.last_used = self._tick()
+        return value
 
     def put_done(self, move: Put, nbytes: int) -> bool:
         """A copy is complete; False if it is of no use any more and has to be let go of."""
@@ -369,6 +371,10 @@ class Residency:
         if not missing:
             return 0
         for value in self._victims(number, spare):
+            # Room is made ahead of need only by writing: what has a copy can leave the moment that
+            # its room is needed, and may be used before.
+            if len(value.copies) > 1 and not level.shortage_nbytes(want_nbytes):
+                break
             if later_than is not None and value.is_home:
                 use = self.next_use(value.key)
                 if use is not None and use <= later_than:
@@ -462,6 +468,7 @@ class Residency:
             next_use=self.next_use(value.key),
             last_used=value.last_used,
             is_clean=len(value.copies) > 1,
+            made=value.serial,
         )
         is_worth_it = value.nbytes >= SMALL_NBYTES and (candidate.is_clean or not value.rests)
         return (is_worth_it, self.policy.rank(candidate))

@@ -23,7 +23,7 @@ from dask_gpurt.memory.inherited import Inherited
 from dask_gpurt.memory.loans import Loans
 from dask_gpurt.memory.port import Lanes, Packing, Tier
 from dask_gpurt.memory.report import explained, reported, spilled
-from dask_gpurt.memory.residency import Priority, Residency, Value
+from dask_gpurt.memory.residency import Level, Priority, Residency, Value
 
 #: Where objects of the host live.
 HOME = 0
@@ -95,14 +95,13 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
                 self._remove(key)
             self._objects[key] = value
             self.residency.insert(key, nbytes, home)
-            short = self._is_short()
+            short = self.residency.levels[home].shortage_nbytes()
         if short:
             self.decide()
 
     def __getitem__(self, key: Hashable) -> Any:
         with self._lock:
-            found = self.residency.values[key]
-            self.residency.touch(key)
+            found = self.residency.touch(key)
             if key in self._objects:
                 self._count("memory-read", found.nbytes)
                 return self._objects[key]
@@ -155,6 +154,8 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """
         with self._lock:
             claim = self.admission.ask(name, keys, output_nbytes, priority, home)
+            if claim.is_ready and not self._is_under_pressure():
+                return claim, True
             self._tell[claim] = tell
         self._decide_now(telling=claim)
         return claim, claim.is_ready and not claim.lost
@@ -231,11 +232,8 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             if claim is not telling or claim.lost:
                 tell(claim.lost)
 
-    def _is_short(self) -> bool:
-        return any(level.shortage_nbytes() for level in self.residency.levels)
-
     def _is_under_pressure(self) -> bool:
-        return self.has_cold or self._is_short()
+        return self.has_cold or any(map(Level.shortage_nbytes, self.residency.levels))
 
     def is_cold(self, key: Hashable) -> bool:
         """Whether a value is here, but not in memory."""
@@ -266,6 +264,18 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """Tiers that could not be written to may be tried again."""
         with self._lock:
             self.residency.retry()
+
+    def cold(self) -> dict[Hashable, int]:
+        """Serial numbers of the values that are not in memory, by key."""
+        with self._lock:
+            values = self.residency.values.items()
+            return {key: value.serial for key, value in values if key not in self._objects}
+
+    def give_up(self, key: Hashable) -> None:
+        """A value is of no use to anybody: have it computed again."""
+        value = self.residency.values.get(key)
+        if value is not None:
+            self._lose(value)
 
     def adopt(
         self, objects: Mapping[Hashable, Any], cold: Mapping[Hashable, int], level: int
@@ -306,6 +316,12 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         self.cumulative_metrics[label, "count"] += 1
         self.cumulative_metrics[label, "bytes"] += nbytes
 
+    def io(self) -> dict[tuple[str, str], float]:
+        """What tiers moved so far, by `disk-write` or `disk-read` and unit."""
+        with self._lock:
+            counts = self.cumulative_metrics.items()
+            return {label: amount for label, amount in counts if label[0] != "memory-read"}
+
     def on_io(self, label: str, nbytes: int, seconds: float) -> None:
         """Tiers tell what they moved: `disk-write` or `disk-read`."""
         with self._lock:
@@ -323,6 +339,9 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     def disk(self) -> Collection[Hashable]:
         """Keys that are not in memory. For inspection only."""
         return [key for key in self.residency.values if key not in self._objects]
+
+    #: What Dask's own store calls them, by which Prometheus counts tasks on disk.
+    slow = disk
 
     @property
     def spilled_total(self) -> tuple[int, int]:
@@ -353,10 +372,13 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             return reported(self.residency, self.admission, self.cumulative_metrics)
 
     def close(self) -> None:
-        """Let go of everything; tasks that wait may begin, whatever is left. From the owner."""
+        """Nothing moves any more; tasks that wait may begin, whatever is left. From the owner."""
         with self._lock:
             self._is_closed = True
             told = [tell for claim, tell in self._tell.items() if not claim.is_ready]
         for tell in told:
             tell(set())
+
+    def clear(self) -> None:
+        """Let go of everything, once closed. Removes files: not the owner."""
         self._carrier.close()

@@ -15,7 +15,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,7 @@ class ExchangeRun:
             state.budget(settings),
             state.counters,
             on_disk_io=disk_io,
+            elsewhere=self._elsewhere,
         )
         self._metrics = FineMetrics(worker.digest_metric, span_id)
         self._outbox: Outbox[Outgoing] = Outbox(
@@ -121,6 +122,7 @@ class ExchangeRun:
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
         self._lanes: set[tuple[int, int]] = set()
         state.begin_run(self)
+        self._spilling = state.lanes.spill
 
     def __repr__(self) -> str:
         return (
@@ -270,7 +272,7 @@ class ExchangeRun:
         if self._store.is_over_limit:
             # The peer waits for the answer, and so do its producers: this is the back-pressure.
             await asyncio.wrap_future(
-                self._state.lanes.spill.submit(self.make_room, priority=Priority.HIGH, path="spill")
+                self._spilling.submit(self.make_room, priority=Priority.HIGH, path="spill")
             )
         return {"status": "OK"}
 
@@ -354,6 +356,13 @@ class ExchangeRun:
             with self._metrics.background("background-disk", on_loop=False):
                 with context_meter.meter("process"), context_meter.meter("disk-write"):
                     self._store.make_room()
+
+    def _elsewhere(self, call: Callable[[], None]) -> None:
+        """Have something done that nobody waits for."""
+        try:
+            self._spilling.submit(call, path="remove")
+        except RuntimeError:  # the lane ended with the last run
+            call()
 
     def _assemble(self, partition_id: Any, pieces: Sequence[Piece]) -> Any:
         """Output partition made of its pieces, which come in the order of their sources."""

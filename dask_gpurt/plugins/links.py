@@ -78,12 +78,13 @@ class Links:
         self._lender: Lender | None = None
         self._engine: asyncio.Task[UcxEngine] | None = None
         self._no_memory = ""
+        self._memory: SharedPages | None = None
         #: Why device memory is not sent to a peer until the next cool-down.
         self._device_failures: dict[str, str] = {}
         #: Where shards that leave are put together.
         self.outgoing = HostPool(keep_nbytes)
         try:
-            memory = SharedPages()
+            self._memory = memory = SharedPages()
             self._lender = Lender(memory)
             self.outgoing = HostPool(keep_nbytes, source=memory)
         except OSError as error:
@@ -330,12 +331,17 @@ class Links:
         self._device_failures.clear()
 
     async def close(self) -> None:
-        """Let go of all links."""
+        """Let go of all links. Shuffles that are under way may make others."""
         self._let_go()
         engine, self._engine = self._engine, None
         if engine is not None:
             with contextlib.suppress(TransportError):
                 await (await engine).close(_LINK_DEADLINE_S)
+
+    def end(self) -> None:
+        """The worker is closed, and no peer reads from it any more."""
+        if self._memory is not None:
+            self._memory.close()
 
 
 async def _accepted(call: Call, name: str, offer: Any) -> Any:

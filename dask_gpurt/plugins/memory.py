@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
 from functools import partial
 from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
-
-from dask.utils import key_split
 
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.devices import malloc
@@ -25,17 +23,20 @@ from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import COMPUTE, Entry, Ledger
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.frames.values import flatten, restore
+from dask_gpurt.memory.admission import Claim
 from dask_gpurt.memory.directory import sweep
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host_tiers import CompressedTier
 from dask_gpurt.memory.inherited import InheritedTier
 from dask_gpurt.memory.policy import POLICIES
 from dask_gpurt.memory.port import Lanes, Packing, Tier
-from dask_gpurt.memory.residency import Level, Residency
+from dask_gpurt.memory.residency import Level, Residency, Value
 from dask_gpurt.memory.sizes import Sizes
 from dask_gpurt.memory.store import TieredStore
 from dask_gpurt.plugins import memory_seams
-from dask_gpurt.plugins.seams import event_loop
+from dask_gpurt.plugins.fine_metrics import amount
+from dask_gpurt.plugins.memory_return import Given, return_cold, return_rest
+from dask_gpurt.plugins.seams import context_meter, event_loop
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -86,7 +87,7 @@ class Besides(Protocol):
     ledger: Ledger
 
     def shards_nbytes(self) -> int:
-        """Bytes that shards of shuffles take now."""
+        """Bytes that shards of shuffles take now, those on their way out included."""
 
     def relieve(self, over_nbytes: int) -> None:
         """The process takes so much too much. In a thread."""
@@ -124,7 +125,9 @@ class ManagedMemory:
         self._upcoming: list[Hashable] = []
         self._started = 0
         self._is_closed = False
-        self._claims: dict[Hashable, Any] = {}
+        self._claims: dict[Hashable, Claim] = {}
+        #: What of the store's counts Dask's metrics have been told.
+        self._told_io: dict[tuple[str, str], float] = {}
         marks = memory_seams.spill_marks_nbytes(worker)
         assert marks is not None
         self._target_nbytes, self._spill_nbytes = marks
@@ -176,10 +179,8 @@ class ManagedMemory:
             None if settings.compression == "none" else settings.compression,
             lambda *moved: self.store.on_io(*moved),
         )
-        tiers: list[Tier] = [
-            disk,
-            InheritedTier(memory_seams.on_disk(self._stock), packing.flatten),
-        ]
+        self._inherited = InheritedTier(memory_seams.on_disk(self._stock), packing.flatten)
+        tiers: list[Tier] = [disk, self._inherited]
         levels = [Level(tier.name, tier.capacity_nbytes) for tier in tiers]
         if settings.compressed_nbytes:
             tiers.insert(0, CompressedTier(settings.compressed_nbytes))
@@ -200,7 +201,7 @@ class ManagedMemory:
         task = self._worker.state.tasks.get(key)
         if task is None:
             return await stock(key, **kwargs)
-        group = key_split(key)
+        group = task.prefix
         begun: asyncio.Future[set[Hashable]] = self._loop.create_future()
 
         def begin(lost: set[Hashable]) -> None:
@@ -215,9 +216,16 @@ class ManagedMemory:
             begin,
         )
         self._claims[key] = claim
+        cold = [value for value in claim.values if not value.is_home]
+        _meter("memory-read", [value for value in claim.values if value.is_home])
         try:
-            if not is_ready and (await begun or memory_seams.is_cancelled(self._worker, key)):
-                return memory_seams.reschedule(key)
+            if not is_ready:
+                # The seconds that a task waits are its own; those of the lanes are told apart.
+                with context_meter.meter("disk-read" if cold else "memory-room"):
+                    lost = await begun
+                if lost or memory_seams.is_cancelled(self._worker, key):
+                    return memory_seams.reschedule(key)
+                _meter("disk-read", cold)
             event = await stock(key, **kwargs)
         finally:
             if self._claims.get(key) is claim:
@@ -240,13 +248,14 @@ class ManagedMemory:
     async def _get_data(
         self, stock: Callable[..., Awaitable[Any]], comm: Any, keys: Iterable[Any], **kwargs: Any
     ) -> Any:
-        cold = [key for key in keys if self.store.is_cold(key)]
+        values = ((key, self.store.residency.values.get(key)) for key in keys)
+        cold = {key: value.nbytes for key, value in values if value and not value.is_home}
         if self._is_closed:
-            keys, cold = [key for key in keys if key not in cold], []
+            keys, cold = [key for key in keys if key not in cold], {}
         loans: list[int] = []
         try:
-            for key in cold:
-                loan = None
+            for key, nbytes in cold.items():
+                loan, began_s = None, self._loop.time()
                 # Without room for it the message goes without it, and its worker asks again.
                 # Without lanes the runtime was just taken off: stock's store has everything.
                 with contextlib.suppress(MemoryError, OSError, RuntimeError):
@@ -257,6 +266,9 @@ class ManagedMemory:
                     )
                 if loan is not None:
                     loans.append(loan)
+                    self._tell("get-data", ("disk-read", "seconds"), self._loop.time() - began_s)
+                    self._tell("get-data", ("disk-read", "bytes"), nbytes)
+                    self._tell("get-data", ("disk-read", "count"), 1)
             return await stock(comm, keys, **kwargs)
         finally:
             for loan in loans:
@@ -302,10 +314,22 @@ class ManagedMemory:
             await asyncio.sleep(LOOK_INTERVAL_S)
             await self._monitor(0)
 
+    def _tell(self, where: str, label: tuple[str, str], value: float) -> None:
+        """One of Dask's fine metrics."""
+        self._worker.digest_metric((where, *label), value)
+
+    def _tell_io(self) -> None:
+        """What the lanes wrote and read; as stock has what it spills."""
+        for label, so_far in self.store.io().items():
+            if new := so_far - self._told_io.get(label, 0):
+                self._told_io[label] = so_far
+                self._tell("memory-monitor", label, new)
+
     async def _monitor(self, process_nbytes: int) -> None:
         """Fit the store's room to what the process takes besides."""
         if self._is_closed:
             return
+        self._tell_io()
         now = self._loop.time()
         room = self._target_nbytes
         shards_nbytes = self._besides.shards_nbytes()
@@ -367,20 +391,30 @@ class ManagedMemory:
         keeps the store, which lets go of what is in it. What is being written is waited for, so
         that nobody writes any more when Dask removes the worker's directory.
         """
+        given: Given = {}
+        if not memory_seams.is_closing(self._worker):
+            given = await return_cold(self.store, self._stock, self._writes)
         self._is_closed = True
         for task in (self._asking, self._looking):
             if task is not None:
                 task.cancel()
+        self._tell_io()
         if not memory_seams.is_closing(self._worker):
-            for key in list(self.store):
-                # What cannot be read is computed again, as always.
-                with contextlib.suppress(KeyError):
-                    self._stock[key] = self.store[key]
+            self._inherited.close()
+            return_rest(self.store, self._stock, given)
             self._swap.remove(self._stock)
         self.store.close()
+        # Removing gigabytes of files takes a second.
+        await asyncio.to_thread(self.store.clear)
         for lane in (self._writes, self._reads):
             closing = asyncio.create_task(asyncio.to_thread(lane.close))
             await asyncio.wait([closing], timeout=CLOSE_DEADLINE_S)
+
+
+def _meter(label: str, values: Collection[Value]) -> None:
+    """Tell the metrics of the task at hand what it takes."""
+    if values:
+        amount(label, sum(value.nbytes for value in values), len(values))
 
 
 def _submit(lane: Lane, call: Callable[[], None], path: str = "", nbytes: int = 0) -> None:

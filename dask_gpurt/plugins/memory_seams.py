@@ -7,7 +7,7 @@ Contract tests in `tests/plugins/test_memory_seams.py` fail when distributed mov
 | `Worker.memory_manager.data`, `Worker.state.data` | our store is the one that the worker and its
 state machine use | `StoreSwap.remove` |
 | `SpillBuffer.fast`, `.slow`, `._slow_uncached` | what a worker has when the runtime comes is taken
-over where it is | |
+over where it is, and what is on disk when it goes is written there | |
 | `Worker.execute` | a task begins once its inputs are at home and its output has room, and not by
 reading from disk on the event loop | `StoreSwap.remove` |
 | handler `get_data` | values that are sent are read off the event loop | `StoreSwap.remove` |
@@ -33,7 +33,7 @@ from distributed.core import Status
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
-from distributed.spill import SpillBuffer
+from distributed.spill import MaxSpillExceeded, SpillBuffer
 from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.memory.foresight import Outlook, reachable
@@ -50,8 +50,9 @@ __all__ = [
     "is_monitored",
     "loads",
     "next_local_use",
-    "on_disk",
     "next_uses",
+    "on_disk",
+    "put_on_disk",
     "queued_inputs",
     "ran",
     "recompute",
@@ -148,6 +149,17 @@ def take_over(stock: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
 def on_disk(stock: Any) -> Any:
     """The part of a store that `take_over` left in it."""
     return stock.slow if isinstance(stock, SpillBuffer) else {}
+
+
+def put_on_disk(stock: Any, key: Any, value: Any) -> None:
+    """Give a value to a store without it taking memory, where that can be said."""
+    if isinstance(stock, SpillBuffer):
+        try:
+            stock.slow[key] = value
+            return
+        except (OSError, MaxSpillExceeded):
+            pass  # in memory it may have a place, and Dask says what is wrong with the disk
+    stock[key] = value
 
 
 def spill_marks_nbytes(worker: Worker) -> tuple[int, int | None] | None:

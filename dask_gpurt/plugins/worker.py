@@ -121,8 +121,9 @@ class WorkerState:
             self._budget.ease(self._budget.most_nbytes // 20)
 
     def shards_nbytes(self) -> int:
-        """Memory that shards take on this worker now."""
-        return self._budget.used_nbytes if self._budget is not None else 0
+        """Memory that shards take on this worker now, with what is on its way out."""
+        kept_nbytes = self._budget.used_nbytes if self._budget is not None else 0
+        return kept_nbytes + self.links.outgoing.used_nbytes
 
     def _memory_limit_nbytes(self) -> int:
         limit = self._worker.memory_manager.memory_limit
@@ -205,6 +206,10 @@ class WorkerState:
             "measured_s": found.measured_s,
             "efficiency": found.efficiency,
         }
+
+    def close(self) -> None:
+        """The worker is closed. Dask calls this of what extends it."""
+        self.links.end()
 
     def report(self) -> dict[str, Any]:
         return {

@@ -121,6 +121,9 @@ def cut_shards(
 ) -> list[tuple[int, int]]:
     """Cut consecutive slots into shards of about `target_nbytes`.
 
+    Larger ones only if they would be less than half of it otherwise: a worker that is short of
+    memory reads what it spilled of a shard anew for each of its slots.
+
     Parameters
     ----------
     rows_before_slot
@@ -141,6 +144,13 @@ def cut_shards(
     for slot in range(len(rows_before_slot) - 1):
         if rows_before_slot[slot + 1] == rows_before_slot[slot]:
             continue
+        if (
+            first is not None
+            and rows_before_slot[slot + 1] - rows_before_slot[first] > limit
+            and rows_before_slot[end] - rows_before_slot[first] >= limit / 2
+        ):
+            cuts.append((first, end))
+            first = None
         if first is None:
             first = slot
         end = slot + 1

@@ -33,6 +33,7 @@ from dask_gpurt.errors import (
 )
 from dask_gpurt.frames.port import BodyAdapter, Packed, Piece, on_host
 from dask_gpurt.metrics import Counters
+from dask_gpurt.shuffle.spill_file import SpillFile
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
@@ -40,52 +41,6 @@ logger = logging.getLogger("dask_gpurt.shuffle")
 LOW_WATER = 0.8
 #: However short of memory a worker is, shards may take this share of their limit.
 LEAST_SHARE = 0.1
-
-
-class SpillFile:
-    """Shards written one after the other; removed with the last of them."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._end = 0
-        #: Shards that need the file, and one more while it is being written.
-        self._live = 1
-
-    def append(self, buffer: np.ndarray[Any, Any]) -> int:
-        """Write a buffer and return where it begins."""
-        first = self._end
-        view = buffer.data
-        position = first
-        while len(view):
-            written = os.pwrite(self._fd, view, position)
-            position += written
-            view = view[written:]
-        self._end = position
-        self._live += 1
-        return first
-
-    def read_into(self, buffer: np.ndarray[Any, Any], position: int) -> None:
-        view = buffer.data
-        while len(view):
-            count = os.preadv(self._fd, [view], position)
-            if not count:
-                raise ShardStorageError(f"{self.path} ended before its shard did")
-            position += count
-            view = view[count:]
-
-    def release(self) -> None:
-        """One shard less needs this file, or its writer is done."""
-        self._live -= 1
-        if not self._live:
-            self.remove()
-
-    def remove(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
 
 
 class Budget:
@@ -192,6 +147,8 @@ class ShardStore:
         Memory that shards may take before some are spilled; shared by the runs of a worker.
     on_disk_io
         Told `disk-write` or `p2p-disk-read` and how many bytes, in the thread that did it.
+    elsewhere
+        Makes a call that may take long, where that holds nobody up.
     """
 
     def __init__(
@@ -204,6 +161,7 @@ class ShardStore:
         open_file: Callable[[str], SpillFile] = SpillFile,
         *,
         on_disk_io: Callable[[str, int], None] | None = None,
+        elsewhere: Callable[[Callable[[], None]], object] = lambda call: call(),
     ) -> None:
         self._adapter = adapter
         self._slots = slots
@@ -212,6 +170,7 @@ class ShardStore:
         self._counters = counters
         self._open_file = open_file
         self._on_disk_io = on_disk_io or (lambda label, nbytes: None)
+        self._elsewhere = elsewhere
         self._lock = threading.Lock()
         self._spilling = threading.Lock()
         self._sources: dict[int, list[Shard]] = {}
@@ -290,8 +249,7 @@ class ShardStore:
                 )
             finally:
                 if file is not None:
-                    with self._lock:
-                        file.release()
+                    self._let_go([file])
 
     def _victims(self) -> list[Shard]:
         with self._lock:
@@ -316,7 +274,7 @@ class ShardStore:
         position = file.append(packed.buffer)
         with self._lock:
             if not shard.unread or self._closed:
-                file.release()
+                file.release()  # not the last: it is still being written
                 return
             shard.on_disk = (file, position)
             shard.sections = (packed.arrow_nbytes, packed.pickle_nbytes)
@@ -435,6 +393,7 @@ class ShardStore:
 
     def release(self, slot: int) -> None:
         """An output partition is safe elsewhere: let go of what only it needed."""
+        files: list[SpillFile] = []
         with self._lock:
             if slot in self._released or self._firsts is None:
                 return
@@ -451,15 +410,22 @@ class ShardStore:
                     continue
                 shard.unread -= 1
                 if not shard.unread:
+                    if shard.on_disk is not None:
+                        files.append(shard.on_disk[0])
                     self._drop(shard)
+        self._let_go(files)
 
     def _drop(self, shard: Shard) -> None:
         if shard.is_resident:
             self._resident(-shard.nbytes)
-        shard.body = shard.packed = None
-        if shard.on_disk is not None:
-            shard.on_disk[0].release()
-            shard.on_disk = None
+        shard.body = shard.packed = shard.on_disk = None
+
+    def _let_go(self, files: Sequence[SpillFile]) -> None:
+        """Of each of these files one shard, or its writer, is done."""
+        with self._lock:
+            unneeded = [file for file in files if file.release()]
+        for file in unneeded:
+            self._elsewhere(file.remove)
 
     def close(self) -> None:
         """Let go of everything, files included."""

@@ -322,6 +322,24 @@ def test_the_first_page_of_the_file_is_nobodys():
     source.give_back(address, 2)
 
 
+def test_pages_built_after_the_file_was_closed_are_private():
+    source = SharedPages()
+    kept = source.build(2, [])
+    _bytes_at(kept, 2)[:] = 3
+    descriptor = source.fd
+    source.close()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+    spare = [kept]  # one of the file's, and fresh ones
+    address = source.build(3, spare)
+    assert not spare
+    assert (_bytes_at(address) == 3).all()
+    _bytes_at(address, 3)[:] = 4
+    for page in (address, address + PAGE_NBYTES, address + 2 * PAGE_NBYTES, kept + PAGE_NBYTES):
+        source.give_back(page)
+        assert not _mapped(page)
+
+
 def test_closing_the_file_leaves_the_memory_in_use():
     source = SharedPages()
     address = source.build(1, [])

@@ -21,7 +21,7 @@ import dask_gpurt
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import barrier_key
 from dask_gpurt.plugins.worker import state_of
-from dask_gpurt.shuffle import shards
+from dask_gpurt.shuffle import shards, spill_file
 from tests.failure import gates
 from tests.integration.comparing import collection, runs
 
@@ -233,7 +233,7 @@ async def _runs_are_closed(client):
 
 
 def test_full_disk_keeps_shards_in_memory(in_process, monkeypatch, caplog):
-    class FullDisk(shards.SpillFile):
+    class FullDisk(spill_file.SpillFile):
         def append(self, buffer):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import threading
 import time
 
 import dask
@@ -15,6 +16,7 @@ from dask import delayed
 from distributed import Client, Event, LocalCluster, wait, worker_client
 
 import dask_gpurt
+from dask_gpurt.memory.disk import DiskTier
 
 MIB = 1 << 20
 
@@ -153,6 +155,89 @@ def test_disabling_gives_the_stock_store_back_with_everything_in_it():
         assert not any(path.exists() for path in paths)
         for number, part in enumerate(parts):
             assert (part.result() == number).all()
+
+
+def test_disabling_reads_beside_the_event_loop():
+    with cluster(n_workers=1) as client:
+        parts = [client.compute(block(n)) for n in range(12)]
+        wait(parts)
+        (worker,) = client.cluster.workers.values()
+        store = worker.data
+        reading, go_on = threading.Event(), threading.Event()
+        read = DiskTier.get
+
+        def held_up(tier, place):
+            reading.set()
+            assert go_on.wait(60)
+            return read(tier, place)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DiskTier, "get", held_up)
+            disabling = threading.Thread(target=dask_gpurt.disable, args=(client,))
+            disabling.start()
+            assert reading.wait(60)
+            # The worker does what it always does, with the store that it has.
+            new = client.submit(np.full, MIB // 8, 7, pure=False)
+            assert new.result()[0] == 7
+            released = parts.pop()
+            released_key = released.key
+            released.release()
+            until(lambda: released_key not in store)
+            assert worker.data is store
+            go_on.set()
+            disabling.join()
+        assert type(worker.data).__name__ == "SpillBuffer"
+        assert worker.data.slow
+        assert set(worker.data) == {part.key for part in [*parts, new]}
+        assert new.result()[0] == 7
+        for number, part in enumerate(parts):
+            assert (part.result() == number).all()
+
+
+def test_dasks_fine_metrics_know_what_was_written_and_read():
+    with cluster(n_workers=1) as client:
+        parts = [client.compute(block(n)) for n in range(12)]
+        wait(parts)
+        assert client.gather(client.compute([delayed(np.sum)(part) for part in parts]))
+        (worker,) = client.cluster.workers.values()
+        # What lanes did is told with the next look of the monitor.
+        until(
+            lambda: (
+                worker.digests_total.get(("memory-monitor", "disk-write", "bytes"))
+                == worker.data.cumulative_metrics["disk-write", "bytes"]
+            )
+        )
+        assert worker.digests_total["memory-monitor", "disk-read", "seconds"] > 0
+        of_tasks = {
+            (label, unit): value
+            for (where, _, group, label, unit), value in (
+                (name, value)
+                for name, value in worker.digests_total.items()
+                if isinstance(name, tuple) and len(name) == 5
+            )
+            if where == "execute" and group == "sum"
+        }
+        n_inputs = of_tasks["disk-read", "count"] + of_tasks["memory-read", "count"]
+        assert n_inputs == 12
+        assert of_tasks["disk-read", "bytes"] + of_tasks["memory-read", "bytes"] >= 12 * 4 * MIB
+        assert of_tasks["disk-read", "seconds"] > 0
+
+
+def test_a_closed_worker_leaves_no_file_in_memory():
+    def files_in_memory():
+        found = set()
+        for link in pathlib.Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(link).startswith("/memfd:gpurt"):
+                    found.add(link.stat().st_ino)
+        return found
+
+    before = files_in_memory()
+    with cluster() as client:
+        assert client.submit(sum, [1, 2]).result() == 3
+        opened = files_in_memory() - before
+        assert len(opened) == 2
+    assert not opened & files_in_memory()
 
 
 def test_a_live_cluster_with_spilled_data_is_taken_over():

@@ -137,6 +137,7 @@ class Informed:
         self.learns_from = ("queue", "submit") if hints else ("queue",)
         self.dependents: dict[int, set[int]] = defaultdict(set)
         self.last_used: dict[int, int] = {}
+        self.made: dict[int, int] = {}
         self.queued: set[int] = set()
         self.held_back: set[int] = set()
         self.given: set[int] = set()
@@ -175,6 +176,7 @@ class Informed:
                 self.done.add(node)
             elif kind == "put":
                 self.last_used[node] = time
+                self.made.setdefault(node, time)
             elif kind == "run":
                 self.last_used.update(dict.fromkeys(inputs, time))
         self.outlook = self.look()
@@ -189,6 +191,7 @@ class Informed:
             self.outlook.next_use(uses),
             self.last_used[node],
             is_clean,
+            self.made[node],
         )
 
     def victim(self, candidates: Collection[int], clean: Collection[int]) -> int:

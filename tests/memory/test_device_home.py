@@ -192,6 +192,7 @@ def test_more_than_every_level_holds_goes_down_in_order_and_comes_back(tmp_path,
     assert not setup.lost
     assert not setup.hazards
     setup.store.close()
+    setup.store.clear()
 
 
 def test_the_pool_allocates_nothing_once_it_is_warm():

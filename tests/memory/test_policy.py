@@ -12,9 +12,9 @@ from dask_gpurt.memory.policy import POLICIES, Candidate, Role
 
 
 def candidate(
-    next_use=None, *, nbytes=100, last_used=0, is_clean=False, role=Role.OUTPUT
+    next_use=None, *, nbytes=100, last_used=0, is_clean=False, made=0, role=Role.OUTPUT
 ) -> Candidate:
-    return Candidate(nbytes, next_use, last_used, is_clean, role)
+    return Candidate(nbytes, next_use, last_used, is_clean, made, role)
 
 
 def eviction_order(policy: str, **candidates: Candidate) -> str:
@@ -47,8 +47,8 @@ def test_priorities_of_different_lengths_compare():
 def test_of_values_without_a_known_use_the_last_clean_one_goes_first_and_the_first_dirty_one():
     order = eviction_order(
         "next-use",
-        old=candidate(last_used=1),
-        recent=candidate(last_used=2),
+        old=candidate(made=1, last_used=2),
+        recent=candidate(made=2, last_used=1),
         clean_old=candidate(last_used=3, is_clean=True),
         clean_recent=candidate(last_used=4, is_clean=True),
     )
@@ -107,6 +107,7 @@ candidates = st.builds(
     st.none() | st.lists(st.integers(-3, 3), max_size=4).map(tuple),
     st.integers(0, 5),
     st.booleans(),
+    st.integers(0, 5),
     st.sampled_from(Role),
 )
 

@@ -83,6 +83,25 @@ def test_a_clean_value_leaves_without_a_write():
     assert where(residency)["a"] == [1]
 
 
+def test_room_is_made_ahead_of_need_only_where_that_takes_a_write():
+    residency = two_levels(100)
+    for key in "abcdefghij":
+        residency.insert(key, 10)
+    residency.insert("x", 7)
+    # 107 bytes, and 95 are aimed at.
+    assert {move.key for move in settle(residency)} == {"a", "b"}
+    residency.remove("x")
+    for key in "ab":
+        assert residency.load(residency.values[key])
+    settle(residency)
+    for key in "cdefghij":
+        residency.touch(key)
+    residency.insert("y", 6)
+    # The other one can go at once when its room is needed.
+    assert settle(residency) == [Drop("a", 1, MEMORY)]
+    assert residency.levels[MEMORY].used_nbytes == 96
+
+
 def test_a_pinned_value_stays_and_its_copy_serves_later():
     residency = two_levels(50)
     value = residency.insert("a", 30)

@@ -205,21 +205,27 @@ def test_shards_neither_begin_nor_end_on_an_empty_slot(counts, row_nbytes, targe
 
 @deterministic
 @given(row_counts, row_sizes, targets)
-def test_only_the_last_slot_of_a_shard_takes_it_to_the_target(counts, row_nbytes, target):
+def test_a_shard_ends_at_the_target_or_if_half_full_before_what_would_go_beyond(
+    counts, row_nbytes, target
+):
     cuts = _cut(counts, row_nbytes, target)
     nbytes = max(row_nbytes, 1.0)
     limit = max(target, nbytes)
     for number, (first, end) in enumerate(cuts):
         before_last = sum(counts[first : end - 1]) * nbytes
         assert before_last < limit, "went on although it was full"
-        if number + 1 < len(cuts):
-            whole = before_last + counts[end - 1] * nbytes
-            assert whole >= limit * (1 - 1e-9), "closed although it was not full"
+        whole = before_last + counts[end - 1] * nbytes
+        if number + 1 < len(cuts) and whole < limit * (1 - 1e-9):
+            assert whole >= limit / 2 * (1 - 1e-9), "closed although it was not half full"
+            next_slot = cuts[number + 1][0]
+            assert whole + counts[next_slot] * nbytes > limit * (1 - 1e-9), "the next one fits"
+        if end - first > 1 and whole > limit * (1 + 1e-9):
+            assert before_last < limit / 2 * (1 + 1e-9), "went on although it was half full"
 
 
 def test_cuts_of_one_small_example():
     cuts = _cut([0, 3, 0, 3, 4, 0, 50, 0, 1, 0], row_nbytes=2.0, target_nbytes=12)
-    assert cuts == [(1, 4), (4, 7), (8, 9)]
+    assert cuts == [(1, 4), (4, 5), (6, 7), (8, 9)]
 
 
 def test_rows_that_were_counted_from_elsewhere():

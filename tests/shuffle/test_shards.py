@@ -37,7 +37,8 @@ from dask_gpurt.errors import (
 from dask_gpurt.frames.port import Packed
 from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle.plan import cut_shards
-from dask_gpurt.shuffle.shards import LOW_WATER, Budget, Shard, ShardStore, SpillFile
+from dask_gpurt.shuffle.shards import LOW_WATER, Budget, Shard, ShardStore
+from dask_gpurt.shuffle.spill_file import SpillFile
 
 LAYOUT_KEY = b"source, slot, number"
 ROW_NBYTES = 24
@@ -533,6 +534,22 @@ def test_a_file_goes_with_the_last_of_its_shards(tmp_path):
         n_files.append(len(rig.files))
     assert n_files == [2, 2, 1, 0]
     assert rig.budget.used_nbytes == 0
+
+
+def test_whoever_lets_go_of_a_shard_does_not_remove_its_file(tmp_path):
+    removals = []
+    rig = Rig(tmp_path, limit_nbytes=0, elsewhere=removals.append)
+    rig.store.add(_spread(2))
+    rig.store.make_room()
+    rig.store.seal()
+    for slot in range(2):
+        rig.store.release(slot)
+    assert len(rig.files) == 1
+    # The run may end before the file is removed, and leaves nothing behind.
+    rig.store.close()
+    assert rig.files == []
+    (removal,) = removals
+    removal()
 
 
 def test_a_shard_in_memory_and_on_disk_is_let_go_from_both(tmp_path):

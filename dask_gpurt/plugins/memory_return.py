@@ -1,0 +1,61 @@
+"""Gives a worker the store back that it had, with everything that ours has by then.
+
+What is not in memory goes from our files to Dask's beside the event loop, one value at a time,
+while tasks go on. What is in memory is handed over by reference in the end, in one step of the
+event loop, so that the worker has the one store or the other. Which store a worker uses is
+changed in `plugins.memory_seams`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Hashable, Mapping, MutableMapping
+from typing import Any
+
+from dask_gpurt.devices.lanes import Lane
+from dask_gpurt.memory.store import TieredStore
+from dask_gpurt.plugins import memory_seams
+
+logger = logging.getLogger("dask_gpurt.memory")
+
+#: Keys to the serial numbers of the values that were handed over under them.
+Given = dict[Hashable, int]
+
+
+async def return_cold(store: TieredStore, stock: MutableMapping[Any, Any], lane: Lane) -> Given:
+    """Hand over what is not in memory, until all that is left is.
+
+    Parameters
+    ----------
+    lane
+        What writes and drops values: whatever was begun before is done when this is.
+    """
+    given: Given = {}
+    while rest := {key: n for key, n in store.cold().items() if given.get(key) != n}:
+        given |= await asyncio.wrap_future(lane.submit(_return, store, stock, rest))
+    return given
+
+
+def _return(
+    store: TieredStore, stock: MutableMapping[Any, Any], serials: Mapping[Hashable, int]
+) -> Given:
+    for key in serials:
+        try:
+            memory_seams.put_on_disk(stock, key, store[key])
+        except KeyError:
+            pass  # released meanwhile, or lost, of which the store tells by itself
+        except Exception as error:
+            # As text: the error holds the value.
+            logger.error("%r cannot be handed over (%s); it will be computed again", key, error)
+            store.give_up(key)
+    return dict(serials)
+
+
+def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Given) -> None:
+    """Hand over what is in memory, and take back what was released meanwhile. Moves no bytes."""
+    for key in [key for key in stock if key not in store]:
+        del stock[key]
+    for key, value in store.memory.items():
+        if given.get(key) != store.residency.values[key].serial:
+            stock[key] = value
