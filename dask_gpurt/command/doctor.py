@@ -139,7 +139,9 @@ def _topology(found: Mapping[str, Any]) -> list[Finding]:
     if topology["file"] is not None:
         findings = [Finding("ok", "topology", f"machines are described in {topology['file']}")]
     elif topology["hosts"] > 1:
-        text = f"{topology['hosts']} hosts that are not described: stock Dask places tasks"
+        by_cost = (found.get("placement") or {}).get("policy") == "data-aware"
+        so = "what links carry is learnt" if by_cost else "stock Dask places tasks"
+        text = f"{topology['hosts']} hosts that are not described: {so}"
         remedy = (
             "write a description with `dask gpurt topology`, and name it in gpurt.topology.file"
         )

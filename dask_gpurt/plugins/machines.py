@@ -140,11 +140,13 @@ class Machines:
                 self._state, self._reason = "stopped", reason
                 break
             self._tried.add((source.host, target.host))
+            about = f"{source.address} to {target.address}"
             try:
                 found = probing.conclude(await self._measure(source, target))
             except (ProtocolError, OSError) as error:
-                self._note(f"{source.address} to {target.address}", str(error) or repr(error))
+                self._note(about, str(error) or repr(error))
             else:
+                self._problems.pop(about, None)
                 self._measured[source, target] = found
                 self._tell(source, target, found)
             self._spent_s = time() - began
@@ -216,6 +218,8 @@ class Machines:
                 self._reports[address] = Report.from_plain(answer)
             except ProtocolError as error:
                 self._note(address, f"its report cannot be used: {error}")
+            else:
+                self._problems.pop(address, None)
 
     def _note(self, about: str, problem: str) -> None:
         if len(self._problems) < _MAX_PROBLEMS:

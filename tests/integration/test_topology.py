@@ -173,6 +173,9 @@ def test_a_cluster_of_several_hosts_that_are_not_described_is_told_how():
     said = doctor._topology(found)
     assert [one.level for one in said] == ["note"] * 3
     assert "dask gpurt topology" in said[0].remedy
+    assert "stock Dask places" in said[0].text
+    said = doctor._topology({**found, "placement": {"policy": "data-aware"}})
+    assert "is learnt" in said[0].text
     assert "tasks began to run" in said[1].text
     assert "lost" in said[2].text
     assert doctor._topology({"topology": None}) == []

@@ -316,9 +316,13 @@ def test_a_report_that_is_none_is_named_and_left_out():
     async def go():
         cluster = Cluster(2)
         cluster.answers[address(1), "gpurt_machine"] = {"machine": 7, "gpu": None}
-        found = await machines(cluster).found(probe=False)
+        both = machines(cluster)
+        found = await both.found(probe=False)
         assert found["workers"] == 1
         assert "cannot be used" in found["problems"][address(1)]
+        cluster.answers.clear()
+        found = await both.found(probe=False)
+        assert (found["workers"], found["problems"]) == (2, {})
 
     run(go())
 
