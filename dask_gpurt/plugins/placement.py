@@ -157,7 +157,7 @@ class Placement:
         idle = tuple(view.idle_near(ts)) if view.may_look_for_company(ts) else ()
         task = view.task(ts, joins, idle)
         doubt = self._paths.doubt()
-        usual = stock(ts) if doubt > 1 else None
+        usual = stock(ts) if doubt > 1 and view.has_few_holders(ts) else None
         decision = self._policy.decide(
             Snapshot(
                 task,
