@@ -89,7 +89,8 @@ class Placement:
 
     def ended(self, ts: TaskState, address: str, seconds: float) -> None:
         """A worker ended a task."""
-        self._view.ended(ts, address, seconds)
+        if not self._is_stock:
+            self._view.ended(ts, address, seconds)
 
     def slowness(self, ws: WorkerState) -> float:
         """Seconds that a worker takes for what takes others one."""
