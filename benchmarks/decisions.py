@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -26,8 +27,10 @@ from distributed.scheduler import TaskState, WorkerState
 
 from benchmarks.harness import write_json
 from dask_gpurt.plugins.placement import Placement
+from dask_gpurt.simulate.machines import gpu_hosts
 
 N_TASKS = 200
+WORKERS_PER_HOST = 8
 TARGET = 1.2
 MB = 1_000_000
 
@@ -40,7 +43,8 @@ class Bench:
         self.workers: list[WorkerState] = []
         stealing: Any = scheduler.extensions["stealing"]
         for i in range(n_workers):
-            address = f"tcp://10.0.{i // 8 // 250}.{i // 8 % 250}:{4000 + i % 8}"
+            host = i // WORKERS_PER_HOST
+            address = f"tcp://10.0.{host >> 8}.{host & 255}:{4000 + i % WORKERS_PER_HOST}"
             ws = WorkerState(
                 address=address,
                 status=Status.running,
@@ -188,13 +192,19 @@ def compare(
     repeats: int,
 ) -> dict[str, float]:
     """Microseconds for each task, either way."""
+    # By itself placement is for machines that are described.
+    topology = gpu_hosts(
+        math.ceil(len(bench.workers) / WORKERS_PER_HOST), 0, nic_bandwidth=12e9, nvlink=False
+    )
     times: dict[str, list[float]] = {"stock": [], "gpurt": []}
     gc.disable()
     for repeat in range(repeats + 1):
         for side in ("stock", "gpurt") if repeat % 2 else ("gpurt", "stock"):
             # A new one each time: nothing is decided twice, and at this size most pairs of
             # workers come up for the first time.
-            placement = Placement(bench.scheduler, "data-aware") if side == "gpurt" else None
+            placement = None
+            if side == "gpurt":
+                placement = Placement(bench.scheduler, "data-aware", topology)
             times[side].append(timed(bench, tasks))
             if placement is not None:
                 placement.remove()

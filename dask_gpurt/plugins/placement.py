@@ -91,7 +91,8 @@ class Placement:
 
     def ended(self, ts: TaskState, address: str, seconds: float) -> None:
         """A worker ended a task."""
-        self._view.ended(ts, address, seconds)
+        if not self._is_stock:
+            self._view.ended(ts, address, seconds)
 
     def slowness(self, ws: WorkerState) -> float:
         """Seconds that a worker takes for what takes others one."""
@@ -159,7 +160,7 @@ class Placement:
         idle = tuple(view.idle_near(ts)) if view.may_look_for_company(ts) else ()
         task = view.task(ts, joins, idle)
         doubt = self._paths.doubt()
-        usual = stock(ts) if doubt > 1 else None
+        usual = stock(ts) if doubt > 1 and view.has_few_holders(ts) else None
         decision = self._policy.decide(
             Snapshot(
                 task,

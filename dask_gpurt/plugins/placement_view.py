@@ -243,6 +243,11 @@ class PlacementView:
                 return None
         return only
 
+    @staticmethod
+    def has_few_holders(ts: TaskState) -> bool:
+        """Whether stock, which looks at all holders of inputs, does not have many to look at."""
+        return all(len(dts.who_has or ()) <= MAX_HOLDERS for dts in ts.dependencies)
+
     def is_arriving(self, ts: TaskState) -> bool:
         """Whether somebody may be fetching an input."""
         arrivals = self._arrivals

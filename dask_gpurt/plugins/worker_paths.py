@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dask_gpurt.topology.learned import End, LearnedLinks
 from dask_gpurt.topology.model import Path, Topology
@@ -23,6 +23,14 @@ _MAX_PATHS = 100_000
 _REPORTS_PER_WORKER = 4
 #: Hosts that stand for all, where it is asked what is usual.
 _SAMPLED_HOSTS = 16
+
+
+class _Place(NamedTuple):
+    """Where a worker is: a node, its host, and the number of `Topology.outside`."""
+
+    node: str
+    host: str
+    outside: int
 
 
 class _Into(dict[str, Path]):
@@ -52,7 +60,7 @@ class WorkerPaths:
         self._topology = topology
         self._learned = LearnedLinks()
         self._ends: dict[str, End] = {}
-        self._nodes: dict[str, str] = {}
+        self._places: dict[str, _Place] = {}
         self._known: dict[str, _Into] = {}
         self._n_known = 0
         #: By what is alike of two nodes on different hosts; as many as there are kinds of hosts.
@@ -69,12 +77,13 @@ class WorkerPaths:
         if self._topology is not None:
             node = self._topology.node_of(address=ws.address, name=ws.name, host=ws.host)
             if node is not None:
-                self._nodes[ws.address] = node
+                host, outside = node.partition("/")[0], self._topology.outside(node)
+                self._places[ws.address] = _Place(node, host, outside)
 
     def remove(self, address: str) -> None:
         """A worker left."""
         self._ends.pop(address, None)
-        self._nodes.pop(address, None)
+        self._places.pop(address, None)
         self._learned.forget(address)
         self._forget_paths()
         self._forget_outlets()
@@ -111,9 +120,9 @@ class WorkerPaths:
 
     def device_kind(self, address: str) -> str | None:
         """Kind of the device that a worker is on, as described."""
-        if self._topology is None or (node := self._nodes.get(address)) is None:
+        if self._topology is None or (place := self._places.get(address)) is None:
             return None
-        device = self._topology.device(node)
+        device = self._topology.device(place.node)
         return None if device is None else device.kind
 
     def outlet_nbytes_per_s(self, address: str) -> float:
@@ -156,7 +165,7 @@ class WorkerPaths:
     def doubt(self) -> float:
         """By what factor links may carry more or less than is believed; 1 if all are described."""
         if self._doubt is None:
-            is_described = self._nodes.keys() >= self._ends.keys()
+            is_described = self._places.keys() >= self._ends.keys()
             self._doubt = 1.0 if is_described else self._learned.doubt()
         return self._doubt
 
@@ -165,8 +174,14 @@ class WorkerPaths:
         if self._n_known >= _MAX_PATHS:
             self._forget_paths()
         self._n_known += 1
-        if source in self._nodes and target in self._nodes:
-            described = self._described(self._nodes[source], self._nodes[target])
+        here, there = self._places.get(source), self._places.get(target)
+        if here is not None and there is not None:
+            # Of a thousand workers there are a million pairs. But hosts are alike, and so are the
+            # devices of one, so that most of these pairs differ in the names of links only.
+            if here.host != there.host and (here.outside, there.outside) in self._between:
+                described = self._between[here.outside, there.outside]
+            else:
+                described = self._described(here, there)
             if described is not None:
                 return described
         return self._learned.path(
@@ -174,17 +189,12 @@ class WorkerPaths:
             self._ends.get(target) or End(target, target),
         )
 
-    def _described(self, source: str, target: str) -> Path | None:
-        """The way between two nodes; None if none is described, or it is within one place."""
-        topology = self._topology
-        assert topology is not None
-        if source.partition("/")[0] == target.partition("/")[0]:
-            path = topology.path(source, target)
+    def _described(self, source: _Place, target: _Place) -> Path | None:
+        """The way between two places; None if none is described, or it is within one."""
+        assert self._topology is not None
+        path = self._topology.path(source.node, target.node)
+        if source.host == target.host:
             return path if path is not None and path.links else None
-        # Of a thousand workers there are a million pairs. But hosts are alike, and so are the
-        # devices of one, so that most of these pairs differ in the names of links only.
-        alike = topology.outside(source), topology.outside(target)
-        if alike not in self._between:
-            path = topology.path(source, target)
-            self._between[alike] = path and replace(path, links=())
-        return self._between[alike]
+        path = path and replace(path, links=())
+        self._between[source.outside, target.outside] = path
+        return path

@@ -45,7 +45,6 @@ def test_nobody_waits_for_long_for_one_that_became_slow(healthy, share):
     ours, stock = simulate(MODEL, bad, data_aware), simulate(MODEL, bad)
     assert {run.key for run in ours.tasks} == {run.key for run in healthy.tasks}
     # What it is at when it becomes slow nobody can take from it: ten times a quarter of a second.
-    print(share, healthy.makespan_s, ours.makespan_s, stock.makespan_s)
     assert ours.makespan_s < 2 * healthy.makespan_s
     assert ours.makespan_s < stock.makespan_s
 

@@ -9,6 +9,7 @@ import pytest
 
 from dask_gpurt.simulate.machines import gpu_hosts
 from dask_gpurt.topology.description import parse
+from dask_gpurt.topology.model import Host, Link, Numa, Topology
 from tests.topology.test_model import load
 
 
@@ -67,3 +68,26 @@ def test_another_host_is_passed_through_only_where_nothing_else_leads():
     links.append("{between: [c/n, fabric], bandwidth: 1 GB/s}")
     switched = parse(f"hosts: [{hosts}]\nswitches: [fabric]\nlinks: [{', '.join(links)}]")
     assert switched.path("a/m", "c/m").bandwidth_nbytes_per_s == 1e9
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_hosts_are_reached_alike_from_nodes_that_are_alike(name):
+    """So that one path tells the width and the latency of many."""
+    topology = TOPOLOGIES[name]
+    found = {}
+    for source, target in itertools.permutations(topology.nodes, 2):
+        if "/" in source and "/" in target and source.split("/")[0] != target.split("/")[0]:
+            path = topology.path(source, target)
+            seen = path and (path.bandwidth_nbytes_per_s, pytest.approx(path.latency_s))
+            alike = topology.outside(source), topology.outside(target)
+            assert found.setdefault(alike, seen) == seen
+    assert 1 < len(found) < len(list(itertools.permutations(topology.nodes, 2)))
+
+
+def test_nodes_of_hosts_with_links_of_their_own_are_like_no_other():
+    host = Host("a", (Numa("n"), Numa("m")))
+    other = Host("b", (Numa("n"),))
+    cable = Link("cable", ("a/n", "b/n"), "cable", 1e9)
+    bus = Link("bus", ("a/n", "a/m"), "bus", 1e9)
+    topology = Topology((host, other), (cable, bus))
+    assert len({topology.outside(node) for node in topology.nodes}) == 3
