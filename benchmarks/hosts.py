@@ -59,8 +59,8 @@ def shape(names: list[str], rate: str | None) -> None:
 
 
 @contextlib.contextmanager
-def cluster(names: list[str]) -> Iterator[Client]:
-    """A scheduler here, and a worker of one thread in each host."""
+def cluster(names: list[str], workers_each: int = 1) -> Iterator[Client]:
+    """A scheduler here, and so many workers of one thread in each host."""
     scheduler = {"cls": Scheduler, "options": {"host": f"{NETWORK}.254", "dashboard": False}}
     with SpecCluster(workers={}, scheduler=scheduler, silence_logs=50) as made:
         address = made.scheduler_address
@@ -69,13 +69,13 @@ def cluster(names: list[str]) -> Iterator[Client]:
             for number, name in enumerate(names, 1):
                 options = f"--host {NETWORK}.{number} --nthreads 1 --no-nanny --no-dashboard"
                 command = [sys.executable, "-m", "dask", "worker", address, *options.split()]
-                processes.append(
-                    subprocess.Popen(
-                        ["ip", "netns", "exec", name, *command], stderr=subprocess.DEVNULL
-                    )
-                )
+                command = ["ip", "netns", "exec", name, *command]
+                processes += [
+                    subprocess.Popen(command, stderr=subprocess.DEVNULL)
+                    for _ in range(workers_each)
+                ]
             with Client(made, set_as_default=False) as client:
-                client.wait_for_workers(len(names), timeout=60)
+                client.wait_for_workers(len(names) * workers_each, timeout=60)
                 yield client
         finally:
             for process in processes:
