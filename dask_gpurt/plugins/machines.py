@@ -161,6 +161,8 @@ class Machines:
                 on_error="return",
             )
         answer = answers[target.address]
+        if isinstance(answer, Exception):
+            raise OSError(repr(answer)[:200]) from answer
         if isinstance(answer, dict) and "problem" in answer:
             raise ProtocolError(str(answer["problem"])[:200])
         return answer
@@ -187,7 +189,8 @@ class Machines:
         """
         await self._ask()
         if probe:
-            if self._probing is not None:
+            # Another client may have begun one meanwhile.
+            while self._probing is not None and not self._probing.done():
                 await asyncio.wait([self._probing])
             self._tried.clear()
             self._measured.clear()
@@ -203,7 +206,8 @@ class Machines:
         measured = {
             (source.host, target.host): found for (source, target), found in self._measured.items()
         }
-        text = discover(seen, measured).as_text()
+        # Of hundreds of hosts this takes seconds.
+        text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
         return {"text": text, "workers": len(seen), "problems": dict(self._problems)}
 
     async def _ask(self) -> None:
@@ -214,6 +218,9 @@ class Machines:
             msg={"op": "gpurt_machine"}, workers=missing, on_error="return"
         )
         for address, answer in answers.items():
+            if address not in self._ready:
+                # It left meanwhile, and nobody would forget what it said.
+                continue
             try:
                 self._reports[address] = Report.from_plain(answer)
             except ProtocolError as error:
@@ -226,9 +233,17 @@ class Machines:
             self._problems[about] = problem
 
     def remove_worker(self, address: str) -> None:
-        """A worker left; its host may have others."""
+        """A worker left. What was measured of its host holds while that has others."""
         self._reports.pop(address, None)
-        self._problems.pop(address, None)
+        for about in [one for one in self._problems if address in one.split(" to ")]:
+            del self._problems[about]
+        hosts = {ws.host for ws in self._scheduler.workers.values()}
+        self._tried = {pair for pair in self._tried if hosts.issuperset(pair)}
+        self._measured = {
+            (source, target): found
+            for (source, target), found in self._measured.items()
+            if source.host in hosts and target.host in hosts
+        }
 
     def summary(self) -> dict[str, Any]:
         """What is known, for `status`."""
