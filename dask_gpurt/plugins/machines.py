@@ -21,6 +21,7 @@ from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.discovery import Measured, Seen, discover
 from dask_gpurt.topology.learned import End
 from dask_gpurt.topology.machine import Report
+from dask_gpurt.topology.model import Topology
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -66,14 +67,14 @@ class Machines:
         self._spent_s = 0.0
         self._probing: asyncio.Task[None] | None = None
         self._learner: Placement | None = None
-        self.configure(settings)
+        self._settings, self.topology = settings, _described(settings)
 
     def configure(self, settings: TopologySettings) -> None:
         """Other settings hold from now on. Raises as making one does."""
-        topology = None
-        if settings.text is not None:
-            topology = parse(settings.text, settings.file or "topology")
-        self._settings, self.topology = settings, topology
+        # Every client that comes has settings, mostly the same; reading them can take seconds.
+        if settings.text != self._settings.text:
+            self.topology = _described(settings)
+        self._settings = settings
 
     @property
     def is_described(self) -> bool:
@@ -267,3 +268,9 @@ class Machines:
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.wait([self._probing])
+
+
+def _described(settings: TopologySettings) -> Topology | None:
+    if settings.text is None:
+        return None
+    return parse(settings.text, settings.file or "topology")

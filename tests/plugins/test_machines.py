@@ -110,6 +110,16 @@ def test_a_wrong_description_changes_nothing():
     assert found.summary()["file"] == "two-hosts"
 
 
+def test_a_description_is_read_once_however_many_clients_have_it():
+    found = machines(Cluster(2), name="two-hosts")
+    before = found.topology
+    found.configure(settings("on", "two-hosts"))
+    assert found.topology is before
+    found.configure(settings())
+    assert found.topology is None
+    assert not found.is_described
+
+
 # ---------------------------------------------------------------------- probed by itself
 
 
