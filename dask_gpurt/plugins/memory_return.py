@@ -69,6 +69,7 @@ def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Give
     for key in [key for key in stock if key not in serials]:
         del stock[key]
     rest = {key: n for key, n in serials.items() if given.get(key) != n}
-    for key in rest.keys() & held.keys():
-        stock[key] = held[key]
+    for key, value in held.items():
+        if key in rest:
+            stock[key] = value
     _return(store, stock, {key: n for key, n in rest.items() if key not in held})
