@@ -68,11 +68,14 @@ class WorkerPaths:
         self._outlets: dict[str, float] = {}
         self._usual_outlet: float | None = None
         self._doubt: float | None = None
+        #: Gone through once they change: reports come hundreds of times a second.
+        self._is_described: bool | None = None
         self._n_reports = 0
 
     def add(self, ws: WorkerState) -> None:
         """A worker came."""
         self._ends[ws.address] = End(ws.address, ws.host)
+        self._is_described = None
         self._forget_outlets()
         if self._topology is not None:
             node = self._topology.node_of(address=ws.address, name=ws.name, host=ws.host)
@@ -85,6 +88,7 @@ class WorkerPaths:
         self._ends.pop(address, None)
         self._places.pop(address, None)
         self._learned.forget(address)
+        self._is_described = None
         self._forget_paths()
         self._forget_outlets()
 
@@ -165,10 +169,12 @@ class WorkerPaths:
     def doubt(self) -> float:
         """By what factor links may carry more or less than is believed; 1 if all are described."""
         if self._doubt is None:
-            self._doubt = 1.0 if self._is_described() else self._learned.doubt()
+            if self._is_described is None:
+                self._is_described = self._look_whether_described()
+            self._doubt = 1.0 if self._is_described else self._learned.doubt()
         return self._doubt
 
-    def _is_described(self) -> bool:
+    def _look_whether_described(self) -> bool:
         """Whether all hosts are, and ways between them."""
         if not self._places.keys() >= self._ends.keys():
             return False
