@@ -238,6 +238,8 @@ class Machines:
         self._reports.pop(address, None)
         for about in [one for one in self._problems if address in one.split(" to ")]:
             del self._problems[about]
+        if not self._tried:
+            return
         hosts = {ws.host for ws in self._scheduler.workers.values()}
         self._tried = {pair for pair in self._tried if hosts.issuperset(pair)}
         self._measured = {
