@@ -83,14 +83,16 @@ def check_file(path: Path) -> int:
         found = parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, ValueError) as error:
         raise TopologyError(str(error)) from error
-    inner = Counter(end.partition("/")[0] for link in found.links for end in link.ends[:1])
+    inner = Counter(
+        name for link in found.links for name in {end.partition("/")[0] for end in link.ends}
+    )
     for host in found.hosts:
         print(
             f"{host.name}: {len(host.numa)} NUMA nodes, {len(host.devices)} devices,"
             f" {len(host.nics)} network cards, {inner[host.name]} links"
         )
-    first, *others = (host.node(host.numa[0].name) for host in found.hosts)
-    for other in others:
-        if found.path(first, other) is None:
-            print(f"no way from {first} to {other}: what links carry there is learnt")
+    nodes = [host.node(host.numa[0].name) for host in found.hosts]
+    for other in nodes[1:]:
+        if found.path(nodes[0], other) is None:
+            print(f"no way from {nodes[0]} to {other}: what links carry there is learnt")
     return 0

@@ -271,6 +271,12 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             values = self.residency.values.items()
             return {key: value.serial for key, value in values if key not in self._objects}
 
+    def contents(self) -> tuple[dict[Hashable, Any], dict[Hashable, int]]:
+        """Values in memory, and serial numbers of all, at one instant: lanes go on meanwhile."""
+        with self._lock:
+            serials = {key: value.serial for key, value in self.residency.values.items()}
+            return dict(self._objects), serials
+
     def give_up(self, key: Hashable) -> None:
         """A value is of no use to anybody: have it computed again."""
         value = self.residency.values.get(key)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from math import exp, log, sqrt
+from math import exp, isfinite, log, sqrt
 
 #: Standard deviations that an observation has to be off before it counts.
 SIGMAS = 2.0
@@ -110,6 +110,9 @@ class Speeds:
         is_idle
             Whether the worker has nothing else to do.
         """
+        if not isfinite(seconds):
+            # A worker says so. It would be in the mean of its group from here on.
+            return
         record = self._records.get(worker)
         if record is None:
             record = self._records[worker] = _Record()

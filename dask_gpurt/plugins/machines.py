@@ -21,6 +21,7 @@ from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.discovery import Measured, Seen, discover
 from dask_gpurt.topology.learned import End
 from dask_gpurt.topology.machine import Report
+from dask_gpurt.topology.model import Topology
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -66,14 +67,14 @@ class Machines:
         self._spent_s = 0.0
         self._probing: asyncio.Task[None] | None = None
         self._learner: Placement | None = None
-        self.configure(settings)
+        self._settings, self.topology = settings, _described(settings)
 
     def configure(self, settings: TopologySettings) -> None:
         """Other settings hold from now on. Raises as making one does."""
-        topology = None
-        if settings.text is not None:
-            topology = parse(settings.text, settings.file or "topology")
-        self._settings, self.topology = settings, topology
+        # Every client that comes has settings, mostly the same; reading them can take seconds.
+        if settings.text != self._settings.text:
+            self.topology = _described(settings)
+        self._settings = settings
 
     @property
     def is_described(self) -> bool:
@@ -161,6 +162,8 @@ class Machines:
                 on_error="return",
             )
         answer = answers[target.address]
+        if isinstance(answer, Exception):
+            raise OSError(repr(answer)[:200]) from answer
         if isinstance(answer, dict) and "problem" in answer:
             raise ProtocolError(str(answer["problem"])[:200])
         return answer
@@ -187,7 +190,8 @@ class Machines:
         """
         await self._ask()
         if probe:
-            if self._probing is not None:
+            # Another client may have begun one meanwhile.
+            while self._probing is not None and not self._probing.done():
                 await asyncio.wait([self._probing])
             self._tried.clear()
             self._measured.clear()
@@ -203,7 +207,8 @@ class Machines:
         measured = {
             (source.host, target.host): found for (source, target), found in self._measured.items()
         }
-        text = discover(seen, measured).as_text()
+        # Of hundreds of hosts this takes seconds.
+        text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
         return {"text": text, "workers": len(seen), "problems": dict(self._problems)}
 
     async def _ask(self) -> None:
@@ -214,6 +219,9 @@ class Machines:
             msg={"op": "gpurt_machine"}, workers=missing, on_error="return"
         )
         for address, answer in answers.items():
+            if address not in self._ready:
+                # It left meanwhile, and nobody would forget what it said.
+                continue
             try:
                 self._reports[address] = Report.from_plain(answer)
             except ProtocolError as error:
@@ -226,9 +234,19 @@ class Machines:
             self._problems[about] = problem
 
     def remove_worker(self, address: str) -> None:
-        """A worker left; its host may have others."""
+        """A worker left. What was measured of its host holds while that has others."""
         self._reports.pop(address, None)
-        self._problems.pop(address, None)
+        for about in [one for one in self._problems if address in one.split(" to ")]:
+            del self._problems[about]
+        if not self._tried:
+            return
+        hosts = {ws.host for ws in self._scheduler.workers.values()}
+        self._tried = {pair for pair in self._tried if hosts.issuperset(pair)}
+        self._measured = {
+            (source, target): found
+            for (source, target), found in self._measured.items()
+            if source.host in hosts and target.host in hosts
+        }
 
     def summary(self) -> dict[str, Any]:
         """What is known, for `status`."""
@@ -252,3 +270,9 @@ class Machines:
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.wait([self._probing])
+
+
+def _described(settings: TopologySettings) -> Topology | None:
+    if settings.text is None:
+        return None
+    return parse(settings.text, settings.file or "topology")

@@ -19,12 +19,16 @@ from dask_gpurt.plugins import memory_seams
 
 logger = logging.getLogger("dask_gpurt.memory")
 
+#: So often what left memory meanwhile is handed over beside the loop. It need not come to an end by
+#: itself: tasks that go on put other values out.
+_MAX_ROUNDS = 8
+
 #: Keys to the serial numbers of the values that were handed over under them.
 Given = dict[Hashable, int]
 
 
 async def return_cold(store: TieredStore, stock: MutableMapping[Any, Any], lane: Lane) -> Given:
-    """Hand over what is not in memory, until all that is left is.
+    """Hand over what is not in memory, until next to all that is left is.
 
     Parameters
     ----------
@@ -32,7 +36,10 @@ async def return_cold(store: TieredStore, stock: MutableMapping[Any, Any], lane:
         What writes and drops values: whatever was begun before is done when this is.
     """
     given: Given = {}
-    while rest := {key: n for key, n in store.cold().items() if given.get(key) != n}:
+    for _ in range(_MAX_ROUNDS):
+        rest = {key: n for key, n in store.cold().items() if given.get(key) != n}
+        if not rest:
+            break
         given |= await asyncio.wrap_future(lane.submit(_return, store, stock, rest))
     return given
 
@@ -53,9 +60,16 @@ def _return(
 
 
 def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Given) -> None:
-    """Hand over what is in memory, and take back what was released meanwhile. Moves no bytes."""
-    for key in [key for key in stock if key not in store]:
+    """Hand over what is in memory, and take back what was released meanwhile.
+
+    What leaves memory while this goes on is handed over all the same. Moves no bytes of ours but
+    those of the few values that left it since `return_cold` looked last.
+    """
+    held, serials = store.contents()
+    for key in [key for key in stock if key not in serials]:
         del stock[key]
-    for key, value in store.memory.items():
-        if given.get(key) != store.residency.values[key].serial:
+    rest = {key: n for key, n in serials.items() if given.get(key) != n}
+    for key, value in held.items():
+        if key in rest:
             stock[key] = value
+    _return(store, stock, {key: n for key, n in rest.items() if key not in held})

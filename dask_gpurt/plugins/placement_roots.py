@@ -198,6 +198,7 @@ class RootPlaces:
             for ws in state.running
         ):
             return None
+        self._leaving_until = {h: at for h, at in self._leaving_until.items() if at > now}
         self._leaving_until[chosen.host] = until
         return chosen
 

@@ -170,10 +170,11 @@ class GpurtScheduler(SchedulerPlugin):
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
         self._leave_placing()
-        await self.machines.close()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off.
         for name in self._handlers:
             self.scheduler.handlers.pop(name, None)
+        # After that nobody has links probed again.
+        await self.machines.close()
         await self.scheduler.unregister_worker_plugin(None, name=NAME)
         self.scheduler.remove_plugin(NAME)
 
@@ -184,6 +185,9 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def worker_ready(self, worker: str, problem: str | None) -> None:
         """Handler: the bootstrap ran on a worker."""
+        if worker not in self.scheduler.workers:
+            # It left meanwhile, and nobody would take it off again.
+            return
         self.not_ready.pop(worker, None)
         if problem is None:
             self.ready.add(worker)

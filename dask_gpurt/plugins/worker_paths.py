@@ -63,16 +63,19 @@ class WorkerPaths:
         self._places: dict[str, _Place] = {}
         self._known: dict[str, _Into] = {}
         self._n_known = 0
-        #: By what is alike of two nodes on different hosts; as many as there are kinds of hosts.
+        #: By what is alike of two nodes on different hosts. Few, unless hosts are cabled together.
         self._between: dict[tuple[int, int], Path | None] = {}
         self._outlets: dict[str, float] = {}
         self._usual_outlet: float | None = None
         self._doubt: float | None = None
+        #: Gone through once they change: reports come hundreds of times a second.
+        self._is_described: bool | None = None
         self._n_reports = 0
 
     def add(self, ws: WorkerState) -> None:
         """A worker came."""
         self._ends[ws.address] = End(ws.address, ws.host)
+        self._is_described = None
         self._forget_outlets()
         if self._topology is not None:
             node = self._topology.node_of(address=ws.address, name=ws.name, host=ws.host)
@@ -85,6 +88,7 @@ class WorkerPaths:
         self._ends.pop(address, None)
         self._places.pop(address, None)
         self._learned.forget(address)
+        self._is_described = None
         self._forget_paths()
         self._forget_outlets()
 
@@ -165,9 +169,17 @@ class WorkerPaths:
     def doubt(self) -> float:
         """By what factor links may carry more or less than is believed; 1 if all are described."""
         if self._doubt is None:
-            is_described = self._places.keys() >= self._ends.keys()
-            self._doubt = 1.0 if is_described else self._learned.doubt()
+            if self._is_described is None:
+                self._is_described = self._look_whether_described()
+            self._doubt = 1.0 if self._is_described else self._learned.doubt()
         return self._doubt
+
+    def _look_whether_described(self) -> bool:
+        """Whether all hosts are, and ways between them."""
+        if not self._places.keys() >= self._ends.keys():
+            return False
+        one_each = list({place.host: place for place in self._places.values()}.values())
+        return all(self._way_between(one_each[0], other) for other in one_each[1:])
 
     def find(self, source: str, target: str) -> Path:
         """Work out a way that is not remembered."""
@@ -178,10 +190,10 @@ class WorkerPaths:
         if here is not None and there is not None:
             # Of a thousand workers there are a million pairs. But hosts are alike, and so are the
             # devices of one, so that most of these pairs differ in the names of links only.
-            if here.host != there.host and (here.outside, there.outside) in self._between:
-                described = self._between[here.outside, there.outside]
+            if here.host != there.host:
+                described = self._way_between(here, there)
             else:
-                described = self._described(here, there)
+                described = self._way_within(here, there)
             if described is not None:
                 return described
         return self._learned.path(
@@ -189,12 +201,19 @@ class WorkerPaths:
             self._ends.get(target) or End(target, target),
         )
 
-    def _described(self, source: _Place, target: _Place) -> Path | None:
-        """The way between two places; None if none is described, or it is within one."""
+    def _way_within(self, source: _Place, target: _Place) -> Path | None:
+        """The way between two places of a host; None if none is described, or they are one."""
         assert self._topology is not None
         path = self._topology.path(source.node, target.node)
-        if source.host == target.host:
-            return path if path is not None and path.links else None
-        path = path and replace(path, links=())
-        self._between[source.outside, target.outside] = path
-        return path
+        return path if path is not None and path.links else None
+
+    def _way_between(self, source: _Place, target: _Place) -> Path | None:
+        """The way between two places of different hosts; None if none is described."""
+        kinds = source.outside, target.outside
+        if kinds not in self._between:
+            assert self._topology is not None
+            path = self._topology.path(source.node, target.node)
+            if len(self._between) >= _MAX_PATHS:
+                self._between.clear()
+            self._between[kinds] = path and replace(path, links=())
+        return self._between[kinds]

@@ -1,8 +1,8 @@
 """A topology of what workers say of their machines, and of what was measured between them. Pure.
 
-What machines do not say is assumed, or left out where a wrong figure would do harm: a worker whose
-way to others is not known is not described, and its links are learnt. Each such thing is a note
-for whoever reads the description.
+What machines do not say is assumed, or left out where a wrong figure would do harm: a host of whose
+network nothing is known is described without it, and its ways to others are learnt. Each such thing
+is a note for whoever reads the description.
 
 Only the interfaces that workers listen on connect hosts. A machine may have faster cards; bytes
 that Dask sends do not take them.

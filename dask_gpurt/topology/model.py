@@ -180,16 +180,42 @@ class Topology:
             The first device of which a pattern has its name or address, else the first NUMA node
             of its machine; None if the machine is not described.
         """
+        words, patterns = self._workers
+        found = [words[one] for one in (str(name), address) if one in words]
+        for number, pattern, node in patterns:
+            if fnmatchcase(str(name), pattern) or fnmatchcase(address, pattern):
+                found.append((number, node))
+                break
+        return min(found)[1] if found else self._homes.get(host)
+
+    @cached_property
+    def _workers(self) -> tuple[dict[str, tuple[int, str]], list[tuple[int, str, str]]]:
+        """Devices, numbered, by the words that workers are called; and patterns that are no words.
+
+        A description that a cluster wrote has a word for each worker, which would be a million
+        comparisons for a thousand of them.
+        """
+        words: dict[str, tuple[int, str]] = {}
+        patterns = []
+        users = (
+            (one.node(device.name), device.workers) for one in self.hosts for device in one.devices
+        )
+        for number, (node, workers) in enumerate(users):
+            for pattern in workers:
+                if any(char in pattern for char in "*?["):
+                    patterns.append((number, pattern, node))
+                else:
+                    words.setdefault(pattern, (number, node))
+        return words, patterns
+
+    @cached_property
+    def _homes(self) -> dict[str, str]:
+        """The first NUMA node of each host, by its name and addresses."""
+        found: dict[str, str] = {}
         for one in self.hosts:
-            for device in one.devices:
-                if any(
-                    fnmatchcase(str(name), p) or fnmatchcase(address, p) for p in device.workers
-                ):
-                    return one.node(device.name)
-        for one in self.hosts:
-            if host == one.name or host in one.addresses:
-                return one.node(one.numa[0].name)
-        return None
+            for called in (one.name, *one.addresses):
+                found.setdefault(called, one.node(one.numa[0].name))
+        return found
 
     def device(self, node: str) -> Device | None:
         """The device at a node, None if something else is there."""

@@ -135,7 +135,8 @@ def _cards(root: Path, addresses: Mapping[str, Sequence[str]]) -> tuple[Card, ..
             continue
         mbps = _number(path / "speed")
         rate = mbps * 1e6 / 8 if mbps is not None and mbps > 0 else 0.0
-        found.append(Card(path.name, kind, rate, tuple(addresses.get(path.name, ())), place))
+        own = tuple(addresses.get(path.name, ()))[:MAX_PARTS]
+        found.append(Card(path.name, kind, rate, own, place))
     return tuple(sorted(found, key=lambda one: one.name))[:MAX_PARTS]
 
 

@@ -167,6 +167,13 @@ def test_the_command_names_hosts_without_a_way_between_them(tmp_path, capsys):
     assert "no way from a/numa0 to b/numa0" in capsys.readouterr().out
 
 
+def test_a_description_without_hosts_can_be_checked(tmp_path, capsys):
+    path = tmp_path / "machines.yaml"
+    path.write_text("hosts: []\n")
+    assert command("topology", "--check", str(path)) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_a_cluster_of_several_hosts_that_are_not_described_is_told_how():
     probe = {"state": "stopped", "reason": "tasks began to run", "problems": {"x to y": "lost"}}
     found = {"topology": {"file": None, "hosts": 2, "probe": probe}}

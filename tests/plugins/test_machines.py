@@ -110,6 +110,16 @@ def test_a_wrong_description_changes_nothing():
     assert found.summary()["file"] == "two-hosts"
 
 
+def test_a_description_is_read_once_however_many_clients_have_it():
+    found = machines(Cluster(2), name="two-hosts")
+    before = found.topology
+    found.configure(settings("on", "two-hosts"))
+    assert found.topology is before
+    found.configure(settings())
+    assert found.topology is None
+    assert not found.is_described
+
+
 # ---------------------------------------------------------------------- probed by itself
 
 
@@ -245,7 +255,7 @@ def test_a_probe_waits_for_no_task_and_stops_for_one():
         ({"problem": "nobody there"}, "nobody there"),
         ({"latency_s": 0.0, "transfers": []}, "not an answer"),
         ("nonsense", "not an answer"),
-        (OSError("connection lost"), "not an answer"),
+        (OSError("connection lost"), "connection lost"),
     ],
 )
 def test_pairs_that_cannot_be_measured_are_named(answer, problem):
@@ -308,6 +318,72 @@ def test_machines_are_asked_once_and_forgotten_when_they_leave():
         del cluster.workers[address(1)]
         found.remove_worker(address(1))
         assert (await found.found(probe=False))["workers"] == 1
+
+    run(go())
+
+
+def test_a_worker_that_leaves_while_it_is_asked_is_not_remembered():
+    async def go():
+        cluster = Cluster(2)
+        found = machines(cluster)
+
+        def leave():
+            ws = cluster.workers.pop(address(1))
+            found.remove_worker(address(1))
+            return Report(Machine(ws.host, "1", (), (), ()), None).to_plain()
+
+        cluster.answers[address(1), "gpurt_machine"] = leave
+        assert (await found.found(probe=False))["workers"] == 1
+        # Another one comes in its place.
+        cluster.workers.update(Cluster(2).workers)
+        cluster.answers.clear()
+        assert (await found.found(probe=False))["workers"] == 2
+        assert [one for one, _ in cluster.asked].count(address(1)) == 2
+
+    run(go())
+
+
+def test_what_was_measured_of_a_host_is_forgotten_with_its_last_worker():
+    async def go():
+        cluster = Cluster(2, per_host=2)
+        cluster.answers[address(1), "gpurt_probe"] = {"problem": "nobody there"}
+        found = machines(cluster, "on")
+        await settled(found)
+        before = found.summary()["probe"]
+        assert (before["pairs"], len(before["problems"])) == (3, 1)
+        for port in (2, 1):
+            assert found.summary()["probe"] == before
+            del cluster.workers[address(1, port)]
+            found.remove_worker(address(1, port))
+        after = found.summary()["probe"]
+        assert (after["pairs"], after["problems"]) == (1, {})
+        # A host that takes its place is measured as it was.
+        cluster.workers.update(Cluster(2, per_host=2).workers)
+        cluster.answers.clear()
+        await settled(found)
+        assert found.summary()["probe"]["pairs"] == 4
+
+    run(go())
+
+
+def test_clients_that_want_links_measured_take_turns():
+    async def go():
+        cluster = Cluster(2)
+        found = machines(cluster, "off")
+        at_once = most_at_once = 0
+
+        async def answer():
+            nonlocal at_once, most_at_once
+            at_once += 1
+            most_at_once = max(most_at_once, at_once)
+            await asyncio.sleep(0)
+            at_once -= 1
+            return ANSWER
+
+        cluster.answers["gpurt_probe"] = answer
+        await asyncio.gather(*(found.found(probe=True) for _ in range(3)))
+        assert len(cluster.probed()) == 6
+        assert most_at_once == 1
 
     run(go())
 

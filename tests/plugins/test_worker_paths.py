@@ -9,6 +9,7 @@ import pytest
 from dask_gpurt.plugins import worker_paths
 from dask_gpurt.plugins.worker_paths import WorkerPaths
 from dask_gpurt.topology import learned
+from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.model import LOCAL
 from tests.topology.test_model import load
 
@@ -69,6 +70,24 @@ def test_a_worker_that_left_is_forgotten(described):
     described.observe(LEFT0.address, {RIGHT0.address: (1e9, 1)})
     # Asked for all the same, as a decision may that began before.
     assert described(RIGHT0.address, LEFT0.address).kind == "network"
+
+
+def test_there_is_no_doubt_only_where_the_ways_between_hosts_are_described():
+    paths = WorkerPaths(load("two-hosts"))
+    for one in (LEFT0, LEFT1, RIGHT0):
+        paths.add(one)
+    assert paths.doubt() == 1
+    paths.add(STRANGER)
+    assert paths.doubt() > 1
+    apart = WorkerPaths(parse("hosts: [" + ", ".join(map(_alone, "12")) + "]"))
+    apart.add(LEFT0)
+    assert apart.doubt() == 1
+    apart.add(RIGHT0)
+    assert apart.doubt() > 1
+
+
+def _alone(number):
+    return f"{{name: h{number}, addresses: [10.0.0.{number}], numa: [{{name: numa0}}]}}"
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):

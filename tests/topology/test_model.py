@@ -87,3 +87,23 @@ def test_workers_are_found_by_device_then_by_host():
     assert pattern.node_of(name=7, **worker) == "h/gpu0"
     assert pattern.device("h/gpu0") is gpu
     assert pattern.device("h/n") is None
+
+
+@pytest.mark.parametrize(
+    ("users", "device"),
+    [
+        ((["w*"], ["w1"]), "gpu0"),
+        ((["w1"], ["w*"]), "gpu0"),
+        ((["x"], ["w?", "w1"]), "gpu1"),
+        ((["tcp://10.0.0.1:1"], ["w1"]), "gpu0"),
+        ((["w1"], ["tcp://10.0.0.1:1"]), "gpu0"),
+        (([], ["[vw]1"]), "gpu1"),
+        ((["W1"], []), "numa0"),
+    ],
+)
+def test_a_worker_is_on_the_first_device_that_fits(users, device):
+    devices = tuple(
+        Device(f"gpu{i}", "gpu", workers=tuple(patterns)) for i, patterns in enumerate(users)
+    )
+    topology = Topology((Host("h", (Numa("numa0"),), devices),), ())
+    assert topology.node_of(address="tcp://10.0.0.1:1", name="w1", host="h") == f"h/{device}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.topology import sysfs
+from dask_gpurt.topology.machine import Report
 from dask_gpurt.topology.nvml import NvmlGpu
 from tests.topology.trees import NAMES, machine, make_interface, make_tree, write
 
@@ -57,6 +58,8 @@ def test_cards_have_speed_kind_and_addresses(tmp_path):
     assert found["ens6f0"].addresses == ("10.0.0.1", "fe80::1")
     assert found["ens6f0"].place.numa == 0
     assert not {"lo", "veth0"} & found.keys(), "without hardware"
+    many = read(tmp_path, ens6f0=[f"10.0.{i >> 8}.{i & 255}" for i in range(1000)])
+    assert Report.from_plain(Report(many, None).to_plain()).machine == many
 
 
 def test_a_card_whose_driver_names_no_speed(tmp_path):
