@@ -217,7 +217,8 @@ def test_a_damaged_shard_is_refused_or_has_its_rows(data):
     buffer[position] = data.draw(st.integers(0, 255))
     try:
         body = adapter.unpack(opened.layout_key, Packed(buffer, 50, 0, packed.pickle_nbytes))
+        # That strings have fewer bytes than their offsets say is seen by the library alone.
+        table = body.table(adapter.tables)
     except ValueError:
         return
-    table = body.table(adapter.tables)
     assert [len(column) for column in table] == [50] * 3
