@@ -121,14 +121,14 @@ class Links:
             except TransportError as error:
                 # The next attempt finds another way, or says why there is none.
                 self._forget(address, transport)
-                if path.takes_device_memory:
+                if message.is_from_device:
                     # UCX may know a device and not get along with it.
                     self._device_failures[address] = str(error)
                 raise
             status = answer["status"]
             if status == RELINK:
                 self._forget(address, transport)
-                if path.takes_device_memory and attempt:
+                if message.is_from_device and attempt:
                     self._device_failures[address] = "the peer could not receive"
             elif status != DAMAGED:
                 return message
@@ -200,7 +200,12 @@ class Links:
         engine = await self._ucx()
         theirs = await _accepted(call, "ucx", engine.descriptor)
         peer = await engine.connect(theirs, _LINK_DEADLINE_S)
-        both = engine.takes_device_memory and bool(theirs.get("takes_device_memory"))
+        # Where a device's memory failed, this is the way of copies in the host's.
+        both = (
+            engine.takes_device_memory
+            and bool(theirs.get("takes_device_memory"))
+            and address not in self._device_failures
+        )
         return UcxPath(engine, peer, address, why_not, both)
 
     async def _link_device(self, address: str, why_not: dict[str, str], call: Call) -> Path:
