@@ -78,13 +78,12 @@ class Links:
         self._lender: Lender | None = None
         self._engine: asyncio.Task[UcxEngine] | None = None
         self._no_memory = ""
-        self._memory: SharedPages | None = None
         #: Why device memory is not sent to a peer until the next cool-down.
         self._device_failures: dict[str, str] = {}
         #: Where shards that leave are put together.
         self.outgoing = HostPool(keep_nbytes)
         try:
-            self._memory = memory = SharedPages()
+            memory = SharedPages()
             self._lender = Lender(memory)
             self.outgoing = HostPool(keep_nbytes, source=memory)
         except OSError as error:
@@ -345,8 +344,7 @@ class Links:
 
     def end(self) -> None:
         """The worker is closed, and no peer reads from it any more."""
-        if self._memory is not None:
-            self._memory.close()
+        self.outgoing.close()
 
 
 async def _accepted(call: Call, name: str, offer: Any) -> Any:
