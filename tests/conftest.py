@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import dask
+import hypothesis
 import pytest
 from distributed import Client, LocalCluster, Nanny
 
 import dask_gpurt
+
+# How long an example takes says something about the machine, and nothing about the example.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:

@@ -1,7 +1,8 @@
 """A shuffle of cuDF partitions between two worker processes on one GPU: stock Dask and enabled.
 
-Over UCX where distributed-ucxx is installed, which moves device memory between processes by CUDA
-IPC; else over TCP, through the host.
+Dask's own connections, which stock Dask sends by, are UCX's where distributed-ucxx is installed:
+that moves device memory between processes by CUDA IPC. Else they are TCP's, through the host. The
+runtime has links over UCX of its own, wherever there is ucxx.
 """
 
 from __future__ import annotations

@@ -127,6 +127,9 @@ class PrivatePages:
         """Return pages to the system."""
         _library().munmap(address, n_pages * PAGE_NBYTES)
 
+    def close(self) -> None:
+        """Let go of whatever pages are shared by."""
+
 
 class SharedPages(PrivatePages):
     """Pages of a file in memory, which other processes read by position.

@@ -169,6 +169,13 @@ class HostPool:
             while self._spare:
                 self._pages.give_back(self._spare.pop())
 
+    def close(self) -> None:
+        """Nobody reads this memory from outside any more. Buffers are handed out as before."""
+        # Not beside whoever builds or gives back pages: the file's number may be another file's as
+        # soon as it is closed.
+        with self._lock:
+            self._pages.close()
+
     @property
     def idle_nbytes(self) -> int:
         """Bytes in pages that nobody uses."""

@@ -16,12 +16,6 @@ import numpy.typing as npt
 from dask_gpurt.frames.port import Landing
 
 
-def device_nbytes() -> int:
-    """Memory of the current device."""
-    _, total_nbytes = cupy.cuda.Device().mem_info
-    return int(total_nbytes)
-
-
 class CupyMemory:
     """Memory of CuPy's allocator, as `DeviceMemory`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from dask_gpurt.devices.cuda_driver import CupyDriver
 from dask_gpurt.devices.room import DeviceRoom
 
 #: Share of a device's memory that shards may take: as much as they may of the host's by default.
@@ -13,6 +14,4 @@ DEVICE_SHARE = 0.3
 @cache
 def device_room() -> DeviceRoom:
     """Of all shuffles of this process together. Asks the device, so it needs one."""
-    from dask_gpurt.frames.cupy_ import device_nbytes
-
-    return DeviceRoom(int(DEVICE_SHARE * device_nbytes()))
+    return DeviceRoom(int(DEVICE_SHARE * CupyDriver().total_nbytes))

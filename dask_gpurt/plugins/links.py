@@ -78,13 +78,12 @@ class Links:
         self._lender: Lender | None = None
         self._engine: asyncio.Task[UcxEngine] | None = None
         self._no_memory = ""
-        self._memory: SharedPages | None = None
         #: Why device memory is not sent to a peer until the next cool-down.
         self._device_failures: dict[str, str] = {}
         #: Where shards that leave are put together.
         self.outgoing = HostPool(keep_nbytes)
         try:
-            self._memory = memory = SharedPages()
+            memory = SharedPages()
             self._lender = Lender(memory)
             self.outgoing = HostPool(keep_nbytes, source=memory)
         except OSError as error:
@@ -121,14 +120,14 @@ class Links:
             except TransportError as error:
                 # The next attempt finds another way, or says why there is none.
                 self._forget(address, transport)
-                if path.takes_device_memory:
+                if message.is_from_device:
                     # UCX may know a device and not get along with it.
                     self._device_failures[address] = str(error)
                 raise
             status = answer["status"]
             if status == RELINK:
                 self._forget(address, transport)
-                if path.takes_device_memory and attempt:
+                if message.is_from_device and attempt:
                     self._device_failures[address] = "the peer could not receive"
             elif status != DAMAGED:
                 return message
@@ -200,7 +199,12 @@ class Links:
         engine = await self._ucx()
         theirs = await _accepted(call, "ucx", engine.descriptor)
         peer = await engine.connect(theirs, _LINK_DEADLINE_S)
-        both = engine.takes_device_memory and bool(theirs.get("takes_device_memory"))
+        # Where a device's memory failed, this is the way of copies in the host's.
+        both = (
+            engine.takes_device_memory
+            and bool(theirs.get("takes_device_memory"))
+            and address not in self._device_failures
+        )
         return UcxPath(engine, peer, address, why_not, both)
 
     async def _link_device(self, address: str, why_not: dict[str, str], call: Call) -> Path:
@@ -340,8 +344,7 @@ class Links:
 
     def end(self) -> None:
         """The worker is closed, and no peer reads from it any more."""
-        if self._memory is not None:
-            self._memory.close()
+        self.outgoing.close()
 
 
 async def _accepted(call: Call, name: str, offer: Any) -> Any:

@@ -51,6 +51,11 @@ class Message:
     buffers: list[Buffer]
     wire_nbytes: int = 0
 
+    @property
+    def is_from_device(self) -> bool:
+        """Whether any of it leaves out of the memory of a device."""
+        return not all(isinstance(buffer, np.ndarray) for buffer in self.buffers)
+
 
 def as_they_are(shards: Iterable[Outgoing]) -> Message:
     """A message that stays on this host: nothing is looked at."""

@@ -274,8 +274,8 @@ class ShardStore:
         position = file.append(packed.buffer)
         with self._lock:
             if not shard.unread or self._closed:
-                file.release()  # not the last: it is still being written
                 return
+            file.keep()
             shard.on_disk = (file, position)
             shard.sections = (packed.arrow_nbytes, packed.pickle_nbytes)
             shard.packed_nbytes = packed.buffer.nbytes

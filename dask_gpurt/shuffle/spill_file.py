@@ -36,7 +36,6 @@ class SpillFile:
             position += written
             view = view[written:]
         self._end = position
-        self._live += 1
         return first
 
     def read_into(self, buffer: np.ndarray[Any, Any], position: int) -> None:
@@ -47,6 +46,10 @@ class SpillFile:
                 raise ShardStorageError(f"{self.path} ended before its shard did")
             position += count
             view = view[count:]
+
+    def keep(self) -> None:
+        """One shard more needs this file."""
+        self._live += 1
 
     def release(self) -> bool:
         """One shard less needs this file, or its writer is done; whether nobody needs it now."""

@@ -9,21 +9,14 @@ import weakref
 import numpy as np
 import pytest
 
+from benchmarks.gpu.tiers import measure
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.cuda import CudaDevice
 from dask_gpurt.devices.cuda_driver import CupyDriver, why_no_cuda
-from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Entry, Ledger
 from dask_gpurt.devices.ordering import HazardError
 from dask_gpurt.devices.pinned import PinnedPool
 from dask_gpurt.devices.port import Priority
-from dask_gpurt.frames.values import flatten, restore
-from dask_gpurt.memory.device_values import device_packing, is_on_device
-from dask_gpurt.memory.host_tiers import PinnedTier
-from dask_gpurt.memory.policy import POLICIES
-from dask_gpurt.memory.port import Lanes, Packing
-from dask_gpurt.memory.residency import Level, Residency
-from dask_gpurt.memory.store import TieredStore
 from tests.conformance.device_suite import CAPACITY, DeviceSuite, double, noise
 from tests.devices.emulated_cuda import EmulatedCuda
 
@@ -412,32 +405,9 @@ def test_without_cuda_it_says_why():
 
 
 def test_values_of_a_full_device_leave_for_the_host_and_come_back():
-    """As the emulated device's do, by the same entry: eight values, and room for three."""
-    nbytes = 1000
-    device = CudaDevice(EmulatedCuda(4 * nbytes), 3 * nbytes)
-    compute = device.stream("compute")
-    levels = [Level("memory"), Level("device", 3 * nbytes), Level("pinned")]
-    with Lane("write") as write, Lane("read") as read, Lane("owner") as owner:
-        store = TieredStore(
-            Residency(levels, {0: (), 1: (2,)}, POLICIES["lru"]),
-            [PinnedTier(PinnedPool(1 << 20, 4096, device.driver.pin))],
-            [Packing(lambda value: value.nbytes, flatten, restore), device_packing(device)],
-            Lanes(*(_calls_on(lane) for lane in (write, read, owner, owner))),
-            home_of=lambda value: 1 if is_on_device(value) else 0,
-        )
-        device.on_full(lambda wanted: store.make_room(1, wanted))
-        for number in range(8):
-            values = noise(nbytes, number)
-            store[number] = DeviceArray.from_host(values, device, compute)
-            assert device.used_nbytes <= 3 * nbytes
-        assert sum(store.is_cold(number) for number in range(8)) >= 5
-        for number in range(8):
-            array, copied = store[number].to_host(compute)
-            copied.synchronize()
-            np.testing.assert_array_equal(array, noise(nbytes, number))
-        store.close()
+    device = CudaDevice(EmulatedCuda(4 * 8192), 3 * 8192)
+    found = measure(device, PinnedPool(1 << 20, 4096, device.driver.pin), 8, 8192, 1)
     device.close()
-
-
-def _calls_on(lane):
-    return lambda call, path="", nbytes=0: lane.submit(call)
+    assert found["wrong"] == []
+    assert found["most_used_nbytes"] <= 3 * 8192
+    assert found["cold_at_the_end"] >= 5

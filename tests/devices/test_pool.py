@@ -440,3 +440,21 @@ def test_a_buffer_that_dies_while_the_lock_is_held_is_not_waited_for():
         del buffer
     assert len(pool._dead) == 1
     assert _pages(pool) == (0, 0)
+
+
+def test_a_file_of_pages_is_closed_beside_nobody_who_uses_it():
+    """Its number may be another file's a moment later, and pages are punched out of files."""
+    seen = []
+
+    class Source(SharedPages):
+        def close(self):
+            seen.append(pool._lock.locked())
+            super().close()
+
+    pool = HostPool(MANY, source=Source())
+    kept = pool.empty(PAGE_NBYTES)
+    kept[:] = 3
+    pool.close()
+    assert seen == [True]
+    pool.empty(2 * PAGE_NBYTES)[:] = 4
+    assert (kept == 3).all()

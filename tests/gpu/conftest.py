@@ -1,26 +1,12 @@
-"""Tests that need a GPU: skipped, with the reason, where there is none.
+"""A gate for streams, which holds what is queued on them until a test opens it.
 
-They need neither Dask nor cuDF. On a machine without Dask, `--confcutdir tests/gpu` leaves the
+What tests need is in `requirements`. On a machine without Dask, `--confcutdir tests/gpu` leaves the
 fixtures of the other tests out.
 """
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
-
-from dask_gpurt.devices.cuda_driver import why_no_cuda
-
-HERE = pathlib.Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items):
-    here = [item for item in items if HERE in item.path.parents]
-    why = why_no_cuda() if here else None
-    for item in here:
-        if why is not None:
-            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {why}"))
 
 
 @pytest.fixture

@@ -13,6 +13,9 @@ from dask_gpurt.devices.cuda_driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.pinned import PinnedPool
 from dask_gpurt.devices.port import Priority
 from tests.conformance.device_suite import DeviceSuite, double, noise
+from tests.gpu.requirements import needs_gpu
+
+pytestmark = needs_gpu
 
 MIB = 1 << 20
 

@@ -9,6 +9,10 @@ import subprocess
 import sys
 import textwrap
 
+from tests.gpu.requirements import needs_gpu
+
+pytestmark = needs_gpu
+
 HEAD = """
     from dask_gpurt.devices.cuda_launches import cupy_launches
     launches = cupy_launches()

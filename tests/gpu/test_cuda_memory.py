@@ -7,6 +7,9 @@ import pytest
 from dask_gpurt.devices.cuda_driver import CupyDriver
 from dask_gpurt.devices.cuda_memory import CallWhenFull
 from dask_gpurt.devices.port import Priority
+from tests.gpu.requirements import needs_gpu
+
+pytestmark = needs_gpu
 
 MIB = 1 << 20
 

@@ -22,7 +22,7 @@ from dask_gpurt.frames.rechunking import Rechunking
 from tests.conformance.frame_suite import FrameSuite
 from tests.frames.emulated_device import EmulatedMemory
 from tests.frames.test_device_contents import COLUMNS, MEMORY_NBYTES, N_ROWS
-from tests.frames.test_rechunking import blocks
+from tests.gpu.requirements import NO_GPU, needs_gpu
 
 
 def missing(*names: str) -> str | None:
@@ -33,22 +33,9 @@ def missing(*names: str) -> str | None:
     return None
 
 
-def no_gpu() -> str | None:
-    if (why := missing("cupy")) is not None:
-        return why
-    import cupy
-
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no GPU: {error}"
-    return None
-
-
-NO_CUDF, NO_GPU = missing("cudf", "pylibcudf", "cupy", "rmm", "dask_cudf"), no_gpu()
+NO_CUDF = missing("cudf", "pylibcudf", "cupy", "rmm", "dask_cudf")
 needs_libraries = pytest.mark.skipif(NO_CUDF is not None, reason=str(NO_CUDF))
 needs_cudf = pytest.mark.skipif((NO_CUDF or NO_GPU) is not None, reason=str(NO_CUDF or NO_GPU))
-needs_cupy = pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
 
 if NO_CUDF is None:
     import cudf
@@ -248,7 +235,7 @@ class TestCudf:
             adapter.unpack(opened.layout_key, Packed(cut, 100, 0, packed.pickle_nbytes))
 
 
-@needs_cupy
+@needs_gpu
 @pytest.mark.parametrize("kind", [pytest.param("cudf", marks=needs_cudf), "cupy"])
 class TestMemory:
     def made(self, kind, nbytes):
@@ -270,11 +257,13 @@ class TestMemory:
         assert room.used_nbytes == 0
 
 
-@needs_cupy
+@needs_gpu
 @pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_arrays_are_cut_and_joined(order, leaves, has_room):
+    # It needs distributed.
+    blocks = pytest.importorskip("tests.frames.test_rechunking").blocks
     old, new = ((4, 4), (9,)), ((8,), (2, 2, 5))
     whole = np.random.default_rng(1).random((8, 9))
     room = CupyMemory.empty if has_room else no_room
@@ -298,11 +287,12 @@ def test_arrays_are_cut_and_joined(order, leaves, has_room):
 
 @pytest.fixture
 def client():
-    from distributed import Client, LocalCluster
-
+    distributed = pytest.importorskip("distributed")
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
-    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
-    with local, Client(local, set_as_default=False) as client:
+    local = distributed.LocalCluster(
+        processes=False, protocol="tcp://", silence_logs=False, **options
+    )
+    with local, distributed.Client(local, set_as_default=False) as client:
         yield client
 
 
@@ -338,7 +328,7 @@ def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
         cudf.testing.assert_frame_equal(one, other)
 
 
-@needs_cupy
+@needs_gpu
 def test_a_rechunk_of_cupy_s_arrays_stays_on_the_device(client):
     import dask
     import dask.array as da

@@ -6,6 +6,9 @@ from benchmarks.gpu.tiers import measure
 from dask_gpurt.devices.cuda import CudaDevice
 from dask_gpurt.devices.cuda_driver import CupyDriver
 from dask_gpurt.devices.pinned import PinnedPool
+from tests.gpu.requirements import needs_gpu
+
+pytestmark = needs_gpu
 
 MIB = 1 << 20
 

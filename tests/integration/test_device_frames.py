@@ -23,6 +23,7 @@ from dask_gpurt.frames.device_frames import DeviceFrames
 from dask_gpurt.plugins.array_run import DEVICE_ARRAYS
 from dask_gpurt.plugins.frame_run import ADAPTERS
 from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.transport.shared import Borrower
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.frames.emulated_device import (
     ARRAY,
@@ -139,25 +140,56 @@ def test_a_device_over_its_mark_receives_on_the_host(client, device, knows_devic
     assert device.copied_nbytes >= 1_000_000
 
 
-@pytest.mark.parametrize(
-    "method, reason", [("send", "unsupported memory"), ("receive", "the peer could not receive")]
-)
-def test_ucx_that_does_not_get_along_with_a_device_is_given_up_and_the_rows_arrive(
-    client, device, knows_devices, monkeypatch, method, reason
-):
-    works = getattr(UcxEngine, method)
+@pytest.fixture
+def two_hosts(monkeypatch):
+    """Workers that find no memory to share."""
 
-    async def works_on_the_host_alone(engine, peer, number, buffers, deadline_s):
+    def open_(borrower, offer):
+        raise TransportError("another host")
+
+    monkeypatch.setattr(Borrower, "open", open_)
+
+
+@pytest.fixture(params=["send", "receive"])
+def works_on_the_host_alone(request, monkeypatch):
+    """UCX that fails with memory of a device at one of the ends; what its peers say of it."""
+    works = getattr(UcxEngine, request.param)
+
+    async def of_the_host(engine, peer, number, buffers, deadline_s):
         if any(not isinstance(buffer, np.ndarray) for buffer in buffers):
             raise TransportError("unsupported memory")
         await works(engine, peer, number, buffers, deadline_s)
 
-    monkeypatch.setattr(UcxEngine, method, works_on_the_host_alone)
+    monkeypatch.setattr(UcxEngine, request.param, of_the_host)
     with dask.config.set({"distributed.p2p.comm.retry.delay.min": "1ms"}):
-        assert_same_as_stock(client)
+        yield "unsupported memory" if request.param == "send" else "the peer could not receive"
+
+
+def test_ucx_that_does_not_get_along_with_a_device_is_given_up_and_the_rows_arrive(
+    client, device, knows_devices, works_on_the_host_alone
+):
+    assert_same_as_stock(client)
     names, reasons = paths(client)
     assert names == {"shared"}
-    assert all(reason in why_not["device"] for why_not in reasons)
+    assert all(works_on_the_host_alone in why_not["device"] for why_not in reasons)
+
+
+def test_between_hosts_it_then_carries_copies_in_the_host(
+    client, device, knows_devices, two_hosts, works_on_the_host_alone
+):
+    assert_same_as_stock(client)
+    names, reasons = paths(client)
+    assert names == {"ucx"}
+    assert all(works_on_the_host_alone in why_not["device"] for why_not in reasons)
+
+
+def test_so_it_does_where_nothing_but_ucx_is_wanted(
+    client, device, knows_devices, works_on_the_host_alone
+):
+    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
+        assert_same_as_stock(client)
+    assert paths(client)[0] == {"ucx"}
+    assert device.copied_nbytes >= sent_nbytes(client)
 
 
 def test_one_host_shares_memory_where_ucx_knows_no_device(client, device):

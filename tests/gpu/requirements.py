@@ -1,0 +1,10 @@
+"""What tests of this folder need, and why they are skipped where it is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from dask_gpurt.devices.cuda_driver import why_no_cuda
+
+NO_GPU = why_no_cuda()
+needs_gpu = pytest.mark.skipif(NO_GPU is not None, reason=f"needs a GPU: {NO_GPU}")
