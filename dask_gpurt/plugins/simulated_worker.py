@@ -45,6 +45,8 @@ from dask_gpurt.simulate.workload import StableStr, TaskModel
 
 #: Messages smaller than this tell a worker nothing about bandwidth; distributed's own number.
 MEASURED_NBYTES = 1_000_000
+#: No task takes no time: distributed's stealing asserts that it never hears of one.
+LEAST_TASK_S = 1e-6
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class ModelledWorker:
 
     def _execute(self, instruction: Execute) -> None:
         key = instruction.key
-        duration_s = self._around.models[key].duration_s
+        duration_s = max(self._around.models[key].duration_s, LEAST_TASK_S)
         now_s = self._around.clock.now_s
         self._executions[key] = _Execution(
             run_id=self._state.tasks[key].run_id,

@@ -16,9 +16,11 @@ from distributed import Client, wait
 
 from tests.failure.gates import DEADLINE_S, Gate
 from tests.failure.memory_stage import (
+    N_BLOCKS,
     expected_sums,
     hold_a_call,
     hold_after_the_write,
+    make_block,
     make_blocks,
     open_small,
     orphans,
@@ -45,21 +47,32 @@ def _limit_files(dask_worker: Any, nbytes: int) -> None:
     )
 
 
+def _half_each(client: Client, *addresses: str) -> list[Any]:
+    """Blocks, as many on each worker; anywhere once theirs is gone."""
+    n = len(addresses)
+    shares = [
+        client.map(make_block, range(i, N_BLOCKS, n), workers=[one], allow_other_workers=True)
+        for i, one in enumerate(addresses)
+    ]
+    return [block for turn in zip(*shares, strict=True) for block in turn]
+
+
 @pytest.mark.parametrize("when", ["writing", "written", "reading", "removing"])
 @pytest.mark.parametrize("where", ["of the worker", "of all"])
 def test_killed(tmp_path: Path, when: str, where: str) -> None:
-    config = {}
+    # Whoever is quicker would have most of the blocks, and the victim none to spill.
+    config: dict[str, Any] = {"distributed.scheduler.work-stealing": False}
     if where == "of all":
         # What is left there is swept by whoever starts next.
         config["gpurt.memory.directory"] = str(tmp_path / "values")
     with open_small(tmp_path, processes=True, **config) as client, Gate() as gate:
-        victim = min(client.scheduler_info()["workers"])
+        victim, other = sorted(client.scheduler_info()["workers"])
         pid = _tell(client, victim, lambda dask_worker: os.getpid())
         if when == "written":
             _tell(client, victim, hold_after_the_write, gate.path)
         elif when == "writing":
             _tell(client, victim, hold_a_call, "pwrite", gate.path)
-        blocks = make_blocks(client)
+        blocks = _half_each(client, victim, other)
         if when in ("reading", "removing"):
             wait(blocks, timeout=DEADLINE_S)
             name = {"reading": "preadv", "removing": "unlink"}[when]
@@ -67,7 +80,7 @@ def test_killed(tmp_path: Path, when: str, where: str) -> None:
         if when == "removing":
             del blocks
             gate.wait_for()
-            blocks = make_blocks(client)
+            blocks = _half_each(client, victim, other)
         sums = client.map(sum_of, blocks, pure=False)
         gate.wait_for()
         os.kill(pid, signal.SIGKILL)

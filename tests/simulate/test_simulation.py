@@ -249,6 +249,12 @@ def test_work_is_stolen_in_virtual_time():
     assert len({run.worker for run in shared.tasks}) == 4
 
 
+def test_no_task_takes_no_time():
+    """distributed's stealing asserts that what it hears of took some."""
+    result = simulate(workload(task("none-0", s=0.0), task("none-1", 0, s=0.0)), flat(2))
+    assert all(run.stop_s > run.start_s for run in result.tasks)
+
+
 def test_plugins_live_in_virtual_time():
     seen = []
 
