@@ -19,7 +19,7 @@ import pickle
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -38,6 +38,24 @@ _MOST_ROWS = (1 << 32) - 1
 _LONGEST_LAYOUT = 1 << 16
 #: Assumed size of a Python object. Only shard sizes depend on it, never correctness.
 _OBJECT_NBYTES = 64
+
+
+@lru_cache(maxsize=1024)
+def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, order and type in a header of NumPy's. A run has few, and as many shards as it likes.
+
+    NumPy parses by `ast`, which counts how deep it is in one place for all threads (CPython 3.11):
+    where two parse at once, one may fail. It does not fail again and again.
+    """
+    for is_last in (False, False, True):
+        file = io.BytesIO(header)
+        np.lib.format.read_magic(file)
+        try:
+            return np.lib.format.read_array_header_1_0(file, _LONGEST_LAYOUT)
+        except SystemError:
+            if is_last:
+                raise
+    raise AssertionError
 
 
 class DeviceArrays(Protocol):
@@ -130,13 +148,12 @@ class ChunkLayout:
 
     @staticmethod
     def from_key(key: bytes) -> ChunkLayout:
-        file = io.BytesIO(key)
-        library = ""
+        library, header = "", key
         if not key.startswith(np.lib.format.MAGIC_PREFIX):
-            library = file.readline(_LONGEST_LAYOUT).rstrip(b"\n").decode("ascii")
+            name, _, header = key.partition(b"\n")
+            library = name.decode("ascii")
         try:
-            np.lib.format.read_magic(file)
-            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file, _LONGEST_LAYOUT)
+            shape, is_fortran, dtype = _parsed(header)
         except (tokenize.TokenError, SyntaxError, TypeError, OverflowError) as error:
             # NumPy has a second go at a header that it cannot parse, which fails in other ways.
             raise ValueError(f"no chunk has the layout {key!r}") from error
