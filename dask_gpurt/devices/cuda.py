@@ -20,6 +20,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from dask_gpurt.devices.cuda_driver import Driver
@@ -29,6 +30,7 @@ from dask_gpurt.devices.ordering import HazardError
 from dask_gpurt.devices.pool import Buffer as Bytes
 from dask_gpurt.devices.port import Buffer, Event, HostMemory, OnFull, Priority, Stream
 from dask_gpurt.devices.queues import Engine
+from dask_gpurt.devices.shortage import overcome
 from dask_gpurt.devices.spans import (
     Span,
     bytes_of,
@@ -256,14 +258,10 @@ class CudaDevice:
                 freeing_nbytes = sum(allocation.nbytes for allocation, _ in self._freeing)
                 soon = self._freeing[0][1] if self._freeing else None
                 callback = self._on_full
+            wait = None
             if soon is not None and (problem is not None or missing_nbytes <= freeing_nbytes):
-                self.driver.wait_for(soon)
-            # What could not fit into an empty device is no reason to empty it.
-            elif nbytes > self.capacity_nbytes or callback is None or not callback(nbytes):
-                raise MemoryError(
-                    f"no room for {nbytes} bytes on device {self.name!r}: "
-                    f"{used_nbytes} of {self.capacity_nbytes} are used"
-                ) from problem
+                wait = partial(self.driver.wait_for, soon)
+            overcome(self, nbytes, used_nbytes, wait, callback, problem)
 
     def _allocated(self, nbytes: int, stream: CudaStream) -> CudaBuffer:
         allocation = _Allocation(self, self.driver.allocate(max(1, nbytes), self._memory), nbytes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from dask_gpurt.devices.ordering import Clock, HazardError, Use, Uses
 from dask_gpurt.devices.pool import Buffer as Bytes
 from dask_gpurt.devices.port import Buffer, Event, HostMemory, OnFull, Priority, Stream
 from dask_gpurt.devices.queues import Engine, Queue, Signal, Work
+from dask_gpurt.devices.shortage import overcome
 from dask_gpurt.devices.spans import (
     Span,
     bytes_of,
@@ -221,15 +223,10 @@ class HostDevice:
                 soon = next(iter(self._freeing.values()), None)
                 callback = self._on_full
                 used_nbytes = self._used_nbytes
+            wait = None
             if soon is not None and missing_nbytes <= freeing_nbytes:
-                signal = soon
-                self._engines.until(lambda: signal.is_done)  # noqa: B023 - called at once
-            # What could not fit into an empty device is no reason to empty it.
-            elif nbytes > self.capacity_nbytes or callback is None or not callback(nbytes):
-                raise MemoryError(
-                    f"no room for {nbytes} bytes on device {self.name!r}: "
-                    f"{used_nbytes} of {self.capacity_nbytes} are used"
-                )
+                wait = partial(self._until, soon)
+            overcome(self, nbytes, used_nbytes, wait, callback)
 
     def _allocated(self, nbytes: int, stream: HostStream) -> HostBuffer:
         memory = np.empty(nbytes, dtype=np.uint8)
@@ -378,8 +375,11 @@ class HostDevice:
                 self._seen.merge(event.clock)
             return event.signal.is_done
 
+    def _until(self, signal: Signal) -> None:
+        self._engines.until(lambda: signal.is_done)
+
     def _wait_for(self, event: HostEvent) -> None:
-        self._engines.until(lambda: event.signal.is_done)
+        self._until(event.signal)
         with self._lock:
             self._bury()
             self._seen.merge(event.clock)

@@ -13,6 +13,7 @@ shape than was announced) is indexed as it likes, travels as a pickle, and is jo
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import pickle
@@ -47,15 +48,16 @@ def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     NumPy parses by `ast`, which counts how deep it is in one place for all threads (CPython 3.11):
     where two parse at once, one may fail. It does not fail again and again.
     """
-    for is_last in (False, False, True):
-        file = io.BytesIO(header)
-        np.lib.format.read_magic(file)
-        try:
-            return np.lib.format.read_array_header_1_0(file, _LONGEST_LAYOUT)
-        except SystemError:
-            if is_last:
-                raise
-    raise AssertionError
+    for _ in range(2):
+        with contextlib.suppress(SystemError):
+            return _read(header)
+    return _read(header)
+
+
+def _read(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    file = io.BytesIO(header)
+    np.lib.format.read_magic(file)
+    return np.lib.format.read_array_header_1_0(file, _LONGEST_LAYOUT)
 
 
 class DeviceArrays(Protocol):
