@@ -57,6 +57,7 @@ check: $(VENV)/installed
 bench: $(VENV)/installed
 	mkdir -p benchmarks/results
 	$(VENV)/bin/python -m benchmarks.shuffle --json benchmarks/results/shuffle.json
+	$(VENV)/bin/python -m benchmarks.ways --json benchmarks/results/ways.json
 	$(VENV)/bin/python -m benchmarks.merge --json benchmarks/results/merge.json
 	$(VENV)/bin/python -m benchmarks.set_index --json benchmarks/results/set_index.json
 	$(VENV)/bin/python -m benchmarks.rechunk --json benchmarks/results/rechunk.json

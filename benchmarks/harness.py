@@ -70,26 +70,28 @@ class Sides:
 
 
 @contextlib.contextmanager
+def stock_client(n_workers: int = 2, memory_limit: str | int = "auto") -> Iterator[Client]:
+    """Of worker processes of one thread, over tcp. Not the default one."""
+    with dask.config.set({"gpurt.enabled": False}):
+        cluster = LocalCluster(
+            n_workers=n_workers,
+            threads_per_worker=1,
+            memory_limit=memory_limit,
+            processes=True,
+            dashboard_address=":0",
+            silence_logs=50,
+        )
+        client = Client(cluster, set_as_default=False)
+    with cluster, client:
+        yield client
+
+
+@contextlib.contextmanager
 def two_clusters(n_workers: int = 2) -> Iterator[Sides]:
     """A stock cluster and one with the runtime on; worker processes of one thread, over tcp."""
-    with contextlib.ExitStack() as stack:
-        clients = []
-        for enabled in (False, True):
-            with dask.config.set({"gpurt.enabled": False}):
-                cluster = stack.enter_context(
-                    LocalCluster(
-                        n_workers=n_workers,
-                        threads_per_worker=1,
-                        processes=True,
-                        dashboard_address=":0",
-                        silence_logs=50,
-                    )
-                )
-                client = stack.enter_context(Client(cluster, set_as_default=False))
-            if enabled:
-                dask_gpurt.enable(client)
-            clients.append(client)
-        yield Sides(*clients)
+    with stock_client(n_workers) as stock, stock_client(n_workers) as enabled:
+        dask_gpurt.enable(enabled)
+        yield Sides(stock, enabled)
 
 
 def compare(

@@ -23,10 +23,10 @@ from typing import Any
 import dask
 import dask.array as da
 from dask import delayed
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 
 import dask_gpurt
-from benchmarks.harness import arguments, idle, write_json
+from benchmarks.harness import arguments, idle, stock_client, write_json
 
 LIMIT_NBYTES = 1_000_000_000
 #: What an interval must hold of the true median.
@@ -90,17 +90,7 @@ def clusters(sides: list[str]) -> Iterator[dict[str, Client]]:
     with contextlib.ExitStack() as stack:
         clients = {}
         for side in sides:
-            with dask.config.set({"gpurt.enabled": False}):
-                cluster = stack.enter_context(
-                    LocalCluster(
-                        n_workers=2,
-                        threads_per_worker=1,
-                        memory_limit=LIMIT_NBYTES,
-                        dashboard_address=":0",
-                        silence_logs=50,
-                    )
-                )
-                client = stack.enter_context(Client(cluster, set_as_default=False))
+            client = stack.enter_context(stock_client(memory_limit=LIMIT_NBYTES))
             if side != "stock":
                 with dask.config.set(SIDES[side]):
                     dask_gpurt.enable(client)

@@ -188,7 +188,7 @@ def occupancy(
     show_default=True,
     help="TPC-H scale factor; 1 is about a gigabyte of text.",
 )
-@click.option("--quick", is_flag=True, help="Less data, each query once: within a minute.")
+@click.option("--quick", is_flag=True, help="Less data, each query once: what a minute allows.")
 @click.option(
     "--cache-dir",
     type=click.Path(file_okay=False, path_type=Path),

@@ -57,9 +57,7 @@ class ShuffleSettings:
 
     def memory_nbytes(self, worker_limit_nbytes: int) -> int:
         """Bytes shards may take on a worker with this memory limit."""
-        if self.memory <= 1.0:
-            return int(self.memory * worker_limit_nbytes)
-        return int(self.memory)
+        return _of(self.memory, worker_limit_nbytes)
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,8 @@ class MemorySettings:
         Of what is written.
     compressed_nbytes
         Memory for compressed values; None for no such tier.
+    device
+        Share of a GPU's memory (at most 1.0), or bytes.
     """
 
     enabled: bool
@@ -99,7 +99,12 @@ class MemorySettings:
     disk_limit_nbytes: int | None
     compression: Literal["none", "lz4", "zstd"]
     compressed_nbytes: int | None
+    device: float
     replace_dask_cuda: bool
+
+    def device_nbytes(self, total_nbytes: int) -> int:
+        """Bytes values may take on a GPU with so much memory."""
+        return _of(self.device, total_nbytes)
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,7 @@ def read() -> Settings:
             disk_limit_nbytes=_optional_nbytes("memory.disk-limit"),
             compression=_choice("memory.compression"),
             compressed_nbytes=_optional_nbytes("memory.compressed"),
+            device=_memory("memory.device"),
             replace_dask_cuda=_flag("memory.replace-dask-cuda"),
         ),
         devices=DeviceSettings(shape_launches=_flag("devices.shape-launches")),
@@ -343,3 +349,8 @@ def _memory(key: str) -> float:
     if not 0 < amount < math.inf:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a share (0.3) or a size ('4 GiB')")
     return amount
+
+
+def _of(amount: float, total_nbytes: int) -> int:
+    """Bytes that a share, or a size, is."""
+    return int(amount * total_nbytes) if amount <= 1.0 else int(amount)

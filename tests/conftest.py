@@ -53,23 +53,35 @@ class Sides:
 
 
 @contextlib.contextmanager
+def stock_client(n_workers: int) -> Iterator[Client]:
+    """Of a cluster in this process, whose workers talk over real sockets; not the default one."""
+    with (
+        LocalCluster(
+            n_workers=n_workers,
+            threads_per_worker=1,
+            processes=False,
+            protocol="tcp://",
+            dashboard_address=":0",
+            # Silencing distributed silences the handlers of the fixture that captures logs as well.
+            silence_logs=False,
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with stock_client(2) as client:
+        yield client
+
+
+@contextlib.contextmanager
 def two_clusters(n_workers: int) -> Iterator[Sides]:
-    """Two clusters in this process, whose workers talk over real sockets."""
-    options = {
-        "n_workers": n_workers,
-        "threads_per_worker": 1,
-        "processes": False,
-        "protocol": "tcp://",
-        "dashboard_address": ":0",
-        # Silencing distributed silences the handlers of the fixture that captures logs as well.
-        "silence_logs": False,
-    }
     with (
         dask.config.set({"gpurt.enabled": False}),
-        LocalCluster(**options) as one,
-        LocalCluster(**options) as other,
-        Client(one, set_as_default=False) as stock,
-        Client(other, set_as_default=False) as enabled,
+        stock_client(n_workers) as stock,
+        stock_client(n_workers) as enabled,
     ):
         dask_gpurt.enable(enabled)
         yield Sides(stock, enabled)

@@ -43,6 +43,7 @@ DEFAULTS = Settings(
         disk_limit_nbytes=None,
         compression="none",
         compressed_nbytes=None,
+        device=0.6,
         replace_dask_cuda=False,
     ),
     devices=DeviceSettings(shape_launches=False),
@@ -145,6 +146,7 @@ def test_every_setting_is_read():
         "memory.disk-limit": "1 GiB",
         "memory.compression": "lz4",
         "memory.compressed": "1 GiB",
+        "memory.device": 0.5,
         "memory.replace-dask-cuda": True,
         "devices.shape-launches": True,
         "placement.enabled": False,
@@ -287,11 +289,12 @@ def test_sizes_that_are_none(key, value):
     ],
 )
 def test_memory_is_a_share_or_a_size(value, nbytes):
-    with dask.config.set({"gpurt.shuffle.memory": value}):
+    with dask.config.set({"gpurt.shuffle.memory": value, "gpurt.memory.device": value}):
         settings = config.read()
-    found = settings.shuffle.memory_nbytes(100 * GIB)
-    assert found == nbytes
-    assert type(found) is int
+    for nbytes_of in (settings.shuffle.memory_nbytes, settings.memory.device_nbytes):
+        found = nbytes_of(100 * GIB)
+        assert found == nbytes
+        assert type(found) is int
 
 
 NO_MEMORY = [
@@ -408,6 +411,7 @@ def test_environment_variables(warnings):
         GPURT__MEMORY__DISK_LIMIT="5 MiB",
         GPURT__MEMORY__COMPRESSION="zstd",
         GPURT__MEMORY__COMPRESSED="1 MiB",
+        GPURT__MEMORY__DEVICE="2 GB",
         GPURT__MEMORY__REPLACE_DASK_CUDA="on",
         GPURT__DEVICES__SHAPE_LAUNCHES="on",
     )
@@ -417,7 +421,7 @@ def test_environment_variables(warnings):
             enabled=True,
             strict=True,
             shuffle=ShuffleSettings("auto", "auto", 0.5, MIB, 2_000_000, False),
-            memory=MemorySettings(False, "lru", "/scratch", 5 * MIB, "zstd", MIB, True),
+            memory=MemorySettings(False, "lru", "/scratch", 5 * MIB, "zstd", MIB, 2e9, True),
             devices=DeviceSettings(shape_launches=True),
         )
     assert warnings() == []
@@ -454,7 +458,7 @@ def test_settings_survive_the_way_to_a_cluster():
         shuffle=ShuffleSettings("comm", "zstd", 5e9, 7, 11, False),
         placement=PlacementSettings(False, "stock"),
         topology=TopologySettings("machines.yaml", "hosts: []", "off"),
-        memory=MemorySettings(True, "largest", None, None, "lz4", None, False),
+        memory=MemorySettings(True, "largest", None, None, "lz4", None, 2e9, False),
         devices=DeviceSettings(shape_launches=True),
     )
     plain = settings.to_plain()
@@ -473,6 +477,7 @@ def test_settings_survive_the_way_to_a_cluster():
         "memory.disk_limit_nbytes": None,
         "memory.compression": "lz4",
         "memory.compressed_nbytes": None,
+        "memory.device": 2e9,
         "memory.replace_dask_cuda": False,
         "devices.shape_launches": True,
         "placement.enabled": False,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 #: How long an answer may take once connected: workers that are busy answer late.
 ANSWER_TIMEOUT_S = 20.0
+#: How long workers may take to say what is installed there, of that.
+VERSIONS_TIMEOUT_S = 5.0
 
 
 class ConnectError(GpurtError, ValueError):
@@ -96,8 +98,14 @@ async def _knock(address: str) -> None:
         raise ValueError(f"that is a {kind}")
 
 
-def ask(client: Client) -> dict[str, Any]:
-    """Status and versions of a cluster.
+def ask(client: Client, *, versions: bool = False) -> dict[str, Any]:
+    """Status of a cluster.
+
+    Parameters
+    ----------
+    versions
+        Whether to add what is installed: `client`, `scheduler`, and `workers` by address, without
+        those that were silent before; None if another one is now.
 
     Raises
     ------
@@ -107,19 +115,40 @@ def ask(client: Client) -> dict[str, Any]:
 
     address = scheduler_address(client)
 
-    async def both() -> tuple[Any, Any]:
+    async def both() -> dict[str, Any]:
         status = await dask_gpurt.status(client)
-        versions: Any = client.get_versions()
-        return status, await versions
+        if versions:
+            status["versions"] = await _versions(client, status)
+        return dict(status)
 
     try:
-        status, versions = client.sync(  # type: ignore[no-untyped-call]
+        status = client.sync(  # type: ignore[no-untyped-call]
             both, callback_timeout=ANSWER_TIMEOUT_S
         )
     except Exception as error:
         why = _brief(error)
         raise ConnectError(f"the scheduler at {address} does not answer: {why}") from error
-    return {"scheduler": address, **status, "versions": versions}
+    return {"scheduler": address, **status}
+
+
+async def _versions(client: Client, status: dict[str, Any]) -> dict[str, Any]:
+    """As `Client.get_versions`, which waits for workers that never answer."""
+    from distributed.versions import get_versions
+
+    scheduler: Any = client.scheduler
+    silent = status.get("silent")
+    # Where the runtime is off, who is silent is not known, nor who there is: all of them are asked.
+    workers = sorted(status["workers"].keys() - silent) if silent else None
+    found = {"client": get_versions(), "scheduler": await scheduler.versions(packages=[])}
+    asked = asyncio.ensure_future(
+        scheduler.broadcast(
+            msg={"op": "versions", "packages": []}, workers=workers, on_error="ignore"
+        )
+    )
+    # Not `asyncio.timeout`: what is cancelled as it connects may go on, and wait for ever.
+    await asyncio.wait({asked}, timeout=VERSIONS_TIMEOUT_S)
+    found["workers"] = None if asked.cancel() else await asked
+    return found
 
 
 def _brief(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import dask_gpurt
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected, silent
 from dask_gpurt.command.findings import Finding, Level, local_findings
-from dask_gpurt.command.report import advice, times
+from dask_gpurt.command.report import advice, device_note, times
 
 _BAD_USAGE = 2
 
@@ -41,7 +41,7 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
         address = address_of(scheduler, scheduler_file)
         if address is not None:
             with connected(address) as client:
-                findings += cluster_findings(ask(client))
+                findings += cluster_findings(ask(client, versions=True))
     except ConnectError as error:
         failure = error
         remedy = "check the address, and that the scheduler runs and can be reached from here"
@@ -86,6 +86,10 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
         elif report:
             findings.append(Finding("ok", "worker", f"{worker}: on, {report['version']}"))
             findings.append(_memory(worker, report))
+            findings += _device(worker, report)
+        elif worker in found.get("silent", ()):
+            text = f"{worker} does not answer"
+            findings.append(Finding("problem", "worker", text, _SILENT_REMEDY))
         elif found["active"]:
             text = f"{worker} has not said that it is ready"
             findings.append(Finding("note", "worker", text, advice("no word from worker")))
@@ -99,6 +103,9 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
+_SILENT_REMEDY = (
+    "something holds up its event loop: look for code that keeps the GIL, or restart it"
+)
 #: What can be done about a worker that keeps Dask's store, by a part of the reason.
 _STORE_REMEDIES = {
     "gpurt.memory.enabled": "set gpurt.memory.enabled to true, if that was not on purpose",
@@ -129,6 +136,25 @@ def _memory(worker: str, report: Mapping[str, Any]) -> Finding:
         through = f"{text}, through the page cache, which takes memory"
         return Finding("note", "memory", through, remedy)
     return Finding("ok", "memory", f"{text}, past the page cache")
+
+
+def _device(worker: str, report: Mapping[str, Any]) -> list[Finding]:
+    """Whether values of a GPU are managed, and who has others leave for want of room there."""
+    device = (report["memory"] or {}).get("device")
+    if device is None:
+        return []
+    note = device_note(device)
+    if note is not None:
+        remedy = "cudf.set_option('spill', False) on workers, to have its values managed here"
+        return [Finding("note", "gpu", f"{worker}: {note}", remedy if "cuDF" in note else "")]
+    if device["name"] is None:
+        return [Finding("ok", "gpu", f"{worker}: not used yet")]
+    text = f"{worker}: {device['name']}, managed; values leave for {_listed(device['evicts_for'])}"
+    return [Finding("ok", "gpu", text)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names) if names else "nobody who finds no room"
 
 
 def _topology(found: Mapping[str, Any]) -> list[Finding]:
@@ -198,7 +224,10 @@ def _versions(found: Mapping[str, Any]) -> list[Finding]:
         findings.append(Finding("problem", "versions", text, remedy))
     versions = found["versions"]
     here = _packages(versions["client"])
-    others = {"the scheduler": versions["scheduler"], **versions["workers"]}
+    if versions["workers"] is None:
+        text = "not all workers said in time what is installed there"
+        findings.append(Finding("problem", "versions", text, _SILENT_REMEDY))
+    others = {"the scheduler": versions["scheduler"], **(versions["workers"] or {})}
     for who, theirs in others.items():
         packages = _packages(theirs or {})
         for name in _COMPARED:

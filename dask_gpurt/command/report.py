@@ -1,11 +1,13 @@
 """What `dask gpurt run` says at the end, for people and as JSON.
 
-Turns a `Snapshot` into text; asks nobody anything. `advice` is the doctor's as well.
+Turns a `Snapshot` into text; asks nobody anything. What other commands say in the same words is
+here as well.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,17 @@ def as_text(report: dict[str, Any]) -> str:
     lines += [f"  {problem}" for problem in report["not_ready"].values() if problem not in named]
     lines += [f"  {note}" for note in report["notes"]]
     return "\n".join(lines)
+
+
+def device_note(device: Mapping[str, Any] | None) -> str | None:
+    """What of a worker's GPU is left to others, and why; None if nothing is."""
+    if device is None:
+        return None
+    if device["problem"] is not None:
+        return f"values of the GPU are left to Dask: {device['problem']}"
+    if device["cudf_spills"]:
+        return "cuDF spills by itself: its values are left to it, and count"
+    return None
 
 
 def times(count: int) -> str:

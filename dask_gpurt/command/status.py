@@ -11,7 +11,7 @@ from typing import Any
 from dask.utils import format_bytes
 
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
-from dask_gpurt.command.report import times
+from dask_gpurt.command.report import device_note, times
 from dask_gpurt.metrics import MEANING
 from dask_gpurt.placement.explanation import REASONS
 
@@ -40,7 +40,6 @@ def show(
         raise ConnectError("which cluster? give --scheduler or --scheduler-file")
     with connected(address) as client:
         found = ask(client)
-    del found["versions"]
     if placement:
         placed = found.get("placement")
         print(json.dumps(placed, indent=2) if as_json else placement_as_text(placed))
@@ -174,7 +173,11 @@ def _memory(workers: list[tuple[str, Any]]) -> list[str]:
         cells = [_level(levels[name]) if name in levels else "-" for name in names]
         moved = [format_bytes(int(one["io"].get(f"{way}-bytes", 0))) for way in _MOVED.values()]
         rows.append([address, *cells, *moved, str(one["waiting"])])
-    return _table(["worker", *names, *_MOVED, "tasks waiting"], rows)
+    notes = ((address, device_note(one.get("device"))) for address, one in managed)
+    return [
+        *_table(["worker", *names, *_MOVED, "tasks waiting"], rows),
+        *(f"  {address}: {note}" for address, note in notes if note is not None),
+    ]
 
 
 #: Heading to the counter in a worker's report.
@@ -216,6 +219,8 @@ def _worker(address: str, report: dict[str, Any] | None, found: dict[str, Any]) 
             f"{report['version']}, {format_bytes(counters['sent_nbytes'])} sent, "
             f"{format_bytes(counters['spilled_nbytes'])} spilled{_paths(report['links'])}"
         )
+    if address in found.get("silent", ()):
+        return address, "does not answer"
     not_ready: dict[str, str] = found["not_ready"]
     return address, not_ready.get(address, "no report" if found["active"] else "-")
 

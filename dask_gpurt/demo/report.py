@@ -125,6 +125,7 @@ the median of the faster side does not beat the best run of the other.
 <h2>All times</h2>
 <div class="wide">{_table(report)}</div>
 {_differences(report.rows)}
+<p>{escape(report.left_out_sentence)}</p>
 <h2>How it was measured</h2>
 <p>Two clusters on one machine ran the same queries in turn, and which of them went first
 alternated. A time is the wall time from building the query to holding its answer in the client.

@@ -146,6 +146,8 @@ class Report:
         Wall seconds of the whole run, warm-ups and checks included.
     repeats
         How often each query was to be timed; a row may hold fewer when time ran out.
+    left_out
+        Queries that were not run at all, because time ran out.
     """
 
     rows: list[Row]
@@ -154,6 +156,15 @@ class Report:
     started: str
     duration_s: float
     repeats: int
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def left_out_sentence(self) -> str:
+        """Which queries were not run, and how they would be; empty if all were."""
+        if not self.left_out:
+            return ""
+        n, names = len(self.left_out), ", ".join(self.left_out)
+        return f"Time was up before {n} of the queries, which `--queries` has run: {names}."
 
     @property
     def agrees(self) -> bool:
@@ -203,6 +214,7 @@ class Report:
             "duration_s": self.duration_s,
             "agrees": self.agrees,
             "repeats": self.repeats,
+            "left_out": self.left_out,
             "machine": self.machine,
             "settings": self.settings,
             "totals": {

@@ -8,6 +8,7 @@ with DuckDB. The clusters and the queries are made by the caller,
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import time
@@ -79,6 +80,7 @@ def run_demo(
     read_totals: ReadTotals | None = None,
     deadline_s: float | None = None,
     n_warm_up: int | None = None,
+    stop_s: float | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Report:
     """Run every workload on both clusters and return what was found.
@@ -100,6 +102,8 @@ def run_demo(
         timed once on each side and its answers are compared.
     n_warm_up
         How many of the workloads, from the first, each side runs once untimed; None for all.
+    stop_s
+        Seconds from now after which no further workload is begun: the rest is left out.
     settings
         Taken over into the report.
 
@@ -117,8 +121,8 @@ def run_demo(
     expected: list[pd.DataFrame] = []
     first_answers: list[dict[str, pd.DataFrame]] = [{} for _ in workloads]
 
-    def late(next_s: float = 0.0) -> bool:
-        return deadline_s is not None and time.perf_counter() - start_s + next_s > deadline_s
+    def late(limit_s: float | None, next_s: float = 0.0) -> bool:
+        return limit_s is not None and time.perf_counter() - start_s + next_s > limit_s
 
     progress = Progress(
         TextColumn("{task.description}"),
@@ -128,19 +132,26 @@ def run_demo(
         console=console,
         transient=True,
     )
-    with progress:
-        task = progress.add_task("", total=max(1, repeats) * len(workloads))
+    total = max(1, repeats) * len(workloads)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(progress)
+        stack.callback(gc.unfreeze)
+        task = progress.add_task("", total=total)
         for round_ in range(max(1, repeats)):
-            for i, (workload, row) in enumerate(zip(workloads, rows, strict=True)):
+            for i, (workload, row) in enumerate(zip(workloads, rows, strict=False)):
                 turn = sides if (i + round_) % 2 == 0 else sides[::-1]
                 progress.update(task, description=f"{workload.group} {workload.name}")
                 if round_ == 0:
+                    # At least one: a report of nothing is none.
+                    if i and late(stop_s):
+                        del rows[i:]
+                        break
                     expected.append(workload.expected())
-                    if (n_warm_up is None or i < n_warm_up) and not late():
+                    if (n_warm_up is None or i < n_warm_up) and not late(deadline_s):
                         for side in turn:
                             _warm_up(side, workload, row)
                         row.warmed_up = True
-                elif not row.agrees or late(row.stock_median_s + row.enabled_median_s):
+                elif not row.agrees or late(deadline_s, row.stock_median_s + row.enabled_median_s):
                     # A workload which failed once is not worth the time of a second failure.
                     progress.advance(task)
                     continue
@@ -151,6 +162,8 @@ def run_demo(
                         _check(side, workload, row, answer, first, expected[i])
                 _check_sides(workload, row, first_answers[i])
                 progress.advance(task)
+                if not console.is_terminal:
+                    _log(console, f"{round_ * len(rows) + i + 1}/{total}", row)
     return Report(
         rows=rows,
         machine=describe_machine(),
@@ -158,7 +171,16 @@ def run_demo(
         started=started,
         duration_s=time.perf_counter() - start_s,
         repeats=max(1, repeats),
+        left_out=[f"{one.group} {one.name}" for one in workloads[len(rows) :]],
     )
+
+
+def _log(console: Console, position: str, row: Row) -> None:
+    """Say what was just run, where a bar that moves is not seen: in a file, or in a pipe."""
+    sides = {"stock": row.stock_s, "enabled": row.enabled_s}
+    times = ", ".join(f"{side} {taken[-1]:.2f} s" for side, taken in sides.items() if taken)
+    line = f"{position} {row.group} {row.name}: {row.difference or times}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _run_on(side: _Side, workload: Workload) -> pd.DataFrame:
@@ -184,8 +206,10 @@ def _timed_run(
     times = row.enabled_s if side.is_enabled else row.stock_s
     read = read_totals if read_totals is not None and not times else None
     before = dict(read(side.client)) if read else {}
-    # What the previous query left behind must not be collected in this query's time.
+    # What the previous query left behind must not be collected in this query's time. What is still
+    # there stays: looking through it again before each run would take a sixth of a second.
     gc.collect()
+    gc.freeze()
     start_s = time.perf_counter()
     try:
         answer = _run_on(side, workload)
@@ -293,6 +317,8 @@ def print_table(report: Report, console: Console) -> None:
     )
     if report.min_runs == 1:
         console.print(TIMED_ONCE, highlight=False)
+    if report.left_out:
+        console.print(report.left_out_sentence, markup=False, highlight=False)
     for row in report.rows:
         if not row.agrees:
             console.print(f"{row.group} {row.name}: {row.difference}", markup=False, style="red")

@@ -17,7 +17,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,10 @@ class Driver(Protocol):
 
     @property
     def total_nbytes(self) -> int: ...
+
+    @property
+    def default_stream(self) -> Any:
+        """Where libraries and programs queue their work unless they are told otherwise."""
 
     def open_stream(self, priority: Priority) -> Any: ...
 
@@ -68,6 +72,12 @@ class Driver(Protocol):
             There is none.
         """
 
+    def borrow(self, memory: Any) -> Any:
+        """Somebody else's memory, of any library that has `__cuda_array_interface__`.
+
+        It must live until nothing is queued on it.
+        """
+
     def copy_in(self, stream: Any, memory: Any, start: int, source: Bytes) -> None:
         """Queue a copy. Host memory that is pinned has to live until it is done."""
 
@@ -92,6 +102,12 @@ class Driver(Protocol):
         MemoryError
             The system has none.
         """
+
+
+class _Borrowed(NamedTuple):
+    """An address, where CuPy's own memory has it too."""
+
+    ptr: int
 
 
 class CupyDriver:
@@ -132,6 +148,10 @@ class CupyDriver:
         device: AbstractContextManager[Any] = self._cupy.cuda.Device(self.number)
         return device
 
+    @property
+    def default_stream(self) -> Any:
+        return self._cupy.cuda.Stream.null
+
     def open_stream(self, priority: Priority) -> Any:
         # Non-blocking: a stream that waits for CUDA's default stream would have every task that
         # uses that one wait for copies.
@@ -139,10 +159,11 @@ class CupyDriver:
             return self._cupy.cuda.Stream(non_blocking=True, priority=_PRIORITIES[priority])
 
     def record(self, stream: Any, timed: bool = False) -> Any:
-        # A blocking event lets the processor go while somebody waits; tasks need it.
+        # A blocking event lets the processor go while somebody waits; tasks need it. The default
+        # stream is that of the current device.
         with self._here():
             event = self._cupy.cuda.Event(block=True, disable_timing=not timed)
-        stream.record(event)
+            stream.record(event)
         return event
 
     def is_done(self, event: Any) -> bool:
@@ -164,6 +185,10 @@ class CupyDriver:
             from rmm.allocators.cupy import rmm_cupy_allocator
 
             return rmm_cupy_allocator(nbytes)
+
+    def borrow(self, memory: Any) -> Any:
+        address, _ = memory.__cuda_array_interface__["data"]
+        return _Borrowed(address)
 
     def copy_in(self, stream: Any, memory: Any, start: int, source: Bytes) -> None:
         self._copy(memory.ptr + start, source.ctypes.data, source.nbytes, "HostToDevice", stream)

@@ -38,7 +38,7 @@ class CallWhenFull:
     """
 
     def __init__(self, on_full: OnFull, number: int = 0) -> None:
-        self._on_full = on_full
+        self._on_full: OnFull | None = on_full
         self._number = number
         self._asking = threading.local()
         self._removals: dict[str, Callable[[], None]] = {}
@@ -51,7 +51,11 @@ class CallWhenFull:
         return list(self._removals)
 
     def remove(self) -> None:
-        """Put back what was there; what somebody else has put on top since stays."""
+        """Put back what was there; what somebody else has put on top since stays.
+
+        Nobody is asked any more, even where the hook cannot be taken out from below another.
+        """
+        self._on_full = None
         while self._removals:
             self._removals.popitem()[1]()
 
@@ -67,11 +71,12 @@ class CallWhenFull:
 
     def _ask(self, nbytes: int) -> bool:
         # Who makes room may allocate for it. Asked again then, it would wait for itself.
-        if getattr(self._asking, "is_under_way", False):
+        on_full = self._on_full
+        if on_full is None or getattr(self._asking, "is_under_way", False):
             return False
         self._asking.is_under_way = True
         try:
-            return self._on_full(nbytes)
+            return on_full(nbytes)
         finally:
             self._asking.is_under_way = False
 

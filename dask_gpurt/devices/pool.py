@@ -221,6 +221,35 @@ class HostPool:
                     self._pages.give_back(address)
 
 
+class Tenant:
+    """One user of pools, who leaves all the lanes it fills at once.
+
+    What it had begun may end later, in any thread: a lane that is filled after `leave` is left
+    again at once. Otherwise the page would stay taken with nobody there to let go of it.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: set[tuple[HostPool, Hashable]] = set()
+        self._has_left = False
+
+    def empty(self, pool: HostPool, nbytes: int, lane: Hashable) -> Buffer:
+        """Uninitialised bytes from a pool, in a lane that is this tenant's alone."""
+        lane = (id(self), lane)
+        self._lanes.add((pool, lane))
+        buffer = pool.empty(nbytes, lane)
+        # Asked afterwards: whoever leaves later than this finds the lane among the others.
+        if self._has_left:
+            pool.close_lane(lane)
+        return buffer
+
+    def leave(self) -> None:
+        """Nothing more will be asked for: let go of the pages that are being filled."""
+        self._has_left = True
+        while self._lanes:
+            pool, lane = self._lanes.pop()
+            pool.close_lane(lane)
+
+
 def pool_report(pool: HostPool) -> dict[str, Any]:
     """What a pool holds, for `status`."""
     return {"used_nbytes": pool.used_nbytes, "idle_nbytes": pool.idle_nbytes}

@@ -1,4 +1,4 @@
-"""CuPy's arrays for `Arrays`: every call to CuPy that a rechunk needs, but for NumPy's names.
+"""CuPy's arrays: every call to CuPy that a rechunk and the store need, but for NumPy's names.
 
 Importing this imports CuPy, so only what has met an array of it does. Memory comes from CuPy's
 current allocator, which is RMM's where that was asked for.
@@ -76,3 +76,20 @@ class CupyArrays:
 
     def finish(self) -> None:
         cupy.cuda.get_current_stream().synchronize()
+
+
+def take_apart(array: cupy.ndarray) -> tuple[Any, cupy.ndarray]:
+    """What it takes to put an array together again, and its memory as an array of bytes.
+
+    An array with gaps is copied on the device first, one that is a transpose of a dense one is not.
+    """
+    is_transposed = array.flags.f_contiguous and not array.flags.c_contiguous
+    dense = array.T if is_transposed else cupy.ascontiguousarray(array)
+    return (array.dtype, array.shape, is_transposed), dense.reshape(-1).view(np.uint8)
+
+
+def put_together(header: Any, memory: cupy.ndarray) -> cupy.ndarray:
+    """The inverse, over the memory given."""
+    dtype, shape, is_transposed = header
+    elements = memory.view(dtype)
+    return elements.reshape(shape[::-1]).T if is_transposed else elements.reshape(shape)

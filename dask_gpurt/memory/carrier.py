@@ -135,6 +135,9 @@ class Carrier:
                 flat = self._packings[move.source].flatten(source)
             else:
                 flat = self._tiers[move.source].get(place)
+        except ValueRefusedError:
+            self._failed(move, for_good=True)
+            return
         except Exception as error:
             # Whatever a value's own pickling raises: it is a matter of that value alone.
             logger.warning("cannot put %r away; it stays in memory: %s", move.key, _told(error))
@@ -166,13 +169,18 @@ class Carrier:
         """Have values leave a home before this returns, for an allocation that found no room there.
 
         Copies that wait in a lane are made here and now, and those that others are making are
-        waited for. May be called by any thread that holds no lock, so `next_use` of the residency
-        has to bear that.
+        waited for. May be called by any thread, so `next_use` of the residency has to bear that.
+        A thread that is in the middle of the books gets False: a destructor may allocate that
+        runs because an object was let go of there.
 
         Returns
         -------
         Whether objects were let go of. Their memory is free unless somebody else uses them.
         """
+        # What `Condition` asks as well. With the lock held there could be no copy without holding
+        # it over that, and what is decided could contradict what is being written down.
+        if self._lock._is_owned() or self._is_closed:  # type: ignore[attr-defined]
+            return False
         level = self._residency.levels[home]
         n_left = self._n_left[home]
         while self._n_left[home] == n_left:

@@ -1,7 +1,7 @@
 """When a value is used next, as far as the states of tasks tell. Pure.
 
 Dask's priorities are an order in which one thread would run the whole graph. Real workers depart
-from it in two ways that matter here, and a task comes after whatever it still waits for:
+from it in three ways that matter here, and a task comes after whatever it still waits for:
 
 - The scheduler holds root tasks back until a worker is idle, and an idle worker has run everything
   else that it could. So a task that needs a root which is held back comes after all tasks that do
@@ -10,13 +10,16 @@ from it in two ways that matter here, and a task comes after whatever it still w
   a merge with little memory (`tests/memory/test_oracle.py`).
 - Graphs that are submitted soon after one another are numbered alike, each from zero. So a task may
   have a priority before that of its own inputs.
+- Workers do not keep pace in it. One that waits for a peer's output goes on with what it was given,
+  beyond the priority of what it waits for, until the peer comes to that. So where a peer is in its
+  own queue says when, not the priority: 8 % of the bytes for the same merge.
 
 A use is a tuple that compares: the smaller, the sooner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 Task = TypeVar("Task", bound=Hashable)
@@ -46,6 +49,10 @@ class Outlook(Generic[Task]):
         Tasks whose outputs a task needs and that have not run.
     is_held_back
         Whether a task could run, but was not given to any worker.
+    turn_at_peer
+        How many tasks a peer does before this one, which it was given; None of all others.
+    queue
+        Priorities of the tasks that this worker was given, in order.
     """
 
     def __init__(
@@ -53,15 +60,22 @@ class Outlook(Generic[Task]):
         priority: Callable[[Task], tuple[float, ...]],
         waits_for: Callable[[Task], Iterable[Task]],
         is_held_back: Callable[[Task], bool],
+        turn_at_peer: Callable[[Task], int | None] = lambda task: None,
+        queue: Sequence[tuple[float, ...]] = (),
     ) -> None:
         self._priority = priority
         self._waits_for = waits_for
         self._is_held_back = is_held_back
+        self._turn_at_peer = turn_at_peer
+        self._queue = queue
         self._not_before: dict[Task, Use] = {}
         self._looked_at = 0
 
     def use(self, task: Task) -> Use:
         """When this task takes its inputs."""
+        if self._turn_at_peer(task) is not None:
+            # They are fetched when a worker is given a task, and not when it comes to it.
+            return reachable(self._priority(task))
         not_before = self._after_inputs(task)
         own = self._priority(task)
         # What waits for the same comes after it, in the order of priorities.
@@ -86,7 +100,18 @@ class Outlook(Generic[Task]):
                 self._looked_at += 1
                 stack += unknown
                 continue
-            held_back = _HELD_BACK if self._is_held_back(one) else _REACHABLE
-            own = (held_back, *self._priority(one))
-            known[one] = max([own, *(known[other] for other in inputs if other in known)])
+            known[one] = max(
+                [self._turn(one), *(known[other] for other in inputs if other in known)]
+            )
         return known[task]
+
+    def _turn(self, task: Task) -> Use:
+        """When a task would run, were it not for its inputs."""
+        if self._is_held_back(task):
+            return (_HELD_BACK, *self._priority(task))
+        own = reachable(self._priority(task))
+        n_before = self._turn_at_peer(task)
+        if n_before is None or not self._queue:
+            return own
+        # By then this worker has done as many tasks, or all that it has.
+        return max(own, reachable(self._queue[min(n_before, len(self._queue) - 1)]))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask_gpurt.memory.order import Order
+from dask_gpurt.memory.order import RANKED_AT_ONCE, Order
 from dask_gpurt.memory.policy import Candidate, EvictionPolicy
 
 #: As Dask has them: the smaller, the sooner.
@@ -23,6 +23,9 @@ Priority = tuple[float, ...]
 
 #: Moves that may be under way at once, of each direction: few, so that decisions stay fresh.
 MAX_MOVES = 4
+#: With that many writes under way only what has a copy can leave. It is looked for among so many
+#: that would leave first: a write ends soon, and looking at all of them is the event loop's time.
+MAX_PASSED = 256
 #: What is smaller leaves last, whatever the policy says: a move costs more than its room is worth.
 SMALL_NBYTES = 64 << 10
 #: Once a level is above its mark, it is relieved to this share of it, as far as that takes writes.
@@ -352,8 +355,8 @@ class Residency:
         mark: float = 1.0,
         spare: frozenset[Hashable] = frozenset(),
         later_than: Priority | None = None,
-    ) -> int:
-        """Decide what leaves a level so that `want_nbytes` more fit under a mark.
+    ) -> None:
+        """Decide what leaves a level so that `want_nbytes` more fit under a mark, if that can be.
 
         Parameters
         ----------
@@ -361,15 +364,11 @@ class Residency:
             Keys that must stay.
         later_than
             Only values whose next use is after this may leave.
-
-        Returns
-        -------
-        Bytes that are still missing and that nothing can free now.
         """
         level = self.levels[number]
-        missing = level.shortage_nbytes(want_nbytes, mark)
-        if not missing:
-            return 0
+        if not level.shortage_nbytes(want_nbytes, mark):
+            return
+        n_passed = 0
         for value in self._victims(number, spare):
             # Room is made ahead of need only by writing: what has a copy can leave the moment that
             # its room is needed, and may be used before.
@@ -379,12 +378,13 @@ class Residency:
                 use = self.next_use(value.key)
                 if use is not None and use <= later_than:
                     break
-            if not self._evict(value, number):
-                continue
-            missing = level.shortage_nbytes(want_nbytes, mark)
-            if not missing:
-                return 0
-        return missing
+            if self._evict(value, number):
+                if not level.shortage_nbytes(want_nbytes, mark):
+                    break
+            elif self._puts >= MAX_MOVES:
+                n_passed += 1
+                if n_passed == MAX_PASSED:
+                    break
 
     def shed(self, number: int, nbytes: int) -> int:
         """Decide what leaves a level now, whatever its mark says; returns how many bytes will.
@@ -444,15 +444,10 @@ class Residency:
         level = self.levels[number]
         order = self._orders[number]
         if order.is_stale(len(level.members)):
-            order.renew(
-                sorted(
-                    level.members.values(),
-                    key=lambda value: self._rank(value, number),
-                )
-            )
+            order.renew(_by_size([*level.members.values()]), self._rank)
         seen = []
         try:
-            while order.left:
+            while order.go_on():
                 value = order.left.pop()
                 if number not in value.copies or self.values.get(value.key) is not value:
                     continue
@@ -462,7 +457,7 @@ class Residency:
         finally:
             order.left.extend(reversed(seen))
 
-    def _rank(self, value: Value, number: int) -> tuple[Any, ...]:
+    def _rank(self, value: Value) -> tuple[Any, ...]:
         candidate = Candidate(
             nbytes=value.nbytes,
             next_use=self.next_use(value.key),
@@ -495,3 +490,11 @@ class Residency:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+def _by_size(values: list[Value]) -> list[list[Value]]:
+    """Groups for an order: where not all are ranked at once, what is worth a move comes first."""
+    if len(values) <= RANKED_AT_ONCE:
+        return [values]
+    large = [value for value in values if value.nbytes >= SMALL_NBYTES]
+    return [large, [value for value in values if value.nbytes < SMALL_NBYTES]]

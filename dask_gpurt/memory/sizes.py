@@ -24,6 +24,7 @@ class _Group:
     mean: float
     deviation: float
     largest: int
+    home: int
 
 
 class Sizes:
@@ -45,8 +46,10 @@ class Sizes:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def learn(self, group: str, nbytes: int) -> None:
-        """Take in that a task of this group made an output of `nbytes`.
+    def learn(self, group: str, nbytes: int, home: int = 0) -> None:
+        """Take in that a task of this group made an output of `nbytes`, and which home it has.
+
+        What was learnt of outputs with another home is forgotten.
 
         Raises
         ------
@@ -56,8 +59,8 @@ class Sizes:
         if nbytes < 0:
             raise ValueError(f"an output of {nbytes} bytes")
         known = self._groups.get(group)
-        if known is None:
-            self._groups[group] = _Group(nbytes, 0.0, nbytes)
+        if known is None or known.home != home:
+            self._groups[group] = _Group(nbytes, 0.0, nbytes, home)
             if len(self._groups) > self._max_groups:
                 self._groups.popitem(last=False)
             return
@@ -66,6 +69,11 @@ class Sizes:
         known.mean += _GAIN * off
         known.deviation += _GAIN * (abs(off) - known.deviation)
         known.largest = max(known.largest, nbytes)
+
+    def home(self, group: str) -> int:
+        """Where the next output of a group will be; 0 if none was seen yet."""
+        known = self._groups.get(group)
+        return 0 if known is None else known.home
 
     def expected(self, group: str) -> int | None:
         """Bytes to reserve for the next output of a group; None if none was seen yet.

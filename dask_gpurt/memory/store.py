@@ -82,6 +82,9 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         self._tell: dict[Claim, Tell] = {}
         self._is_deciding = False
         self._is_closed = False
+        #: Bytes of values that are about to be put, where their home is the host's memory and they
+        #: were measured already. Whoever does not put one after all takes it out.
+        self.measured: dict[Hashable, int] = {}
         #: As stock's `SpillBuffer` has it: Dask's metrics read it.
         self.cumulative_metrics: defaultdict[tuple[str, str], float] = defaultdict(float)
 
@@ -89,7 +92,9 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
         home = self._home_of(value)
-        nbytes = self._packings[home].sizeof(value)
+        nbytes = self.measured.pop(key, None)
+        if nbytes is None or home != HOME:
+            nbytes = self._packings[home].sizeof(value)
         with self._lock:
             if key in self.residency.values:
                 self._remove(key)
@@ -246,10 +251,10 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         level = self.residency.levels[HOME]
         return level.used_nbytes + level.reserved_nbytes
 
-    def fit(self, room_nbytes: int) -> None:
-        """So much memory may values take from here on."""
+    def fit(self, room_nbytes: int, home: int = HOME) -> None:
+        """So much memory may values take at a home from here on."""
         with self._lock:
-            self.residency.levels[HOME].capacity_nbytes = room_nbytes
+            self.residency.levels[home].capacity_nbytes = room_nbytes
 
     def make_room(self, home: int, nbytes: int) -> bool:
         """Have values leave a home at once; see `Carrier.make_room`. What `on_full` calls."""
@@ -271,6 +276,12 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             values = self.residency.values.items()
             return {key: value.serial for key, value in values if key not in self._objects}
 
+    def left_at(self, level: int) -> dict[Hashable, int]:
+        """Serial numbers of the values that a tier has a copy of, by key."""
+        with self._lock:
+            values = self.residency.values.items()
+            return {key: value.serial for key, value in values if level in value.copies}
+
     def contents(self) -> tuple[dict[Hashable, Any], dict[Hashable, int]]:
         """Values in memory, and serial numbers of all, at one instant: lanes go on meanwhile."""
         with self._lock:
@@ -291,7 +302,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         Parameters
         ----------
         cold
-            Keys that are elsewhere, to the bytes they take in memory; `tiers[level - 1]` reads
+            Keys that are elsewhere, to the bytes they take in memory; the tier at `level` reads
             them.
         """
         with self._lock:

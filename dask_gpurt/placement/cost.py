@@ -13,15 +13,15 @@ lines. `tests/placement/reference.py` has the same in plain words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import fsum, inf
 from typing import NamedTuple
 
 from dask_gpurt.topology.model import Path
+from dask_gpurt.topology.places import Place, Places, way
 
-#: Of a worker, the ways to it by where they come from; workers are given by address.
-PathsInto = Callable[[str], Mapping[str, Path]]
+_new = tuple.__new__
 
 #: What a worker writes to disk, and reads back later, while tasks wait for memory.
 SPILL_NBYTES_PER_S = 500e6
@@ -144,48 +144,69 @@ class Cost(NamedTuple):
         return self.transfer_s + self.arriving_s + self.spill_s + self.join_s
 
 
-def costs(task: Task, workers: Iterable[Worker], paths_into: PathsInto) -> dict[str, Cost]:
+def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
     """Cost of a task on each of some workers, by address.
 
     Sums do not depend on the order of inputs and joins, which are sets where they come from: a
     tie that the last bit of a sum broke would be broken otherwise in another process.
     """
     _, inputs, duration_s, output_nbytes, joins, _ = task
+    needed_nbytes = 0
+    under_way = []
+    #: By host, the numbers of the inputs that it has.
+    on_host: dict[str, list[int]] = {}
+    for number, (_, nbytes, holders, arriving) in enumerate(inputs):
+        needed_nbytes += nbytes
+        if arriving:
+            under_way.append(number)
+        for holder in holders:
+            host = places[holder][0]
+            if host not in on_host:
+                on_host[host] = [number]
+            elif on_host[host][-1] != number:
+                on_host[host].append(number)
+    #: By kind of place: seconds for each input from other hosts. Most candidates are of one kind,
+    #: and have few of the inputs on their own hosts.
+    from_afar: dict[Hashable, list[float]] = {}
     found = {}
     for address, nthreads, occupancy_s, _, room_nbytes, _, receiving_s, _, slowness in workers:
-        into = paths_into(address)
-        fetches = []
-        waits = []
-        new_nbytes = 0
-        for _, nbytes, holders, arriving in inputs:
-            if address in holders:
-                continue
-            new_nbytes += nbytes
-            fetch_s = inf
-            for holder in holders:
-                # `Path.transfer_s`, without the call.
-                way = into[holder]
-                seconds = way.latency_s + nbytes / way.bandwidth_nbytes_per_s
-                if seconds < fetch_s:
-                    fetch_s = seconds
-            if arriving and address in arriving:
-                # It has been on its way for a while; it never takes longer than from the start.
-                waits.append(min(arriving[address], fetch_s))
-            else:
-                fetches.append(fetch_s)
-        transfer_s = fsum(fetches) if fetches else 0.0
+        host, kind, _, far = places[address]
+        fetches = from_afar.get(kind)
+        if fetches is None:
+            fetches = from_afar[kind] = _all_from_afar(inputs, far)
+        new_nbytes = needed_nbytes
+        arriving_s = 0.0
+        if under_way or host in on_host:
+            fetches = fetches[:]
+            for number in on_host.get(host, ()):
+                _, nbytes, holders, _ = inputs[number]
+                if address in holders:
+                    new_nbytes -= nbytes
+                    fetches[number] = 0.0
+                else:
+                    (fetches[number],) = fetches_s((inputs[number],), address, places)
+            if under_way:
+                waits = []
+                for number in under_way:
+                    _, _, holders, arriving = inputs[number]
+                    if address in arriving and address not in holders:
+                        # It has been on its way for a while; it never takes longer than anew.
+                        waits.append(min(arriving[address], fetches[number]))
+                        fetches[number] = 0.0
+                arriving_s = fsum(waits)
+        transfer_s = fsum(fetches)
         spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
         # As `Cost(...)` does, in half the time.
-        found[address] = tuple.__new__(
+        found[address] = _new(
             Cost,
             (
                 transfer_s + receiving_s if transfer_s else 0.0,
                 transfer_s,
-                fsum(waits) if waits else 0.0,
+                arriving_s,
                 occupancy_s / nthreads,
                 duration_s * slowness,
                 spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
-                fsum([join_s(address, output_nbytes, one, paths_into) for one in joins])
+                fsum([join_s(address, output_nbytes, one, places) for one in joins])
                 if joins
                 else 0.0,
             ),
@@ -193,9 +214,37 @@ def costs(task: Task, workers: Iterable[Worker], paths_into: PathsInto) -> dict[
     return found
 
 
-def join_s(
-    address: str, nbytes: float, others: Mapping[str, float], paths_into: PathsInto
-) -> float:
+def _all_from_afar(inputs: Iterable[Input], far: Mapping[str, Path]) -> list[float]:
+    """Seconds for each input from a worker of another host, infinite where nobody has it."""
+    found = []
+    for _, nbytes, holders, _ in inputs:
+        least_s = inf
+        for holder in holders:
+            # `Path.transfer_s`, without the call.
+            path = far[holder]
+            seconds = path.latency_s + nbytes / path.bandwidth_nbytes_per_s
+            if seconds < least_s:
+                least_s = seconds
+        found.append(least_s)
+    return found
+
+
+def fetches_s(inputs: Iterable[Input], address: str, places: Places) -> list[float]:
+    """Seconds in which a worker has each input, from the holder it takes the least from."""
+    host, _, near, far = places[address]
+    found = []
+    for _, nbytes, holders, _ in inputs:
+        least_s = inf
+        for holder in holders:
+            path = (near if places[holder][0] == host else far)[holder]
+            seconds = path.latency_s + nbytes / path.bandwidth_nbytes_per_s
+            if seconds < least_s:
+                least_s = seconds
+        found.append(least_s)
+    return found
+
+
+def join_s(address: str, nbytes: float, others: Mapping[str, float], places: Places) -> float:
     """Seconds of moving what a later task needs to one place, if `nbytes` of it are here.
 
     The place is the one to which it takes the least; so this is 0 where all of it is.
@@ -204,16 +253,16 @@ def join_s(
         ((other, other_nbytes),) = others.items()
         if other == address:
             return 0.0
-        way, back = paths_into(other)[address], paths_into(address)[other]
+        there, back = way(places, address, other), way(places, other, address)
         return min(
-            way.latency_s + nbytes / way.bandwidth_nbytes_per_s,
+            there.latency_s + nbytes / there.bandwidth_nbytes_per_s,
             back.latency_s + other_nbytes / back.bandwidth_nbytes_per_s,
         )
     placed = {**others, address: others.get(address, 0.0) + nbytes}
     return min(
         fsum(
             [
-                paths_into(target)[source].transfer_s(n)
+                way(places, source, target).transfer_s(n)
                 for source, n in placed.items()
                 if source != target
             ]
@@ -222,9 +271,7 @@ def join_s(
     )
 
 
-def is_surely_cheaper(
-    task: Task, one: Worker, other: Worker, paths_into: PathsInto, doubt: float
-) -> bool:
+def is_surely_cheaper(task: Task, one: Worker, other: Worker, places: Places, doubt: float) -> bool:
     """Whether a task costs less on a worker than on another whatever the links carry.
 
     Parameters
@@ -233,27 +280,35 @@ def is_surely_cheaper(
         They may carry so many times as much as is believed, or as little.
     """
     for factor in (doubt, 1 / doubt):
-
-        def scaled_into(target: str, factor: float = factor) -> Mapping[str, Path]:
-            return _Scaled(paths_into(target), factor)
-
-        found = costs(task, (one, other), scaled_into)
+        found = costs(task, (one, other), _ScaledPlaces(places, factor))
         if found[one.address].total_s >= found[other.address].total_s:
             return False
     return True
 
 
-class _Scaled(dict[str, Path]):
-    """Ways that carry a multiple of what others do, each with their latency."""
+class _ScaledPlaces(dict[str, Place]):
+    """Places to which ways carry a multiple of what they do to others, each with its latency."""
 
+    def __init__(self, places: Places, factor: float) -> None:
+        self._places = places
+        self._factor = factor
+
+    def __missing__(self, address: str) -> Place:
+        host, kind, near, far = self._places[address]
+        scaled = Place(host, kind, _Scaled(near, self._factor), _Scaled(far, self._factor))
+        self[address] = scaled
+        return scaled
+
+
+class _Scaled(dict[str, Path]):
     def __init__(self, ways: Mapping[str, Path], factor: float) -> None:
         self._ways = ways
         self._factor = factor
 
     def __missing__(self, source: str) -> Path:
-        way = self._ways[source]
-        bandwidth = way.bandwidth_nbytes_per_s * self._factor
-        return replace(way, bandwidth_nbytes_per_s=bandwidth)
+        path = self._ways[source]
+        bandwidth = path.bandwidth_nbytes_per_s * self._factor
+        return replace(path, bandwidth_nbytes_per_s=bandwidth)
 
 
 def steal_pays(victim: Cost, thief: Cost, doubt: float = 1.0) -> bool:

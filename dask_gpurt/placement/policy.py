@@ -6,15 +6,24 @@ decision. Whoever makes it asks a live scheduler (`dask_gpurt.plugins.placement`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
-from dask_gpurt.placement.cost import Cost, PathsInto, Task, Worker, costs, is_surely_cheaper
+from dask_gpurt.placement.cost import Cost, Task, Worker, costs, is_surely_cheaper
+from dask_gpurt.topology.model import Path
+from dask_gpurt.topology.places import Places
 
 #: Restrictions to so few workers, and all of those are looked at, whatever they hold.
 MAX_RESTRICTED = 32
 #: Of more workers that have something of a task with very many inputs, those with most of it.
 MAX_CANDIDATES = 16
+#: Of a task's inputs, the bytes that joining its output on a worker has to save for it to be looked
+#: at. At twice the inputs it pays for itself; but with less it is still a good place for what the
+#: holders have no time for.
+MIN_JOINED_SHARE = 0.25
+#: More than sums of seconds are off by, as a share, and far less than matters.
+_ROUNDING = 2.0**-40
 
 
 class Snapshot(NamedTuple):
@@ -22,8 +31,8 @@ class Snapshot(NamedTuple):
 
     Attributes
     ----------
-    worker
-        What is known of one worker, by address.
+    workers
+        What is known of workers, by address.
     valid
         Addresses that the task may run at; None if it may run anywhere. Only running workers.
     takes_tasks
@@ -41,8 +50,8 @@ class Snapshot(NamedTuple):
     """
 
     task: Task
-    worker: Callable[[str], Worker]
-    paths_into: PathsInto
+    workers: Callable[[Iterable[str]], list[Worker]]
+    places: Places
     valid: Collection[str] | None = None
     idle: tuple[str, ...] = ()
     bandwidth_nbytes_per_s: float = 100e6
@@ -87,6 +96,51 @@ def holder_is_best(needed_nbytes: int, output_nbytes: float, room_nbytes: float)
     return output_nbytes < 2 * needed_nbytes and output_nbytes <= room_nbytes
 
 
+def foremost(
+    holders: Sequence[str], sizes: Sequence[int], duration_s: float, places: Places
+) -> Path | None:
+    """The one way to whoever has the largest input of a task, if the task costs least there.
+
+    That is so where each input is on another host, and all these are reached alike: wherever
+    else the task ran, no less would have to be fetched, over the same ways. Of those that have an
+    input as large it is the one with nothing to do and room for the rest, if that is as quick as
+    others. Stock chooses that one, too. None where it is not so plain.
+
+    Parameters
+    ----------
+    holders, sizes
+        For each input the only worker that has it or is fetching it, and bytes.
+    duration_s
+        Of the task, whose output will not be joined with anything.
+    """
+    if not 0 < len(holders) <= MAX_CANDIDATES:
+        return None
+    first = holders[0]
+    _, kind, _, far = places[first]
+    usual = far[first]
+    hosts: set[str] = set()
+    for address in holders:
+        host, other_kind, _, _ = places[address]
+        # Ways that are alike are one and the same.
+        if far[address] is not usual or other_kind != kind:
+            return None
+        hosts.add(host)
+    if len(hosts) < len(holders):
+        return None
+    most_nbytes = next_nbytes = total_nbytes = 0
+    for nbytes in sizes:
+        total_nbytes += nbytes
+        if nbytes > most_nbytes:
+            next_nbytes, most_nbytes = most_nbytes, nbytes
+        elif next_nbytes < nbytes < most_nbytes:
+            next_nbytes = nbytes
+    # By so much less than is rounded off, nobody is ahead.
+    bandwidth = usual.bandwidth_nbytes_per_s
+    all_s = duration_s + len(holders) * usual.latency_s + total_nbytes / bandwidth
+    ahead_s = (most_nbytes - next_nbytes) / bandwidth
+    return usual if ahead_s > all_s * _ROUNDING else None
+
+
 class Policy(Protocol):
     """Chooses a worker."""
 
@@ -114,7 +168,7 @@ class Stock:
         holders = _allowed(snapshot, (holder for one in inputs for holder in one.holders))
         if not holders:
             holders = set(snapshot.idle if snapshot.valid is None else snapshot.valid)
-        workers = map(snapshot.worker, holders)
+        workers = snapshot.workers(holders)
         chosen = min(
             ((*self.objective(snapshot, one), one.address) for one in workers), default=None
         )
@@ -139,7 +193,7 @@ class DataAware:
     """
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        task, worker_at, paths_into, valid, idle, bandwidth, takes_tasks, doubt, asked = snapshot
+        task, workers_at, places, valid, idle, bandwidth, takes_tasks, doubt, asked = snapshot
         _, inputs, _, _, joins, device = task
         held: dict[str, int] = {}
         needed = 0
@@ -147,7 +201,10 @@ class DataAware:
         for _, nbytes, having, arriving in inputs:
             needed += nbytes
             for address in having:
-                held[address] = held.get(address, 0) + nbytes
+                if address in held:
+                    held[address] += nbytes
+                else:
+                    held[address] = nbytes
             if arriving:
                 is_arriving = True
 
@@ -160,44 +217,60 @@ class DataAware:
             candidates = valid
         elif joins or idle or is_arriving or holders is not held or len(held) > MAX_CANDIDATES:
             candidates = self._near(snapshot, held) or holders
-        workers = [worker_at(one) for one in candidates]
+        workers = workers_at(candidates)
         allowed = workers
         if device is not None:
             allowed = [one for one in workers if device in one.devices] or workers
 
-        found_costs = costs(task, allowed, paths_into)
+        found_costs = costs(task, allowed, places)
         # What is minimised, then ties.
         chosen: tuple[float, float, int, str] | None = None
+        least_s = inf
         for address, nthreads, _, nbytes, _, _, _, n_tasks, _ in allowed:
             total_s = sum(found_costs[address])
-            if chosen is None or total_s <= chosen[0]:
+            if total_s <= least_s:
                 bid = total_s, n_tasks / nthreads, nbytes, address
                 if chosen is None or bid < chosen:
-                    chosen = bid
+                    chosen, least_s = bid, total_s
         # `Stock.objective`, from what is known of holders already.
         stock: tuple[float, int, str] | None = None
+        soonest_s = inf
         for address, nthreads, queued_s, nbytes, _, _, _, _, _ in workers:
             if address in holders:
                 start_s = queued_s / nthreads + (needed - held.get(address, 0)) / bandwidth
-                if stock is None or (start_s, nbytes, address) < stock:
-                    stock = start_s, nbytes, address
+                if start_s <= soonest_s and (stock is None or (start_s, nbytes, address) < stock):
+                    stock, soonest_s = (start_s, nbytes, address), start_s
         worker, usual = chosen and chosen[3], asked or (stock and stock[2])
         known = {one.address: one for one in allowed} if doubt > 1 and worker != usual else {}
         if worker is not None and usual in known:
             ours, theirs = known[worker], known[usual]
-            if not is_surely_cheaper(task, ours, theirs, paths_into, doubt):
+            if not is_surely_cheaper(task, ours, theirs, places, doubt):
                 worker = usual
         return Decision(worker, found_costs, usual)
 
     @staticmethod
     def _near(snapshot: Snapshot, held: Mapping[str, int]) -> set[str]:
-        """Workers that have, or will have, something of a task or what it is joined with."""
+        """Workers that have, or will have, something of a task or what it is joined with.
+
+        The latter only where what joining there may save is not far less than the inputs. With
+        less to do than the holders, a worker that is looked at for the sake of thin edges would
+        have large blocks moved to it.
+        """
+        task = snapshot.task
         nbytes: dict[str, float] = {**held}
-        for one in snapshot.task.inputs:
+        needed_nbytes = 0
+        for one in task.inputs:
+            needed_nbytes += one.nbytes
             for address in one.arriving_s:
                 nbytes[address] = nbytes.get(address, 0) + one.nbytes
-        for others in snapshot.task.joins:
+        joined: dict[str, float] = {}
+        saved: dict[str, float] = {}
+        for others in task.joins:
             for address, n in others.items():
+                joined[address] = joined.get(address, 0) + n
+                saved[address] = saved.get(address, 0) + min(n, task.output_nbytes)
+        for address, n in joined.items():
+            if address in nbytes or saved[address] >= MIN_JOINED_SHARE * needed_nbytes:
                 nbytes[address] = nbytes.get(address, 0) + n
         near = _allowed(snapshot, nbytes)
         if len(near) > MAX_CANDIDATES:

@@ -9,13 +9,14 @@ Two things tell of it:
 - Tasks that ended. The logarithm of what one took, less the mean of the logarithms of what its
   group took on **other** workers, is an observation. Their mean counts each half as much as the
   one after it, since a worker may become slow at any time; it is an exponentially weighted moving
-  average (Roberts, 1959), with the variance that such a one has.
+  average (Roberts, 1959), with the variance that such a one has. Of short tasks, more count.
 - Silence. A worker that should have been done with any of its tasks by now, and is not waiting for
   data, is at least as slow as it has been silent. Without this, a worker that has become five
   times as slow would have to end a task that takes five times as long before anybody knew.
 
 Nothing is concluded from noise: of an observation, only what is beyond `SIGMAS` standard
-deviations of it counts, and tasks of one group scatter by `LEAST_SCATTER` at the least. So where
+deviations of it counts, and tasks of one group scatter by `LEAST_SCATTER` at the least. A worker
+that has no core for `PAUSE_S` is not slow, however short its tasks are. So where
 tasks take as long as others of their group, to that extent, every slowness is exactly 1, and
 nothing is placed otherwise than without any of this. None is below 1: a worker that is faster than
 the others is free sooner, and that shows as it is.
@@ -39,8 +40,12 @@ _USUAL_SCATTER = 0.5
 _USUAL_COUNT = 4
 #: What is less than this is not worth placing anything otherwise.
 LEAST_SLOWNESS = 1.5
-#: What an observation counts for by the time of the next one.
+#: What an observation counts for by the time of the next one, if that took `PAUSE_S` or more.
 _PAST = 0.5
+#: So long may a worker be kept from its tasks now and then: another process has its core, it looks
+#: for garbage, its messages are late. Tasks that take 3 ms were taken for three times as slow where
+#: four workers had two cores, and were moved to where none of their data was.
+PAUSE_S = 0.05
 #: Tasks of a group that others have to have ended before it tells anything.
 _ENOUGH = 3
 #: No worker is believed to be further from the others than by this factor.
@@ -82,8 +87,10 @@ class _Record:
         self.working_since_s: float | None = None
         self.due_s = 0.0
 
-    def observe(self, value: float, variance: float) -> None:
-        past = _PAST * self.weight
+    def observe(self, value: float, variance: float, usual_s: float) -> None:
+        share = max(_PAST, 0.5 ** (usual_s / PAUSE_S))
+        # A first short task is no more than one of many, either: as if the others had been usual.
+        past = share * self.weight if self.weight else 1 / (1 - share) - 1 / (1 - _PAST)
         self.weight = past + 1
         self.mean = (past * self.mean + value) / self.weight
         self.variance = (past * past * self.variance + variance) / self.weight**2
@@ -128,7 +135,7 @@ class Speeds:
         n_others = of_all.count - own.count
         if n_others >= _ENOUGH:
             mean, variance = self._of_others(of_all, own)
-            record.observe(value - mean, variance)
+            record.observe(value - mean, variance, exp(mean))
         of_all.add(value)
         own.add(value)
 
@@ -167,8 +174,9 @@ class Speeds:
         expected_s = self._longest_s(groups)
         if expected_s is None:
             return record.slowness
-        record.due_s = since_s + expected_s * record.slowness
-        return max(record.slowness, _worth_it((now_s - since_s) / expected_s))
+        record.due_s = since_s + PAUSE_S + expected_s * record.slowness
+        silent_s = max(0.0, now_s - since_s - PAUSE_S)
+        return max(record.slowness, _worth_it(silent_s / expected_s))
 
     def _longest_s(self, groups: Iterable[str]) -> float | None:
         """Seconds in which a task of any of these groups ends, nearly always; None if unknown."""

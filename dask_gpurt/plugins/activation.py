@@ -6,6 +6,7 @@ distributed; `dask_gpurt` itself does not until one of these functions is called
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +48,15 @@ async def activate(client: Client, settings: config.Settings) -> None:
     if reason := seams.unsupported_reason():
         raise ActivationError(f"{reason}; stock Dask runs")
     if settings.topology.text is not None:
-        description.parse(settings.topology.text, settings.topology.file or "topology")
+        text, name = settings.topology.text, settings.topology.file or "topology"
+        await asyncio.to_thread(description.parse, text, name)
     status = await _status(client, ask_workers=False)
     if status["active"]:
         problem = await _scheduler(client).gpurt_configure(
             settings=settings.to_plain(), version=dask_gpurt.__version__
         )
         if problem is not None:
-            raise ActivationError(f"{problem}; install the same version. Settings are unchanged.")
+            raise ActivationError(f"{problem}. Settings are unchanged.")
         return
     if status.get("unusable"):
         raise ActivationError(f"{status['unusable']}; stock Dask runs")
@@ -128,6 +130,7 @@ async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
             "topology": None,
             "workers": {},
             "not_ready": {},
+            "silent": [],
         }
     reports = [report for report in status["workers"].values() if report]
     status["totals"] = metrics.total(report["counters"] for report in reports)
@@ -172,7 +175,7 @@ async def _explain(client: Client, key: Any) -> dict[str, Any]:
     key = getattr(key, "key", key)
     if not await _knows_us(client):
         return {"known": False, "key": str(key), "reason": "not switched on for this cluster"}
-    status = await _scheduler(client).gpurt_status()
+    status = await _scheduler(client).gpurt_status(reports=False)
     if not status["active"]:
         return {"known": False, "key": str(key), "reason": str(status["reason"])}
     answer: dict[str, Any] = await _scheduler(client).gpurt_explain(key=key)

@@ -21,7 +21,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.frames.port import BodyAdapter, DeviceMemory, Landing, on_host
-from dask_gpurt.plugins.links import DEVICE, OUTGOING, came_inside
+from dask_gpurt.plugins.links import DEVICE, came_inside
 from dask_gpurt.plugins.paths import Path
 from dask_gpurt.plugins.seams import (
     P2PConsistencyError,
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from dask_gpurt.plugins.exchange_run import ExchangeRun
 
 T = TypeVar("T")
+
+#: What is done with a message that came.
+_TAKING_IN = frozenset(("landing", "borrow", "decode"))
 
 
 class Courier:
@@ -139,7 +142,7 @@ class Courier:
         ProtocolError
             It never was a message.
         """
-        run, pool = self._run, self._state.pool
+        run = self._run
         headers = wire.decode(header)
         lengths = messages.checked(headers, self._state.memory_nbytes)
         # One buffer of a message is one shard, unless it is encoded.
@@ -163,12 +166,15 @@ class Courier:
                 return np.empty(nbytes, dtype=np.uint8)
             if number in landed:
                 return landed.pop(number)
-            return pool.empty(nbytes, run.lane_of(header.first_slot))
+            return run.memory_for(nbytes, header.first_slot)
 
         def empty_shard(header: wire.ShardHeader) -> Any:
-            return pool.empty(header.buffer_nbytes, run.lane_of(header.first_slot))
+            return run.memory_for(header.buffer_nbytes, header.first_slot)
 
-        buffers = await self._state.links.fetch(payload, lengths, empty)
+        async def beside(nbytes: int, read: Callable[[], None]) -> None:
+            await self._in_lane("borrow", nbytes, read)
+
+        buffers = await self._state.links.fetch(payload, lengths, empty, beside)
         inside = came_inside(payload)
         opened = partial(messages.opened, headers, buffers, empty_shard, in_place=not inside)
         # Decoding, copying and checking touch every byte: while the loop did that, it would start
@@ -181,11 +187,10 @@ class Courier:
     def _staged(self, path: Path, shards: Sequence[Outgoing]) -> list[Outgoing]:
         """Shards with those copied to the host that cannot leave from the device on this path."""
         is_taken = path.takes_device_memory and self._settings.compression in ("auto", "none")
-        empty = partial(self._state.links.outgoing.empty, lane=OUTGOING)
         return [
             shard
             if is_taken and shard.nbytes >= LEAST_DEVICE_NBYTES
-            else replace(shard, packed=on_host(shard.packed, empty))
+            else replace(shard, packed=on_host(shard.packed, self._run.outgoing_memory))
             for shard in shards
         ]
 
@@ -203,8 +208,8 @@ class Courier:
     ) -> T:
         # A message that was on its way when the run ended: its worker may have no lanes any more.
         self._run.raise_if_closed()
-        # What a peer waits for goes first: until it is decoded, the peer is held back.
-        priority = Priority.HIGH if path in ("landing", "decode") else Priority.NORMAL
+        # What a peer waits for goes first: until it is taken in, the peer is held back.
+        priority = Priority.HIGH if path in _TAKING_IN else Priority.NORMAL
         job = self._state.lanes.codec.submit(
             function, *arguments, priority=priority, path=path, nbytes=nbytes
         )

@@ -15,3 +15,8 @@ DEVICE_SHARE = 0.3
 def device_room() -> DeviceRoom:
     """Of all shuffles of this process together. Asks the device, so it needs one."""
     return DeviceRoom(int(DEVICE_SHARE * CupyDriver().total_nbytes))
+
+
+def shards_on_device_nbytes() -> int:
+    """What shards take there now. Does not ask for a device where no shard was on one."""
+    return device_room().used_nbytes if device_room.cache_info().currsize else 0

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
+from dask_gpurt.devices.pool import Buffer, Tenant
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.errors import (
     DamagedError,
@@ -32,7 +33,7 @@ from dask_gpurt.errors import (
 from dask_gpurt.frames.port import BodyAdapter, Empty, Packed, Piece
 from dask_gpurt.plugins.courier import Courier
 from dask_gpurt.plugins.fine_metrics import FineMetrics, amount, disk_io
-from dask_gpurt.plugins.links import DAMAGED, OUTGOING, RELINK
+from dask_gpurt.plugins.links import DAMAGED, RELINK
 from dask_gpurt.plugins.seams import (
     P2PConsistencyError,
     Reschedule,
@@ -120,7 +121,7 @@ class ExchangeRun:
         self._received_nbytes = 0
         self._sent_nbytes = 0
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
-        self._lanes: set[tuple[int, int]] = set()
+        self._tenant = Tenant()
         state.begin_run(self)
         self._spilling = state.lanes.spill
 
@@ -223,17 +224,18 @@ class ExchangeRun:
                     first_slot=a,
                     rows_per_slot=tuple(before[s + 1] - before[s] for s in range(a, b)),
                 )
-                # Shards for the same partitions are let go at the same time: a lane for each.
-                if worker == self.local_address:
-                    empty = partial(self._state.pool.empty, lane=self.lane_of(a))
-                else:
-                    empty = partial(self._state.links.outgoing.empty, lane=OUTGOING)
-                yield worker, header, empty
+                stays = worker == self.local_address
+                here = partial(self.memory_for, first_slot=a)
+                yield worker, header, here if stays else self.outgoing_memory
 
-    def lane_of(self, first_slot: int) -> tuple[int, int]:
-        lane = (self.run_id, first_slot)
-        self._lanes.add(lane)
-        return lane
+    def memory_for(self, nbytes: int, first_slot: int) -> Buffer:
+        """Memory for a shard that stays here and begins at this slot."""
+        # Shards for the same partitions are let go at the same time: a lane for each.
+        return self._tenant.empty(self._state.pool, nbytes, first_slot)
+
+    def outgoing_memory(self, nbytes: int) -> Buffer:
+        """Memory for a shard that leaves, where peers of this host can read it."""
+        return self._tenant.empty(self._state.links.outgoing, nbytes, "outgoing")
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()
@@ -420,11 +422,14 @@ class ExchangeRun:
         await self._outbox.close()
         report = self.report()
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._store.close)
-        for lane in self._lanes:
-            self._state.pool.close_lane(lane)
+        await loop.run_in_executor(None, self._let_go)
         self._state.end_run(self, report)
         self._closed_event.set()
+
+    def _let_go(self) -> None:
+        """Give files and pages back, which takes its time where there are many. In a thread."""
+        self._store.close()
+        self._tenant.leave()
 
     def report(self) -> dict[str, Any]:
         """What this run did so far, here."""

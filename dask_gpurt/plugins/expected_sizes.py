@@ -8,9 +8,11 @@ used: what is used by many counts for many.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import islice
+from math import exp, log
+from sys import maxsize
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,16 +31,22 @@ class ExpectedSizes:
         #: By group: how many sizes, and the sum of their logarithms.
         self._seen: OrderedDict[str, list[float]] = OrderedDict()
 
-    def observe(self, ts: TaskState, nbytes: int) -> None:
-        """Take in the size of a result that is about to be used."""
-        name = ts.group.name
-        seen = self._seen.get(name)
-        if seen is None:
-            seen = self._seen[name] = [0, 0.0]
-            if len(self._seen) > MAX_GROUPS:
-                self._seen.popitem(last=False)
-        seen[0] += 1
-        seen[1] += math.log(nbytes + 1)
+    def observe(self, inputs: Iterable[TaskState]) -> list[int]:
+        """Take in the sizes of results that are about to be used, and return them."""
+        known = self._seen
+        sizes = []
+        for ts in inputs:
+            nbytes = ts.get_nbytes()
+            sizes.append(nbytes)
+            name = ts.group.name
+            seen = known.get(name)
+            if seen is None:
+                seen = known[name] = [0, 0.0]
+                if len(known) > MAX_GROUPS:
+                    known.popitem(last=False)
+            seen[0] += 1
+            seen[1] += log(nbytes + 1)
+        return sizes
 
     def __call__(self, ts: TaskState) -> int:
         """Bytes: as they are, or as others of the kind were, or as its smallest input has.
@@ -50,8 +58,9 @@ class ExpectedSizes:
         seen = self._seen.get(ts.group.name)
         if seen is not None:
             # Whole bytes, so that sums of sizes do not depend on their order.
-            return int(math.exp(seen[1] / seen[0]))
-        for kin in (ts.group, ts.prefix):
+            return int(exp(seen[1] / seen[0]))
+        # Asked for the prefix first: mostly there is a figure of the group, or none at all.
+        for kin in (ts.group, ts.prefix) if ts.prefix.nbytes_total > 0 else ():
             if kin.nbytes_total > 0:
                 states = kin.states
                 n_done = states["memory"] + states["released"] + states["forgotten"]
@@ -59,4 +68,9 @@ class ExpectedSizes:
                     return kin.nbytes_total // n_done
         # Nothing of the kind has ended. A guess on the low side, that tips the scales between
         # workers that are as good otherwise.
-        return max(0, min((d.nbytes for d in islice(ts.dependencies, MAX_GUESSED)), default=0))
+        least = maxsize if ts.dependencies else 0
+        for dts in islice(ts.dependencies, MAX_GUESSED):
+            nbytes = dts.nbytes
+            if nbytes < least:
+                least = nbytes
+        return least if least > 0 else 0

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dask_gpurt.transport")
 
 Buffer = npt.NDArray[np.uint8]
+#: Makes a call that moves so many bytes, in a thread.
+Beside = Callable[[int, Callable[[], None]], Awaitable[None]]
 #: Makes a message for a path.
 Compose = Callable[[Path], Awaitable[Message]]
 
@@ -49,11 +51,12 @@ RELINK = "relink"
 DAMAGED = "damaged"
 #: So often is a message sent that is answered with one of these.
 _MAX_ATTEMPTS = 3
-#: Lane of the memory that leaving shards share.
-OUTGOING = "outgoing"
 #: Transport of data of devices where any will do: through a device's memory if that can be, and as
 #: data of the host otherwise.
 DEVICE = "device"
+#: Messages from a peer's memory that are smaller are read on the loop: that takes less than to have
+#: it done beside it, which is 60 to 110 us. Warm memory is copied at 10 to 20 GB/s.
+LEAST_BESIDE_NBYTES = 1 << 20
 #: How long a new link over UCX, or the end of all of them, may take.
 _LINK_DEADLINE_S = 10.0
 
@@ -255,7 +258,11 @@ class Links:
         return engine.result().takes_device_memory
 
     async def fetch(
-        self, payload: Any, lengths: Sequence[int], empty: Callable[[int, int], Buffer]
+        self,
+        payload: Any,
+        lengths: Sequence[int],
+        empty: Callable[[int, int], Buffer],
+        beside: Beside,
     ) -> list[Buffer]:
         """Bring the payload of a message to this worker.
 
@@ -265,7 +272,9 @@ class Links:
             Bytes of each buffer, as announced. Checked before anything is allocated.
         empty
             Number of a buffer and its length to the memory for it, of a device if the payload can
-            be written there.
+            be written there. Called on the loop.
+        beside
+            Has a peer's memory read beside the loop.
 
         Returns
         -------
@@ -282,7 +291,7 @@ class Links:
         if came_inside(payload):
             return [_viewed(part, nbytes) for part, nbytes in _pairs(payload, lengths)]
         if payload["by"] == "shared":
-            return self._borrowed(payload["token"], payload["places"], lengths, empty)
+            return await self._borrow(payload["token"], payload["places"], lengths, empty, beside)
         if payload["by"] != "ucx" or self._engine is None:
             raise TransportError("a path that was not offered")
         engine = await self._ucx()
@@ -290,22 +299,39 @@ class Links:
         await engine.receive(payload["token"], payload["number"], buffers, MESSAGE_DEADLINE_S)
         return buffers
 
-    def _borrowed(
+    async def _borrow(
         self,
         token: bytes,
         parts: Sequence[Any],
         lengths: Sequence[int],
         empty: Callable[[int, int], Buffer],
+        beside: Beside,
     ) -> list[Buffer]:
-        fetched = []
+        fetched, sent, lent = [], [], []
         for number, (part, nbytes) in enumerate(_pairs(parts, lengths)):
+            # All of it is checked before any of it is read.
             if isinstance(part, bytes):
+                source = _viewed(part, nbytes)
                 fetched.append(empty(number, nbytes))
-                np.copyto(fetched[-1], _viewed(part, nbytes))
+                sent.append((source, fetched[-1]))
             else:
                 places = self._borrower.checked(token, part, nbytes)
                 fetched.append(empty(number, nbytes))
-                self._borrower.read(token, places, fetched[-1])
+                lent.append((places, fetched[-1]))
+
+        def read() -> None:
+            for source, buffer in sent:
+                np.copyto(buffer, source)
+            if lent:
+                self._borrower.read(token, lent)
+
+        # The sender keeps what it lent until this message is answered. If it gives the message up,
+        # what is read here may be anything, and is of no use either: it has sent the shards once
+        # more and had an answer, so that these are the second of their kind, or its run is over.
+        if (nbytes := sum(lengths)) < LEAST_BESIDE_NBYTES:
+            read()
+        else:
+            await beside(nbytes, read)
         return fetched
 
     # ------------------------------------------------------------------ life

@@ -16,6 +16,7 @@ from distributed.metrics import time
 
 from dask_gpurt.config import TopologySettings
 from dask_gpurt.errors import ProtocolError
+from dask_gpurt.plugins.asking import ask
 from dask_gpurt.topology import probing
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.discovery import Measured, Seen, discover
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
+#: For the answer of a worker that looks at its machine, for which NVML may have to be started.
+_REPORT_DEADLINE_S = 10.0
+_NO_ANSWER = "no answer in {:g} s"
 #: For the answer of a worker that measures; it gives up sooner by itself.
 _PROBE_DEADLINE_S = 4 * probing.MAX_PAIR_S
 #: For how many ordinary transfers a measurement counts.
@@ -45,18 +49,9 @@ class Machines:
     ----------
     ready
         Workers that can be asked; somebody else keeps it up to date.
-    settings
-        Of `gpurt.topology`.
-
-    Raises
-    ------
-    ConfigError
-        The description of the machines is wrong.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, ready: Collection[str], settings: TopologySettings
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, ready: Collection[str]) -> None:
         self._scheduler = scheduler
         self._ready = ready
         self._reports: dict[str, Report] = {}
@@ -67,14 +62,25 @@ class Machines:
         self._spent_s = 0.0
         self._probing: asyncio.Task[None] | None = None
         self._learner: Placement | None = None
-        self._settings, self.topology = settings, _described(settings)
+        self._settings = TopologySettings(None, None, "off")
+        self.topology: Topology | None = None
+        self._configuring = asyncio.Lock()
 
-    def configure(self, settings: TopologySettings) -> None:
-        """Other settings hold from now on. Raises as making one does."""
-        # Every client that comes has settings, mostly the same; reading them can take seconds.
-        if settings.text != self._settings.text:
-            self.topology = _described(settings)
-        self._settings = settings
+    async def configure(self, settings: TopologySettings) -> None:
+        """Go by these settings from now on.
+
+        Raises
+        ------
+        ConfigError
+            The description of the machines is wrong; nothing has changed.
+        """
+        # Of clients that come at once, the last one's settings hold, and all of them.
+        async with self._configuring:
+            # Every client that comes has settings, mostly the same.
+            if settings.text != self._settings.text:
+                # Of hundreds of hosts this takes half a second.
+                self.topology = await asyncio.to_thread(_described, settings)
+            self._settings = settings
 
     @property
     def is_described(self) -> bool:
@@ -155,13 +161,11 @@ class Machines:
             self._state = "done"
 
     async def _measure(self, source: End, target: End) -> Any:
-        async with asyncio.timeout(_PROBE_DEADLINE_S):
-            answers = await self._scheduler.broadcast(
-                msg={"op": "gpurt_probe", "source": source.address},
-                workers=[target.address],
-                on_error="return",
-            )
-        answer = answers[target.address]
+        msg = {"op": "gpurt_probe", "source": source.address}
+        answers = await ask(self._scheduler, msg, [target.address], _PROBE_DEADLINE_S)
+        if answers.silent:
+            raise TimeoutError(_NO_ANSWER.format(_PROBE_DEADLINE_S))
+        answer = answers.said[target.address]
         if isinstance(answer, Exception):
             raise OSError(repr(answer)[:200]) from answer
         if isinstance(answer, dict) and "problem" in answer:
@@ -215,10 +219,10 @@ class Machines:
         missing = sorted(set(self._ready) - self._reports.keys())
         if not missing:
             return
-        answers = await self._scheduler.broadcast(
-            msg={"op": "gpurt_machine"}, workers=missing, on_error="return"
-        )
-        for address, answer in answers.items():
+        answers = await ask(self._scheduler, {"op": "gpurt_machine"}, missing, _REPORT_DEADLINE_S)
+        for address in answers.silent:
+            self._note(address, _NO_ANSWER.format(_REPORT_DEADLINE_S))
+        for address, answer in answers.said.items():
             if address not in self._ready:
                 # It left meanwhile, and nobody would forget what it said.
                 continue

@@ -22,21 +22,19 @@ from dask_gpurt.devices import malloc
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import COMPUTE, Entry, Ledger
 from dask_gpurt.devices.port import Priority
-from dask_gpurt.frames.values import flatten, restore
 from dask_gpurt.memory.admission import Claim
-from dask_gpurt.memory.directory import sweep
-from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.host_tiers import CompressedTier
-from dask_gpurt.memory.inherited import InheritedTier
 from dask_gpurt.memory.policy import POLICIES
-from dask_gpurt.memory.port import Lanes, Packing, Tier
-from dask_gpurt.memory.residency import Level, Residency, Value
+from dask_gpurt.memory.port import Lanes
+from dask_gpurt.memory.residency import Residency, Value
 from dask_gpurt.memory.sizes import Sizes
-from dask_gpurt.memory.store import TieredStore
+from dask_gpurt.memory.store import HOME, TieredStore
 from dask_gpurt.plugins import memory_seams
+from dask_gpurt.plugins.device_room import shards_on_device_nbytes
 from dask_gpurt.plugins.fine_metrics import amount
+from dask_gpurt.plugins.memory_levels import DEVICE, StoreLevels
 from dask_gpurt.plugins.memory_return import Given, return_cold, return_rest
 from dask_gpurt.plugins.seams import context_meter, event_loop
+from dask_gpurt.plugins.store_device import is_on_device
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -45,8 +43,6 @@ logger = logging.getLogger("dask_gpurt.memory")
 
 #: The store keeps at least this share of its room, however much memory it does not know of.
 LEAST_SHARE = 0.25
-#: Of the tier for compressed values, this share is used before some go on to disk.
-COMPRESSED_SHARE = 0.8
 #: Tasks ahead of the one that runs, for each thread, whose inputs may be read early.
 TASKS_AHEAD = 8
 #: A worker under pressure asks the scheduler about this many values at a time.
@@ -133,31 +129,29 @@ class ManagedMemory:
         self._target_nbytes, self._spill_nbytes = marks
         self._writes = Lane("write", 1, besides.ledger)
         self._reads = Lane("read", 2, besides.ledger)
-        packing = Packing(
-            memory_seams.safe_sizeof,
-            partial(flatten, dumps=memory_seams.dumps),
-            partial(restore, loads=memory_seams.loads),
+        self._levels = levels = StoreLevels(
+            worker,
+            settings,
+            self._stock,
+            self._target_nbytes,
+            lambda *moved: self.store.on_io(*moved),
         )
-        tiers, levels = self._tiers(settings, packing)
+        self._device = levels.device
         self.store = TieredStore(
-            Residency(
-                [Level("memory", self._target_nbytes), *levels],
-                {0: tuple(range(1, len(levels)))},
-                POLICIES[settings.policy],
-                self._next_use,
-            ),
-            tiers,
-            [packing],
+            Residency(levels.levels, levels.chains, POLICIES[settings.policy], self._next_use),
+            levels.tiers,
+            levels.packings,
             Lanes(
                 partial(_submit, self._writes),
                 partial(_submit, self._reads),
                 self._on_loop,
                 self._later,
             ),
+            home_of=self._home_of,
             upcoming=self._soon,
             on_lost=partial(memory_seams.recompute, worker),
         )
-        self.store.adopt(*memory_seams.take_over(self._stock), level=len(levels))
+        self.store.adopt(*memory_seams.take_over(self._stock), level=levels.inherited_level)
         self._swap = memory_seams.StoreSwap(
             worker,
             self.store,
@@ -169,25 +163,18 @@ class ManagedMemory:
         if not memory_seams.is_monitored(worker):
             self._looking = asyncio.create_task(self._look(), name="gpurt-memory-monitor")
 
-    def _tiers(self, settings: MemorySettings, packing: Packing) -> tuple[list[Tier], list[Level]]:
-        parent = settings.directory or self._worker.local_directory
-        sweep(parent)
-        limit = settings.disk_limit_nbytes or self._worker.memory_manager.max_spill or None
-        self._disk = disk = DiskTier(
-            parent,
-            limit,
-            None if settings.compression == "none" else settings.compression,
-            lambda *moved: self.store.on_io(*moved),
-        )
-        self._inherited = InheritedTier(memory_seams.on_disk(self._stock), packing.flatten)
-        tiers: list[Tier] = [disk, self._inherited]
-        levels = [Level(tier.name, tier.capacity_nbytes) for tier in tiers]
-        if settings.compressed_nbytes:
-            tiers.insert(0, CompressedTier(settings.compressed_nbytes))
-            # The rest is for what comes while others leave: a tier that is full is passed by.
-            usual_nbytes = int(COMPRESSED_SHARE * settings.compressed_nbytes)
-            levels.insert(0, Level("compressed", usual_nbytes))
-        return tiers, levels
+    def _home_of(self, value: Any) -> int:
+        device = self._device
+        if device is None or device.problem or not is_on_device(value):
+            return HOME
+        device.begin(lambda: _submit(self._writes, self._open_device, "open"))
+        return DEVICE
+
+    def _open_device(self) -> None:
+        assert self._device is not None
+        self._device.open(lambda nbytes: self.store.make_room(DEVICE, nbytes))
+        self._fit_device()
+        self.store.decide()
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(call)
@@ -199,7 +186,8 @@ class ManagedMemory:
 
     async def _execute(self, stock: Callable[..., Awaitable[Any]], key: Any, **kwargs: Any) -> Any:
         task = self._worker.state.tasks.get(key)
-        if task is None:
+        # Dask may have called this before the runtime was taken off, and run it only since.
+        if task is None or self._is_closed:
             return await stock(key, **kwargs)
         group = task.prefix
         begun: asyncio.Future[set[Hashable]] = self._loop.create_future()
@@ -214,6 +202,7 @@ class ManagedMemory:
             self._sizes.expected(group) or 0,
             task.priority or (),
             begin,
+            self._sizes.home(group),
         )
         self._claims[key] = claim
         cold = [value for value in claim.values if not value.is_home]
@@ -234,8 +223,10 @@ class ManagedMemory:
             self._moved_at = self._loop.time()
         ran = memory_seams.ran(event)
         if ran is not None:
-            nbytes, took_s = ran
-            self._sizes.learn(group, nbytes)
+            value, nbytes, took_s = ran
+            self._sizes.learn(group, nbytes, self._home_of(value))
+            # By Dask, in the task's thread. To do so again would hold up the loop.
+            self.store.measured[key] = nbytes
             now_s = self._besides.ledger.clock()
             self._besides.ledger.add(Entry(COMPUTE, group, nbytes, now_s - took_s, now_s))
         return event
@@ -245,34 +236,49 @@ class ManagedMemory:
         if (claim := self._claims.pop(key, None)) is not None:
             self.store.end(claim)
 
+    def left(self, key: Hashable) -> None:
+        """A task's result is in the store, or will not come."""
+        self.store.measured.pop(key, None)
+
     async def _get_data(
-        self, stock: Callable[..., Awaitable[Any]], comm: Any, keys: Iterable[Any], **kwargs: Any
+        self, stock: Callable[..., Awaitable[Any]], comm: Any, keys: Collection[Any], **kwargs: Any
     ) -> Any:
-        values = ((key, self.store.residency.values.get(key)) for key in keys)
-        cold = {key: value.nbytes for key, value in values if value and not value.is_home}
         if self._is_closed:
-            keys, cold = [key for key in keys if key not in cold], {}
+            cold = self._cold(keys)
+            keys = [key for key in keys if key not in cold]
         loans: list[int] = []
+        asked: set[Any] = set()
         try:
-            for key, nbytes in cold.items():
-                loan, began_s = None, self._loop.time()
-                # Without room for it the message goes without it, and its worker asks again.
-                # Without lanes the runtime was just taken off: stock's store has everything.
-                with contextlib.suppress(MemoryError, OSError, RuntimeError):
-                    loan = await asyncio.wrap_future(
-                        self._reads.submit(
-                            self.store.lend, key, priority=Priority.HIGH, path="lend"
-                        )
-                    )
-                if loan is not None:
-                    loans.append(loan)
-                    self._tell("get-data", ("disk-read", "seconds"), self._loop.time() - began_s)
-                    self._tell("get-data", ("disk-read", "bytes"), nbytes)
-                    self._tell("get-data", ("disk-read", "count"), 1)
+            # What is in memory may leave it while others are read.
+            while cold := self._cold(key for key in keys if key not in asked):
+                asked |= cold.keys()
+                for key, nbytes in cold.items():
+                    if (loan := await self._lend(key, nbytes)) is not None:
+                        loans.append(loan)
             return await stock(comm, keys, **kwargs)
         finally:
             for loan in loans:
                 self.store.take_back(loan)
+
+    async def _lend(self, key: Hashable, nbytes: int) -> int | None:
+        """Have a value read for a message, beside the loop; see `TieredStore.lend`."""
+        loan, began_s = None, self._loop.time()
+        # Without room for it the message goes without it, and its worker asks again. Without lanes
+        # the runtime was just taken off: stock's store has everything.
+        with contextlib.suppress(MemoryError, OSError, RuntimeError):
+            loan = await asyncio.wrap_future(
+                self._reads.submit(self.store.lend, key, priority=Priority.HIGH, path="lend")
+            )
+        if loan is not None:
+            self._tell("get-data", ("disk-read", "seconds"), self._loop.time() - began_s)
+            self._tell("get-data", ("disk-read", "bytes"), nbytes)
+            self._tell("get-data", ("disk-read", "count"), 1)
+        return loan
+
+    def _cold(self, keys: Iterable[Hashable]) -> dict[Hashable, int]:
+        """Which of these are here and not in memory, and what they take there."""
+        values = ((key, self.store.residency.values.get(key)) for key in keys)
+        return {key: value.nbytes for key, value in values if value and not value.is_home}
 
     # ------------------------------------------------------------------ what lies ahead
 
@@ -299,7 +305,9 @@ class ManagedMemory:
         )
         keys = list(islice(unknown, MAX_ASKED))
         try:
-            uses = await self._worker.scheduler.gpurt_next_uses(keys=keys)
+            uses = await self._worker.scheduler.gpurt_next_uses(
+                keys=keys, worker=self._worker.address
+            )
         except OSError:
             return  # the scheduler is gone or busy; there is a next time
         self._hints = {
@@ -333,6 +341,7 @@ class ManagedMemory:
         now = self._loop.time()
         room = self._target_nbytes
         shards_nbytes = self._besides.shards_nbytes()
+        pinned_nbytes = self._levels.pinned_nbytes
         if self._spill_nbytes is not None:
             if process_nbytes > self._spill_nbytes and now - self._relieved_at > RELIEF_INTERVAL_S:
                 self._relieved_at = now
@@ -344,12 +353,14 @@ class ManagedMemory:
                 shards_nbytes = self._besides.shards_nbytes()
             elif process_nbytes < self._target_nbytes:
                 self._besides.ease()
-            managed_nbytes = self.store.managed_nbytes + shards_nbytes
+            managed_nbytes = self.store.managed_nbytes + shards_nbytes + pinned_nbytes
             self._unmanaged.append(process_nbytes - managed_nbytes)
             unmanaged_nbytes = max(0, int(median(self._unmanaged)))
             room = min(room, self._spill_nbytes - unmanaged_nbytes)
             self._n_over = self._n_over + 1 if process_nbytes > self._spill_nbytes else 0
-        self.store.fit(max(room - shards_nbytes, int(LEAST_SHARE * self._target_nbytes)))
+        room -= shards_nbytes + pinned_nbytes
+        self.store.fit(max(room, int(LEAST_SHARE * self._target_nbytes)))
+        self._fit_device()
         self.store.retry()
         if now - self._moved_at > PATIENCE_S and self.store.hurry():
             self._moved_at = now
@@ -359,12 +370,18 @@ class ManagedMemory:
         if self.store.has_cold and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask_ahead(), name="gpurt-next-uses")
 
+    def _fit_device(self) -> None:
+        """Shards of shuffles take from the room of values on a device too."""
+        if self._device is not None and (room := self._device.room_nbytes) is not None:
+            left = max(room - shards_on_device_nbytes(), int(LEAST_SHARE * room))
+            self.store.fit(left, DEVICE)
+
     def _let_go(self, process_nbytes: int) -> None:
         """The process has taken too much for a while, whatever values say of their sizes.
 
         Values may be larger than they say, so they go one by one until it is enough.
         """
-        if self.store.memory:
+        if self.store.residency.levels[HOME].members:
             self.store.evict()
         elif self._n_over == SAMPLES:
             memory_seams.warn_of_unmanaged(process_nbytes)
@@ -375,8 +392,9 @@ class ManagedMemory:
 
     async def report(self) -> dict[str, Any]:
         """For `status` and `doctor`."""
-        disk = await asyncio.to_thread(self._disk.look)
-        return {**self.store.report(), "disk": disk}
+        disk = await asyncio.to_thread(self._levels.disk.look)
+        device = self._device.report() if self._device is not None else None
+        return {**self.store.report(), "disk": disk, "device": device}
 
     def explain(self, key: Hashable) -> dict[str, Any] | None:
         """Where a value is and why; None if it is not here."""
@@ -393,16 +411,19 @@ class ManagedMemory:
         """
         given: Given = {}
         if not memory_seams.is_closing(self._worker):
-            given = await return_cold(self.store, self._stock, self._writes)
+            level = self._levels.inherited_level
+            given = await return_cold(self.store, self._stock, self._writes, level)
         self._is_closed = True
         for task in (self._asking, self._looking):
             if task is not None:
                 task.cancel()
         self._tell_io()
         if not memory_seams.is_closing(self._worker):
-            self._inherited.close()
+            self._levels.inherited.close()
             return_rest(self.store, self._stock, given)
             self._swap.remove(self._stock)
+        if self._device is not None:
+            self._device.close()
         self.store.close()
         # Removing gigabytes of files takes a second.
         await asyncio.to_thread(self.store.clear)

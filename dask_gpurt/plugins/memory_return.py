@@ -27,15 +27,19 @@ _MAX_ROUNDS = 8
 Given = dict[Hashable, int]
 
 
-async def return_cold(store: TieredStore, stock: MutableMapping[Any, Any], lane: Lane) -> Given:
+async def return_cold(
+    store: TieredStore, stock: MutableMapping[Any, Any], lane: Lane, inherited_level: int
+) -> Given:
     """Hand over what is not in memory, until next to all that is left is.
 
     Parameters
     ----------
     lane
         What writes and drops values: whatever was begun before is done when this is.
+    inherited_level
+        Where values lie as the worker's own store left them. It has those.
     """
-    given: Given = {}
+    given = store.left_at(inherited_level)
     for _ in range(_MAX_ROUNDS):
         rest = {key: n for key, n in store.cold().items() if given.get(key) != n}
         if not rest:

@@ -15,15 +15,18 @@ reading from disk on the event loop | `StoreSwap.remove` |
 stock would write on the event loop | `StoreSwap.remove` |
 | `Worker.periodic_callbacks["memory_monitor"]` | whether that is called at all | |
 | `WorkerState.tasks`, `.ready`, `TaskState.dependents` | which value is needed next | |
+| `distributed.protocol.cuda` | which values are on a GPU, and what memory they consist of: what
+libraries register there to be sent from one GPU to another | |
 | `FreeKeysEvent`, `ReleaseWorkerDataMsg` | a value that cannot be read back is computed again | |
-| `TaskState.waiters`, `.waiting_on`, `.priority`, `.state` of the scheduler | the next use of a
-value that no task here waits for | |
+| `TaskState.waiters`, `.waiting_on`, `.priority`, `.state`, `.processing_on` and
+`WorkerState.processing` of the scheduler | the next use of a value that no task here waits for | |
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Hashable, Iterator, MutableMapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -31,6 +34,9 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes
 from distributed.core import Status
 from distributed.metrics import time
+from distributed.protocol.cuda import cuda_dumps as take_apart_on_device
+from distributed.protocol.cuda import cuda_loads as put_together_on_device
+from distributed.protocol.cuda import cuda_serialize
 from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
 from distributed.spill import MaxSpillExceeded, SpillBuffer
@@ -48,23 +54,30 @@ __all__ = [
     "is_cancelled",
     "is_closing",
     "is_monitored",
+    "is_on_device",
     "loads",
     "next_local_use",
     "next_uses",
     "on_disk",
     "put_on_disk",
+    "put_together_on_device",
     "queued_inputs",
     "ran",
     "recompute",
     "reschedule",
     "safe_sizeof",
     "spill_marks_nbytes",
+    "take_apart_on_device",
     "take_over",
     "warn_of_unmanaged",
 ]
 
 #: States of a task on a worker that will still take its inputs.
 _WILL_USE = frozenset({"waiting", "ready", "constrained"})
+
+#: Tasks in workers' queues that are put in order for one question: 8 ms on the scheduler's event
+#: loop. Workers beyond are taken to be at the beginning of theirs.
+_MAX_QUEUED = 10_000
 
 Execute = Callable[..., Awaitable[Any]]
 
@@ -155,6 +168,8 @@ def put_on_disk(stock: Any, key: Any, value: Any) -> None:
     """Give a value to a store without it taking memory, where that can be said."""
     if isinstance(stock, SpillBuffer):
         try:
+            if key in stock.slow:  # the value before
+                del stock.slow[key]
             stock.slow[key] = value
             return
         except (OSError, MaxSpillExceeded):
@@ -216,11 +231,24 @@ def queued_inputs(worker: Worker, n_tasks: int) -> Iterator[Any]:
             yield dependency.key
 
 
-def ran(event: Any) -> tuple[int, float] | None:
-    """Size of a result in bytes, and how long its task took; None if it has none."""
+def ran(event: Any) -> tuple[Any, int, float] | None:
+    """A result, its size in bytes, and how long its task took; None if it has none."""
     if not isinstance(event, ExecuteSuccessEvent):
         return None
-    return event.nbytes, event.stop - event.start
+    return event.value, event.nbytes, event.stop - event.start
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether Dask would send a value from the memory of a GPU as it is there.
+
+    Nothing is imported but what the value's own library registers with Dask. Of what that cannot
+    import, nothing is known.
+    """
+    try:
+        cuda_serialize.dispatch(type(value))
+    except (TypeError, ImportError):
+        return False
+    return True
 
 
 def is_cancelled(worker: Worker, key: Any) -> bool:
@@ -240,12 +268,41 @@ def recompute(worker: Worker, key: Any) -> None:
         worker.handle_stimulus(FreeKeysEvent(keys=[key], stimulus_id=f"gpurt-lost-value-{time()}"))
 
 
-def next_uses(scheduler: Scheduler, keys: list[Any]) -> list[Any]:
-    """When each value is taken next, anywhere; None where nobody is known to."""
+def next_uses(scheduler: Scheduler, keys: list[Any], address: str) -> list[Any]:
+    """When each value is taken next, anywhere; None where nobody is known to.
+
+    Parameters
+    ----------
+    address
+        Of the worker that has the values.
+    """
+    here = scheduler.workers.get(address)
+    queues: dict[Any, list[Any]] = {}
+    n_left = _MAX_QUEUED
+
+    def queue(worker: Any) -> list[Any]:
+        nonlocal n_left
+        found = queues.get(worker)
+        if found is None:
+            found = []
+            if len(worker.processing) <= n_left:
+                n_left -= len(worker.processing)
+                found = sorted(task.priority for task in worker.processing)
+            queues[worker] = found
+        return found
+
+    def turn_at_peer(task: Any) -> int | None:
+        worker = task.processing_on
+        if worker is None or worker is here:
+            return None
+        return bisect_left(queue(worker), task.priority)
+
     outlook: Outlook[Any] = Outlook(
         priority=lambda task: task.priority,
         waits_for=lambda task: task.waiting_on or (),
         is_held_back=lambda task: task.state in ("queued", "no-worker"),
+        turn_at_peer=turn_at_peer,
+        queue=queue(here) if here is not None else (),
     )
     uses = []
     for key in keys:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributed.metrics import time
 
 from dask_gpurt.placement.cost import Task, Worker, costs, steal_pays
-from dask_gpurt.placement.explanation import Record
-from dask_gpurt.placement.policy import DataAware, Snapshot, holder_is_best
+from dask_gpurt.placement.policy import DataAware, Snapshot, foremost, holder_is_best
 from dask_gpurt.plugins.placement_log import MAX_RECORDS, PlacementLog
 from dask_gpurt.plugins.placement_roots import RootPlaces
-from dask_gpurt.plugins.placement_seams import DecisionSwap
+from dask_gpurt.plugins.placement_seams import DecisionSwap, expected_duration_s
 from dask_gpurt.plugins.placement_view import (
     MAX_HOLDERS,
     MAX_PLACES,
@@ -28,6 +27,7 @@ from dask_gpurt.plugins.placement_view import (
     PlacementView,
     unknown_s,
 )
+from dask_gpurt.plugins.relief import Relief
 from dask_gpurt.plugins.worker_paths import WorkerPaths
 
 if TYPE_CHECKING:
@@ -72,9 +72,11 @@ class Placement:
         for ws in scheduler.workers.values():
             self.add_worker(ws)
         self._swap = DecisionSwap(scheduler, self)
+        self._relief = Relief(scheduler, self._view.slowness, self._swap.balance)
 
     def remove(self) -> None:
         """Stock decides from here on."""
+        self._relief.close()
         self._swap.remove()
 
     def add_worker(self, ws: WorkerState) -> None:
@@ -91,8 +93,10 @@ class Placement:
 
     def ended(self, ts: TaskState, address: str, seconds: float) -> None:
         """A worker ended a task."""
-        if not self._is_stock:
-            self._view.ended(ts, address, seconds)
+        ws = self._scheduler.workers.get(address)
+        if ws is not None and not self._is_stock:
+            self._view.ended(ts, ws, seconds)
+            self._relief.ended(ws)
 
     def slowness(self, ws: WorkerState) -> float:
         """Seconds that a worker takes for what takes others one."""
@@ -138,9 +142,13 @@ class Placement:
             # None, or one, or whatever stock makes of loose restrictions.
             ws = self._as_stock(ts, stock(ts))
             if ws is not None and len(ts.dependencies) <= MAX_HOLDERS:
-                view.expect(ws.address, view.task(ts, (), (ws.address,)))
+                sizes = view.sizes.observe(ts.dependencies)
+                view.expect(ws.address, view.task(ts, sizes, (), (ws.address,)))
             return ws
-        only = view.only_holder(ts)
+        holders = view.single_holders(ts)
+        only: WorkerState | None = None
+        if holders and holders.count(holders[0]) == len(holders):
+            only = state.workers.get(holders[0])
         if only is not None and (
             only not in state.running
             or view.with_gpu
@@ -157,15 +165,20 @@ class Placement:
             and (len(only.processing) < only.nthreads or not state.idle)
         ):
             return self._at_holder(ts, only)
+        sizes = view.sizes.observe(ts.dependencies)
+        if holders and valid is None and not joins:
+            first = self._foremost(ts, holders, sizes)
+            if first is not None:
+                return first
         idle = tuple(view.idle_near(ts)) if view.may_look_for_company(ts) else ()
-        task = view.task(ts, joins, idle)
+        task = view.task(ts, sizes, joins, idle)
         doubt = self._paths.doubt()
         usual = stock(ts) if doubt > 1 and view.has_few_holders(ts) else None
         decision = self._policy.decide(
             Snapshot(
                 task,
-                view.worker,
-                self._paths.into,
+                view.workers,
+                self._paths.places,
                 None if valid is None else {ws.address for ws in valid},
                 idle,
                 state.bandwidth,
@@ -177,7 +190,7 @@ class Placement:
         if decision.worker is None:
             return self._as_stock(ts, stock(ts))
         view.expect(decision.worker, task)
-        self.log.keep(Record(ts.key, decision.worker, "cost", decision.stock, decision.costs))
+        self.log.keep(ts.key, decision.worker, "cost", decision.stock, decision.costs)
         return state.workers[decision.worker]
 
     def _gains_nothing_elsewhere(self, ts: TaskState, only: WorkerState) -> bool:
@@ -185,20 +198,42 @@ class Placement:
         view = self._view
         if not view.is_joined_once(ts) or view.is_arriving(ts):
             return False
-        needed_nbytes = 0
-        for dts in ts.dependencies:
-            nbytes = dts.get_nbytes()
-            view.sizes.observe(dts, nbytes)
-            needed_nbytes += nbytes
+        needed_nbytes = sum(view.sizes.observe(ts.dependencies))
         return holder_is_best(needed_nbytes, view.sizes(ts), view.room_nbytes(only))
 
     def _at_holder(self, ts: TaskState, only: WorkerState) -> WorkerState:
-        self.log.keep(Record(ts.key, only.address, "holder", only.address, {}))
+        self.log.keep(ts.key, only.address, "holder", only.address)
         return only
+
+    def _foremost(self, ts: TaskState, holders: list[str], sizes: list[int]) -> WorkerState | None:
+        """A worker on which a task costs least, if that needs no more than a glance."""
+        state, view = self._scheduler, self._view
+        # What is cheap to ask, and rules out most where workers are busy, comes first.
+        most_nbytes = max(sizes)
+        if sizes.count(most_nbytes) == 1:
+            ws = state.workers[holders[sizes.index(most_nbytes)]]
+        else:
+            largest = compress(holders, [nbytes == most_nbytes for nbytes in sizes])
+            ws = min([state.workers[one] for one in largest], key=_least_busy)
+        if ws.processing or view.is_arriving(ts):
+            return None
+        address = ws.address
+        if ws not in state.running or (view.with_gpu and address not in view.with_gpu):
+            return None
+        # Also for what it has already: so close to its limit it is worth a second look.
+        if not view.is_ready(ws) or sum(sizes) + view.sizes(ts) > view.room_nbytes(ws):
+            return None
+        duration_s = expected_duration_s(state, ts)
+        way = foremost(holders, sizes, duration_s, self._paths.places)
+        if way is None:
+            return None
+        view.expect_from(holders, ts, sizes, address, way)
+        self.log.keep(ts.key, address, "most", address)
+        return ws
 
     def _as_stock(self, ts: TaskState, ws: WorkerState | None) -> WorkerState | None:
         if ws is not None:
-            self.log.keep(Record(ts.key, ws.address, "stock", ws.address, {}))
+            self.log.keep(ts.key, ws.address, "stock", ws.address)
         return ws
 
     # ------------------------------------------------------------------ root tasks
@@ -210,7 +245,7 @@ class Placement:
 
     def _as_root(self, ts: TaskState, chosen: WorkerState, stock: WorkerState) -> WorkerState:
         reason = "stock" if chosen is stock else "siblings"
-        self.log.keep(Record(ts.key, chosen.address, reason, stock.address, {}))
+        self.log.keep(ts.key, chosen.address, reason, stock.address)
         return chosen
 
     # ------------------------------------------------------------------ stealing
@@ -226,14 +261,16 @@ class Placement:
         view, victim = self._view, ts.processing_on
         if self._is_stock or victim is None or ts.actor:
             return stock
-        task = view.task(ts, view.joins(ts), (stock.address, victim.address))
+        joins = view.joins(ts)
+        sizes = view.sizes.observe(ts.dependencies)
+        task = view.task(ts, sizes, joins, (stock.address, victim.address))
         # Stock's figure also has the steals that are being negotiated, in stock's seconds: as long
         # as no task of the kind has ended, one of them would outweigh the victim's whole queue.
         is_known = ts.prefix.duration_average >= 0
         scale = 1.0 if is_known else unknown_s(ts.prefix) / max(task.duration_s, UNKNOWN_S)
 
         def seen(ws: WorkerState) -> Worker:
-            found = view.worker(ws.address)
+            (found,) = view.workers((ws.address,))
             negotiated_s = scale * (occupancy_s(ws) - ws.occupancy) * found.slowness
             busy_s = max(0.0, view.busy_s(ws, found.slowness) + negotiated_s)
             return found._replace(occupancy_s=busy_s)
@@ -243,7 +280,7 @@ class Placement:
             candidates = {a: ws for a, ws in candidates.items() if a in view.with_gpu}
         if candidates:
             workers = [seen(ws) for ws in (victim, *candidates.values())]
-            found = costs(task, workers, self._paths.into)
+            found = costs(task, workers, self._paths.places)
             thief = min(candidates, key=lambda one: (found[one].total_s, one))
             if steal_pays(found[victim.address], found[thief], self._paths.doubt()):
                 self.log.steals_allowed += 1
@@ -265,3 +302,7 @@ class Placement:
         if found and (valid := self._scheduler.valid_workers(ts)) is not None:
             found = {one: ws for one, ws in found.items() if ws in valid}
         return found
+
+
+def _least_busy(ws: WorkerState) -> tuple[bool, int, str]:
+    return bool(ws.processing), ws.nbytes, ws.address

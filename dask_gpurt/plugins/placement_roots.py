@@ -99,7 +99,7 @@ class RootPlaces:
             joins = [dict.fromkeys(others, NOMINAL_NBYTES) for others in joins]
 
         def joined_s(address: str) -> float:
-            return sum(join_s(address, nbytes, others, view.paths.into) for others in joins)
+            return sum(join_s(address, nbytes, others, view.paths.places) for others in joins)
 
         to_come = (len(state.queued) + ts.group.states["waiting"]) / state.total_nthreads
         elsewhere_s = joined_s(stock.address)

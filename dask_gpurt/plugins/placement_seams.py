@@ -13,6 +13,8 @@ long a task took, and on whom
 | `DecisionSwap.remove` |
 | `WorkStealing._combined_occupancy` | the same work is more of it for a slow worker
 | `DecisionSwap.remove` |
+| `WorkStealing.balance`, `Scheduler.periodic_callbacks` | tasks are stolen sooner than in a
+second, unless nothing is | |
 | handler `heartbeat_worker` | rates of transfers between pairs of workers come with it
 | `DecisionSwap.remove` |
 | `Scheduler._get_prefix_duration` | how long a task is expected to take | |
@@ -190,6 +192,11 @@ class DecisionSwap:
 
             stealing._get_thief = get_thief
             stealing._combined_occupancy = combined_occupancy_s
+
+    def balance(self) -> None:
+        """Have stock look now for tasks to steal, if it does so at all."""
+        if self._stealing is not None and "stealing" in self._scheduler.periodic_callbacks:
+            self._stealing.balance()
 
     def remove(self) -> None:
         """Have stock decide again."""

@@ -7,17 +7,18 @@ workers out of very many. All of it runs in the scheduler's only thread, for eve
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.cost import Input, Task, Worker
+from dask_gpurt.placement.cost import Input, Task, Worker, fetches_s
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS
 from dask_gpurt.placement.speeds import Speeds
 from dask_gpurt.plugins.expected_sizes import ExpectedSizes
 from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.worker_paths import WorkerPaths
+from dask_gpurt.topology.model import Path
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -44,6 +45,7 @@ SPILL_FROM = 0.6
 GPU = "gpu"
 _WITH_GPU = (GPU,)
 _NOTHING: dict[str, float] = {}
+_new = tuple.__new__
 #: Packages whose objects are in a GPU's memory.
 _ON_GPU = ("cudf.", "cupy.", "cuml.", "cugraph.", "cuspatial.", "pylibcudf.")
 
@@ -101,25 +103,47 @@ class PlacementView:
 
         return takes
 
-    def worker(self, address: str) -> Worker:
-        """What is known of a worker."""
+    def workers(self, addresses: Iterable[str]) -> list[Worker]:
+        """What is known of workers; nothing of those that are gone.
+
+        While one is taken off, tasks that ran there are placed anew one by one, and what they will
+        be joined with may still be said to be there.
+        """
         state = self._scheduler
-        ws = state.workers[address]
-        until = self._receiving_until.get(address)
-        slowness = self.slowness(ws)
-        terms = (
-            address,
-            ws.nthreads,
-            self.ahead_s(ws, slowness) if state.queued else self.busy_s(ws, slowness),
-            ws.nbytes,
-            self.room_nbytes(ws),
-            _WITH_GPU if address in self.with_gpu else (),
-            0.0 if until is None else max(0.0, until - self._clock()),
-            len(ws.processing),
-            slowness,
+        known, receiving_until, with_gpu = state.workers, self._receiving_until, self.with_gpu
+        found = []
+        for address in addresses:
+            ws = known.get(address)
+            if ws is None:
+                continue
+            n_tasks = len(ws.processing)
+            slowness = self.slowness(ws)
+            busy_s = 0.0
+            if n_tasks:
+                busy_s = self.ahead_s(ws, slowness) if state.queued else self.busy_s(ws, slowness)
+            until = receiving_until.get(address)
+            terms = (
+                address,
+                ws.nthreads,
+                busy_s,
+                ws.nbytes,
+                self.room_nbytes(ws),
+                _WITH_GPU if address in with_gpu else (),
+                0.0 if until is None else max(0.0, until - self._clock()),
+                n_tasks,
+                slowness,
+            )
+            # As `Worker(*terms)` does, in half the time.
+            found.append(_new(Worker, terms))
+        return found
+
+    def is_ready(self, ws: WorkerState) -> bool:
+        """Whether a worker with nothing to do can fetch and run a task as quickly as any."""
+        address = ws.address
+        return (
+            self._receiving_until.get(address, 0.0) <= self._clock()
+            and self.speeds.learned(address) <= 1
         )
-        # As `Worker(*terms)` does, in half the time.
-        return tuple.__new__(Worker, terms)
 
     @staticmethod
     def room_nbytes(ws: WorkerState) -> float:
@@ -135,12 +159,10 @@ class PlacementView:
         groups = (ts.group.name for ts in islice(ws.processing, MAX_LOOKED_AT))
         return self.speeds.slowness(ws.address, self._clock(), groups)
 
-    def ended(self, ts: TaskState, address: str, seconds: float) -> None:
+    def ended(self, ts: TaskState, ws: WorkerState, seconds: float) -> None:
         """A worker ended a task that took it so long."""
-        ws = self._scheduler.workers.get(address)
-        if ws is not None:
-            is_idle = not ws.processing
-            self.speeds.ended(address, ts.group.name, seconds, self._clock(), is_idle=is_idle)
+        is_idle = not ws.processing
+        self.speeds.ended(ws.address, ts.group.name, seconds, self._clock(), is_idle=is_idle)
 
     def ahead_s(self, ws: WorkerState, slowness: float = 1.0) -> float:
         """Seconds of computing ahead of what a worker is given now, beyond what is made up for.
@@ -197,51 +219,58 @@ class PlacementView:
     # ------------------------------------------------------------------ tasks
 
     def task(
-        self, ts: TaskState, joins: Sequence[dict[str, float]], asked: Collection[str]
+        self,
+        ts: TaskState,
+        sizes: Iterable[int],
+        joins: Sequence[dict[str, float]],
+        asked: Collection[str],
     ) -> Task:
         """What is known of a task.
 
         Parameters
         ----------
+        sizes
+            Bytes of its inputs, as `self.sizes` took them in.
         asked
             Workers of which it has to be right whether they hold an input that very many hold.
         """
         inputs = []
-        device = None
-        arrivals, observe = self._arrivals, self.sizes.observe
-        for dts in ts.dependencies:
+        arrivals = self._arrivals
+        for dts, nbytes in zip(ts.dependencies, sizes, strict=True):
             who = dts.who_has or ()
-            holders = [ws.address for ws in islice(who, MAX_HOLDERS)]
-            if len(who) > MAX_HOLDERS:
-                workers = self._scheduler.workers
-                holders += [
-                    one
-                    for one in asked
-                    if one in workers and workers[one] in who and one not in holders
-                ]
+            holders: Sequence[str]
+            if len(who) == 1:
+                (ws,) = who
+                holders = (ws.address,)
+            else:
+                holders = self._some_holders(who, asked)
             key = dts.key
             arriving = self._arriving(dts) if key in arrivals else _NOTHING
-            nbytes = dts.get_nbytes()
-            observe(dts, nbytes)
-            inputs.append(tuple.__new__(Input, (key, nbytes, holders, arriving)))
-            if self.with_gpu and dts.type is not None and dts.type.startswith(_ON_GPU):
-                device = GPU
+            inputs.append(_new(Input, (key, nbytes, holders, arriving)))
+        device = GPU if self.with_gpu and any(map(_is_on_gpu, ts.dependencies)) else None
         duration_s = expected_duration_s(self._scheduler, ts)
-        return Task(ts.key, inputs, duration_s, self.sizes(ts), joins, device)
+        return _new(Task, (ts.key, inputs, duration_s, self.sizes(ts), joins, device))
 
-    def only_holder(self, ts: TaskState) -> WorkerState | None:
-        """The worker that has all inputs, if nobody else has any."""
-        only: WorkerState | None = None
+    def _some_holders(self, who: Collection[WorkerState], asked: Collection[str]) -> list[str]:
+        holders = [ws.address for ws in islice(who, MAX_HOLDERS)]
+        if len(who) > MAX_HOLDERS:
+            known = self._scheduler.workers
+            for one in asked:
+                if one in known and known[one] in who and one not in holders:
+                    holders.append(one)
+        return holders
+
+    @staticmethod
+    def single_holders(ts: TaskState) -> list[str]:
+        """Address of the worker that has it, for each input; none if others have one, too."""
+        found = []
         for dts in ts.dependencies:
             who = dts.who_has
             if who is None or len(who) != 1:
-                return None
+                return []
             (ws,) = who
-            if only is None:
-                only = ws
-            elif ws is not only:
-                return None
-        return only
+            found.append(ws.address)
+        return found
 
     @staticmethod
     def has_few_holders(ts: TaskState) -> bool:
@@ -251,7 +280,12 @@ class PlacementView:
     def is_arriving(self, ts: TaskState) -> bool:
         """Whether somebody may be fetching an input."""
         arrivals = self._arrivals
-        return bool(arrivals) and any(dts.key in arrivals for dts in ts.dependencies)
+        if arrivals:
+            # Asked for every decision at a glance: a generator would take three times as long.
+            for dts in ts.dependencies:
+                if dts.key in arrivals:
+                    return True
+        return False
 
     @staticmethod
     def is_joined_once(ts: TaskState) -> bool:
@@ -297,6 +331,8 @@ class PlacementView:
             Leave out those of the task's own group.
         """
         found: list[dict[str, float]] = []
+        if not ts.dependents:
+            return found
         level = [ts]
         for _ in range(MAX_CHAIN):
             passed_on = []
@@ -347,20 +383,36 @@ class PlacementView:
             for one in task.inputs
             if address not in one.holders and address not in one.arriving_s
         ]
-        if not missing:
-            return
+        if missing:
+            at = self._free_at(address)
+            fetches = fetches_s(missing, address, self.paths.places)
+            for one, seconds in zip(missing, fetches, strict=True):
+                at += seconds
+                self._arrivals.setdefault(one.key, {})[address] = at
+            self._receives_until(address, at)
+
+    def expect_from(
+        self, holders: Iterable[str], ts: TaskState, sizes: Iterable[int], address: str, way: Path
+    ) -> None:
+        """The same of a task of which each input has one holder, all over ways that are alike."""
         arrivals = self._arrivals
-        into = self.paths.into(address)
+        latency_s, bandwidth = way.latency_s, way.bandwidth_nbytes_per_s
+        at = self._free_at(address)
+        for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
+            if holder != address:
+                at += latency_s + nbytes / bandwidth
+                arrivals.setdefault(dts.key, {})[address] = at
+        self._receives_until(address, at)
+
+    def _free_at(self, address: str) -> float:
+        """When a worker will have all it is fetching already."""
         now = self._clock()
-        at = max(now, self._receiving_until.get(address, now))
-        for key, nbytes, holders, _ in missing:
-            at += min([into[holder].transfer_s(nbytes) for holder in holders])
-            places = arrivals.get(key)
-            if places is None:
-                arrivals[key] = {address: at}
-            else:
-                places[address] = at
+        until = self._receiving_until.get(address, now)
+        return until if until > now else now
+
+    def _receives_until(self, address: str, at: float) -> None:
         self._receiving_until[address] = at
+        arrivals = self._arrivals
         while len(arrivals) > MAX_ARRIVALS:
             arrivals.popitem(last=False)
 
@@ -389,6 +441,10 @@ def unknown_s(prefix: TaskPrefix) -> float:
     done. Here no large result is moved for a wait that nobody has seen; small ones may be.
     """
     return max(2 * prefix.max_exec_time, UNKNOWN_S)
+
+
+def _is_on_gpu(ts: TaskState) -> bool:
+    return ts.type is not None and ts.type.startswith(_ON_GPU)
 
 
 def _place_of(ts: TaskState) -> WorkerState | None:

@@ -22,6 +22,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import StrictFallbackError
 from dask_gpurt.plugins import memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
+from dask_gpurt.plugins.asking import Answers, ask
 from dask_gpurt.plugins.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.machines import Machines
 from dask_gpurt.plugins.placement import Placement
@@ -34,6 +35,8 @@ logger = logging.getLogger("dask_gpurt")
 
 #: How long a new run waits for workers that are just joining to say that they are ready.
 JOIN_TIMEOUT_S = 10.0
+#: How long a worker may take to say what it has done, or where something is.
+ANSWER_DEADLINE_S = 5.0
 #: Shuffles whose skew is remembered, for when they start over.
 MAX_SKETCHES = 256
 
@@ -55,6 +58,7 @@ class GpurtScheduler(SchedulerPlugin):
     def __init__(self, settings: Settings, version: str) -> None:
         self.settings = settings
         self.version = version
+        self._telling_workers: asyncio.Future[Any] | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -67,9 +71,17 @@ class GpurtScheduler(SchedulerPlugin):
         self._sketches: OrderedDict[str, list[int]] = OrderedDict()
         self._all_reported = asyncio.Condition()
         self.placement: Placement | None = None
-        self.machines = Machines(scheduler, self.ready, self.settings.topology)
+        self.machines = Machines(scheduler, self.ready)
+        self._opened = asyncio.Event()
         scheduler.handlers["gpurt_status"] = self.status
+        try:
+            await self.machines.configure(self.settings.topology)
+        except BaseException:
+            del scheduler.handlers["gpurt_status"]
+            self._opened.set()
+            raise
         if self.inactive_reason is not None:
+            self._opened.set()
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
         self._place()
@@ -85,12 +97,15 @@ class GpurtScheduler(SchedulerPlugin):
         scheduler.handlers.update(self._handlers)
         self._swap = seams.SpecSwap(scheduler, self._choose, self._everyone_reported)
         self.is_active = True
-        await scheduler.register_worker_plugin(
-            None,
-            dumps(bootstrap(self.version, self.settings.to_plain())),
-            name=NAME,
-            idempotent=False,
+        self._opened.set()
+        plugin = dumps(bootstrap(self.version, self.settings.to_plain()))
+        self._telling_workers = asyncio.ensure_future(
+            scheduler.register_worker_plugin(None, plugin, name=NAME, idempotent=False)
         )
+        # A worker whose event loop is held up takes it in when it comes to; until then it is one
+        # that is not ready, and nobody waits for it any longer than for others.
+        self._telling_workers.add_done_callback(_worth_a_line)
+        await asyncio.wait({self._telling_workers}, timeout=JOIN_TIMEOUT_S)
 
     def _unusable(self) -> str | None:
         if self.version != dask_gpurt.__version__:
@@ -112,10 +127,15 @@ class GpurtScheduler(SchedulerPlugin):
             The description of the machines is wrong; nothing has changed.
         """
         if version != self.version:
-            return f"the cluster runs dask-gpurt {self.version}, this client has {version}"
-        before, new = self.settings, Settings.from_plain(settings)
-        self.machines.configure(new.topology)
-        self.settings = new
+            return (
+                f"the cluster runs dask-gpurt {self.version}, this client has {version};"
+                " install the same version"
+            )
+        new = Settings.from_plain(settings)
+        await self.machines.configure(new.topology)
+        if not self.is_active:
+            return "another client switched the runtime off meanwhile"
+        before, self.settings = self.settings, new
         if (new.placement, new.topology) != (before.placement, before.topology):
             self._place()
         return None
@@ -149,18 +169,19 @@ class GpurtScheduler(SchedulerPlugin):
             said: dict[str, Any] = {"known": False, "key": str(key), "reason": reason}
         else:
             said = self.placement.explain(key)
-        return {**said, "memory": await self._where(key)}
+        where = await self._where(key)
+        return {**said, "memory": where.said, "silent": where.silent}
 
-    async def _where(self, key: Any) -> dict[str, Any]:
+    async def _where(self, key: Any) -> Answers:
         task = self.scheduler.tasks.get(key)
         holders = {ws.address for ws in (task.who_has or ())} if task is not None else set()
-        holders &= self.ready
-        if not holders:
-            return {}
-        answers = await self.scheduler.broadcast(
-            msg={"op": "gpurt_explain", "key": key}, workers=sorted(holders), on_error="return"
+        answers = await ask(
+            self.scheduler,
+            {"op": "gpurt_explain", "key": key},
+            sorted(holders & self.ready),
+            ANSWER_DEADLINE_S,
         )
-        return {address: one for address, one in answers.items() if isinstance(one, dict)}
+        return answers._replace(said=_understood(answers))
 
     async def disable(self) -> None:
         """Handler: stock behaviour from here on. Runs that are under way end on our data plane."""
@@ -170,15 +191,24 @@ class GpurtScheduler(SchedulerPlugin):
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
         self._leave_placing()
-        # `gpurt_status` stays: it can still say that, and why, the runtime is off.
-        for name in self._handlers:
+        # `gpurt_status` stays: it can still say that, and why, the runtime is off. The other is
+        # asked until workers have given back the last of their values.
+        for name in self._handlers.keys() - {"gpurt_next_uses"}:
             self.scheduler.handlers.pop(name, None)
         # After that nobody has links probed again.
         await self.machines.close()
-        await self.scheduler.unregister_worker_plugin(None, name=NAME)
+        try:
+            # A worker that has yet to take the plugin in is not told to remove it before that.
+            if self._telling_workers is not None:
+                await asyncio.wait({self._telling_workers})
+            await self.scheduler.unregister_worker_plugin(None, name=NAME)
+        finally:
+            self.scheduler.handlers.pop("gpurt_next_uses", None)
         self.scheduler.remove_plugin(NAME)
 
     async def close(self) -> None:
+        if self._telling_workers is not None:
+            self._telling_workers.cancel()
         await self.machines.close()
 
     # ------------------------------------------------------------------ workers
@@ -265,9 +295,9 @@ class GpurtScheduler(SchedulerPlugin):
             self._sketches.popitem(last=False)
         return None
 
-    async def next_uses(self, keys: list[Any]) -> list[Any]:
+    async def next_uses(self, keys: list[Any], worker: str) -> list[Any]:
         """Handler: when values are needed next, for a worker that runs short of memory."""
-        return memory_seams.next_uses(self.scheduler, keys)
+        return memory_seams.next_uses(self.scheduler, keys, worker)
 
     def _obstacle(self, stock: seams.ShuffleSpec[Any]) -> tuple[str, str | None]:
         if isinstance(stock, seams.ArrayRechunkSpec):
@@ -286,14 +316,11 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def status(self, reports: bool = True) -> dict[str, Any]:
         """Handler: what is active here, what fell back and why, and each worker's report."""
-        workers: dict[str, Any] = dict.fromkeys(self.scheduler.workers)
-        if reports and self.is_active and self.ready:
-            answers = await self.scheduler.broadcast(
-                msg={"op": "gpurt_report"}, workers=sorted(self.ready), on_error="return"
-            )
-            for address, answer in answers.items():
-                if isinstance(answer, dict):
-                    workers[address] = answer
+        # A client that comes while this one is being switched on must not do it again.
+        await self._opened.wait()
+        asked = sorted(self.ready) if reports and self.is_active else []
+        answers = await ask(self.scheduler, {"op": "gpurt_report"}, asked, ANSWER_DEADLINE_S)
+        workers = {**dict.fromkeys(self.scheduler.workers), **_understood(answers)}
         return {
             "active": self.is_active,
             "reason": self.inactive_reason,
@@ -310,4 +337,16 @@ class GpurtScheduler(SchedulerPlugin):
             "topology": self.machines.summary(),
             "workers": workers,
             "not_ready": dict(self.not_ready),
+            "silent": answers.silent,
         }
+
+
+def _understood(answers: Answers) -> dict[str, Any]:
+    """Answers of those that could be asked."""
+    return {one: answer for one, answer in answers.said.items() if isinstance(answer, dict)}
+
+
+def _worth_a_line(telling: asyncio.Future[Any]) -> None:
+    """A worker that left as it was told is none that has to have the runtime."""
+    if not telling.cancelled() and (error := telling.exception()) is not None:
+        logger.warning("not every worker could be told of the runtime: %s", error)

@@ -27,7 +27,10 @@ from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
 from dask_gpurt.plugins import device_sizes
-from dask_gpurt.plugins.links import OUTGOING, Links
+from dask_gpurt.plugins.comm_seams import PiecewiseReads
+from dask_gpurt.plugins.frame_seams import RowNumbers
+from dask_gpurt.plugins.garbage import SetApart
+from dask_gpurt.plugins.links import Links
 from dask_gpurt.plugins.machine_report import MachineReport
 from dask_gpurt.plugins.memory import ManagedMemory, obstacle
 from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
@@ -82,6 +85,7 @@ class WorkerState:
         self.pool = HostPool(int(KEEP_SHARE * memory_nbytes))
         self.links = Links(worker, int(KEEP_SHARE * memory_nbytes))
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
+        self._row_numbers = RowNumbers()
         self._runs: set[ExchangeRun] = set()
         self._past_runs: deque[dict[str, Any]] = deque(maxlen=N_REPORTED)
         self._choosers: dict[Mode, Chooser] = {}
@@ -156,13 +160,13 @@ class WorkerState:
         if self._lanes is None:
             self._lanes = ShuffleLanes(self._worker.state.nthreads, self.ledger)
             self._pages.acquire()
+        self._row_numbers.acquire()
 
     def end_run(self, run: ExchangeRun, report: dict[str, Any]) -> None:
         """A run ended. Some time after the last one, warm memory is given back. On the loop."""
         self._runs.discard(run)
         self._past_runs.append(report)
         if not self._runs:
-            self.links.outgoing.close_lane(OUTGOING)
             if self.is_attached:
                 self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
             else:
@@ -184,6 +188,7 @@ class WorkerState:
             self.pool.trim()
             self.links.cool_down()
             self._pages.release()
+            self._row_numbers.release()
 
     def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
         """Let go of a partition's shards once the result of task `key` is in memory."""
@@ -296,6 +301,9 @@ class Attachment:
             **MachineReport(worker).handlers,
         }
         worker.handlers.update(self._handlers)
+        self._reads = PiecewiseReads()
+        # At the end: everything that the runtime needs is imported.
+        self._set_apart = SetApart(worker)
 
     def task_left(self, key: Any, state: str) -> None:
         if state == "long-running":
@@ -303,9 +311,13 @@ class Attachment:
                 self._memory.seceded(key)
         else:
             self.state.task_left(key, state)
+            if self._memory is not None:
+                self._memory.left(key)
 
     async def detach(self) -> None:
         """Leave the worker as stock has it. Runs that are under way go on."""
+        self._set_apart.end()
+        self._reads.end()
         self._lookup.remove()
         for name in self._handlers:
             self._worker.handlers.pop(name, None)

@@ -7,44 +7,49 @@ for several. Knows addresses and hosts, nothing of tasks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dask_gpurt.topology.learned import End, LearnedLinks
 from dask_gpurt.topology.model import Path, Topology
+from dask_gpurt.topology.places import Place, Places, way
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
+
+Value = TypeVar("Value")
 
 #: Paths that are remembered, and reports between which they are.
 _MAX_PATHS = 100_000
 _REPORTS_PER_WORKER = 4
 #: Hosts that stand for all, where it is asked what is usual.
 _SAMPLED_HOSTS = 16
+#: A worker that there is not, on a host that nothing is known of.
+_ELSEWHERE = End("", "")
 
 
-class _Place(NamedTuple):
-    """Where a worker is: a node, its host, and the number of `Topology.outside`."""
+class _Spot(NamedTuple):
+    """Where a worker is on a topology: a node, its host, and the number of `Topology.outside`."""
 
     node: str
     host: str
     outside: int
 
 
-class _Into(dict[str, Path]):
-    """Ways to one worker, found when they are first asked for; asking again costs a look-up."""
+class _Found(dict[str, Value]):
+    """What is found of workers when it is first asked for; asking again costs a look-up."""
 
-    __slots__ = ("_paths", "_target")
+    __slots__ = ("_find",)
 
-    def __init__(self, target: str, paths: WorkerPaths) -> None:
-        self._target = target
-        self._paths = paths
+    def __init__(self, find: Callable[[str], Value]) -> None:
+        self._find = find
 
-    def __missing__(self, source: str) -> Path:
-        path = self[source] = self._paths.find(source, self._target)
-        return path
+    def __missing__(self, address: str) -> Value:
+        found = self[address] = self._find(address)
+        return found
 
 
 class WorkerPaths:
@@ -60,40 +65,69 @@ class WorkerPaths:
         self._topology = topology
         self._learned = LearnedLinks()
         self._ends: dict[str, End] = {}
-        self._places: dict[str, _Place] = {}
-        self._known: dict[str, _Into] = {}
+        self._spots: dict[str, _Spot] = {}
+        self._places: _Found[Place] = _Found(self._place)
+        self._from_afar: dict[int, _Found[Path]] = {}
         self._n_known = 0
+        #: Two of each kind, on different hosts where there are such.
+        self._examples: dict[int, list[_Spot]] = {}
         #: By what is alike of two nodes on different hosts. Few, unless hosts are cabled together.
         self._between: dict[tuple[int, int], Path | None] = {}
         self._outlets: dict[str, float] = {}
         self._usual_outlet: float | None = None
         self._doubt: float | None = None
-        #: Gone through once they change: reports come hundreds of times a second.
+        #: None where a worker left, and that may have made a difference.
         self._is_described: bool | None = None
         self._n_reports = 0
 
     def add(self, ws: WorkerState) -> None:
         """A worker came."""
+        was_described = self._all_described()
         self._ends[ws.address] = End(ws.address, ws.host)
-        self._is_described = None
         self._forget_outlets()
-        if self._topology is not None:
-            node = self._topology.node_of(address=ws.address, name=ws.name, host=ws.host)
-            if node is not None:
-                host, outside = node.partition("/")[0], self._topology.outside(node)
-                self._places[ws.address] = _Place(node, host, outside)
+        spot = self._spot(ws)
+        self._is_described = was_described and spot is not None and self._is_reached(spot)
+        if spot is not None:
+            self._spots[ws.address] = spot
+            examples = self._examples.setdefault(spot.outside, [])
+            if len(examples) < 2 and all(one.host != spot.host for one in examples):
+                examples.append(spot)
+                if spot.outside in self._from_afar:
+                    # Whoever was on the host of all others of the kind had no way to another.
+                    self._from_afar[spot.outside].clear()
+        if self._is_described:
+            # Now rather than in the middle of a decision, also how others of its kind reach it.
+            place = self._places[ws.address] = self._place(ws.address)
+            place.far[ws.address]
+        else:
+            self._forget_paths()
+
+    def _spot(self, ws: WorkerState) -> _Spot | None:
+        """Where a worker is, if that is described."""
+        if self._topology is None:
+            return None
+        node = self._topology.node_of(address=ws.address, name=ws.name, host=ws.host)
+        if node is None:
+            return None
+        return _Spot(node, node.partition("/")[0], self._topology.outside(node))
+
+    def _is_reached(self, spot: _Spot) -> bool:
+        """Whether there is a way described from the others, between whom there is one."""
+        other = next(iter(self._spots.values()), spot)
+        return other.host == spot.host or self._way_between(other, spot) is not None
 
     def remove(self, address: str) -> None:
         """A worker left."""
         self._ends.pop(address, None)
-        self._places.pop(address, None)
+        self._spots.pop(address, None)
         self._learned.forget(address)
         self._is_described = None
         self._forget_paths()
         self._forget_outlets()
 
     def _forget_paths(self) -> None:
-        self._known.clear()
+        self._places.clear()
+        self._from_afar.clear()
         self._n_known = 0
 
     def _forget_outlets(self) -> None:
@@ -124,9 +158,9 @@ class WorkerPaths:
 
     def device_kind(self, address: str) -> str | None:
         """Kind of the device that a worker is on, as described."""
-        if self._topology is None or (place := self._places.get(address)) is None:
+        if self._topology is None or (spot := self._spots.get(address)) is None:
             return None
-        device = self._topology.device(place.node)
+        device = self._topology.device(spot.node)
         return None if device is None else device.kind
 
     def outlet_nbytes_per_s(self, address: str) -> float:
@@ -157,36 +191,48 @@ class WorkerPaths:
 
     def __call__(self, source: str, target: str) -> Path:
         """The way from one worker to another, by address."""
-        return self.into(target)[source]
+        return way(self._places, source, target)
 
-    def into(self, target: str) -> Mapping[str, Path]:
-        """The ways to a worker, by where they come from. To be asked and let go, not to be kept."""
-        found = self._known.get(target)
-        if found is None:
-            found = self._known[target] = _Into(target, self)
-        return found
+    @property
+    def places(self) -> Places:
+        """Where workers are. What is in it is not to be kept: it holds until workers change."""
+        return self._places
 
     def doubt(self) -> float:
         """By what factor links may carry more or less than is believed; 1 if all are described."""
         if self._doubt is None:
-            if self._is_described is None:
-                self._is_described = self._look_whether_described()
-            self._doubt = 1.0 if self._is_described else self._learned.doubt()
+            self._doubt = 1.0 if self._all_described() else self._learned.doubt()
         return self._doubt
 
-    def _look_whether_described(self) -> bool:
+    def _all_described(self) -> bool:
         """Whether all hosts are, and ways between them."""
-        if not self._places.keys() >= self._ends.keys():
-            return False
-        one_each = list({place.host: place for place in self._places.values()}.values())
-        return all(self._way_between(one_each[0], other) for other in one_each[1:])
+        if self._is_described is None:
+            self._is_described = self._spots.keys() >= self._ends.keys() and all(
+                map(self._is_reached, {spot.host: spot for spot in self._spots.values()}.values())
+            )
+        return self._is_described
 
-    def find(self, source: str, target: str) -> Path:
-        """Work out a way that is not remembered."""
+    def _place(self, address: str) -> Place:
+        """Of a worker; of a kind of its own unless everybody is where it was described."""
+        self._count_one()
+        spot = self._spots.get(address)
+        near = _Found(partial(self._find, address))
+        if spot is None or not self._all_described():
+            return Place(address, address, near, near)
+        far = self._from_afar.get(spot.outside)
+        if far is None:
+            far = self._from_afar[spot.outside] = _Found(partial(self._find_far, spot.outside))
+        return Place(spot.host, spot.outside, near, far)
+
+    def _count_one(self) -> None:
         if self._n_known >= _MAX_PATHS:
             self._forget_paths()
         self._n_known += 1
-        here, there = self._places.get(source), self._places.get(target)
+
+    def _find(self, target: str, source: str) -> Path:
+        """Work out a way that is not remembered."""
+        self._count_one()
+        here, there = self._spots.get(source), self._spots.get(target)
         if here is not None and there is not None:
             # Of a thousand workers there are a million pairs. But hosts are alike, and so are the
             # devices of one, so that most of these pairs differ in the names of links only.
@@ -201,13 +247,24 @@ class WorkerPaths:
             self._ends.get(target) or End(target, target),
         )
 
-    def _way_within(self, source: _Place, target: _Place) -> Path | None:
+    def _find_far(self, outside: int, source: str) -> Path:
+        """Work out the way from a worker to all of a kind that are on other hosts."""
+        self._count_one()
+        here = self._spots.get(source)
+        if here is not None:
+            for there in self._examples[outside]:
+                if there.host != here.host and (path := self._way_between(here, there)) is not None:
+                    return path
+        # It left, or there is nobody of the kind on another host.
+        return self._learned.path(self._ends.get(source) or End(source, source), _ELSEWHERE)
+
+    def _way_within(self, source: _Spot, target: _Spot) -> Path | None:
         """The way between two places of a host; None if none is described, or they are one."""
         assert self._topology is not None
         path = self._topology.path(source.node, target.node)
         return path if path is not None and path.links else None
 
-    def _way_between(self, source: _Place, target: _Place) -> Path | None:
+    def _way_between(self, source: _Spot, target: _Spot) -> Path | None:
         """The way between two places of different hosts; None if none is described."""
         kinds = source.outside, target.outside
         if kinds not in self._between:

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dask_gpurt.frames.gather import gather_into
+
 #: A shard grows to about this size before the next one starts. Smaller shards are freed sooner
 #: (a shard lives until its last partition was read), larger ones cost less bookkeeping.
 SHARD_TARGET_NBYTES = 1 << 20
@@ -80,10 +82,6 @@ class ExchangePlan:
         return ranges
 
     @cached_property
-    def _slots_are_partitions(self) -> bool:
-        return self.partitions == tuple(range(self.n_slots))
-
-    @cached_property
     def slot_table(self) -> npt.NDArray[np.intp]:
         """Slot of each partition, by its number; the last entry, -1, is for any other number."""
         table = np.full(max(self.partitions, default=-1) + 2, -1, dtype=np.intp)
@@ -97,23 +95,18 @@ class ExchangePlan:
         partition column with the owners and drops what finds none.
         """
         values = np.asarray(partitions)
-        if values.dtype == np.intp and len(values) and self._slots_are_partitions:
-            # Most shuffles: the number of a partition is its slot, and all are in range.
-            if values.min() >= 0 and values.max() < self.n_slots:
-                return values
         table = self.slot_table
         last = len(table) - 1
-        if values.dtype.kind in "iub":
-            codes = values.astype(np.intp, copy=False)
-            if values.dtype == np.uint64 and len(values) and values.max() > np.iinfo(np.intp).max:
-                codes = np.where(values > last, last, values).astype(np.intp)
-        else:
-            numbers = values.astype(np.float64)
-            whole = np.isfinite(numbers) & (numbers == np.floor(numbers))
-            codes = np.where(whole & (np.abs(numbers) <= last), numbers, last).astype(np.intp)
-        if len(codes) and (codes.min() < 0 or codes.max() > last):
-            codes = np.where((codes < 0) | (codes > last), last, codes)
-        return table[codes]
+        if values.dtype.kind not in "iub":
+            values = values.astype(np.float64)
+            whole = (values == np.floor(values)) & (np.abs(values) <= last)
+            values = np.where(whole, values, -1.0)
+        codes = values.astype(np.intp)
+        # Looked at as they came: Dask's numbers are as narrow as they can be, and so is the look.
+        if len(values) and not (values.min() >= 0 and values.max() <= last):
+            codes[~((values >= 0) & (values <= last))] = last
+        gather_into(table, codes, codes)
+        return codes
 
 
 def cut_shards(

@@ -176,6 +176,8 @@ class ShardStore:
         self._sources: dict[int, list[Shard]] = {}
         self._firsts: dict[int, list[int]] | None = None
         self._released: set[int] = set()
+        #: What was found for slots that are not released yet.
+        self._being_read: dict[int, list[tuple[Shard, int, int]]] = {}
         self._files: list[SpillFile] = []
         self._can_spill = True
         self._closed = False
@@ -335,23 +337,31 @@ class ShardStore:
         ShardStorageError
             A spilled shard cannot be read back.
         """
-        found: list[tuple[Shard, int, int]] = []
         with self._lock:
             if slot in self._released:
                 raise PartitionReleasedError(f"slot {slot} was let go")
             if self._closed:
                 raise PartitionReleasedError("the run was closed")
-            assert self._firsts is not None, "pieces() before seal()"
-            for source, firsts in self._firsts.items():
-                position = bisect.bisect_right(firsts, slot) - 1
-                if position < 0:
-                    continue
+            found = self._being_read[slot] = self._with_rows_for(slot)
+            bodies = [shard.body for shard, _, _ in found]
+        return [
+            Piece(self._body(shard) if body is None else body, start, stop)
+            for body, (shard, start, stop) in zip(bodies, found, strict=True)
+        ]
+
+    def _with_rows_for(self, slot: int) -> list[tuple[Shard, int, int]]:
+        """Shards that have rows of a slot, and which, in the order of their sources."""
+        assert self._firsts is not None, "pieces() before seal()"
+        found = []
+        for source, firsts in self._firsts.items():
+            position = bisect.bisect_right(firsts, slot) - 1
+            if position >= 0:
                 shard = self._sources[source][position]
                 if slot < shard.end_slot:
                     start, stop = shard.rows_of(slot)
                     if stop > start:
                         found.append((shard, start, stop))
-        return [Piece(self._body(shard), start, stop) for shard, start, stop in found]
+        return found
 
     def _body(self, shard: Shard) -> Any:
         with self._lock:
@@ -398,16 +408,8 @@ class ShardStore:
             if slot in self._released or self._firsts is None:
                 return
             self._released.add(slot)
-            for source, firsts in self._firsts.items():
-                position = bisect.bisect_right(firsts, slot) - 1
-                if position < 0:
-                    continue
-                shard = self._sources[source][position]
-                if slot >= shard.end_slot:
-                    continue
-                start, stop = shard.rows_of(slot)
-                if stop == start:
-                    continue
+            read = self._being_read.pop(slot, None)
+            for shard, _, _ in self._with_rows_for(slot) if read is None else read:
                 shard.unread -= 1
                 if not shard.unread:
                     if shard.on_disk is not None:
@@ -433,6 +435,7 @@ class ShardStore:
             self._closed = True
             self._sources.clear()
             self._firsts = {}
+            self._being_read.clear()
             self._resident(-self.resident_nbytes)
         # A spill that is under way ends first: its file must not be closed under it.
         with self._spilling:

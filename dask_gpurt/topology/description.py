@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import yaml
 
 from dask_gpurt.errors import ConfigError
+from dask_gpurt.topology import yaml_tree
 from dask_gpurt.topology.model import (
     DEVICE_KINDS,
     Device,
@@ -41,12 +42,14 @@ from dask_gpurt.topology.model import (
     Numa,
     Topology,
 )
+from dask_gpurt.topology.yaml_tree import Section
 
 #: A file longer than this describes no machines.
 MAX_NCHARS = 4_000_000
 #: Links that patterns may stand for.
 MAX_LINKS = 100_000
 
+_WILD = re.compile(r"[*?\[]")
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.IGNORECASE)
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -76,11 +79,9 @@ def parse(text: str, source: str = "topology") -> Topology:
     if len(text) > MAX_NCHARS:
         raise ConfigError(f"{source} has more than {MAX_NCHARS:,} characters")
     try:
-        tree = yaml.load(text, _Loader)
+        tree = yaml_tree.load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{source} is nested too deeply") from None
     return _Reader(source).topology(tree)
 
 
@@ -173,33 +174,24 @@ def _short(amount: float, units: Mapping[str, float], plain: str) -> str:
     return f"{amount!r} {plain}"
 
 
-class _Section(dict[str, Any]):
-    """A mapping that knows the line of each key."""
+class _Named:
+    """Nodes by what a description calls them.
 
-    line = 0
-    lines: dict[str, int]
+    Of a thousand hosts each has a link of its own to a switch; going through all nodes for each
+    end of a link took most of the time.
+    """
 
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self._nodes = list(nodes)
+        self._of_host: dict[str, list[str]] = {}
+        for node in self._nodes:
+            self._of_host.setdefault(node.partition("/")[0], []).append(node)
 
-class _Loader(yaml.SafeLoader):
-    """Safe, and refuses keys that are given twice."""
-
-    def section(self, node: yaml.MappingNode) -> _Section:
-        own = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.value in own:
-                problem = f"the key {key.value!r} is given twice, or is no word"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            own.add(key.value)
-        self.flatten_mapping(node)
-        found = _Section()
-        found.line = node.start_mark.line + 1
-        found.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
-        for key, value in node.value:
-            found[str(key.value)] = self.construct_object(value, deep=True)
-        return found
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.section)
+    def fitting(self, pattern: str) -> list[str]:
+        """Nodes that fit, in their order."""
+        host = pattern.partition("/")[0]
+        nodes = self._nodes if _WILD.search(host) else self._of_host.get(host, [])
+        return [node for node in nodes if fnmatchcase(node, pattern)]
 
 
 class _Reader:
@@ -259,10 +251,9 @@ class _Reader:
         self._unique(section, "numa", list(nodes))
         return host, self._links(section, f"{where}.", nodes, host.name + "/")
 
-    def _links(
-        self, section: _Section, where: str, nodes: Iterable[str], prefix: str
-    ) -> list[Link]:
+    def _links(self, section: Section, where: str, nodes: Iterable[str], prefix: str) -> list[Link]:
         found: list[Link] = []
+        named = _Named(nodes)
         for i, one in enumerate(self._sections(section, "links")):
             at = f"{where}links[{i}]"
             one = self._section(one, at, {"between", "bandwidth"}, {"name", "kind", "latency"})
@@ -271,7 +262,7 @@ class _Reader:
                 self._fail(one, "between", f"{at}.between is {ends!r}; it may be two nodes")
             matching = []
             for end in ends:
-                fitting = [node for node in nodes if fnmatchcase(node, f"{prefix}{end}")]
+                fitting = named.fitting(f"{prefix}{end}")
                 if not fitting:
                     self._fail(one, "between", f"{at}.between names {end!r}, which is no node here")
                 matching.append(fitting)
@@ -292,8 +283,8 @@ class _Reader:
 
     # ------------------------------------------------------------------ values
 
-    def _section(self, value: Any, where: str, needed: set[str], optional: set[str]) -> _Section:
-        if not isinstance(value, _Section):
+    def _section(self, value: Any, where: str, needed: set[str], optional: set[str]) -> Section:
+        if not isinstance(value, Section):
             raise ConfigError(f"{self._source}: {where} is {value!r}; it may be a section of keys")
         for key in value:
             if key not in needed | optional:
@@ -303,22 +294,22 @@ class _Reader:
             self._fail(value, None, f"{where} lacks the key {key!r}")
         return value
 
-    def _sections(self, section: _Section, key: str) -> list[Any]:
+    def _sections(self, section: Section, key: str) -> list[Any]:
         value = section.get(key) or []
         if not isinstance(value, list):
             self._fail(section, key, f"{key} is {value!r}; it may be a list")
         return list(value)
 
     def _parts(
-        self, section: _Section, key: str, where: str, needed: set[str], optional: set[str]
-    ) -> list[_Section]:
+        self, section: Section, key: str, where: str, needed: set[str], optional: set[str]
+    ) -> list[Section]:
         found = self._sections(section, key)
         return [
             self._section(one, f"{where}.{key}[{i}]", {"name"} | needed, optional)
             for i, one in enumerate(found)
         ]
 
-    def _name(self, section: _Section, where: str) -> str:
+    def _name(self, section: Section, where: str) -> str:
         name = section["name"]
         if not isinstance(name, str) or not name or re.search(r"[/*?\[\]\s]", name):
             self._fail(
@@ -329,7 +320,7 @@ class _Reader:
         return str(name)
 
     def _names(
-        self, section: _Section, key: str, where: str, *, patterns: bool = False
+        self, section: Section, key: str, where: str, *, patterns: bool = False
     ) -> tuple[str, ...]:
         value = section.get(key) or []
         fits: Callable[[Any], bool] = (
@@ -341,7 +332,7 @@ class _Reader:
             self._fail(section, key, f"{where}{key} is {value!r}; it may be a list of names")
         return tuple(map(str, value))
 
-    def _near(self, section: _Section, numa: Iterable[Numa], where: str) -> str | None:
+    def _near(self, section: Section, numa: Iterable[Numa], where: str) -> str | None:
         near = section.get("numa")
         known = [one.name for one in numa]
         if near is not None and near not in known:
@@ -349,12 +340,12 @@ class _Reader:
             self._fail(section, "numa", f"{where}.numa is {near!r}; it may be {allowed}")
         return near
 
-    def _memory(self, section: _Section, where: str) -> int:
+    def _memory(self, section: Section, where: str) -> int:
         return int(self._quantity(section, "memory", where, _SIZES, "80 GiB", missing=0.0))
 
     def _quantity(
         self,
-        section: _Section,
+        section: Section,
         key: str,
         where: str,
         units: Mapping[str, float],
@@ -372,11 +363,11 @@ class _Reader:
             self._fail(section, key, f"{where}.{key} is {value!r}; it may be such as '{example}'")
         return amount
 
-    def _unique(self, section: _Section, key: str, names: list[str]) -> None:
+    def _unique(self, section: Section, key: str, names: list[str]) -> None:
         for name, times in Counter(names).items():
             if times > 1:
                 self._fail(section, key, f"{name!r} is there twice")
 
-    def _fail(self, section: _Section, key: str | None, what: str) -> NoReturn:
+    def _fail(self, section: Section, key: str | None, what: str) -> NoReturn:
         line = section.lines.get(key, section.line) if key is not None else section.line
         raise ConfigError(f"{self._source}, line {line}: {what}")

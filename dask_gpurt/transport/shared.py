@@ -19,10 +19,12 @@ its file would kill this process instead of causing an error here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +34,7 @@ from dask_gpurt.errors import ProtocolError, TransportError
 
 Buffer = npt.NDArray[np.uint8]
 _TOKEN_NBYTES = 16
+_NOT_OFFERED = "shared memory that was not offered, or whose process has ended"
 
 
 class SharedMemory(Protocol):
@@ -62,14 +65,19 @@ class Lender:
 
 
 class _Loan:
+    """A peer's file, and who has it open: the borrower until it forgets it, and whoever reads."""
+
     def __init__(self, fd: int, pidfd: int) -> None:
         self.fd = fd
         self.pidfd = pidfd
+        self.n_holders = 1
 
 
 class Borrower:
-    """One a worker: reads the outgoing shards of its peers. On the event loop: a file is not let go
-    while it is read.
+    """One a worker: reads the outgoing shards of its peers.
+
+    On the event loop, but for `read`, which threads may call: a file that is let go of while it is
+    read stays open until then, as its number may be another file's the moment it is closed.
 
     Parameters
     ----------
@@ -80,6 +88,8 @@ class Borrower:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._loans: dict[bytes, _Loan] = {}
+        # Guards who holds what; not held over a read.
+        self._lock = threading.Lock()
 
     def open(self, descriptor: Mapping[str, Any]) -> bytes:
         """Open a peer's file; returns the token that names it from then on.
@@ -126,7 +136,7 @@ class Borrower:
         """
         loan = self._loans.get(token)
         if loan is None:
-            raise TransportError("shared memory that was not offered, or whose process has ended")
+            raise TransportError(_NOT_OFFERED)
         try:
             places = [(int(position), int(length)) for position, length in extents]
         except (TypeError, ValueError) as error:
@@ -138,39 +148,70 @@ class Borrower:
             raise ProtocolError(f"places in shared memory that are not {nbytes} bytes")
         return places
 
-    def read(self, token: bytes, places: Sequence[tuple[int, int]], out: Buffer) -> None:
-        """Copy bytes of a peer, at places that were `checked`, into `out`.
+    def read(
+        self, token: bytes, wanted: Iterable[tuple[Sequence[tuple[int, int]], Buffer]]
+    ) -> None:
+        """Copy bytes of a peer into memory of this process.
+
+        Parameters
+        ----------
+        wanted
+            Places that were `checked`, and the memory for what is there.
 
         Raises
         ------
         TransportError
-            The memory cannot be read any more.
+            The memory cannot be read any more, or was let go of before this began.
         """
-        loan = self._loans[token]
-        view = out.data
-        for position, nbytes in places:
-            end = position + nbytes
-            while position < end:
-                try:
-                    count = os.preadv(loan.fd, [view[: end - position]], position)
-                except OSError as error:
-                    raise TransportError(f"cannot read the peer's memory: {error}") from error
-                if not count:
-                    raise TransportError("the peer cut its memory short")
-                view = view[count:]
-                position += count
+        with self._held(token) as fd:
+            for places, out in wanted:
+                _read_into(out.data, fd, places)
+
+    @contextlib.contextmanager
+    def _held(self, token: bytes) -> Iterator[int]:
+        with self._lock:
+            loan = self._loans.get(token)
+            if loan is None:
+                raise TransportError(_NOT_OFFERED)
+            loan.n_holders += 1
+        try:
+            yield loan.fd
+        finally:
+            self._release(loan)
+
+    def _release(self, loan: _Loan) -> None:
+        with self._lock:
+            loan.n_holders -= 1
+            is_last = not loan.n_holders
+        if is_last:
+            os.close(loan.fd)
 
     def forget(self, token: bytes) -> None:
-        """Let go of a peer's file."""
-        loan = self._loans.pop(token, None)
+        """Let go of a peer's file. Reads of it that are under way come to their end."""
+        with self._lock:
+            loan = self._loans.pop(token, None)
         if loan is not None:
             self._loop.remove_reader(loan.pidfd)
             os.close(loan.pidfd)
-            os.close(loan.fd)
+            self._release(loan)
 
     def close(self) -> None:
         for token in list(self._loans):
             self.forget(token)
+
+
+def _read_into(view: memoryview, fd: int, places: Sequence[tuple[int, int]]) -> None:
+    for position, nbytes in places:
+        end = position + nbytes
+        while position < end:
+            try:
+                count = os.preadv(fd, [view[: end - position]], position)
+            except OSError as error:
+                raise TransportError(f"cannot read the peer's memory: {error}") from error
+            if not count:
+                raise TransportError("the peer cut its memory short")
+            view = view[count:]
+            position += count
 
 
 def _open_signed(path: str, token: bytes) -> int:

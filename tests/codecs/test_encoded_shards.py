@@ -20,7 +20,7 @@ from dask_gpurt.codecs.shards import (
 )
 from dask_gpurt.errors import ProtocolError
 
-deterministic = settings(derandomize=True, deadline=None, max_examples=200)
+deterministic = settings(derandomize=True, max_examples=200)
 
 
 def shard(*columns):

@@ -146,7 +146,7 @@ def test_a_payload_that_decodes_to_less_is_refused(coder):
         codec.decode_into(payload, np.empty(raw.nbytes + 64, np.uint8), 1)
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(derandomize=True, max_examples=400)
 @given(
     st.sampled_from(sorted(HOST_CODECS)),
     st.sampled_from([1, 2, 3, 4, 8, 16]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def test_nothing_is_wrong(shell: Shell) -> None:
         assert found(outcome, name)[0]["level"] == "ok"
     for name in ("cudf", "cupy", "rmm", "ucxx", "nvcomp"):
         assert found(outcome, name)[0]["level"] == "ok"
-    assert "not built yet" in found(outcome, "gpu")[0]["text"]
+    assert "not yet run on one" in found(outcome, "gpu")[0]["text"]
     assert found(outcome, "huge pages")
     assert found(outcome, "support")[0]["level"] == "ok"
     text = shell.gpurt("doctor").out
@@ -261,6 +262,43 @@ def test_a_worker_is_no_scheduler(sides: Sides, capsys: pytest.CaptureFixture[st
         show(worker, None, as_json=True)
 
 
+async def _say_no_versions(dask_worker: Any) -> None:
+    """Until `_say_versions`."""
+    dask_worker.told_to_go_on = asyncio.Event()
+    versions = dask_worker.handlers["versions"]
+
+    async def wait(**message: Any) -> Any:
+        await dask_worker.told_to_go_on.wait()
+        return versions(**message)
+
+    dask_worker.handlers["versions"] = wait
+
+
+async def _say_versions(dask_worker: Any) -> None:
+    dask_worker.handlers["versions"] = dask_worker.versions
+    dask_worker.told_to_go_on.set()
+
+
+@pytest.mark.cluster
+def test_versions_are_those_of_all_who_answer_in_time(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the runtime is off, so that nobody knows who is silent."""
+    with connect.connected(scheduler_address(sides.stock)) as client:
+        in_time = connect.ask(client, versions=True)
+        one = [next(iter(in_time["versions"]["workers"]))]
+        monkeypatch.setattr(connect, "VERSIONS_TIMEOUT_S", 0.01)
+        sides.stock.run(_say_no_versions, workers=one)
+        try:
+            late = connect.ask(client, versions=True)
+        finally:
+            sides.stock.run(_say_versions, workers=one)
+    assert set(in_time["versions"]["workers"]) == set(sides.stock.scheduler_info()["workers"])
+    assert late["versions"]["workers"] is None
+    problems = [one.text for one in cluster_findings(late) if one.level == "problem"]
+    assert problems == ["not all workers said in time what is installed there"]
+
+
 def test_every_remedy_of_a_cluster_in_trouble() -> None:
     side = {"host": {"python": "3.11.7.final.0"}, "packages": {"dask": "1", "pandas": "3"}}
     other = {"host": {"python": "3.12.1.final.0"}, "packages": {"dask": "1", "pandas": "2"}}
@@ -313,7 +351,7 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
     assert [bool(remedy) for _, remedy in said] == [False, False, False, True, False]
 
 
-def memory_of(report: dict[str, Any]) -> tuple[str, str, str]:
+def said_of(report: dict[str, Any], what: str) -> list[tuple[str, str, str]]:
     told = cluster_findings(
         {
             "scheduler": "tcp://s",
@@ -325,8 +363,12 @@ def memory_of(report: dict[str, Any]) -> tuple[str, str, str]:
         }
         | {"version": dask_gpurt.__version__, "host": "h"}
     )
-    (one,) = (one for one in told if one.what == "memory")
-    return one.level, one.text, one.remedy
+    return [(one.level, one.text, one.remedy) for one in told if one.what == what]
+
+
+def memory_of(report: dict[str, Any]) -> tuple[str, str, str]:
+    (one,) = said_of(report, "memory")
+    return one
 
 
 @pytest.mark.parametrize(
@@ -358,3 +400,29 @@ def test_where_values_of_a_worker_go(disk: dict[str, Any], level: str, said: str
     assert found_level == level
     assert said in text
     assert bool(advice) == (level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("device", "level", "said"),
+    [
+        ({}, "ok", "tcp://a: H200, managed; values leave for rmm and cupy"),
+        ({"evicts_for": []}, "ok", "values leave for nobody who finds no room"),
+        ({"name": None}, "ok", "tcp://a: not used yet"),
+        ({"cudf_spills": True}, "note", "cuDF spills by itself: its values are left to it"),
+        ({"problem": "no driver"}, "note", "values of the GPU are left to Dask: no driver"),
+    ],
+)
+def test_what_is_done_with_values_of_a_gpu(device: dict[str, Any], level: str, said: str) -> None:
+    usual = {"name": "H200", "evicts_for": ["rmm", "cupy"], "cudf_spills": False, "problem": None}
+    disk = {"directory": "/x", "is_direct": True, "problem": None}
+    memory = {"disk": disk, "device": usual | device}
+    (one,) = said_of({"memory": memory, "unmanaged": None}, "gpu")
+    assert one[0] == level
+    assert said in one[1]
+    assert ("cudf" in one[2]) == ("cudf_spills" in device)
+
+
+def test_nothing_is_said_of_a_gpu_that_cannot_be() -> None:
+    disk = {"directory": "/x", "is_direct": True, "problem": None}
+    assert said_of({"memory": {"disk": disk, "device": None}, "unmanaged": None}, "gpu") == []
+    assert said_of({"memory": None, "unmanaged": "it"}, "gpu") == []

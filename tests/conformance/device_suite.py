@@ -23,6 +23,14 @@ def noise(nbytes, seed=0):
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
+def read(stream, buffer):
+    """What is in memory of the device after all that the stream was told."""
+    out = np.zeros(buffer.nbytes, dtype=np.uint8)
+    stream.to_host(out, buffer)
+    stream.synchronize()
+    return out
+
+
 def add(source, target):
     target += source
 
@@ -194,12 +202,6 @@ class DeviceSuite:
         stream.to_device(buffer, values)
         return buffer
 
-    def read(self, stream, buffer):
-        out = np.zeros(buffer.nbytes, dtype=np.uint8)
-        stream.to_host(out, buffer)
-        stream.synchronize()
-        return out
-
     # ---------------------------------------------------------------- copies and kernels
 
     @pytest.mark.parametrize("nbytes", [0, 1, 7, 1000, CAPACITY])
@@ -207,7 +209,7 @@ class DeviceSuite:
         values = noise(nbytes)
         buffer = self.filled(device, stream, values)
         assert buffer.nbytes == nbytes
-        np.testing.assert_array_equal(self.read(stream, buffer), values)
+        np.testing.assert_array_equal(read(stream, buffer), values)
 
     @pytest.mark.parametrize("dtype", ["u1", "i4", "f8", "M8[ns]", "?", "c16", "S3"])
     def test_host_memory_of_any_type_and_shape_is_taken(self, device, stream, dtype):
@@ -227,8 +229,8 @@ class DeviceSuite:
         inner = buffer.part(5, 50).part(10, 20)
         assert inner.nbytes == 20
         values[10:30] = 0
-        np.testing.assert_array_equal(self.read(stream, inner), values[15:35])
-        np.testing.assert_array_equal(self.read(stream, buffer), values)
+        np.testing.assert_array_equal(read(stream, inner), values[15:35])
+        np.testing.assert_array_equal(read(stream, buffer), values)
 
     @pytest.mark.parametrize(("start", "nbytes"), [(0, 101), (101, 0), (-1, 2), (60, 41), (5, -1)])
     def test_there_are_no_parts_beyond_the_end(self, device, stream, start, nbytes):
@@ -242,7 +244,7 @@ class DeviceSuite:
         stream.on_device(target, source)
         stream.on_device(target.part(0, 10), target.part(90, 10))
         values[:10] = values[90:]
-        np.testing.assert_array_equal(self.read(stream, target), values)
+        np.testing.assert_array_equal(read(stream, target), values)
 
     def test_a_kernel_gets_what_it_reads_and_then_what_it_writes(self, device, stream):
         first, second = (self.filled(device, stream, noise(50, n)) for n in range(2))
@@ -252,7 +254,7 @@ class DeviceSuite:
             out[:] = a - b
 
         stream.launch(difference, [first, second], [result])
-        np.testing.assert_array_equal(self.read(stream, result), noise(50, 0) - noise(50, 1))
+        np.testing.assert_array_equal(read(stream, result), noise(50, 0) - noise(50, 1))
 
     def test_a_stream_keeps_its_order(self, device, stream):
         buffer = self.filled(device, stream, np.ones(10, dtype=np.uint8))
@@ -261,7 +263,7 @@ class DeviceSuite:
             stream.launch(double, writes=[buffer])
             stream.on_device(other, buffer)
             stream.launch(add, [other], [buffer])
-        assert set(self.read(stream, buffer)) == {64}
+        assert set(read(stream, buffer)) == {64}
 
     def test_lengths_have_to_agree(self, device, stream):
         buffer, longer = device.allocate(10, stream), device.allocate(11, stream)
@@ -304,7 +306,7 @@ class DeviceSuite:
             other.launch(double, writes=[buffer])
             one.wait(other.record())
             one.launch(double, writes=[buffer])
-        assert set(self.read(one, buffer)) == {64}
+        assert set(read(one, buffer)) == {64}
 
     def test_what_the_host_has_waited_for_comes_first(self, device):
         one, other = device.stream("one"), device.stream("other")
@@ -313,7 +315,7 @@ class DeviceSuite:
         event.synchronize()
         other.launch(double, writes=[buffer])
         other.synchronize()
-        np.testing.assert_array_equal(self.read(one, buffer), noise(10) * 2)
+        np.testing.assert_array_equal(read(one, buffer), noise(10) * 2)
         assert event.is_done()
 
     def test_an_event_of_an_idle_stream_gets_done(self, stream):
@@ -323,7 +325,7 @@ class DeviceSuite:
     def test_a_stream_may_wait_for_itself(self, device, stream):
         buffer = self.filled(device, stream, noise(10))
         stream.wait(stream.record())
-        np.testing.assert_array_equal(self.read(stream, buffer), noise(10))
+        np.testing.assert_array_equal(read(stream, buffer), noise(10))
 
     def test_programs_do_what_they_would_do_step_by_step(self):
         @settings(derandomize=True, deadline=None, max_examples=self.n_programs)
@@ -348,7 +350,7 @@ class DeviceSuite:
                     values = noise(100, 100 * number + n)
                     buffer = self.filled(device, stream, values)
                     stream.launch(double, writes=[buffer])
-                    np.testing.assert_array_equal(self.read(stream, buffer), values * 2)
+                    np.testing.assert_array_equal(read(stream, buffer), values * 2)
                     buffer.free(stream)
                 stream.synchronize()
             except BaseException as error:
@@ -450,7 +452,7 @@ class DeviceSuite:
             oldest = min(held)
             buffer = held.pop(oldest)
             spill.wait(stream.record())
-            evicted[oldest] = self.read(spill, buffer)
+            evicted[oldest] = read(spill, buffer)
             buffer.free(spill)
             return True
 
@@ -458,7 +460,7 @@ class DeviceSuite:
         held[2] = self.filled(device, stream, values[2])
         assert asked == [CAPACITY // 2]
         np.testing.assert_array_equal(evicted[0], values[0])
-        np.testing.assert_array_equal(self.read(stream, held[2]), values[2])
+        np.testing.assert_array_equal(read(stream, held[2]), values[2])
         big = device.allocate(CAPACITY, stream)
         assert asked == [CAPACITY // 2, CAPACITY, CAPACITY], "no oftener than it takes"
         assert sorted(evicted) == [0, 1, 2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import re
 
 import dask
 import pandas as pd
@@ -10,6 +12,7 @@ import pytest
 from distributed import Client
 from rich.console import Console
 
+from dask_gpurt.demo.report import html_page
 from dask_gpurt.demo.runner import Workload, print_table, run_demo
 
 ANSWER = pd.DataFrame({"x": [1, 2]})
@@ -43,6 +46,23 @@ def test_sides_alternate_and_so_does_who_goes_first(client: Client, console: Con
     assert [(len(row.stock_s), len(row.enabled_s)) for row in report.rows] == [(2, 2), (2, 2)]
 
 
+def test_where_no_bar_is_seen_there_is_a_line_for_each_run(client: Client) -> None:
+    for is_terminal in (False, True):
+        text = io.StringIO()
+        console = Console(file=text, width=120, force_terminal=is_terminal)
+        workloads = [_workload("a", []), _workload("b", [], wrong_on=True)]
+        run_demo(client, client, workloads, repeats=2, console=console, n_warm_up=0)
+        lines = [line for line in text.getvalue().splitlines() if "group " in line]
+        if is_terminal:
+            assert not [line for line in lines if "stock" in line]
+        else:
+            first, second, third = lines
+            assert re.fullmatch(r"1/4 group a: stock \d+\.\d\d s, enabled \d+\.\d\d s", first)
+            # What failed is not run a second time.
+            assert second.startswith("2/4 group b: enabled against DuckDB: ")
+            assert third.startswith("3/4 group a: stock ")
+
+
 def test_warm_ups_are_not_timed(client: Client, console: Console) -> None:
     log: list[str] = []
     workloads = [_workload("a", log), _workload("b", log)]
@@ -59,6 +79,28 @@ def test_past_the_deadline_every_answer_is_still_checked(client: Client, console
     assert [len(row.stock_s) for row in report.rows] == [1, 1]
     assert not any(row.warmed_up for row in report.rows)
     assert [row.agrees for row in report.rows] == [True, False]
+
+
+def test_what_there_was_no_time_for_is_left_out_and_named(client: Client, console: Console) -> None:
+    log: list[str] = []
+    workloads = [_workload(name, log) for name in "abc"]
+    report = run_demo(client, client, workloads, repeats=2, console=console, stop_s=0.0)
+    assert {entry[0] for entry in log} == {"a"}
+    assert [len(row.stock_s) for row in report.rows] == [2]
+    assert report.agrees
+    assert report.to_dict()["left_out"] == report.left_out == ["group b", "group c"]
+    print_table(report, console)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "2 of the queries, which `--queries` has run: group b, group c" in told
+    assert report.left_out_sentence in html_page(report)
+    whole = run_demo(client, client, workloads, repeats=1, console=console)
+    assert whole.left_out == [] and whole.left_out_sentence == ""
+
+
+def test_the_process_is_left_as_it_was(client: Client, console: Console) -> None:
+    before = gc.get_freeze_count()
+    run_demo(client, client, [_workload("a", [])], repeats=1, console=console)
+    assert gc.get_freeze_count() == before
 
 
 @pytest.mark.parametrize(("wrong_on", "label"), [(True, "enabled"), (False, "stock")])

@@ -38,6 +38,15 @@ class LazyArray:
         self.memory = memory
         self.span = memory.buffer.part(start, nbytes)
 
+    @property
+    def nbytes(self):
+        return self.span.nbytes
+
+    @property
+    def __cuda_array_interface__(self):
+        """As much as it takes to be taken for memory of a GPU."""
+        return {"data": (id(self.memory), False), "shape": (self.nbytes,), "typestr": "|u1"}
+
     def _queue(self, compute, *others):
         arrays = [other for other in others if isinstance(other, LazyArray)]
 
@@ -84,6 +93,7 @@ class EmulatedCuda:
         self.host = HostDevice(total_nbytes, choose=choose)
         self.is_pumped = choose is not None
         self.n_allocations = 0
+        self.default_stream = self.host.stream("default")
         self._current = threading.local()
         self._ticks = itertools.count()
 
@@ -116,6 +126,9 @@ class EmulatedCuda:
         assert nbytes > 0, "CUDA has no memory of no bytes"
         self.n_allocations += 1
         return Memory(self, self.host.allocate(nbytes, stream), stream)
+
+    def borrow(self, memory):
+        return memory.memory
 
     def copy_in(self, stream, memory, start, source):
         assert source.nbytes

@@ -17,7 +17,7 @@ from dask_gpurt.devices.ledger import Entry, Ledger
 from dask_gpurt.devices.ordering import HazardError
 from dask_gpurt.devices.pinned import PinnedPool
 from dask_gpurt.devices.port import Priority
-from tests.conformance.device_suite import CAPACITY, DeviceSuite, double, noise
+from tests.conformance.device_suite import CAPACITY, DeviceSuite, double, noise, read
 from tests.devices.emulated_cuda import EmulatedCuda
 
 
@@ -49,13 +49,6 @@ def device():
 @pytest.fixture
 def stream(device):
     return device.stream("only")
-
-
-def read(stream, buffer):
-    out = np.zeros(buffer.nbytes, dtype=np.uint8)
-    stream.to_host(out, buffer)
-    stream.synchronize()
-    return out
 
 
 # ------------------------------------------------------------------ what calls do at once

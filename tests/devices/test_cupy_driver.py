@@ -65,12 +65,12 @@ class Cuda:
 
         class Stream:
             def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
-                self.ptr = id(self)
-                self.device_id = runtime.current
+                self.ptr = 0 if null else id(self)
+                self.device_id = -1 if null else runtime.current
                 self.non_blocking, self.priority = non_blocking, priority
 
             def __enter__(self):
-                if self.device_id != runtime.current:
+                if self.device_id not in (-1, runtime.current):
                     raise RuntimeError("does not match with the current device")
                 current_stream.append(self)
 
@@ -78,11 +78,14 @@ class Cuda:
                 current_stream.pop()
 
             def record(self, event=None):
-                assert event.device_id == self.device_id
+                here = runtime.current if self.device_id == -1 else self.device_id
+                assert event.device_id == here
                 return event
 
             def wait_event(self, event):
                 assert isinstance(event, Event)
+
+        Stream.null = Stream(null=True)
 
         class Event:
             def __init__(self, block=False, disable_timing=False, interprocess=False):
@@ -231,6 +234,27 @@ def test_memory_comes_from_rmm_once_it_has_a_pool(cupy, monkeypatch):
     assert driver.allocate(100, stream) == ("rmm", 100, stream)
 
 
+def test_the_default_stream_is_that_of_the_device(cupy):
+    driver = CupyDriver(1)
+    event = driver.record(driver.default_stream)
+    assert event.device_id == 1
+    memory = driver.allocate(10, driver.default_stream)
+    assert cupy.cuda.allocated_on == [(1, cupy.cuda.Stream.null)]
+    assert driver.array(memory, 0, 10).nbytes == 10
+
+
+def test_memory_of_other_libraries_is_copied(cupy):
+    class Theirs:
+        def __init__(self, array):
+            self.array = array
+            self.__cuda_array_interface__ = {"data": (array.ctypes.data, False)}
+
+    driver = CupyDriver(1)
+    theirs, out = Theirs(noise(100)), np.zeros(30, np.uint8)
+    driver.copy_out(driver.open_stream(Priority.HIGH), out, driver.borrow(theirs), 20)
+    np.testing.assert_array_equal(out, theirs.array[20:50])
+
+
 def test_facts_of_the_device(cupy):
     driver = CupyDriver(1)
     assert (driver.name, driver.total_nbytes, driver.number) == ("Stand-in", 1 << 30, 1)
@@ -248,6 +272,11 @@ def test_why_there_is_no_device(cupy, monkeypatch):
 
 
 # ------------------------------------------------------------------ the real CuPy
+
+
+def test_cupys_default_stream_is_of_whichever_device_is_current():
+    cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
+    assert (cuda.Stream.null.ptr, cuda.Stream.null.device_id) == (0, -1)
 
 
 SIGNATURES = {

@@ -121,7 +121,7 @@ def test_what_was_measured_elsewhere():
 spans = st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20))
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.lists(spans, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_overlap_follows_from_the_time_line(found, shuffler):
     """Second by second; and the order of the entries does not matter."""

@@ -53,7 +53,7 @@ def test_bytes_come_back(nbytes):
     assert pool.used_nbytes == pool.size_of(nbytes) == -(-nbytes // 64) * 64
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 70))
 def test_any_part_can_be_read(start, nbytes, block_nbytes):
     values = noise(300)

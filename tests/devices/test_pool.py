@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dask_gpurt.devices.pages import PAGE_NBYTES, PrivatePages, SharedPages
-from dask_gpurt.devices.pool import HostPool, pool_report
+from dask_gpurt.devices.pool import HostPool, Tenant, pool_report
 
 PATIENCE_S = 20.0
 HALF = PAGE_NBYTES // 2
@@ -221,6 +221,38 @@ def test_a_lane_can_be_used_again_after_it_was_closed(pool):
     pool.close_lane("a")
     second = pool.empty(16 << 10, lane="a")
     assert _address(first) // PAGE_NBYTES != _address(second) // PAGE_NBYTES
+
+
+# ------------------------------------------------------------------ tenants
+
+
+def test_a_tenant_leaves_all_its_lanes_and_nobody_elses(pool):
+    one, other, pools = Tenant(), Tenant(), (pool, HostPool(1 << 30))
+    buffers = [one.empty(each, HALF, lane) for each in pools for lane in "ab"]
+    theirs = other.empty(pool, HALF, "a")
+    one.leave()
+    del buffers
+    assert [each.used_nbytes for each in pools] == [PAGE_NBYTES, 0]
+    assert _address(other.empty(pool, HALF, "a")) == _address(theirs) + HALF
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_tenant_asks_for_while_it_leaves_keeps_no_page(pool, monkeypatch, when):
+    tenant, empty = Tenant(), pool.empty
+
+    def leave_meanwhile(nbytes, lane):
+        if when == "before":
+            tenant.leave()
+        buffer = empty(nbytes, lane)
+        if when == "after":
+            tenant.leave()
+        return buffer
+
+    monkeypatch.setattr(pool, "empty", leave_meanwhile)
+    late = [tenant.empty(pool, HALF, "a") for _ in range(2)]
+    assert pool.used_nbytes
+    del late
+    assert pool.used_nbytes == 0
 
 
 # ------------------------------------------------------------------ reuse

@@ -74,6 +74,11 @@ class Departures(SchedulerPlugin):
         self._changed = threading.Condition()
         self._gone: set[str] = set()
 
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        # It may have the port of one that left before.
+        with self._changed:
+            self._gone.discard(worker)
+
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
         with self._changed:
             self._gone.add(worker)
@@ -112,9 +117,14 @@ class Stage:
         cluster.sync(prepare)
 
     def addresses(self, role: str) -> list[str]:
-        workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        by_name = {worker["name"]: address for address, worker in workers.items()}
-        return [by_name[name] for name in ROLES[role]]
+        """Of the workers with a role; of one that is being started again, once it is there."""
+        give_up = time.monotonic() + DEADLINE_S
+        while True:
+            workers = self.client.scheduler_info(n_workers=-1)["workers"]
+            by_name = {worker["name"]: address for address, worker in workers.items()}
+            if by_name.keys() >= set(ROLES[role]):
+                return [by_name[name] for name in ROLES[role]]
+            assert time.monotonic() < give_up, f"of the {role}s there are {sorted(by_name)}"
 
     def tell(self, address: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call `function(worker, *args)` where the worker is, on its loop."""

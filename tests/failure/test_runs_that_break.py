@@ -135,16 +135,7 @@ def test_worker_killed_in_a_rechunk(processes, tmp_path, when):
     assert runs(processes)["stock"] == 0
 
 
-@pytest.fixture
-def in_process():
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
-    # Silencing distributed's logs would silence the fixture that captures ours.
-    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
-    with local, Client(local, set_as_default=False) as client:
-        yield client
-
-
-def test_output_wanted_again_after_it_was_let_go(in_process, tmp_path, monkeypatch):
+def test_output_wanted_again_after_it_was_let_go(client, tmp_path, monkeypatch):
     """As if the result had been lost with the worker that held it, while the run goes on."""
     read = ExchangeRun.get_output_partition
 
@@ -157,9 +148,9 @@ def test_output_wanted_again_after_it_was_let_go(in_process, tmp_path, monkeypat
         return frame
 
     monkeypatch.setattr(ExchangeRun, "get_output_partition", read_again_once)
-    dask_gpurt.enable(in_process)
-    assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=6)))
-    assert runs(in_process) == {"gpurt": 2, "stock": 0}
+    dask_gpurt.enable(client)
+    assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=6)))
+    assert runs(client) == {"gpurt": 2, "stock": 0}
 
 
 def fail_once(part, flag):
@@ -169,10 +160,10 @@ def fail_once(part, flag):
 
 
 @pytest.mark.timeout(60)
-def test_output_restricted_to_another_worker_goes_back_to_its_owner(in_process, monkeypatch):
+def test_output_restricted_to_another_worker_goes_back_to_its_owner(client, monkeypatch):
     """Between its placement and its first attempt. It runs there, asks for its owner, and moves."""
-    dask_gpurt.enable(in_process)
-    scheduler = in_process.cluster.scheduler
+    dask_gpurt.enable(client)
+    scheduler = client.cluster.scheduler
     stock_barrier = ExchangeRun.barrier
     attempts = []
 
@@ -191,17 +182,17 @@ def test_output_restricted_to_another_worker_goes_back_to_its_owner(in_process, 
 
     monkeypatch.setattr(ExchangeRun, "barrier", barrier)
     monkeypatch.setattr(ExchangeRun, "_move_task", moving)
-    assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=5)))
+    assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=5)))
     assert len(attempts) == len(set(attempts)) == 5
 
 
-def test_retried_output_reads_its_shards_again(in_process, tmp_path):
+def test_retried_output_reads_its_shards_again(client, tmp_path):
     """A task that fails after it read its partition finds it where it was: nothing starts over."""
-    dask_gpurt.enable(in_process)
+    dask_gpurt.enable(client)
     lazy = inputs().shuffle("key", npartitions=4)
     lazy = lazy.map_partitions(fail_once, str(tmp_path / "failed"), meta=lazy._meta)
-    assert_all_rows_are_there(compute(in_process, lazy, retries=1))
-    assert runs(in_process) == {"gpurt": 1, "stock": 0}
+    assert_all_rows_are_there(compute(client, lazy, retries=1))
+    assert runs(client) == {"gpurt": 1, "stock": 0}
 
 
 def directories(client):
@@ -211,15 +202,15 @@ def directories(client):
     return [name for names in client.run(find).values() for name in names]
 
 
-def test_shards_spill_and_leave_nothing_behind(in_process):
+def test_shards_spill_and_leave_nothing_behind(client):
     with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
-        dask_gpurt.enable(in_process)
-        assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=4)))
-    totals = dask_gpurt.status(in_process)["totals"]
+        dask_gpurt.enable(client)
+        assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=4)))
+    totals = dask_gpurt.status(client)["totals"]
     assert totals["spilled_nbytes"] > 100_000
     assert totals["unspilled_nbytes"] >= totals["spilled_nbytes"]
-    in_process.sync(_runs_are_closed, in_process)
-    assert directories(in_process) == []
+    client.sync(_runs_are_closed, client)
+    assert directories(client) == []
 
 
 async def _runs_are_closed(client):
@@ -232,30 +223,30 @@ async def _runs_are_closed(client):
         pass
 
 
-def test_full_disk_keeps_shards_in_memory(in_process, monkeypatch, caplog):
+def test_full_disk_keeps_shards_in_memory(client, monkeypatch, caplog):
     class FullDisk(spill_file.SpillFile):
         def append(self, buffer):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shards.ShardStore.__init__, "__defaults__", (FullDisk,))
     with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
-        dask_gpurt.enable(in_process)
-        assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=4)))
+        dask_gpurt.enable(client)
+        assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=4)))
     told = [r.getMessage() for r in caplog.records if "cannot spill" in r.getMessage()]
     assert 1 <= len(told) <= 2  # once a worker, and both are in this process
     assert "temporary-directory" in told[0]
-    assert dask_gpurt.status(in_process)["totals"]["spilled_nbytes"] == 0
+    assert dask_gpurt.status(client)["totals"]["spilled_nbytes"] == 0
 
 
-def test_memory_is_given_back(in_process):
+def test_memory_is_given_back(client):
     """After the last run, and once it is clear that no other follows, nothing is kept warm."""
-    dask_gpurt.enable(in_process)
-    assert_all_rows_are_there(compute(in_process, inputs().shuffle("key", npartitions=4)))
-    in_process.sync(_runs_are_closed, in_process)
+    dask_gpurt.enable(client)
+    assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=4)))
+    client.sync(_runs_are_closed, client)
 
     def cool_down(dask_worker):
         state = state_of(dask_worker)
         state.cool_down()
         return state.pool.idle_nbytes, state.pool.used_nbytes, state._budget.used_nbytes
 
-    assert set(in_process.run(cool_down).values()) == {(0, 0, 0)}
+    assert set(client.run(cool_down).values()) == {(0, 0, 0)}

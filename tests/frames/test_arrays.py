@@ -86,7 +86,7 @@ def assert_same_chunks(got, expected):
         np.testing.assert_array_equal(one, want)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(plan=rechunkings(smallest=0), dtype=st.sampled_from(DTYPES), sent=st.booleans())
 def test_round_trip(plan, dtype, sent):
     old, new = plan

@@ -41,7 +41,7 @@ def exchanged(old, new, inputs, *, leaves, room):
     return {index: arrays.concatenate(index, found) for index, found in pieces.items()}
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(
     plan=rechunkings(smallest=0),
     leaves=st.booleans(),
@@ -99,7 +99,7 @@ def test_layouts_name_the_library():
         arrays.unpack(key, Packed(EmulatedMemory(320), 40))
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(st.data())
 def test_damaged_layouts_are_refused_or_describe_the_buffer(data):
     arrays, opened, packed = cut(no_room)

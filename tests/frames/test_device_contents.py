@@ -159,7 +159,7 @@ def checked(contents: bytes, n_rows: int, memory_nbytes: int) -> None:
     assert all(column.n_rows == n_rows for column in columns)
 
 
-many = settings(derandomize=True, deadline=None, max_examples=500)
+many = settings(derandomize=True, max_examples=500)
 
 
 @many

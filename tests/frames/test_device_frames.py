@@ -16,13 +16,14 @@ from dask_gpurt.frames.port import Packed, Piece, Selection, on_host
 from dask_gpurt.shuffle.plan import ExchangePlan
 from tests.conformance.frame_suite import FrameSuite
 from tests.frames.emulated_device import EmulatedMemory, EmulatedTables
+from tests.frames.pandas_rows import PandasRows
 
 
 def no_room(nbytes):
     return None
 
 
-class DeviceSuite(FrameSuite):
+class DeviceSuite(PandasRows, FrameSuite):
     """With room on the device, as much as it takes."""
 
     room = staticmethod(EmulatedMemory)
@@ -47,18 +48,6 @@ class DeviceSuite(FrameSuite):
                 "day": np.arange(rows).astype("M8[ns]"),
             }
         )
-
-    def rows_of(self, frame, slot):
-        chosen = frame[frame["slot"] == slot].drop(columns="slot")
-        if isinstance(chosen.index, pd.RangeIndex):
-            chosen.index = pd.Index(chosen.index.to_numpy())
-        return chosen
-
-    def joined(self, frames):
-        return pd.concat(frames)
-
-    def assert_equal(self, got, expected):
-        pd.testing.assert_frame_equal(got, expected)
 
 
 class TestOnTheDevice(DeviceSuite):
@@ -193,7 +182,7 @@ def test_what_is_no_layout_of_one_column_is_refused(plain):
         DeviceLayout.from_key(msgpack.packb(plain), 1)
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.binary(max_size=60), st.integers(0, 5))
 def test_any_bytes_are_a_layout_or_refused(key, n_columns):
     try:
@@ -203,7 +192,7 @@ def test_any_bytes_are_a_layout_or_refused(key, n_columns):
     assert len(layout.kinds) == n_columns
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, max_examples=300)
 @given(st.data())
 def test_a_damaged_shard_is_refused_or_has_its_rows(data):
     """What a peer says of its columns is checked before anything is made of it."""

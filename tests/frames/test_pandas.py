@@ -16,9 +16,10 @@ from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.pandas_ import PandasFrames
 from dask_gpurt.frames.port import Piece, Selection
 from tests.conformance.frame_suite import HostFrameSuite
+from tests.frames.pandas_rows import PandasRows
 
 
-class PandasSuite(HostFrameSuite):
+class PandasSuite(PandasRows, HostFrameSuite):
     def adapter(self, frame):
         return PandasFrames(frame.iloc[:0], "slot", drop_column=True)
 
@@ -29,18 +30,6 @@ class PandasSuite(HostFrameSuite):
 
     def filled(self, made, rng, rows):
         raise NotImplementedError
-
-    def rows_of(self, frame, slot):
-        chosen = frame[frame["slot"] == slot].drop(columns="slot")
-        if isinstance(chosen.index, pd.RangeIndex):
-            chosen.index = pd.Index(chosen.index.to_numpy())
-        return chosen
-
-    def joined(self, frames):
-        return pd.concat(frames)
-
-    def assert_equal(self, got, expected):
-        pd.testing.assert_frame_equal(got, expected)
 
 
 class TestNumbers(PandasSuite):

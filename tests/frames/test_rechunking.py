@@ -47,7 +47,7 @@ def blocks(array, chunks):
     }
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(rechunkings())
 def test_spans_are_stock_s_splits(plan):
     old, new = plan
@@ -58,7 +58,7 @@ def test_spans_are_stock_s_splits(plan):
         assert ours == [[(split.chunk_index, split.slice) for split in splits] for splits in axis]
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(rechunkings(smallest=0))
 def test_pieces_make_the_array_again(plan):
     """Also with chunks of nothing, where stock has more splits than there are elements."""

@@ -25,7 +25,6 @@ from dask_gpurt.frames.values import flatten, restore
 
 deterministic = settings(
     derandomize=True,
-    deadline=None,
     max_examples=100,
     suppress_health_check=[HealthCheck.too_slow],
 )

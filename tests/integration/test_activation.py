@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -28,8 +29,7 @@ from tests.integration.processes import (
 
 PROGRAM = """
 import dask, pandas as pd, dask.dataframe as dd
-from distributed import Client, LocalCluster, Worker
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed import Client, LocalCluster
 
 def main():
     {before}
@@ -264,9 +264,7 @@ class TestCostWhenOff:
     def test_nothing_of_ours_is_imported(self):
         source = """
 import sys
-import weakref
-from distributed import Client, LocalCluster, Worker
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed import Client, LocalCluster
 with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as c, Client(c):
     print(sorted(m for m in sys.modules if m.startswith("dask_gpurt")))
 """
@@ -368,6 +366,48 @@ def test_a_client_that_connects_does_not_ask_every_worker():
                 assert not asked
                 dask_gpurt.enable(second)
                 assert not asked
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_worker_that_does_not_answer_holds_nobody_up(c, s, a, b, monkeypatch):
+    """Its event loop may be held up for minutes; it takes part when it comes to."""
+    monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
+    comes_to, plugin_add = asyncio.Event(), b.handlers["plugin-add"]
+
+    async def add_later(**message):
+        await comes_to.wait()
+        return await plugin_add(**message)
+
+    b.handlers["plugin-add"] = add_later
+    await dask_gpurt.enable(c)
+    plugin = s.plugins["gpurt"]
+    assert plugin.ready == {a.address}
+    frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
+    shuffled = collection(frames).shuffle("a", npartitions=2).a.sum()
+    assert await c.compute(shuffled) == sum(range(40))
+    assert (plugin.runs["gpurt"], plugin.runs["stock"]) == (0, 1)
+    assert (await dask_gpurt.status(c))["not_ready"].keys() == {b.address}
+    comes_to.set()
+    await async_poll_for(lambda: plugin.ready == {a.address, b.address}, timeout=10)
+    assert not plugin.not_ready
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_what_a_worker_has_yet_to_take_in_is_not_left_there(c, s, a, b, monkeypatch):
+    monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
+    comes_to, plugin_add = asyncio.Event(), b.handlers["plugin-add"]
+
+    async def add_later(**message):
+        await comes_to.wait()
+        return await plugin_add(**message)
+
+    b.handlers["plugin-add"] = add_later
+    await dask_gpurt.enable(c)
+    disabled = asyncio.ensure_future(dask_gpurt.disable(c))
+    await async_poll_for(lambda: not s.plugins["gpurt"].is_active, timeout=10)
+    comes_to.set()
+    await disabled
+    assert "gpurt" not in a.plugins and "gpurt" not in b.plugins
 
 
 @gen_cluster(nthreads=[], config={"gpurt.enabled": True})

@@ -13,7 +13,6 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster
 from distributed.protocol import dask_serialize
 
 import dask_gpurt
@@ -98,14 +97,6 @@ def knows_devices(monkeypatch):
     """UCX that says it knows device memory; that of the emulated device it can read and write."""
     pytest.importorskip("ucxx", reason="the ucx extra is not installed")
     monkeypatch.setattr(UcxEngine, "takes_device_memory", True)
-
-
-@pytest.fixture
-def client():
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
-    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
-    with local, Client(local, set_as_default=False) as client:
-        yield client
 
 
 def assert_same_as_stock(client):

@@ -7,6 +7,7 @@ import os
 import pathlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import dask
 import dask.array as da
@@ -111,6 +112,42 @@ def test_a_value_on_disk_is_sent_without_coming_home():
         assert any(store.is_cold(cold) for store in stores(client))
 
 
+def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
+    with cluster(n_workers=1) as client:
+        parts = [client.compute(block(n)) for n in range(12)]
+        wait(parts)
+        (worker,) = client.cluster.workers.values()
+        store = worker.data
+        cold = next(part for part in parts if store.is_cold(part.key))
+        at_home = next(part for part in parts if not store.is_cold(part.key))
+        reading, go_on = threading.Event(), threading.Event()
+        readers = []
+        read = DiskTier.get
+
+        def held_up(tier, place):
+            readers.append(threading.current_thread().name)
+            reading.set()
+            assert go_on.wait(60)
+            return read(tier, place)
+
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as other:
+            patch.setattr(DiskTier, "get", held_up)
+            try:
+                gathered = other.submit(client.gather, [cold, at_home])
+                assert reading.wait(60)
+                for _ in parts:
+                    client.cluster.loop.add_callback(store.evict)
+                until(lambda: store.is_cold(at_home.key))
+            finally:
+                go_on.set()
+            values = gathered.result(60)
+        # Neither of them on the event loop.
+        assert len(readers) == 2
+        assert all(name.startswith("gpurt read") for name in readers)
+        for value, part in zip(values, (cold, at_home), strict=True):
+            assert (value == parts.index(part)).all()
+
+
 def files(client):
     return [
         path
@@ -155,6 +192,21 @@ def test_disabling_gives_the_stock_store_back_with_everything_in_it():
         assert not any(path.exists() for path in paths)
         for number, part in enumerate(parts):
             assert (part.result() == number).all()
+
+
+def test_a_task_that_was_about_to_begin_when_the_store_was_given_back():
+    with cluster(n_workers=1) as client:
+        (worker,) = client.cluster.workers.values()
+        parts = [client.compute(block(n)) for n in range(12)]
+        wait(parts)
+        ours = worker.execute
+        dask_gpurt.disable(client)
+        # Dask had called ours already, and runs it now.
+        worker.execute = ours
+        try:
+            assert client.submit(np.sum, parts[3]).result(timeout=60) == 3 * (4 * MIB // 8)
+        finally:
+            del worker.execute
 
 
 def test_disabling_reads_beside_the_event_loop():
@@ -240,9 +292,10 @@ def test_a_closed_worker_leaves_no_file_in_memory():
     assert not opened & files_in_memory()
 
 
-def test_a_live_cluster_with_spilled_data_is_taken_over():
+def test_a_live_cluster_with_spilled_data_is_taken_over(caplog):
     with cluster(enable=False) as client:
-        parts = [client.compute(block(n)) for n in range(24)]
+        # Data that nobody can compute again.
+        parts = [client.scatter(np.full(4 * MIB // 8, n), direct=True) for n in range(24)]
         wait(parts)
         assert any(worker.data.slow for worker in client.cluster.workers.values())
         dask_gpurt.enable(client)
@@ -251,6 +304,7 @@ def test_a_live_cluster_with_spilled_data_is_taken_over():
         dask_gpurt.disable(client)
         for number, part in enumerate(parts):
             assert (part.result() == number).all()
+    assert not [one.message for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
 
 
 def test_a_task_that_waits_for_others_does_not_keep_their_room():
@@ -286,6 +340,48 @@ def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
         first = client.submit(waits, key="waits-1", priority=10)
         second = client.submit(sets, key="sets-1")
         wait([first, second])
+
+
+class Measured:
+    """Remembers which threads asked how large it is."""
+
+    def __init__(self):
+        self.by = []
+
+    def __sizeof__(self):
+        self.by.append(threading.current_thread())
+        return 1000
+
+
+def test_outputs_are_measured_by_their_tasks_alone():
+    with cluster(n_workers=1) as client:
+        (worker,) = client.cluster.workers.values()
+        future = client.submit(Measured, key="measured")
+        wait(future)
+        made = worker.data["measured"]
+        assert worker.data.residency.values["measured"].nbytes >= 1000
+        (thread,) = made.by
+        assert "Dask" in thread.name
+        assert not worker.data.measured
+
+
+def test_what_comes_too_late_is_forgotten():
+    with cluster(n_workers=1) as client:
+        (worker,) = client.cluster.workers.values()
+        future = client.submit(waits_for_the_word, key="late")
+        Event("begun", client=client).wait()
+        future.release()
+        until(lambda: worker.state.tasks["late"].state == "cancelled")
+        Event("go on", client=client).set()
+        until(lambda: "late" not in worker.state.tasks)
+        assert "late" not in worker.data
+        assert not worker.data.measured
+
+
+def waits_for_the_word():
+    Event("begun").set()
+    Event("go on").wait()
+    return 1
 
 
 class Understated:

@@ -9,7 +9,6 @@ import dask
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
@@ -25,14 +24,6 @@ PATIENCE_S = 30.0
 def frame(number):
     rng = np.random.default_rng(number)
     return pd.DataFrame({"key": rng.integers(0, 1000, ROWS), "n": rng.integers(0, 9, ROWS)})
-
-
-@pytest.fixture
-def client():
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
-    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
-    with local, Client(local, set_as_default=False) as client:
-        yield client
 
 
 def enable(client, **settings):

@@ -17,6 +17,7 @@ from distributed.utils_test import BlockedGetData, async_poll_for, gen_cluster
 import dask_gpurt
 from dask_gpurt.command import status
 from dask_gpurt.errors import ConfigError
+from dask_gpurt.placement.policy import DataAware, Snapshot
 from dask_gpurt.plugins.placement import Placement
 from tests.conftest import two_clusters
 
@@ -295,36 +296,43 @@ async def test_tasks_of_which_none_has_ended_are_stolen_as_stock_does(c, s, a):
         await c.gather(tasks)
 
 
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_task_may_be_joined_with_what_was_to_be_made_on_a_worker_that_is_gone(c, s, a, b):
+    """As tasks of a worker that is taken off are placed anew, one after the other."""
+    placement = Placement(s, "data-aware")
+    near = c.submit(int, 7, key="near", workers=[b.address])
+    await near
+    gone = "tcp://127.0.0.1:1"
+    task = placement._view.task(s.tasks["near"], [], [{gone: 2.0**30}], ())
+    found = Snapshot(task, placement._view.workers, placement._paths.places, idle=(a.address,))
+    assert DataAware().decide(found).worker == a.address
+    assert [one.address for one in placement._view.workers([gone, b.address])] == [b.address]
+
+
 # ------------------------------------------------------------------ slow workers
+
+
+def take_fifty_times_as_long(placement: Placement, slow: str, other: str) -> None:
+    for _ in range(10):
+        placement._view.speeds.ended(other, "g", 0.01, 0.0)
+        placement._view.speeds.ended(slow, "g", 0.5, 0.0)
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_a_slow_worker_gets_what_it_alone_has_only_if_that_is_worth_the_wait(c, s, a, b):
-    """It is slow since one of its tasks lasts for as long as thirty of the other's."""
     placement = Placement(s, "data-aware")
-    gate = Event()
-
-    def work(number):
-        if number == "slow":
-            gate.wait()
-        return 1
-
-    x, y = (c.submit(int, 7, key=key, workers=[a.address]) for key in "xy")
-    slow = c.submit(work, "slow", key=("work-1", 100), workers=[a.address])
-    for number in range(30):
-        await c.submit(work, number, key=("work-1", number), workers=[b.address])
-    await gate.set()
-    await wait([x, y, slow])
+    made = [c.submit(int, 7, key=key, workers=[a.address]) for key in "xy"]
+    await wait(made)
+    x, y = made
+    take_fifty_times_as_long(placement, a.address, b.address)
     assert placement.slowness(s.workers[a.address]) > 1
     assert placement.slowness(s.workers[b.address]) == 1
-    moved = c.submit(work, x, key=("work-2", 0))
-    await moved
-    assert {ws.address for ws in s.tasks["work-2", 0].who_has} == {b.address}
+    await wait(moved := c.submit(int, x, key=("work-2", 0)))
+    assert {ws.address for ws in s.tasks[moved.key].who_has} == {b.address}
     # Stock, for which all workers are alike, leaves it where its input is.
     placement.remove()
-    left = c.submit(work, y, key=("work-3", 0))
-    await left
-    assert {ws.address for ws in s.tasks["work-3", 0].who_has} == {a.address}
+    await wait(left := c.submit(int, y, key=("work-3", 0)))
+    assert {ws.address for ws in s.tasks[left.key].who_has} == {a.address}
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=NO_STEALING_BY_ITSELF)
@@ -339,9 +347,7 @@ async def test_what_waits_on_a_slow_worker_may_be_stolen_where_stock_sees_no_rea
     stealing = s.extensions["stealing"]
     stealing.balance()
     assert not stealing.in_flight
-    speeds = placement._view.speeds
-    for number in range(20):
-        speeds.ended((a if number % 2 else b).address, "g", 0.5 if number % 2 else 0.01, 0.0)
+    take_fifty_times_as_long(placement, a.address, b.address)
     stealing.balance()
     assert stealing.in_flight
     await gate.set()

@@ -252,7 +252,6 @@ def test_wrong_chunks_fail_as_with_stock(sides):
 
 @settings(
     max_examples=25,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

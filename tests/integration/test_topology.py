@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import sys
+import threading
 from types import SimpleNamespace
 
 import dask
@@ -12,11 +15,13 @@ from distributed import Client, LocalCluster
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
+from dask_gpurt import config
 from dask_gpurt.cli import gpurt
 from dask_gpurt.command import connect, doctor, status
 from dask_gpurt.errors import ActivationError, ConfigError
-from dask_gpurt.plugins import activation, machine_report
+from dask_gpurt.plugins import activation, machine_report, machines
 from dask_gpurt.plugins.machine_report import MachineReport, local_machine
+from dask_gpurt.simulate.machines import gpu_hosts
 from dask_gpurt.topology import description
 from dask_gpurt.topology.machine import Report
 from tests.topology.trees import RecordedError, RecordedNvml
@@ -26,6 +31,34 @@ ON = {"gpurt.enabled": True, "gpurt.placement.policy": "data-aware"}
 
 def scheduler_plugin(scheduler):
     return scheduler.plugins["gpurt"]
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_client_that_comes_while_machines_are_read_does_not_switch_on_again(c, s, a):
+    text = description.dump(gpu_hosts(1, 1, nic_bandwidth=1e9, nvlink=False))
+    with dask.config.set({"gpurt.enabled": True}):
+        settings = dataclasses.replace(
+            config.read(), topology=config.TopologySettings("box.yaml", text, "off")
+        )
+    loop, began, go_on, n_read = asyncio.get_running_loop(), asyncio.Event(), threading.Event(), []
+
+    def parse(text, source):
+        n_read.append(source)
+        loop.call_soon_threadsafe(began.set)
+        assert go_on.wait(30)
+        return description.parse(text, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machines, "parse", parse)
+        first = asyncio.create_task(activation.activate(c, settings))
+        await began.wait()
+        second = asyncio.create_task(activation.activate(c, settings))
+        opened = s.handlers["gpurt_status"].__self__._opened
+        await async_poll_for(lambda: opened._waiters, timeout=10)
+        go_on.set()
+        await asyncio.gather(first, second)
+    assert n_read == ["box.yaml"]
+    assert scheduler_plugin(s).machines.is_described
 
 
 @gen_cluster(client=True, config=ON)

@@ -32,14 +32,6 @@ def inputs():
     return collection([frame(number) for number in range(6)])
 
 
-@pytest.fixture
-def cluster():
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
-    local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
-    with local, Client(local, set_as_default=False) as client:
-        yield client
-
-
 def shuffled(client):
     """Rows of each output partition of a shuffle that has to run on our data plane."""
     before = runs(client)["gpurt"]
@@ -65,10 +57,10 @@ def paths(client):
     return {link["path"] for link in links}, [link["why_not"] for link in links]
 
 
-def test_one_host_shares_memory(cluster):
-    dask_gpurt.enable(cluster)
-    assert_right(shuffled(cluster))
-    assert paths(cluster) == ({"shared"}, [{}, {}])
+def test_one_host_shares_memory(client):
+    dask_gpurt.enable(client)
+    assert_right(shuffled(client))
+    assert paths(client) == ({"shared"}, [{}, {}])
 
 
 @pytest.mark.cluster
@@ -81,11 +73,11 @@ def test_processes_share_memory():
             assert paths(client) == ({"shared"}, [{}, {}])
 
 
-def test_comm_uses_dask_s_connections_alone(cluster):
+def test_comm_uses_dask_s_connections_alone(client):
     with dask.config.set({"gpurt.shuffle.transport": "comm"}):
-        dask_gpurt.enable(cluster)
-    assert_right(shuffled(cluster))
-    assert paths(cluster) == ({"comm"}, [{}, {}])
+        dask_gpurt.enable(client)
+    assert_right(shuffled(client))
+    assert paths(client) == ({"comm"}, [{}, {}])
 
 
 @pytest.fixture
@@ -93,11 +85,11 @@ def ucx():
     pytest.importorskip("ucxx", reason="the ucx extra is not installed")
 
 
-def test_ucx_is_taken_where_it_is_asked_for(ucx, cluster):
+def test_ucx_is_taken_where_it_is_asked_for(ucx, client):
     with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
-        dask_gpurt.enable(cluster)
-    assert_right(shuffled(cluster))
-    assert paths(cluster) == ({"ucx"}, [{}, {}])
+        dask_gpurt.enable(client)
+    assert_right(shuffled(client))
+    assert paths(client) == ({"ucx"}, [{}, {}])
 
 
 @pytest.mark.cluster
@@ -111,42 +103,42 @@ def test_processes_talk_ucx(ucx):
             assert paths(client) == ({"ucx"}, [{}, {}])
 
 
-def test_peers_out_of_view_take_ucx(ucx, cluster, monkeypatch):
+def test_peers_out_of_view_take_ucx(ucx, client, monkeypatch):
     monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
-    dask_gpurt.enable(cluster)
-    assert_right(shuffled(cluster))
-    names, reasons = paths(cluster)
+    dask_gpurt.enable(client)
+    assert_right(shuffled(client))
+    names, reasons = paths(client)
     assert names == {"ucx"}
     assert all("not in view" in reason["shared"] for reason in reasons)
 
 
-def test_ucx_without_ucxx_is_an_error_that_says_so(cluster, monkeypatch):
+def test_ucx_without_ucxx_is_an_error_that_says_so(client, monkeypatch):
     monkeypatch.setitem(sys.modules, "ucxx", None)
     with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
-        dask_gpurt.enable(cluster)
+        dask_gpurt.enable(client)
     with pytest.raises(RuntimeError) as raised:
-        shuffled(cluster)
+        shuffled(client)
     message = str(raised.value.__cause__)
     assert "gpurt.shuffle.transport is ucx" in message
     assert "ucxx" in message
 
 
-def test_encrypted_clusters_never_talk_ucx(cluster, monkeypatch):
+def test_encrypted_clusters_never_talk_ucx(client, monkeypatch):
     monkeypatch.setattr(links, "requires_encryption", lambda worker: True)
     monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
-    dask_gpurt.enable(cluster)
-    assert_right(shuffled(cluster))
-    names, reasons = paths(cluster)
+    dask_gpurt.enable(client)
+    assert_right(shuffled(client))
+    names, reasons = paths(client)
     assert names == {"comm"}
     assert all("encrypted" in reason["ucx"] for reason in reasons)
 
 
-def test_ucx_on_an_encrypted_cluster_is_an_error(cluster, monkeypatch):
+def test_ucx_on_an_encrypted_cluster_is_an_error(client, monkeypatch):
     monkeypatch.setattr(links, "requires_encryption", lambda worker: True)
     with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
-        dask_gpurt.enable(cluster)
+        dask_gpurt.enable(client)
     with pytest.raises(RuntimeError) as raised:
-        shuffled(cluster)
+        shuffled(client)
     assert "encrypted" in str(raised.value.__cause__)
 
 
@@ -154,46 +146,46 @@ def out_of_view(pid):
     raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
 
 
-def test_peers_out_of_view_fall_back(cluster, monkeypatch):
+def test_peers_out_of_view_fall_back(client, monkeypatch):
     """As between two hosts, or two containers of one, without UCX."""
     monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
-    dask_gpurt.enable(cluster)
-    assert_right(shuffled(cluster))
-    names, reasons = paths(cluster)
+    dask_gpurt.enable(client)
+    assert_right(shuffled(client))
+    names, reasons = paths(client)
     assert names == {"comm"}
     assert all("not in view" in reason["shared"] for reason in reasons)
 
 
-def test_system_without_files_in_memory_falls_back(cluster, monkeypatch):
+def test_system_without_files_in_memory_falls_back(client, monkeypatch):
     def unsupported(*arguments):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setattr(os, "memfd_create", unsupported)
-    dask_gpurt.enable(cluster)
-    assert_right(shuffled(cluster))
-    names, reasons = paths(cluster)
+    dask_gpurt.enable(client)
+    assert_right(shuffled(client))
+    names, reasons = paths(client)
     assert names == {"comm"}
     assert all("no files in memory" in reason["shared"] for reason in reasons)
 
 
-def test_a_peer_that_forgot_is_offered_again(cluster, monkeypatch):
-    dask_gpurt.enable(cluster)
-    shuffled(cluster)
+def test_a_peer_that_forgot_is_offered_again(client, monkeypatch):
+    dask_gpurt.enable(client)
+    shuffled(client)
 
     def forget(dask_worker):
         state_of(dask_worker).links.cool_down()
 
-    cluster.run(forget)
+    client.run(forget)
     opened = []
     open_ = shared.Borrower.open
     monkeypatch.setattr(shared.Borrower, "open", lambda *args: (opened.append(1), open_(*args))[1])
-    assert_right(shuffled(cluster))
+    assert_right(shuffled(client))
     assert len(opened) == 2
 
 
-def test_a_peer_that_forgets_over_and_over_is_an_error(cluster, monkeypatch):
+def test_a_peer_that_forgets_over_and_over_is_an_error(client, monkeypatch):
     open_ = shared.Borrower.open
 
     def open_and_forget(borrower, descriptor):
@@ -202,12 +194,12 @@ def test_a_peer_that_forgets_over_and_over_is_an_error(cluster, monkeypatch):
         return token
 
     monkeypatch.setattr(shared.Borrower, "open", open_and_forget)
-    dask_gpurt.enable(cluster)
+    dask_gpurt.enable(client)
     with (
         dask.config.set({"distributed.p2p.comm.retry.count": 0}),
         pytest.raises(RuntimeError) as raised,
     ):
-        shuffled(cluster)
+        shuffled(client)
     assert "does not keep a link" in str(raised.value.__cause__)
 
 

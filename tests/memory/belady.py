@@ -11,7 +11,7 @@ the policies it is given.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -146,10 +146,19 @@ class Informed:
         self.outlook = self.look()
 
     def look(self) -> Outlook[int]:
+        at_peer = self.given - self.queued - self.done
+        theirs, ours = (
+            sorted(self.nodes[task].priority for task in tasks)
+            for tasks in (at_peer, self.queued - self.done)
+        )
         return Outlook(
             lambda task: self.nodes[task].priority,
             lambda task: (one for one in self.nodes[task].inputs if one not in self.done),
             lambda task: task in self.held_back and task not in self.given,
+            lambda task: (
+                bisect_left(theirs, self.nodes[task].priority) if task in at_peer else None
+            ),
+            ours,
         )
 
     def see(self, time: int, event: Event) -> None:

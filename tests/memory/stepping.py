@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from dask_gpurt.devices.ordering import HazardError
 
 
 @dataclass
@@ -51,3 +53,19 @@ class FailingTier:
 
     def __getattr__(self, name):
         return getattr(self._tier, name)
+
+
+def watched(packing, hazards):
+    """A packing that notes what it does in the wrong order on a device: the store goes on."""
+
+    def watch(function):
+        def call(*args):
+            try:
+                return function(*args)
+            except HazardError as error:
+                hazards.append(error)
+                raise
+
+        return call
+
+    return replace(packing, flatten=watch(packing.flatten), restore=watch(packing.restore))

@@ -17,7 +17,7 @@ from dask_gpurt.memory.checksums import STEP_NBYTES, checksum
 from dask_gpurt.memory.value_file import Entry, layout_of, padded, read_lead, write_lead
 from tests.memory.faulty_system import System, without_direct
 
-deterministic = settings(derandomize=True, deadline=None)
+deterministic = settings(derandomize=True)
 
 
 def noise(nbytes, seed=0):

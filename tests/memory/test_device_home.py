@@ -19,7 +19,6 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.host import HostDevice
-from dask_gpurt.devices.ordering import HazardError
 from dask_gpurt.devices.pinned import PinnedPool
 from dask_gpurt.errors import TierFullError
 from dask_gpurt.frames.values import flatten, restore
@@ -31,7 +30,7 @@ from dask_gpurt.memory.port import Lanes, Packing
 from dask_gpurt.memory.residency import Level, Residency
 from dask_gpurt.memory.store import HOME, TieredStore
 from tests.memory.against_a_dict import KEYS, AgainstADict
-from tests.memory.stepping import FailingTier, ListLane
+from tests.memory.stepping import FailingTier, ListLane, watched
 
 DEVICE = 1
 PATIENCE_S = 30.0
@@ -97,9 +96,7 @@ class Setup:
         self.lost = []
         host = Packing(lambda array: array.nbytes, flatten, restore)
         packing = device_packing(self.device)
-        self.packing = replace(
-            packing, flatten=self.watched(packing.flatten), restore=self.watched(packing.restore)
-        )
+        self.packing = watched(packing, self.hazards)
         self.store = TieredStore(
             self.residency,
             self.tiers,
@@ -110,16 +107,6 @@ class Setup:
             **options,
         )
         self.device.on_full(lambda nbytes: self.store.make_room(DEVICE, nbytes))
-
-    def watched(self, function):
-        def call(*args):
-            try:
-                return function(*args)
-            except HazardError as error:
-                self.hazards.append(error)
-                raise
-
-        return call
 
     @property
     def lanes(self):
@@ -582,4 +569,4 @@ class Arrays(AgainstADict):
 
 
 TestAgainstADict = Arrays.TestCase
-TestAgainstADict.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestAgainstADict.settings = settings(max_examples=150, stateful_step_count=50)

@@ -9,12 +9,26 @@ from dask_gpurt.memory.foresight import Outlook, reachable
 
 
 class Graph:
-    """Tasks by name, with a number for a priority and what they wait for."""
+    """Tasks by name, with a number for a priority and what they wait for.
 
-    def __init__(self, held_back: str = "", **tasks: tuple[int, str]) -> None:
+    Parameters
+    ----------
+    here, at_peer
+        What this worker and its peer were given, in order.
+    """
+
+    def __init__(
+        self, held_back: str = "", here: str = "", at_peer: str = "", **tasks: tuple[int, str]
+    ) -> None:
         self.tasks = {name: (number, waits.split()) for name, (number, waits) in tasks.items()}
         self.asked: list[str] = []
-        self.outlook = Outlook(self.priority, self.waits_for, held_back.split().__contains__)
+        self.outlook = Outlook(
+            self.priority,
+            self.waits_for,
+            held_back.split().__contains__,
+            {task: turn for turn, task in enumerate(at_peer.split())}.get,
+            [self.priority(task) for task in here.split()],
+        )
 
     def priority(self, task: str) -> tuple[int, ...]:
         return (0, self.tasks[task][0])
@@ -49,6 +63,45 @@ def test_of_tasks_that_wait_for_the_same_the_priority_decides():
 def test_a_task_is_not_before_its_inputs_whatever_its_priority():
     graph = Graph(layer_1=(40, ""), layer_2=(0, "layer_1"), between=(20, ""))
     assert graph.order("layer_2 between layer_1") == "between layer_1 layer_2"
+
+
+def test_what_waits_for_a_peer_comes_after_as_many_tasks_of_this_worker():
+    graph = Graph(
+        here="h11 h12 h13",
+        at_peer="p1 p2 p3",
+        **{f"h{n}": (n, "") for n in (11, 12, 13)},
+        **{f"p{n}": (n, "") for n in (1, 2, 3)},
+        first=(4, "p1"),
+        second=(4, "p2"),
+    )
+    assert graph.order("second h13 h12 first h11") == "h11 first h12 second h13"
+
+
+def test_a_peer_that_is_ahead_makes_nothing_sooner():
+    graph = Graph(
+        here="h1 h2", at_peer="p8", h1=(1, ""), h2=(2, ""), p8=(8, ""), between=(5, ""), t=(0, "p8")
+    )
+    assert graph.order("t between h1") == "h1 between t"
+
+
+def test_what_waits_for_a_peer_with_more_to_do_comes_after_all_of_this_worker():
+    graph = Graph(
+        here="h9", at_peer="p1 p2 p3", h9=(9, ""), p1=(1, ""), p2=(2, ""), p3=(3, ""), t=(4, "p3")
+    )
+    assert graph.order("t h9") == "h9 t"
+
+
+def test_a_worker_without_a_queue_goes_by_priority():
+    graph = Graph(at_peer="p1", p1=(1, ""), t=(3, "p1"), before=(2, ""), after=(4, ""))
+    assert graph.order("after t before") == "before t after"
+
+
+def test_a_peer_takes_inputs_when_it_is_given_a_task():
+    """And not when it comes to it."""
+    graph = Graph(
+        here="h8 h9", at_peer="p1 p2", h8=(8, ""), h9=(9, ""), p1=(1, ""), p2=(2, ""), t=(3, "p2")
+    )
+    assert graph.order("t h8 p2") == "p2 h8 t"
 
 
 def test_the_next_use_is_the_soonest_of_the_dependents():

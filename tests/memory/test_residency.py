@@ -14,8 +14,19 @@ from hypothesis.stateful import (
 )
 
 from dask_gpurt.memory.admission import Admission
+from dask_gpurt.memory.order import RANKED_AT_ONCE
 from dask_gpurt.memory.policy import POLICIES
-from dask_gpurt.memory.residency import AHEAD_SHARE, MAX_MOVES, Drop, Level, Load, Put, Residency
+from dask_gpurt.memory.residency import (
+    AHEAD_SHARE,
+    MAX_MOVES,
+    MAX_PASSED,
+    SMALL_NBYTES,
+    Drop,
+    Level,
+    Load,
+    Put,
+    Residency,
+)
 
 MEMORY, PINNED, DISK = 0, 1, 2
 
@@ -159,6 +170,62 @@ def test_few_writes_are_under_way_at_once():
     for number in range(100):
         residency.insert(number, 10)
     assert len(residency.due()) == MAX_MOVES
+
+
+def test_of_very_many_values_only_so_many_are_asked_for_their_use():
+    asked = []
+    n = 4 * RANKED_AT_ONCE
+    residency = Residency(
+        [Level("memory", (n - 1) * SMALL_NBYTES), Level("disk")],
+        {0: (1,)},
+        POLICIES["next-use"],
+        lambda key: asked.append(key) or (key,),
+    )
+    for key in range(n):
+        residency.insert(key, SMALL_NBYTES)
+    moves = residency.due()
+    assert len(moves) == MAX_MOVES
+    assert len(asked) <= RANKED_AT_ONCE
+    # The first of a fair sample are the first of all, more or less.
+    assert min(move.key for move in moves) > n * 0.99
+
+
+def test_of_very_many_values_small_ones_leave_last():
+    n = 2 * RANKED_AT_ONCE
+    residency = two_levels(n + 10 * SMALL_NBYTES)
+    for key in range(n):
+        residency.insert(key, 1)
+    for key in range(n, n + 11):
+        residency.insert(key, SMALL_NBYTES)
+    moves = settle(residency)
+    assert moves
+    assert all(move.key >= n for move in moves)
+
+
+def test_while_writes_are_as_many_as_may_be_a_copy_is_looked_for_among_the_first_to_leave():
+    uses = {}
+    residency = two_levels(None, "next-use", uses)
+    n = MAX_MOVES + MAX_PASSED + 10
+    # Writes of the first to leave will begin; of those after them two have copies.
+    near, far = MAX_MOVES + 2, n - 1
+    for key in range(n):
+        uses[key] = (n - key,)
+        if key in (near, far):
+            residency.load(residency.insert_below(key, SMALL_NBYTES, 1))
+            residency.loaded(*residency.take_moves())
+        else:
+            residency.insert(key, SMALL_NBYTES)
+    residency.levels[MEMORY].capacity_nbytes = 0
+    moves = residency.due()
+    puts, drops = moves[:MAX_MOVES], moves[MAX_MOVES:]
+    assert [type(move) for move in puts] == [Put] * MAX_MOVES
+    assert [move.key for move in drops] == [near]
+    # The other one has its turn with those before it.
+    while puts:
+        for move in puts:
+            residency.put_done(move, SMALL_NBYTES)
+        puts = [move for move in residency.due() if isinstance(move, Put)]
+    assert all(not value.is_home for value in residency.values.values())
 
 
 def test_values_sink_through_the_tiers():
@@ -382,4 +449,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestHistories.settings = settings(max_examples=300, stateful_step_count=60)

@@ -61,6 +61,16 @@ def test_groups_do_not_mix():
     assert (known.expected("one"), known.expected("two")) == (1, 2)
 
 
+def test_where_outputs_are_is_learnt_and_what_was_learnt_elsewhere_forgotten():
+    known = Sizes()
+    assert known.home("map") == 0
+    known.learn("map", 100)
+    known.learn("map", 7, home=1)
+    assert (known.home("map"), known.expected("map")) == (1, 7)
+    known.learn("map", 9)
+    assert (known.home("map"), known.expected("map")) == (0, 9)
+
+
 def test_the_group_that_was_longest_not_touched_is_forgotten():
     known = Sizes(max_groups=3)
     for group in "abc":

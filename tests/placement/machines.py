@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from dask_gpurt.placement.cost import Input, Task, Worker
 from dask_gpurt.placement.policy import Snapshot
 from dask_gpurt.topology.model import LOCAL, Path
+from dask_gpurt.topology.places import Place
 
 #: No deadline, for an example, or for making one: those tell of what else the machine is doing.
-deterministic = settings(
-    derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+deterministic = settings(derandomize=True)
 
 NAMES = [f"w{i}" for i in range(6)]
 
 
-class Into(dict):
-    """Ways to one worker, of a function from source and target."""
+class Lazy(dict):
+    """Entries of a function, each asked once."""
 
-    def __init__(self, target, path):
-        self._target, self._path = target, path
+    def __init__(self, make):
+        self._make = make
 
-    def __missing__(self, source):
-        return self._path(source, self._target)
+    def __missing__(self, key):
+        found = self[key] = self._make(key)
+        return found
 
 
 def by_pair(path):
-    """Ways to workers, of a function from source and target."""
-    return lambda target: Into(target, path)
+    """Places between any two of which there is a way of its own, of a function of the two."""
+
+    def place(target):
+        ways = Lazy(lambda source: path(source, target))
+        return Place(target, target, ways, ways)
+
+    return Lazy(place)
+
+
+def by_host(host_of, kind_of, near, far):
+    """Places on hosts: ways on a host of the two, between hosts of the two kinds."""
+
+    def arriving(kind):
+        return Lazy(lambda source: far(kind_of[source], kind))
+
+    shared = Lazy(arriving)
+
+    def place(target):
+        own = Lazy(lambda source: near(source, target))
+        return Place(host_of[target], kind_of[target], own, shared[kind_of[target]])
+
+    return Lazy(place)
 
 
 def even(nbytes_per_s, latency_s=0.0):
@@ -38,9 +58,15 @@ def even(nbytes_per_s, latency_s=0.0):
     return by_pair(lambda source, target: LOCAL if source == target else way)
 
 
-def snapshot(task, workers, paths_into=None, **kwargs):
+def looked_up(workers):
+    """What a snapshot asks of workers."""
     known = {one.address: one for one in workers}
-    return Snapshot(task, known.__getitem__, paths_into or even(2.0**27), **kwargs)
+    return lambda addresses: [known[one] for one in addresses]
+
+
+def snapshot(task, workers, places=None, **kwargs):
+    places = even(2.0**27) if places is None else places
+    return Snapshot(task, looked_up(workers), places, **kwargs)
 
 
 sizes = st.integers(1, 2**30)
@@ -85,11 +111,20 @@ def workers(draw):
 
 @st.composite
 def ways(draw):
-    """Links of any width and latency, in each direction."""
-    rates = {(a, b): draw(st.floats(1e6, 1e12)) for a in NAMES for b in NAMES if a != b}
+    """Links of any width and latency, in each direction; on few hosts of few kinds, or on none."""
     latency_s = draw(st.floats(0, 0.1))
-    found = {pair: Path(latency_s, rate, "k") for pair, rate in rates.items()}
-    return by_pair(lambda source, target: LOCAL if source == target else found[source, target])
+    rates = st.floats(1e6, 1e12)
+    within = {(a, b): Path(latency_s / 9, draw(rates), "k") for a in NAMES for b in NAMES}
+
+    def near(source, target):
+        return LOCAL if source == target else within[source, target]
+
+    if draw(st.booleans()):
+        return by_pair(near)
+    host_of = {name: draw(st.sampled_from("ABC")) for name in NAMES}
+    kind_of = {name: draw(st.integers(0, 1)) for name in NAMES}
+    between = {(a, b): Path(latency_s, draw(rates), "k") for a in (0, 1) for b in (0, 1)}
+    return by_host(host_of, kind_of, near, lambda a, b: between[a, b])
 
 
 @st.composite

@@ -10,46 +10,46 @@ import dataclasses
 import math
 
 from dask_gpurt.placement.cost import SPILL_NBYTES_PER_S, Cost
-from dask_gpurt.placement.policy import MAX_CANDIDATES, MAX_RESTRICTED
-from tests.placement.machines import NAMES
+from dask_gpurt.placement.policy import MAX_CANDIDATES, MAX_RESTRICTED, MIN_JOINED_SHARE
+from dask_gpurt.topology.places import way
+from tests.placement.machines import by_pair
 
 
-def fetch_s(one, address, paths_into):
+def fetch_s(one, address, places):
     """Over the best way from any holder."""
-    return min(paths_into(address)[holder].transfer_s(one.nbytes) for holder in one.holders)
+    return min(way(places, holder, address).transfer_s(one.nbytes) for holder in one.holders)
 
 
-def join_s(address, nbytes, others, paths_into):
+def join_s(address, nbytes, others, places):
     """To the place to which all can be brought in the least time."""
     placed = dict(others)
     placed[address] = placed.get(address, 0.0) + nbytes
 
     def gathered_s(target):
         sources = set(placed) - {target}
-        ways = paths_into(target)
-        return math.fsum(ways[source].transfer_s(placed[source]) for source in sources)
+        return math.fsum(way(places, one, target).transfer_s(placed[one]) for one in sources)
 
     return min(map(gathered_s, placed))
 
 
-def cost(task, worker, paths_into):
+def cost(task, worker, places):
     missing = [one for one in task.inputs if worker.address not in one.holders]
     arriving = [one for one in missing if worker.address in one.arriving_s]
     fetched = [one for one in missing if worker.address not in one.arriving_s]
-    transfer_s = math.fsum(fetch_s(one, worker.address, paths_into) for one in fetched)
+    transfer_s = math.fsum(fetch_s(one, worker.address, places) for one in fetched)
     new_nbytes = sum(one.nbytes for one in missing) + task.output_nbytes
     return Cost(
         transfer_s=transfer_s + worker.receiving_s if transfer_s else 0.0,
         sending_s=transfer_s,
         arriving_s=math.fsum(
-            min(one.arriving_s[worker.address], fetch_s(one, worker.address, paths_into))
+            min(one.arriving_s[worker.address], fetch_s(one, worker.address, places))
             for one in arriving
         ),
         queue_s=worker.queue_s,
         duration_s=task.duration_s * worker.slowness,
         spill_s=max(0.0, new_nbytes - worker.room_nbytes) / SPILL_NBYTES_PER_S,
         join_s=math.fsum(
-            join_s(worker.address, task.output_nbytes, others, paths_into) for others in task.joins
+            join_s(worker.address, task.output_nbytes, others, places) for others in task.joins
         ),
     )
 
@@ -83,9 +83,12 @@ def candidates(snapshot):
     for one in task.inputs:
         for address in {*one.holders, *one.arriving_s}:
             nbytes[address] = nbytes.get(address, 0) + one.nbytes
-    for others in task.joins:
-        for address, n in others.items():
-            nbytes[address] = nbytes.get(address, 0) + n
+    needed_nbytes = sum(one.nbytes for one in task.inputs)
+    for address in {address for others in task.joins for address in others}:
+        joined = [others[address] for others in task.joins if address in others]
+        saved_nbytes = sum(min(n, task.output_nbytes) for n in joined)
+        if address in nbytes or saved_nbytes >= MIN_JOINED_SHARE * needed_nbytes:
+            nbytes[address] = nbytes.get(address, 0) + sum(joined)
     near = [one for one in nbytes if allowed(snapshot, one)]
     near = sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES]
     idle = [one for one in snapshot.idle if allowed(snapshot, one)]
@@ -95,7 +98,7 @@ def candidates(snapshot):
 def decide(snapshot):
     """What is chosen, the costs of all that were looked at, and what stock would choose."""
     task = snapshot.task
-    workers = [snapshot.worker(one) for one in candidates(snapshot)]
+    workers = snapshot.workers(candidates(snapshot))
     having = holders(snapshot)
     stock = min(
         (
@@ -108,7 +111,7 @@ def decide(snapshot):
     stock = snapshot.usual or stock
     if task.device is not None and any(task.device in one.devices for one in workers):
         workers = [one for one in workers if task.device in one.devices]
-    costs = {one.address: cost(task, one, snapshot.paths_into) for one in workers}
+    costs = {one.address: cost(task, one, snapshot.places) for one in workers}
     bids = [
         (costs[one.address].total_s, one.n_tasks / one.nthreads, one.nbytes, one.address)
         for one in workers
@@ -117,23 +120,19 @@ def decide(snapshot):
     if snapshot.doubt > 1 and chosen in costs and stock in costs:
         known = {one.address: one for one in workers}
         for factor in (snapshot.doubt, 1 / snapshot.doubt):
-            ways = scaled(snapshot.paths_into, factor)
+            ways = scaled(snapshot.places, factor)
             ours, theirs = (cost(task, known[one], ways).total_s for one in (chosen, stock))
             if ours >= theirs:
                 return stock, costs, stock
     return chosen, costs, stock
 
 
-def scaled(paths_into, factor):
+def scaled(places, factor):
     """Ways that carry so many times as much."""
 
-    def into(target):
-        return {
-            source: dataclasses.replace(
-                paths_into(target)[source],
-                bandwidth_nbytes_per_s=factor * paths_into(target)[source].bandwidth_nbytes_per_s,
-            )
-            for source in NAMES
-        }
+    def path(source, target):
+        found = way(places, source, target)
+        rate = factor * found.bandwidth_nbytes_per_s
+        return dataclasses.replace(found, bandwidth_nbytes_per_s=rate)
 
-    return into
+    return by_pair(path)

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from dask_gpurt.placement import policy
 from dask_gpurt.placement.cost import Input, Task, Worker
-from dask_gpurt.placement.policy import MAX_RESTRICTED, DataAware, Stock, holder_is_best
+from dask_gpurt.placement.policy import MAX_RESTRICTED, DataAware, Stock, foremost, holder_is_best
 from dask_gpurt.topology.model import LOCAL, Path
 from tests.placement import reference
 from tests.placement.machines import (
     NAMES,
+    by_host,
     by_pair,
     deterministic,
     even,
@@ -67,7 +68,7 @@ def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, 
 
 @deterministic
 @given(tasks(), workers(), ways(), st.floats(0, 1))
-def test_a_holder_that_is_best_at_a_glance_is_best(task, all_workers, paths_into, share):
+def test_a_holder_that_is_best_at_a_glance_is_best(task, all_workers, places, share):
     """Whatever the ways are like, whoever is idle, and wherever the output will be joined."""
     holder, *others = all_workers
     holder = holder._replace(occupancy_s=0.0, n_tasks=0, slowness=1.0)
@@ -81,8 +82,64 @@ def test_a_holder_that_is_best_at_a_glance_is_best(task, all_workers, paths_into
     )
     if not holder_is_best(needed_nbytes, task.output_nbytes, holder.room_nbytes):
         return
-    found = snapshot(task, [holder, *others], paths_into, idle=tuple(NAMES))
+    found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
     assert DataAware().decide(found).worker == holder.address
+
+
+@deterministic
+@given(st.data())
+def test_the_foremost_is_where_it_costs_least_and_where_stock_goes(data):
+    """Whatever the others have to do: it is never another than going through all would find."""
+    n = data.draw(st.integers(2, 5))
+    few = st.sampled_from([100, 100, 101, 2**30])
+    needed = [Input(name, data.draw(few | sizes), (name,)) for name in NAMES[:n]]
+    task = Task("t", needed, data.draw(st.floats(0, 10)), data.draw(few | sizes))
+    rate, latency_s = data.draw(st.floats(1e6, 1e12)), data.draw(st.floats(0, 0.1))
+    alike = Path(latency_s, rate, "k")
+    places = by_host(
+        {name: data.draw(st.sampled_from([name, name, "A"])) for name in NAMES},
+        dict.fromkeys(NAMES, 0) | {"w0": data.draw(st.sampled_from([0, 0, 1]))},
+        lambda a, b: LOCAL if a == b else Path(0.0, 1e13, "k"),
+        lambda a, b: alike,
+    )
+    found = [one._replace(nbytes=data.draw(few), n_tasks=0) for one in data.draw(workers())]
+    idle = {name for name in NAMES if data.draw(st.booleans())}
+    found = [
+        one._replace(occupancy_s=0.0, room_nbytes=2.0**40, slowness=1.0)
+        if one.address in idle
+        # With something to do, and not done with it at once: that would be a tie for stock.
+        else one._replace(n_tasks=1, occupancy_s=max(one.occupancy_s, 0.001))
+        for one in found
+    ]
+    nbytes = [one.nbytes for one in needed]
+    if foremost(NAMES[:n], nbytes, task.duration_s, places) is None:
+        return
+    first = {name for name, one in zip(NAMES, nbytes, strict=False) if one == max(nbytes)} & idle
+    if not first:
+        return
+    chosen = min((one.nbytes, one.address) for one in found if one.address in first)[1]
+    decision = DataAware().decide(snapshot(task, found, places))
+    assert (decision.worker, decision.stock) == (chosen, chosen)
+
+
+def test_the_largest_input_is_foremost_where_it_is_plain():
+    """Of three on hosts alike; and then all that it lacks comes over ways that are the same."""
+    alike = Path(0.001, 1e9, "k")
+    hosts = dict(zip(NAMES, NAMES, strict=True))
+    kinds = dict.fromkeys(NAMES, 0)
+
+    def found(*nbytes, hosts=hosts, kinds=kinds, duration_s=0.0):
+        places = by_host(hosts, kinds, lambda a, b: LOCAL, lambda a, b: alike if a == b else LOCAL)
+        return foremost(NAMES[: len(nbytes)], nbytes, duration_s, places)
+
+    assert found(1, 3, 2) is alike
+    assert found(3, 1, 3) is alike
+    assert found(1, 3, 2, hosts=hosts | {"w2": "w1"}) is None
+    assert found(1, 3, 2, kinds=kinds | {"w2": 1}) is None
+    # Seconds in which a gain as small as that would be rounded away.
+    assert found(1, 3, 2, duration_s=1e6) is None
+    assert found(0, 0) is None
+    assert found() is None
 
 
 def test_a_holder_without_room_is_not_best_at_a_glance():
@@ -210,6 +267,19 @@ def test_a_task_goes_where_its_output_will_be_joined():
     assert (decision.worker, decision.stock) == ("b", "a")
 
 
+def test_a_block_is_not_moved_for_the_sake_of_an_edge():
+    """Of a stencil: what is cut off a block is joined elsewhere, where there is nothing to do."""
+    task = Task("t", [Input("x", 10**9, {"a"})], output_nbytes=10**6, joins=[{"b": 10**6}])
+    workers = [Worker("a", 1, occupancy_s=60.0), Worker("b", 1)]
+    found = snapshot(task, workers, even(1e9))
+    assert DataAware().decide(found).worker == "a"
+    # Where there is nothing else to do, a worker that has nothing to do may as well take it.
+    assert DataAware().decide(found._replace(idle=("b",))).worker == "b"
+    # As it may where it has some of the inputs, too.
+    both = task._replace(inputs=[*task.inputs, Input("y", 1, {"b"})])
+    assert DataAware().decide(found._replace(task=both)).worker == "b"
+
+
 def test_workers_that_take_no_tasks_are_not_looked_at():
     task = Task("t", [Input("x", 10**9, {"a", "b"})])
     workers = [Worker("a", 1), Worker("b", 1, nbytes=1)]
@@ -222,13 +292,13 @@ def test_work_does_not_grow_with_the_cluster():
     names = [f"w{i}" for i in range(1000)]
     seen = []
 
-    def worker(address):
-        seen.append(address)
-        return Worker(address, 1)
+    def workers(addresses):
+        seen.extend(addresses)
+        return [Worker(one, 1) for one in addresses]
 
     task = Task("t", [Input("x", 100, {"w1"})])
     found = snapshot(task, [], valid=frozenset(names), idle=tuple(names[:4]))
-    DataAware().decide(found._replace(worker=worker))
+    DataAware().decide(found._replace(workers=workers))
     assert set(seen) == {"w0", "w1", "w2", "w3"}
     assert len(names) > MAX_RESTRICTED
 

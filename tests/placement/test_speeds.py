@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.placement import speeds as module
-from dask_gpurt.placement.speeds import MAX_SLOWNESS, Speeds
+from dask_gpurt.placement.speeds import MAX_SLOWNESS, PAUSE_S, Speeds
 from tests.placement.machines import deterministic
 
 
@@ -62,6 +62,34 @@ def test_one_task_is_enough_to_be_suspected_and_a_few_to_be_known(three):
     assert 1.5 < found[0] < found[1] < found[-1] < 5
     assert found[-1] == pytest.approx(5, rel=0.3)
     assert three.speeds.learned("b") == 1.0
+
+
+def test_a_worker_that_had_no_core_for_a_moment_is_not_slow(three):
+    """Tasks of 3 ms, three of which in a row take as long as a pause leaves them."""
+    three.all_end(0.003, 20, is_idle=False)
+    for _ in range(3):
+        three.now_s += PAUSE_S
+        assert three.slowness("a", "g") == 1.0
+        three.end("a", PAUSE_S / 3, is_idle=False)
+        assert three.slowness("a", "g") == 1.0
+        assert three.speeds.learned("a") == 1.0
+
+
+def test_a_first_short_task_says_nothing(three):
+    for worker in "bc":
+        three.end(worker, 0.003)
+        three.end(worker, 0.003)
+    three.end("a", PAUSE_S / 2)
+    assert three.speeds.learned("a") == 1.0
+
+
+def test_of_short_tasks_it_takes_more_to_be_known(three):
+    three.all_end(0.003, 20)
+    n_tasks = 0
+    while three.speeds.learned("a") < 2.0:
+        three.end("a", 0.015)
+        n_tasks += 1
+    assert 3 < n_tasks < 30
 
 
 def test_one_that_recovers_is_forgiven(three):

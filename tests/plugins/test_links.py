@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from dask_gpurt.plugins.links import Links
+from dask_gpurt.devices.lanes import Lane
+from dask_gpurt.devices.pages import SharedPages
+from dask_gpurt.devices.pool import HostPool
+from dask_gpurt.errors import ProtocolError
+from dask_gpurt.plugins.links import LEAST_BESIDE_NBYTES, Links
 from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.transport import shared
+
+DEADLINE_S = 20.0
 
 
 class RunIsOver(Exception):
@@ -73,3 +82,104 @@ def test_a_run_has_its_own_error():
             await links.deliver("peer", "auto", compose, call)
 
     with_links(test)
+
+
+class Peer:
+    """Lends buffers of these sizes; three bytes more are in its message."""
+
+    def __init__(self, *sizes):
+        memory = SharedPages()
+        self._lender = shared.Lender(memory)
+        pool = HostPool(0, source=memory)
+        self.lengths = [*sizes, 3]
+        self.lent = [pool.empty(nbytes, lane="outgoing") for nbytes in sizes]
+        for number, buffer in enumerate(self.lent, 1):
+            buffer[:] = number
+        self.offer = {"shared": self._lender.descriptor}
+        places = [self._lender.place(buffer) for buffer in self.lent]
+        token = self._lender.descriptor["token"]
+        self.payload = {"by": "shared", "token": token, "places": [*places, b"end"]}
+
+    def fetched_by(self, links, beside):
+        return links.fetch(self.payload, self.lengths, empty, beside)
+
+    def assert_equal(self, buffers):
+        assert [bytes(buffer) for buffer in buffers] == [*map(bytes, self.lent), b"end"]
+
+
+def empty(number, nbytes):
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+async def never(nbytes, read):
+    raise AssertionError("not worth a thread")
+
+
+def in_lane(lane, asked):
+    async def beside(nbytes, read):
+        asked.append(nbytes)
+        await asyncio.wrap_future(lane.submit(read))
+
+    return beside
+
+
+def test_a_large_message_is_read_beside_the_loop_and_a_small_one_on_it():
+    async def test(links):
+        large = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 3)
+        small = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 4)
+        asked = []
+        with Lane("beside") as lane:
+            for peer in (large, small):
+                assert (await links.accept(peer.offer))["why_not"] is None
+            large.assert_equal(await large.fetched_by(links, in_lane(lane, asked)))
+            small.assert_equal(await small.fetched_by(links, never))
+        assert asked == [LEAST_BESIDE_NBYTES]
+
+    with_links(test)
+
+
+def test_nothing_of_a_message_is_read_unless_all_of_it_is_there():
+    async def test(links):
+        peer = Peer(LEAST_BESIDE_NBYTES)
+        peer.payload["places"][-1] = b"too long"
+        await links.accept(peer.offer)
+        with pytest.raises(ProtocolError, match="8 bytes came of 3"):
+            await peer.fetched_by(links, never)
+
+    with_links(test)
+
+
+def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
+    begun, may_go_on = threading.Event(), threading.Event()
+    read_into = shared._read_into
+
+    def held(*args):
+        begun.set()
+        assert may_go_on.wait(DEADLINE_S)
+        read_into(*args)
+
+    monkeypatch.setattr(shared, "_read_into", held)
+
+    async def test(links):
+        peer = Peer(LEAST_BESIDE_NBYTES)
+        await links.accept(peer.offer)
+        with Lane("beside") as lane:
+            jobs = []
+
+            async def beside(nbytes, read):
+                jobs.append(lane.submit(read))
+                await asyncio.wrap_future(jobs[0])
+
+            fetching = asyncio.create_task(peer.fetched_by(links, beside))
+            assert await asyncio.to_thread(begun.wait, DEADLINE_S)
+            fetching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            await links.close()
+            may_go_on.set()
+            assert jobs[0].result(DEADLINE_S) is None
+
+    try:
+        with_links(test)
+    finally:
+        may_go_on.set()

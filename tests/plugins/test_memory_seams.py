@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import UserDict
 
-from distributed import Worker
+from distributed import Client, LocalCluster, Worker
 from distributed.core import _expects_comm
 from distributed.spill import SpillBuffer
 from distributed.worker_memory import WorkerMemoryManager
@@ -17,6 +17,7 @@ from distributed.worker_state_machine import (
 )
 
 from dask_gpurt.plugins import memory_seams
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 
 
 def test_a_task_is_run_by_calling_the_instance():
@@ -84,10 +85,48 @@ def test_states_and_fields_of_tasks_on_a_worker():
     source = inspect.getsource(WorkerState)
     for state in ("waiting", "ready", "constrained"):
         assert f'"{state}"' in source
-    assert "nbytes" in inspect.signature(ExecuteSuccessEvent).parameters
+    assert {"nbytes", "value"} <= set(inspect.signature(ExecuteSuccessEvent).parameters)
 
 
 def test_a_value_that_is_freed_is_reported_to_the_scheduler():
     released = inspect.getsource(WorkerState._transition_memory_released)
     assert "ReleaseWorkerDataMsg" in released
     assert '"released"' in inspect.getsource(WorkerState._handle_free_keys)
+
+
+def test_the_scheduler_says_when_a_value_is_used_as_seen_from_its_worker():
+    """What waits for a peer comes after as much of this worker's work as the peer does first."""
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        LocalCluster(processes=False, **options) as cluster,
+        Client(cluster, set_as_default=False) as client,
+        Gate() as gate,
+    ):
+        here, there = (worker.address for worker in cluster.workers.values())
+        value = client.submit(abs, -1, workers=[here], key="value")
+        value.result(DEADLINE_S)
+
+        def submit(function, *args, number, worker):
+            return client.submit(function, *args, priority=-number, workers=[worker], pure=False)
+
+        # Priorities, smallest first: what runs there, what waits behind it, what uses the value.
+        running = submit(pass_gate, gate.path, number=1, worker=there)
+        behind = submit(abs, -2, number=2, worker=there)
+        use = submit(max, value, behind, number=3, worker=here)
+        queue = [submit(pass_gate, gate.path, number=4 + n, worker=here) for n in range(3)]
+        gate.wait_for(2)
+
+        async def asked(of, dask_scheduler):
+            tasks = dask_scheduler.tasks
+            priorities = {future.key: tasks[future.key].priority for future in [use, *queue]}
+            given = {task.state for task in tasks.values()} - {"memory", "waiting"}
+            return memory_seams.next_uses(dask_scheduler, ["value"], of), priorities, given
+
+        (seen_here,), priorities, given = client.run_on_scheduler(asked, here)
+        assert given == {"processing"}, "tasks are not held back"
+        assert seen_here == (0, *priorities[queue[1].key], *priorities[use.key])
+        (seen_there,), _, _ = client.run_on_scheduler(asked, there)
+        assert seen_there == (0, *priorities[use.key])
+        gate.open()
+        assert use.result(DEADLINE_S) == 2
+        del running

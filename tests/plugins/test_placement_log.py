@@ -17,7 +17,7 @@ def test_all_are_counted_and_the_last_are_kept(monkeypatch):
     monkeypatch.setattr(placement_log, "MAX_RECORDS", 3)
     log = PlacementLog()
     for i in range(10):
-        log.keep(record(i, stock="b" if i % 2 else "a"))
+        log.keep(*record(i, stock="b" if i % 2 else "a"))
     found = log.summary()
     assert found["decisions"]["cost"] == 10
     assert found["differ_from_stock"] == 5
@@ -29,7 +29,7 @@ def test_all_are_counted_and_the_last_are_kept(monkeypatch):
 
 def test_a_task_that_is_placed_again_is_kept_once():
     log = PlacementLog()
-    log.keep(record("x", worker="a"))
-    log.keep(record("x", worker="b"))
+    log.keep(*record("x", worker="a"))
+    log.keep(*record("x", worker="b"))
     assert log.explain("x")["worker"] == "b"
     assert len(log._records) == 1

@@ -128,6 +128,19 @@ async def test_a_scheduler_that_does_not_steal(s, a, b):
     assert not any(name in vars(s) for name in REPLACED)
 
 
+@gen_cluster(nthreads=[("", 1)] * 2)
+async def test_stock_looks_for_tasks_to_steal_when_asked_unless_nothing_is_stolen(s, a, b):
+    swap, looked = Placement(s, "data-aware")._swap, []
+    stealing = s.extensions["stealing"]
+    assert callable(stealing.balance)
+    stealing.balance = lambda: looked.append(s)
+    swap.balance()
+    assert looked == [s]
+    await stealing.stop()
+    swap.balance()
+    assert looked == [s]
+
+
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_each_of_the_decisions_is_asked_for(c, s, a, b):
     """Also the one that stock does not tell which task it is for."""

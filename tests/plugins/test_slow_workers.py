@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from dask_gpurt.placement.speeds import PAUSE_S
 from dask_gpurt.plugins.placement import Placement
+from dask_gpurt.plugins.relief import INTERVAL_S, Relief
 from dask_gpurt.plugins.simulation import simulate
 from dask_gpurt.simulate.machine import ChangesSpeed, Dies
 from tests.simulate.flat import address, flat, task, workload
@@ -60,3 +63,70 @@ def test_where_nobody_is_slow_it_is_as_if_nobody_looked(healthy, monkeypatch):
     monkeypatch.setattr(Placement, "ended", lambda *args: None)
     monkeypatch.setattr("dask_gpurt.placement.speeds.Speeds.slowness", lambda *args: 1.0)
     assert simulate(MODEL, HEALTHY, data_aware) == healthy
+
+
+def test_what_waits_behind_the_first_task_of_a_slow_worker_is_taken_from_it_at_once(monkeypatch):
+    """Stock looks for tasks to steal after a second, and after another one."""
+    loads = [task(f"('load-0', {n})", s=0.2, nbytes=MIB) for n in range(7 * N_WORKERS)]
+    model = workload(*loads, wanted=range(len(loads)))
+    healthy = simulate(model, HEALTHY, data_aware).makespan_s
+    assert 1.4 < healthy < 1.5
+    bad = HEALTHY.with_incidents(ChangesSpeed(address(0), 0.85, speed=0.2))
+    relieved = simulate(model, bad, data_aware)
+    monkeypatch.setattr(Relief, "ended", lambda *args: None)
+    left_alone = simulate(model, bad, data_aware)
+    # A second each, and the first of them, which ends after 1.6 s, is not for anybody to take.
+    assert relieved.makespan_s < 1.8 + PAUSE_S < 2.5 < left_alone.makespan_s
+
+
+class Timers:
+    """Stands in for an event loop."""
+
+    def __init__(self):
+        self.due = []
+
+    def call_soon(self, function):
+        return self.call_later(0.0, function)
+
+    def call_later(self, seconds, function):
+        self.due.append((seconds, function))
+        return SimpleNamespace(cancel=self.due.clear)
+
+    def step(self):
+        """Seconds after which the only one was due."""
+        ((seconds, function),) = self.due
+        self.due.clear()
+        function()
+        return seconds
+
+
+def test_workers_are_looked_through_while_somebody_waits_and_another_one_is_free(monkeypatch):
+    loop, balanced, slowness = Timers(), [], [1.9]
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    stuck = SimpleNamespace(processing=[1, 2], nthreads=1)
+    free = SimpleNamespace(processing=[], nthreads=1)
+    state = SimpleNamespace(workers={1: stuck, 2: free}, queued=["t"], idle={2: free})
+    relief = Relief(state, lambda ws: slowness[0], lambda: balanced.append(1))
+    relief.ended(stuck)
+    relief.ended(free)
+    assert not loop.due
+    state.queued.clear()
+    relief.ended(free)
+    relief.ended(free)
+    assert loop.step() == 0
+    assert loop.step() == INTERVAL_S
+    assert not balanced
+    # It has been silent for longer meanwhile.
+    slowness[0] = 2.0
+    loop.step()
+    assert balanced == [1]
+    stuck.processing.pop()
+    loop.step()
+    assert balanced == [1]
+    # Nobody waits any more: it is looked again when somebody else is free, and not at once.
+    relief.ended(free)
+    loop.step()
+    assert not loop.due
+    relief.ended(free)
+    relief.close()
+    assert not loop.due

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 from dask_gpurt.plugins import worker_paths
 from dask_gpurt.plugins.worker_paths import WorkerPaths
+from dask_gpurt.simulate.machines import gpu_hosts
 from dask_gpurt.topology import learned
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.model import LOCAL
@@ -90,9 +92,71 @@ def _alone(number):
     return f"{{name: h{number}, addresses: [10.0.0.{number}], numa: [{{name: numa0}}]}}"
 
 
+NVLINK = gpu_hosts(3, 2, nic_bandwidth=1e9, nvlink=True)
+SLOW_NIC = gpu_hosts(3, 2, nic_bandwidth=1e9, nvlink=False, slow_nics={2: 1e8})
+
+
+def workers_of(topology):
+    """One on each device."""
+    for host in topology.hosts:
+        for number, device in enumerate(host.devices):
+            yield worker(host.addresses[0], number, device.workers[0]), host.node(device.name)
+
+
+@pytest.mark.parametrize("topology", [NVLINK, SLOW_NIC], ids=["nvlink", "slow"])
+def test_what_is_shared_by_alike_places_is_the_way_to_each(topology):
+    paths = WorkerPaths(topology)
+    ends = list(workers_of(topology))
+    for one, _ in ends:
+        paths.add(one)
+    assert len({paths.places[one.address].kind for one, _ in ends}) < len(ends)
+    for (one, node), (other, other_node) in itertools.permutations(ends, 2):
+        described = topology.path(node, other_node)
+        found = paths(one.address, other.address)
+        assert found.latency_s == described.latency_s
+        assert found.bandwidth_nbytes_per_s == described.bandwidth_nbytes_per_s
+
+
+def test_a_way_to_a_kind_is_looked_for_anew_when_there_is_another_host_of_it():
+    (first, _), _, (second, _), *_ = workers_of(NVLINK)
+    paths = WorkerPaths(NVLINK)
+    paths.add(first)
+    far = paths.places[first.address].far
+    assert far[first.address].kind == "network"
+    paths.add(second)
+    assert far[first.address].kind == "ethernet"
+    assert paths(first.address, second.address).kind == "ethernet"
+
+
+def test_with_a_stranger_no_places_are_alike():
+    paths = WorkerPaths(load("two-hosts"))
+    for one in (LEFT0, LEFT1, RIGHT0):
+        paths.add(one)
+    assert paths.places[LEFT0.address].kind == paths.places[LEFT1.address].kind
+    paths.add(STRANGER)
+    assert paths.places[LEFT0.address].kind != paths.places[LEFT1.address].kind
+    paths.remove(STRANGER.address)
+    assert paths.places[LEFT0.address].kind == paths.places[LEFT1.address].kind
+
+
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(worker_paths, "_MAX_PATHS", 3)
     paths = WorkerPaths(None)
     for i in range(20):
         paths(f"tcp://a:{i}", "tcp://b:1")
-    assert len(paths._known) <= 3
+    assert len(paths.places) <= 3
+    assert sum(len(one.near) for one in paths.places.values()) <= 3
+
+
+def test_how_others_of_its_kind_reach_a_worker_is_worked_out_as_it_comes():
+    """Of the first host nobody can say until there is another."""
+    paths = WorkerPaths(gpu_hosts(3, 0, nic_bandwidth=12e9, nvlink=False))
+    addresses = []
+    for host in range(3):
+        one = worker(f"10.0.0.{host}", 4000)
+        paths.add(one)
+        addresses.append(one.address)
+    far = paths.places[addresses[0]].far
+    # Not by looking up, which would work it out now.
+    assert far.keys() >= set(addresses[1:])
+    assert far[addresses[0]] is far[addresses[1]] is far[addresses[2]]

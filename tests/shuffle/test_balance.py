@@ -53,7 +53,7 @@ def test_partitions_outside_of_the_sample_are_spread():
     assert sorted(counted.values())[1:] == [10, 10, 10]
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True)
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60), st.integers(1, 8))
 def test_every_partition_has_an_owner_and_it_is_never_worse_than_graham(rows, n_workers):
     workers = WORKERS[:n_workers]

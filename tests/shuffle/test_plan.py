@@ -13,7 +13,7 @@ from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shard
 
 WORKERS = ["tcp://a:1", "tcp://b:2", "tcp://c:3", "tcp://d:4"]
 
-deterministic = settings(derandomize=True, deadline=None, max_examples=200)
+deterministic = settings(derandomize=True, max_examples=200)
 owner_maps = st.dictionaries(st.integers(0, 60), st.sampled_from(WORKERS), max_size=30)
 
 

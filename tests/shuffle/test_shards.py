@@ -1074,7 +1074,5 @@ class StoreMachine(RuleBasedStateMachine):
 def test_random_use_agrees_with_a_dict():
     run_state_machine_as_test(
         StoreMachine,
-        settings=settings(
-            derandomize=True, deadline=None, max_examples=120, stateful_step_count=30
-        ),
+        settings=settings(derandomize=True, max_examples=120, stateful_step_count=30),
     )

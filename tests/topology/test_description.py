@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import pytest
 import yaml
 
 from dask_gpurt.errors import ConfigError
-from dask_gpurt.topology import description
+from dask_gpurt.simulate.machines import gpu_hosts
+from dask_gpurt.topology import description, yaml_tree
 from tests.topology.test_model import DATA
 
 
@@ -109,6 +112,31 @@ def test_what_describes_nothing_is_refused(text, says):
     with pytest.raises(ConfigError, match="topology") as caught:
         description.parse(text)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- " * 200, "{a: " * 200, "[" * 200 + "]" * 200])
+def test_what_is_nested_deeply_is_refused_before_anything_is_made_of_it(text, monkeypatch):
+    monkeypatch.setattr(yaml_tree.SectionLoader, "get_single_data", None)
+    with pytest.raises(ConfigError, match="line 1: nested too deeply"):
+        description.parse(text)
+
+
+def test_work_grows_with_the_hosts_and_not_with_their_pairs(monkeypatch):
+    compared = []
+
+    def counting(node, pattern):
+        compared.append(node)
+        return fnmatchcase(node, pattern)
+
+    monkeypatch.setattr(description, "fnmatchcase", counting)
+
+    def n_compared(hosts):
+        compared.clear()
+        text = description.dump(gpu_hosts(hosts, 2, nic_bandwidth=1e9, nvlink=True))
+        assert len(description.parse(text).hosts) == hosts
+        return len(compared)
+
+    assert n_compared(40) == pytest.approx(4 * n_compared(10), rel=0.05)
 
 
 def test_links_that_patterns_stand_for_are_bounded():

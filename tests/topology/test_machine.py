@@ -83,7 +83,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(["machine", "gpu", "name", "boot", "numa", "gpus", "cards"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(VALUES | st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES)))
 def test_anything_is_a_report_or_refused(plain):
     try:

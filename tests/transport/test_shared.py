@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections import Counter
 
 import numpy as np
@@ -83,8 +84,35 @@ def with_borrower(test):
 
 def fetched(borrower, token, places, nbytes=NBYTES):
     out = np.zeros(nbytes, dtype=np.uint8)
-    borrower.read(token, borrower.checked(token, places, nbytes), out)
+    borrower.read(token, [(borrower.checked(token, places, nbytes), out)])
     return out
+
+
+class HeldReads:
+    """Reads of a peer's memory stop in the middle, each in its thread, until they are let go."""
+
+    def __init__(self, monkeypatch):
+        self._preadv = os.preadv
+        self._begun, self._may_go_on = threading.Semaphore(0), threading.Event()
+        monkeypatch.setattr(os, "preadv", self._read)
+
+    def _read(self, fd, buffers, position):
+        self._begun.release()
+        assert self._may_go_on.wait(DEADLINE_S)
+        return self._preadv(fd, buffers, position)
+
+    async def begun(self):
+        assert await asyncio.to_thread(self._begun.acquire, timeout=DEADLINE_S)
+
+    def let_go(self):
+        self._may_go_on.set()
+
+
+@pytest.fixture
+def held_reads(monkeypatch):
+    held = HeldReads(monkeypatch)
+    yield held
+    held.let_go()
 
 
 def test_another_process_s_memory_is_read(other_process):
@@ -113,6 +141,62 @@ def test_a_process_that_ends_is_forgotten_and_what_is_read_before_is_right(other
             borrower.checked(token, places, NBYTES)
         with pytest.raises(TransportError, match="not in view"):
             borrower.open(descriptor)
+
+    with_borrower(test)
+
+
+def test_a_process_that_ends_while_it_is_read_is_read_to_the_end(other_process, held_reads):
+    process, descriptor, places = other_process
+
+    async def test(borrower):
+        token = borrower.open(descriptor)
+        reading = asyncio.create_task(asyncio.to_thread(fetched, borrower, token, places))
+        await held_reads.begun()
+        process.kill()
+        process.join()
+        while borrower._loans:
+            await asyncio.sleep(0)
+        held_reads.let_go()
+        np.testing.assert_array_equal(await reading, content(seed=1))
+
+    with_borrower(test)
+
+
+def test_a_file_that_is_let_go_while_it_is_read_is_closed_by_the_last_reader(held_reads):
+    lender, buffer = lent()
+
+    async def test(borrower):
+        before = open_files()
+        token = borrower.open(lender.descriptor)
+        places = lender.place(buffer)
+        reads = [
+            asyncio.create_task(asyncio.to_thread(fetched, borrower, token, places))
+            for _ in range(2)
+        ]
+        for _ in reads:
+            await held_reads.begun()
+        borrower.forget(token)
+        assert open_files() > before, "it is still read"
+        # A second opening has nothing to do with the first.
+        assert borrower.open(lender.descriptor) == token
+        borrower.forget(token)
+        held_reads.let_go()
+        for read in reads:
+            np.testing.assert_array_equal(await read, content(0))
+        assert open_files() <= before
+
+    with_borrower(test)
+
+
+def test_what_is_let_go_before_it_is_read_is_not_read():
+    lender, buffer = lent()
+
+    async def test(borrower):
+        token = borrower.open(lender.descriptor)
+        places = borrower.checked(token, lender.place(buffer), NBYTES)
+        borrower.forget(token)
+        with pytest.raises(TransportError, match="not offered"):
+            borrower.read(token, [(places, np.zeros(NBYTES, dtype=np.uint8))])
 
     with_borrower(test)
 
@@ -227,7 +311,7 @@ def test_arbitrary_places_are_read_or_refused(places, nbytes):
         except ProtocolError:
             return
         assert sum(length for _, length in checked) == nbytes <= 5 * 8 * PAGE_NBYTES
-        borrower.read(token, checked, np.zeros(nbytes, dtype=np.uint8))
+        borrower.read(token, [(checked, np.zeros(nbytes, dtype=np.uint8))])
 
     asyncio.run(_once(test))
 
@@ -248,6 +332,6 @@ def test_memory_that_is_cut_short_is_an_error():
         places = borrower.checked(token, lender.place(buffer), NBYTES)
         os.ftruncate(lender._memory.fd, PAGE_NBYTES + 10)
         with pytest.raises(TransportError, match="cut"):
-            borrower.read(token, places, np.zeros(NBYTES, dtype=np.uint8))
+            borrower.read(token, [(places, np.zeros(NBYTES, dtype=np.uint8))])
 
     with_borrower(test)

@@ -24,7 +24,7 @@ def sealed(header):
     return header[:4] + struct.pack("<I", zlib.crc32(header[8:])) + header[8:]
 
 
-deterministic = settings(derandomize=True, deadline=None, max_examples=300)
+deterministic = settings(derandomize=True, max_examples=300)
 
 _U32 = 2**32 - 1
 _U64 = 2**64 - 1

@@ -1,0 +1,118 @@
+"""What a worker's store consists of: levels, tiers and packings, as settings and the machine say.
+
+Homes first, of which a worker without a GPU has one; then tiers, fastest first. Only values of a
+GPU go to pinned memory: for others it would be a copy for nothing. What moves between levels, and
+when, is not decided here (`memory.residency`), nor who listens to what (`plugins.memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.config import MemorySettings
+from dask_gpurt.devices.pinned import PinnedPool
+from dask_gpurt.frames.values import flatten, restore
+from dask_gpurt.memory.directory import sweep
+from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
+from dask_gpurt.memory.inherited import InheritedTier
+from dask_gpurt.memory.port import Packing, Tier
+from dask_gpurt.memory.residency import Level
+from dask_gpurt.memory.store import HOME
+from dask_gpurt.plugins import memory_seams, store_device
+from dask_gpurt.plugins.store_device import StoreDevice
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+#: The home of values of a GPU, where there is one.
+DEVICE = 1
+#: Of a tier in the host's memory, this share is used before some values go on to disk. The rest is
+#: for what comes while others leave: a tier that is full is passed by.
+USUAL_SHARE = 0.8
+#: Of a worker's memory limit, what may be pinned. It is taken from the room of other values as it
+#: grows, and not given back: to pin memory costs more than to copy it.
+PINNED_SHARE = 0.2
+
+
+class StoreLevels:
+    """Levels of one worker's store.
+
+    Parameters
+    ----------
+    stock
+        The store that the worker has.
+    room_nbytes
+        Most that values may take in memory.
+    on_io
+        Told what a disk moved: `TieredStore.on_io`.
+
+    Attributes
+    ----------
+    device
+        None if no value of this process can be on one.
+    inherited_level
+        Number of the level that is what `stock` has on disk.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: MemorySettings,
+        stock: Any,
+        room_nbytes: int,
+        on_io: Callable[[str, int, float], None],
+    ) -> None:
+        packing = Packing(
+            memory_seams.safe_sizeof,
+            partial(flatten, dumps=memory_seams.dumps),
+            partial(restore, loads=memory_seams.loads),
+        )
+        self.packings = [packing]
+        self.levels = [Level("memory", room_nbytes)]
+        self.tiers: list[Tier] = []
+        self.device: StoreDevice | None = None
+        self.pinned: PinnedPool | None = None
+        if store_device.why_none(store_device.local_facts()) is None:
+            self.device = StoreDevice(settings, packing)
+            self.packings.append(self.device.packing)
+            # How much it may hold is known once it is open.
+            self.levels.append(Level("device"))
+            limit_nbytes = int(worker.memory_manager.memory_limit or 0)
+            self.pinned = PinnedPool(int(PINNED_SHARE * limit_nbytes), pin=self.device.pin)
+            self._add(PinnedTier(self.pinned), USUAL_SHARE)
+        if settings.compressed_nbytes:
+            self._add(CompressedTier(settings.compressed_nbytes), USUAL_SHARE)
+        parent = settings.directory or worker.local_directory
+        sweep(parent)
+        self.disk = DiskTier(
+            parent,
+            settings.disk_limit_nbytes or worker.memory_manager.max_spill or None,
+            None if settings.compression == "none" else settings.compression,
+            on_io,
+        )
+        self._add(self.disk)
+        self.inherited = InheritedTier(memory_seams.on_disk(stock), packing.flatten)
+        self._add(self.inherited)
+        self.inherited_level = len(self.levels) - 1
+
+    def _add(self, tier: Tier, share: float = 1.0) -> None:
+        most_nbytes = tier.capacity_nbytes
+        usual_nbytes = int(share * most_nbytes) if most_nbytes is not None else None
+        self.levels.append(Level(tier.name, usual_nbytes))
+        self.tiers.append(tier)
+
+    @property
+    def chains(self) -> dict[int, tuple[int, ...]]:
+        """Home to the tiers below it."""
+        below = tuple(range(len(self.packings), len(self.levels)))
+        if self.device is None:
+            return {HOME: below}
+        return {HOME: below[1:], DEVICE: below}
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Memory of the host that was pinned so far."""
+        return self.pinned.used_nbytes + self.pinned.idle_nbytes if self.pinned else 0

@@ -1,0 +1,90 @@
+"""A worker whose event loop is held up: whoever asks all workers still learns what others say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import dask
+import pytest
+from distributed import Client, LocalCluster, wait
+
+import dask_gpurt
+from dask_gpurt.command import connect, doctor, status
+from dask_gpurt.plugins import activation, asking
+
+pytestmark = pytest.mark.cluster
+
+
+def hold_up(began, go_on):
+    """Runs in the event loop of a worker; opening a pipe waits for who opens its other end."""
+    for path, flags in [(began, os.O_WRONLY), (go_on, os.O_RDONLY)]:
+        os.close(os.open(path, flags))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    settings = {"gpurt.enabled": True, "gpurt.topology.probe": "off"}
+    with (
+        dask.config.set(settings),
+        LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def held_up(cluster, tmp_path, monkeypatch):
+    """The worker that is held up, and the other one; deadlines pass once that has answered."""
+
+    async def until_others_have(asked, deadline_s):
+        while sum(not one.done() for one in asked) > 1:
+            late = [one for one in asked if not one.done()]
+            await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+
+    monkeypatch.setattr(asking, "_until_late", until_others_have)
+    workers = sorted(cluster.scheduler_info()["workers"])
+    pipes = [tmp_path / name for name in ("began", "go_on")]
+    for one in pipes:
+        os.mkfifo(one)
+    running = threading.Thread(
+        target=cluster.run, args=(hold_up, *map(str, pipes)), kwargs={"workers": workers[:1]}
+    )
+    running.start()
+    os.close(os.open(pipes[0], os.O_RDONLY))
+    yield workers
+    os.close(os.open(pipes[1], os.O_WRONLY))
+    running.join()
+
+
+def test_status_and_doctor_name_it_and_show_the_others(cluster, held_up, capsys):
+    silent, other = held_up
+    found = dask_gpurt.status(cluster)
+    assert list(found["silent"]) == [silent]
+    assert found["workers"][silent] is None
+    assert found["workers"][other]["counters"]
+    assert status.show(cluster.scheduler.address, None, False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[-1] for line in lines if silent in line] == ["does not answer"]
+    with connect.connected(cluster.scheduler.address) as outside:
+        said = doctor.cluster_findings(connect.ask(outside, versions=True))
+    problems = [one.text for one in said if one.level == "problem"]
+    assert problems == [f"{silent} does not answer"]
+    assert any(other in one.text and one.level == "ok" for one in said)
+
+
+def test_machines_of_the_others_are_described(cluster, held_up):
+    silent, _ = held_up
+    machines = cluster.sync(activation.machines, cluster, False)
+    assert machines["workers"] == 1
+    assert "no answer in" in machines["problems"][silent]
+
+
+def test_where_a_result_is_is_told_by_those_that_answer(cluster, request):
+    futures = cluster.scatter([b"x"], broadcast=True)
+    wait(futures)
+    silent, other = request.getfixturevalue("held_up")
+    found = dask_gpurt.explain(cluster, futures[0])
+    assert list(found["silent"]) == [silent]
+    assert list(found["memory"]) == [other]

@@ -1,0 +1,105 @@
+"""Values of CuPy and cuDF in the store of a worker: taken apart on a GPU, and on a live worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.requirements import needs_gpu
+
+pytestmark = needs_gpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def packing():
+    pytest.importorskip("distributed", reason="Dask is not installed")
+    from dask_gpurt.devices.cuda_driver import CupyDriver
+    from dask_gpurt.frames.values import flatten, restore
+    from dask_gpurt.memory.device_values import LibraryCopies, library_packing
+    from dask_gpurt.memory.port import Packing
+    from dask_gpurt.plugins.store_device import put_together, take_apart
+
+    copies = LibraryCopies(CupyDriver())
+    host = Packing(lambda value: value.nbytes, flatten, restore)
+    return library_packing(lambda: copies, host, take_apart, put_together)
+
+
+def again(packing, value):
+    flat = packing.flatten(value)
+    return packing.restore(flat.header, [buffer.copy() for buffer in flat.buffers])
+
+
+@pytest.mark.parametrize("kind", ["plain", "transposed", "with gaps", "empty", "still computed"])
+def test_cupys_arrays(packing, kind):
+    import cupy
+
+    array = cupy.arange(1 << 20, dtype=cupy.float64).reshape(1024, 1024)
+    if kind == "transposed":
+        array = array.T
+    elif kind == "with gaps":
+        array = array[::2, 3:]
+    elif kind == "empty":
+        array = array[:0]
+    elif kind == "still computed":
+        for _ in range(100):
+            array = cupy.sin(array) + 1
+    found = again(packing, array)
+    assert type(found) is cupy.ndarray and found.dtype == array.dtype
+    cupy.testing.assert_array_equal(found, array)
+
+
+def test_cudfs_frames(packing):
+    cudf = pytest.importorskip("cudf", reason="cuDF is not installed")
+    frame = cudf.DataFrame(
+        {
+            "n": [1, None, 3, 4],
+            "name": ["a", "bb", None, ""],
+            "kind": cudf.Series(["x", "y", "x", None], dtype="category"),
+            "list": [[1], [], [2, 3], None],
+            "struct": [{"a": 1}, {"a": 2}, None, {"a": 4}],
+        }
+    )
+    values = [frame, frame.iloc[1:3], frame.iloc[:0], frame["name"], frame.set_index("n").index]
+    for value in values:
+        found = again(packing, value)
+        assert type(found) is type(value)
+        assert found.to_arrow().equals(value.to_arrow())
+    assert isinstance(again(packing, frame).index, cudf.RangeIndex)
+
+
+def test_more_than_the_pool_has_on_a_live_worker():
+    pytest.importorskip("distributed", reason="Dask is not installed")
+    import cupy
+    import dask
+    from distributed import Client, LocalCluster, wait
+
+    import dask_gpurt
+
+    def full(number):
+        return cupy.full(4 * MIB, number, dtype=cupy.uint8)
+
+    def is_right(array, number):
+        return bool((array == number).all())
+
+    before = cupy.cuda.get_allocator()
+    pool = cupy.cuda.MemoryPool()
+    pool.set_limit(size=64 * MIB)
+    cupy.cuda.set_allocator(pool.malloc)
+    settings = {"gpurt.memory.device": "32 MiB", "distributed.worker.memory.spill": False}
+    options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
+    try:
+        with (
+            dask.config.set(settings),
+            LocalCluster(processes=False, memory_limit=512 * MIB, **options) as local,
+            Client(local, set_as_default=False) as client,
+        ):
+            dask_gpurt.enable(client)
+            values = client.map(full, range(40), pure=False)
+            wait(values)
+            (worker,) = local.workers.values()
+            assert sum(worker.data.is_cold(value.key) for value in values) >= 24
+            assert all(client.gather(client.map(is_right, values, range(40), pure=False)))
+            assert pool.total_bytes() <= 64 * MIB
+    finally:
+        cupy.cuda.set_allocator(before)

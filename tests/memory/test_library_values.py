@@ -1,0 +1,359 @@
+"""Values of a library of an emulated GPU in the store, and who evicts for whom, thread by thread.
+
+Everybody allocates as CuPy does, through an allocator that the store's hook was put in front of. A
+hazard anywhere fails the test: the store itself would take it for an error of one value.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dask_gpurt.devices.cuda_memory import CallWhenFull
+from dask_gpurt.devices.pinned import PinnedPool
+from dask_gpurt.errors import ValueRefusedError
+from dask_gpurt.frames.values import flatten, restore
+from dask_gpurt.memory.device_values import LibraryCopies, library_packing
+from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.host_tiers import PinnedTier
+from dask_gpurt.memory.policy import POLICIES
+from dask_gpurt.memory.port import Lanes, Packing
+from dask_gpurt.memory.residency import Level, Residency
+from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.plugins.memory_seams import (
+    is_on_device,
+    put_together_on_device,
+    take_apart_on_device,
+)
+from tests.memory.emulated_gpu import Gpu, GpuArray
+from tests.memory.stepping import ListLane, watched
+
+DEVICE = 1
+PATIENCE_S = 30.0
+
+
+class Setup:
+    """A store with a GPU of 1000 bytes, and its lanes."""
+
+    def __init__(self, directory, monkeypatch, choose=None):
+        self.gpu = Gpu(1000, choose)
+        monkeypatch.setitem(sys.modules, "cupy", self.gpu.cupy)
+        monkeypatch.setitem(sys.modules, "rmm", None)
+        self.write, self.read, self.owner, self.later = (ListLane() for _ in range(4))
+        self.pool = PinnedPool(1000, block_nbytes=20)
+        self.disk = DiskTier(str(directory))
+        self.residency = Residency(
+            [Level("memory"), Level("device", 1000), Level("pinned", 1000), Level("disk")],
+            {HOME: (3,), DEVICE: (2, 3)},
+            POLICIES["lru"],
+        )
+        host = Packing(lambda value: value.nbytes, flatten, restore)
+        copies = LibraryCopies(self.gpu)
+        self.packing = library_packing(
+            lambda: copies, host, take_apart_on_device, put_together_on_device
+        )
+        self.hazards = []
+        self.lost = []
+        self.store = TieredStore(
+            self.residency,
+            [PinnedTier(self.pool), self.disk],
+            [host, watched(self.packing, self.hazards)],
+            Lanes(self.write, self.read, self.owner, self.later),
+            home_of=lambda value: DEVICE if is_on_device(value) else HOME,
+            on_lost=self.lost.append,
+        )
+        self.hooks = CallWhenFull(lambda nbytes: self.store.make_room(DEVICE, nbytes))
+        assert self.hooks.installed == ["cupy"]
+
+    def pack_with(self, **functions):
+        self.store._packings[DEVICE] = watched(replace(self.packing, **functions), self.hazards)
+
+    def allocate(self, nbytes):
+        return self.gpu.allocate(nbytes, self.gpu.default_stream)
+
+    def settle(self):
+        while lanes := [lane for lane in (self.owner, self.write, self.read) if lane.calls]:
+            lanes[0].step()
+
+    def levels(self, key):
+        return list(self.store.explain(key)["levels"])
+
+    def assert_right(self, keys):
+        for key in keys:
+            array = self.store[key]
+            assert type(array) is GpuArray
+            np.testing.assert_array_equal(array.to_host(), np.full(array.nbytes, key, np.uint8))
+            del array
+        assert not self.hazards
+
+    def close(self):
+        self.hooks.remove()
+        self.store.close()
+        self.store.clear()
+        gc.collect()
+        if self.gpu.is_pumped:
+            self.gpu.host.pump()
+            assert self.gpu.host.used_nbytes == 0
+        self.gpu.host.close()
+
+
+@pytest.fixture
+def setup(tmp_path, monkeypatch):
+    setup = Setup(tmp_path, monkeypatch)
+    yield setup
+    setup.close()
+
+
+@pytest.fixture(params=[0, 1, 2])
+def pumped(request, tmp_path, monkeypatch):
+    """Nothing runs on the GPU until somebody waits, in an order that a seed picks."""
+    setup = Setup(tmp_path, monkeypatch, random.Random(request.param).randrange)
+    yield setup
+    setup.close()
+
+
+# ------------------------------------------------------------------ the way down and back
+
+
+def test_values_of_a_library_go_down_in_order_and_come_back(pumped):
+    for key in range(12):
+        pumped.store[key] = pumped.gpu.full(key, 200)
+        pumped.settle()
+    where = [pumped.levels(key) for key in range(12)]
+    assert {"device", "pinned", "disk"} == {level for levels in where for level in levels}
+    pumped.assert_right(range(12))
+    assert pumped.gpu.most_nbytes <= 1000
+
+
+def test_a_copy_comes_after_what_the_library_still_has_queued(pumped):
+    """A task's result is stored while the kernels that fill it are on their way."""
+    gpu = pumped.gpu
+    value = gpu.full(3, 200)
+    with gpu.computing(gpu.default_stream):
+        array = gpu.array(value.memory, 0, 200)
+        array += 4
+    pumped.store[7] = value
+    del value, array
+    assert pumped.store.make_room(DEVICE, 200)
+    assert pumped.levels(7) == ["pinned"]
+    pumped.assert_right([7])
+
+
+def test_an_array_of_nothing_comes_back(pumped):
+    pumped.store[0] = pumped.gpu.full(0, 0)
+    assert pumped.store.make_room(DEVICE, 1)
+    assert pumped.levels(0) != ["device"]
+    pumped.assert_right([0])
+
+
+def test_what_a_library_keeps_to_itself_stays_without_a_word(setup, caplog):
+    def refuse(value):
+        raise ValueRefusedError("its library spills by itself")
+
+    setup.pack_with(flatten=refuse)
+    setup.store[0] = setup.gpu.full(0, 200)
+    assert not setup.store.make_room(DEVICE, 200)
+    found = setup.store.explain(0)
+    assert found["refused_by"] == ["pinned", "disk"]
+    assert "nothing below device takes a value of this kind" in found["reason"]
+    assert not caplog.records
+
+
+# ------------------------------------------------------------------ allocations
+
+
+def test_whoever_allocates_has_others_leave(setup):
+    for key in range(4):
+        setup.store[key] = setup.gpu.full(key, 250)
+    memory = setup.allocate(200)
+    assert [key for key in setup.store if setup.store.is_cold(key)] == [0]
+    del memory
+    setup.assert_right(range(4))
+
+
+def test_reading_back_has_others_leave(setup):
+    for key in range(2):
+        setup.store[key] = setup.gpu.full(key, 600)
+    assert [setup.levels(key) for key in range(2)] == [["pinned"], ["device"]]
+    claim, _ = setup.store.claim("task", [0], 0, (), lambda lost: None)
+    setup.settle()
+    assert setup.levels(0) == ["device", "pinned"]
+    assert setup.levels(1) == ["disk"]
+    setup.store.end(claim)
+    setup.assert_right(range(2))
+
+
+def test_two_threads_find_no_room_at_the_same_time(setup):
+    """The second one waits for the copy that the first one makes, and then makes its own."""
+    copying, go = threading.Event(), threading.Event()
+
+    def flattened(value):
+        copying.set()
+        assert go.wait(PATIENCE_S)
+        return setup.packing.flatten(value)
+
+    setup.pack_with(flatten=flattened)
+    ended = setup.store._carrier._ended
+    wait_for = ended.wait_for
+
+    def waits(predicate):
+        go.set()
+        return wait_for(predicate)
+
+    ended.wait_for = waits
+    for key in range(2):
+        setup.store[key] = setup.gpu.full(key, 500)
+    got = []
+    threads = [
+        threading.Thread(target=lambda: got.append(setup.allocate(400)), daemon=True)
+        for _ in range(2)
+    ]
+    threads[0].start()
+    assert copying.wait(PATIENCE_S)
+    # The copy stands still until the second one waits for it; it holds nothing that one needs.
+    threads[1].start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert len(got) == 2
+    assert [setup.levels(key) for key in range(2)] == [["pinned"], ["disk"]]
+    got.clear()
+    setup.assert_right(range(2))
+    assert setup.gpu.most_nbytes <= 1000
+
+
+def test_a_copy_that_needs_room_itself_fails_and_waits_for_nobody(setup):
+    """As of an array with gaps, which is copied on the device before it leaves."""
+
+    def needs_room(value):
+        setup.allocate(value.nbytes)
+        return setup.packing.flatten(value)
+
+    setup.pack_with(flatten=needs_room)
+    for key in range(2):
+        setup.store[key] = setup.gpu.full(key, 500)
+    with pytest.raises(MemoryError):
+        setup.allocate(400)
+    assert [setup.levels(key) for key in range(2)] == [["device"], ["device"]]
+    setup.pack_with(flatten=setup.packing.flatten)
+    setup.store.retry()
+    del setup.store[1]
+    setup.store.make_room(DEVICE, 500)
+    assert setup.levels(0) != ["device"]
+
+
+class Wasteful(GpuArray):
+    """An array that allocates as it dies, as a destructor may."""
+
+    def __del__(self):
+        try:
+            self.gpu.allocate(900, self.gpu.default_stream)
+        except MemoryError:
+            self.gpu.n_refused += 1
+
+
+def test_a_thread_in_the_middle_of_the_books_is_refused(setup):
+    """It holds the lock, and what it is about to write down is not there yet."""
+    setup.gpu.n_refused = 0
+    setup.store[0] = setup.gpu.full(0, 600)
+    memory = setup.gpu.allocate(100, setup.gpu.default_stream)
+    setup.store[1] = Wasteful(setup.gpu, memory, 100)
+    del memory
+    del setup.store[1]
+    assert setup.gpu.n_refused == 1
+    assert setup.levels(0) == ["device"]
+    assert setup.residency.levels[DEVICE].used_nbytes == 600
+    # Elsewhere the same thread is heard.
+    setup.allocate(900)
+    assert setup.levels(0) == ["pinned"]
+
+
+def test_another_thread_in_the_middle_of_the_books_is_waited_for(setup):
+    setup.store[0] = setup.gpu.full(0, 600)
+    got = []
+    with setup.store._lock:
+        asking = threading.Event()
+        make_room = setup.store._carrier.make_room
+
+        def asks(*args):
+            asking.set()
+            return make_room(*args)
+
+        setup.store._carrier.make_room = asks
+        thread = threading.Thread(target=lambda: got.append(setup.allocate(900)), daemon=True)
+        thread.start()
+        assert asking.wait(PATIENCE_S)
+        assert not got
+    thread.join(PATIENCE_S)
+    assert len(got) == 1
+
+
+def test_a_store_that_is_closed_makes_no_room(setup, caplog):
+    setup.store[0] = held = setup.gpu.full(0, 600)
+    setup.store.close()
+    setup.store.clear()
+    with pytest.raises(MemoryError):
+        setup.allocate(900)
+    np.testing.assert_array_equal(held.to_host(), np.zeros(600, np.uint8))
+    assert not caplog.records
+
+
+def test_hooks_that_were_removed_below_others_ask_nobody(setup):
+    """Two workers of a process: the one that goes first cannot take its hook out of the middle."""
+    other = CallWhenFull(lambda nbytes: False)
+    setup.store[0] = setup.gpu.full(0, 600)
+    setup.hooks.remove()
+    with pytest.raises(MemoryError):
+        setup.allocate(900)
+    assert setup.levels(0) == ["device"]
+    other.remove()
+
+
+# ------------------------------------------------------------------ faults
+
+
+@pytest.mark.parametrize("n", range(4))
+@pytest.mark.parametrize(
+    "operation, error",
+    [("allocate", MemoryError), ("copy_out", RuntimeError), ("copy_in", RuntimeError)],
+)
+def test_whatever_fails_no_value_is_wrong_and_no_memory_is_lost(
+    setup, monkeypatch, operation, error, n
+):
+    for key in range(4):
+        setup.store[key] = setup.gpu.full(key, 250)
+    works, left = getattr(setup.gpu, operation), [n]
+
+    def fails(*args):
+        left[0] -= 1
+        if left[0] == -1:
+            raise error(f"{operation} fails, as it was told to")
+        return works(*args)
+
+    monkeypatch.setattr(setup.gpu, operation, fails)
+    for _ in range(2):
+        while setup.store.make_room(DEVICE, 1000):
+            setup.settle()
+        for key in range(4):
+            claim, _ = setup.store.claim(key, [key], 0, (), lambda lost: None)
+            setup.settle()
+            setup.store.retry()
+            setup.store.end(claim)
+            setup.settle()
+    assert left[0] < 0, "nothing failed: the test is too short"
+    monkeypatch.undo()
+    # Of a copy that cannot be read for any other reason than a want of memory.
+    assert len(setup.lost) == (operation == "copy_in")
+    setup.assert_right(key for key in range(4) if key not in setup.lost)
+    for key in list(setup.store):
+        del setup.store[key]
+    gc.collect()
+    assert setup.gpu.host.used_nbytes == 0
+    for level in setup.residency.levels:
+        assert (level.used_nbytes, level.reserved_nbytes, level.leaving_nbytes) == (0, 0, 0)

@@ -1,0 +1,43 @@
+"""Decisions that need no more than a glance are those that going through all would come to."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dask_gpurt.plugins.placement import Placement
+from dask_gpurt.plugins.simulation import simulate
+from dask_gpurt.simulate.machine import machine_of
+from dask_gpurt.simulate.machines import gpu_hosts
+from tests.simulate.flat import task, workload
+
+MB = 1_000_000
+N_HOSTS = 12
+TOPOLOGY = gpu_hosts(N_HOSTS, 1, nic_bandwidth=1e9, nvlink=False)
+
+
+def tree():
+    """Blocks of few sizes, summed up three by three."""
+    n = N_HOSTS
+    sizes = [(8, 8, 9)[i % 3] * MB for i in range(n)]
+    loads = [task(f"('load-0', {i})", s=0.05, nbytes=sizes[i]) for i in range(n)]
+    sums = [
+        task(f"('sum-0', {i})", i, i + n // 3, i + 2 * n // 3, s=0.02, nbytes=8 * MB)
+        for i in range(n // 3)
+    ]
+    return workload(*loads, *sums, wanted=range(n, n + n // 3))
+
+
+def test_a_simulation_is_the_same_without_glances(monkeypatch):
+    machine = machine_of("boxes", TOPOLOGY)
+    placed = []
+
+    def install(scheduler):
+        clock = asyncio.get_running_loop().time
+        placed.append(Placement(scheduler, "data-aware", TOPOLOGY, clock=clock))
+
+    quick = simulate(tree(), machine, install)
+    monkeypatch.setattr(Placement, "_foremost", lambda *args: None)
+    thorough = simulate(tree(), machine, install)
+    assert quick == thorough
+    glances, none = (one.summary()["decisions"]["most"] for one in placed)
+    assert glances > 0 == none
