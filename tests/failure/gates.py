@@ -75,9 +75,10 @@ def pass_gate(path: str) -> None:
 
 
 #: Points that task threads pass are methods of the plugin, the others are handlers on the loop.
-METHODS = {"transfer": "add_partition", "unpack": "get_output_partition"}
+METHODS = {"transfer": "add_partition", "conclude": "barrier", "unpack": "get_output_partition"}
 HANDLERS = {"receive": "shuffle_receive", "barrier": "shuffle_inputs_done"}
-POINTS = (*METHODS, *HANDLERS)
+#: Those that every worker that takes part comes to; one alone concludes a shuffle.
+POINTS = ("transfer", "unpack", *HANDLERS)
 
 #: What was replaced on each worker of this process.
 _stock: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -129,14 +130,15 @@ def before(worker: Any, point: str, visit: Callable[[], None]) -> None:
 
 
 def after(worker: Any, point: str, visit: Callable[[], None]) -> None:
-    """Call `visit` when a task's call is over and nobody else knows that yet."""
+    """Call `visit` when a task's call is over, well or not, and nobody else knows that yet."""
     assert point in METHODS
 
     def make(proceed: Any) -> Any:
         def in_thread(*args: Any, **kwargs: Any) -> Any:
-            result = proceed(*args, **kwargs)
-            visit()
-            return result
+            try:
+                return proceed(*args, **kwargs)
+            finally:
+                visit()
 
         return in_thread
 

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from distributed import Client, LocalCluster, as_completed, get_worker, wait
 from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.shuffle._core import id_from_key
 
 import dask_gpurt
 from tests.failure.gates import DEADLINE_S, pass_gate, restore
@@ -90,6 +91,27 @@ class Departures(SchedulerPlugin):
         assert gone, f"the scheduler has not noticed that {worker} left"
 
 
+class Barriers(SchedulerPlugin):
+    """Tells how often the barrier of a shuffle was given to a worker."""
+
+    name = "barriers"
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._n_given = 0
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        if finish == "processing" and id_from_key(key) is not None:
+            with self._changed:
+                self._n_given += 1
+                self._changed.notify_all()
+
+    def wait_for(self, n_times: int) -> None:
+        with self._changed:
+            given = self._changed.wait_for(lambda: self._n_given >= n_times, DEADLINE_S)
+        assert given, f"a barrier was given to a worker {self._n_given} times"
+
+
 class Stage:
     """Five workers with roles, and one shuffle at a time.
 
@@ -100,6 +122,7 @@ class Stage:
         self.cluster = cluster
         self.client = client
         self.departures = Departures()
+        self.barriers = Barriers()
         self.closed: list[Any] = []
         scheduler = cluster.scheduler
         plugin = scheduler.plugins["shuffle"]
@@ -113,6 +136,7 @@ class Stage:
         async def prepare() -> None:
             plugin._calculate_worker_for = owners
             scheduler.add_plugin(self.departures)
+            scheduler.add_plugin(self.barriers)
 
         cluster.sync(prepare)
 

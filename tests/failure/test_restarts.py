@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dask
@@ -37,9 +37,13 @@ def _hold(worker: Any, point: str, path: str) -> None:
     gates.before(worker, point, lambda: pass_gate(path))
 
 
+def _first(visit: Callable[[], None]) -> Callable[[], None]:
+    visits = iter([visit])
+    return lambda: next(visits, lambda: None)()
+
+
 def _hold_one(worker: Any, point: str, path: str) -> None:
-    visits = iter([lambda: pass_gate(path)])
-    gates.before(worker, point, lambda: next(visits, lambda: None)())
+    gates.before(worker, point, _first(lambda: pass_gate(path)))
 
 
 def test_producers_wait_for_a_receiver_that_leaves(stage: Stage) -> None:
@@ -93,6 +97,59 @@ def test_output_that_is_read_while_the_next_run_is_through(stage: Stage) -> None
     assert stage.runs() == {"gpurt": 2, "stock": 0}
     stage.let_go_of(outputs)
     assert_nothing_left(stage.client, *stage.closed)
+
+
+def _conclude_late(worker: Any, path: str, when: Callable[..., None]) -> None:
+    when(worker, "conclude", _first(lambda: pass_gate(path)))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_barrier_that_speaks_of_a_run_that_is_over(quiet_stage: Stage, when: str) -> None:
+    """Its thread is late: by then the same worker was told to conclude the next run.
+
+    What it says is then taken for a word about that one. It must not end it.
+    """
+    stage = quiet_stage
+    victim, sender = stage.addresses("sender")
+    concluding = stage.addresses("receiver")[1]
+    with Gate() as open_run, Gate() as late:
+        # Else the barrier of the first run would be through before the victim leaves.
+        stage.tell(sender, _hold_one, "barrier", open_run.path)
+        stage.tell(concluding, _conclude_late, late.path, getattr(gates, when))
+        outputs = stage.shuffle()
+        (late if when == "before" else open_run).wait_for()
+        with leaving(stage, victim):
+            late.wait_for()
+            stage.barriers.wait_for(2)
+            late.open()
+            open_run.open()
+            assert_same_partitions(stage.results(outputs), expected())
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)
+
+
+def test_barrier_whose_run_is_gone(quiet_stage: Stage) -> None:
+    """However that came about: all that was in it is made again, and nobody sees an error."""
+    stage = quiet_stage
+    concluding = stage.addresses("receiver")[1]
+    plugin = stage.cluster.scheduler.plugins["shuffle"]
+
+    async def lose_run() -> None:
+        (run,) = plugin.active_shuffles.values()
+        plugin._fail_on_workers(run, "lost")
+        plugin._clean_on_scheduler(run.id, "lost")
+
+    with Gate() as gate:
+        stage.tell(concluding, _conclude_late, gate.path, gates.before)
+        outputs = stage.shuffle()
+        gate.wait_for()
+        stage.cluster.sync(lose_run)
+        gate.open()
+        assert_same_partitions(stage.results(outputs), expected())
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client)
 
 
 def _refuse(worker: Any) -> None:
