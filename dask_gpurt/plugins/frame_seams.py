@@ -21,6 +21,7 @@ import functools
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,8 @@ class _Replaced:
     """What the process has instead of Dask's functions, and how many workers want it so."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Of one thread's as often as it likes: a worker may be found to be gone in the midst of it.
+        self._lock = threading.RLock()
         self._users = 0
         self._undo: list[Callable[[], None]] = []
         self._agrees: bool | None = None
@@ -84,19 +86,23 @@ _replaced = _Replaced()
 
 
 class RowNumbers:
-    """One worker's wish to have rows numbered in blocks."""
+    """One worker's wish to have rows numbered in blocks.
+
+    Until `release` is called, once or more often, or the worker is gone without a word.
+    """
 
     def __init__(self) -> None:
-        self._held = False
+        self._let_go: weakref.finalize[[], RowNumbers] | None = None
 
     def acquire(self) -> None:
         """Ask for it, if that did not succeed before."""
-        self._held = self._held or _replaced.acquire()
+        if self._let_go is None and _replaced.acquire():
+            self._let_go = weakref.finalize(self, _replaced.release)
 
     def release(self) -> None:
-        if self._held:
-            self._held = False
-            _replaced.release()
+        if self._let_go is not None:
+            self._let_go()
+            self._let_go = None
 
 
 def _named_like(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

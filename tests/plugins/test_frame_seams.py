@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import pickle
 import sys
@@ -27,7 +28,8 @@ FRAME = pd.DataFrame({"a": [3, 1, 2, 3], "b": [1.5, np.nan, -0.0, 0.0], "c": lis
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
-    """Workers of other tests in this process may want it so still."""
+    """Workers of other tests in this process may want it so still, or be found to be gone."""
+    gc.collect()
     monkeypatch.setattr(AssignPartitioningIndex, "operation", staticmethod(STOCK_OPERATION))
     for module in (merge_module, shuffle_module):
         monkeypatch.setattr(module, "partitioning_index", STOCK_NUMBERS)
@@ -120,6 +122,15 @@ def test_it_is_put_back_when_the_last_lets_go():
     first.release()
     assert not is_stock()
     second.release()
+    assert is_stock()
+
+
+def test_it_is_put_back_when_the_last_is_gone_without_a_word():
+    numbers = RowNumbers()
+    numbers.acquire()
+    assert not is_stock()
+    del numbers
+    gc.collect()
     assert is_stock()
 
 

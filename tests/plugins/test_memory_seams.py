@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections import UserDict
 
@@ -118,6 +119,9 @@ def test_the_scheduler_says_when_a_value_is_used_as_seen_from_its_worker():
 
         async def asked(of, dask_scheduler):
             tasks = dask_scheduler.tasks
+            # What the client submits comes over another connection than what it asks.
+            while not {future.key for future in [use, *queue]} <= tasks.keys():
+                await asyncio.sleep(0)
             priorities = {future.key: tasks[future.key].priority for future in [use, *queue]}
             given = {task.state for task in tasks.values()} - {"memory", "waiting"}
             return memory_seams.next_uses(dask_scheduler, ["value"], of), priorities, given
