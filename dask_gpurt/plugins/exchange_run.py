@@ -97,6 +97,7 @@ class ExchangeRun:
         self._closed_event = asyncio.Event()
         #: Nothing that this run still does matters to anybody.
         self._over = asyncio.Event()
+        self._last_report: dict[str, Any] | None = None
         self._worker = worker
         self._overlap = settings.overlap
         self._state = state
@@ -420,10 +421,10 @@ class ExchangeRun:
         self.closed = True
         self._over.set()
         await self._outbox.close()
-        report = self.report()
+        self._last_report = self.report()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._let_go)
-        self._state.end_run(self, report)
+        self._state.end_run(self, self._last_report)
         self._closed_event.set()
 
     def _let_go(self) -> None:
@@ -433,6 +434,9 @@ class ExchangeRun:
 
     def report(self) -> dict[str, Any]:
         """What this run did so far, here."""
+        if self._last_report is not None:
+            # Its shards are being let go of, and nobody would know any more how many there were.
+            return self._last_report
         partitions = self._plan.partitions
         rows = self._store.rows_of_slots()
         return self.figures.snapshot({partitions[slot]: n for slot, n in rows.items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 
 import dask
 import dask.array as da
@@ -221,6 +222,29 @@ async def _runs_are_closed(client):
 
     while any((await client.run(n_runs)).values()):
         pass
+
+
+def test_a_run_that_lets_go_of_its_shards_reports_what_they_were(client, monkeypatch):
+    """There is a moment when they are gone, and the run is still one that is open."""
+    let_go, arrived, proceed = ExchangeRun._let_go, threading.Semaphore(0), threading.Event()
+
+    def held(run):
+        let_go(run)
+        arrived.release()
+        assert proceed.wait(gates.DEADLINE_S)
+
+    monkeypatch.setattr(ExchangeRun, "_let_go", held)
+    dask_gpurt.enable(client)
+    hot = collection([pd.DataFrame({"key": [7] * 900 + list(range(100))})] * 4)
+    outputs = compute(client, hot.shuffle("key", npartitions=6))
+    assert sum(map(len, outputs)) == 4000
+    for _ in client.scheduler_info()["workers"]:
+        assert arrived.acquire(timeout=gates.DEADLINE_S)
+    (told,) = dask_gpurt.status(client)["shuffles"]
+    proceed.set()
+    assert told["rows"] == 4000
+    assert told["skew"] > 1.5
+    assert told["fullest"][0][1] >= 3600
 
 
 def test_full_disk_keeps_shards_in_memory(client, monkeypatch, caplog):
