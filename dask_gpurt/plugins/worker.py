@@ -30,6 +30,7 @@ from dask_gpurt.plugins import device_sizes
 from dask_gpurt.plugins.comm_seams import PiecewiseReads
 from dask_gpurt.plugins.frame_seams import RowNumbers
 from dask_gpurt.plugins.garbage import SetApart
+from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.links import Links
 from dask_gpurt.plugins.machine_report import MachineReport
 from dask_gpurt.plugins.memory import ManagedMemory, obstacle
@@ -302,10 +303,12 @@ class Attachment:
         }
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()
+        self._gathering = Gathering(worker)
         # At the end: everything that the runtime needs is imported.
         self._set_apart = SetApart(worker)
 
     def task_left(self, key: Any, state: str) -> None:
+        self._gathering.task_ended()
         if state == "long-running":
             if self._memory is not None:
                 self._memory.seceded(key)
@@ -318,6 +321,7 @@ class Attachment:
         """Leave the worker as stock has it. Runs that are under way go on."""
         self._set_apart.end()
         self._reads.end()
+        self._gathering.remove()
         self._lookup.remove()
         for name in self._handlers:
             self._worker.handlers.pop(name, None)
