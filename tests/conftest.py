@@ -53,12 +53,12 @@ class Sides:
 
 
 @contextlib.contextmanager
-def stock_client(n_workers: int) -> Iterator[Client]:
+def stock_client(n_workers: int, n_threads: int = 1) -> Iterator[Client]:
     """Of a cluster in this process, whose workers talk over real sockets; not the default one."""
     with (
         LocalCluster(
             n_workers=n_workers,
-            threads_per_worker=1,
+            threads_per_worker=n_threads,
             processes=False,
             protocol="tcp://",
             dashboard_address=":0",

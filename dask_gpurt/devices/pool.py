@@ -142,9 +142,11 @@ class HostPool:
         if run is None or nbytes > run.n_pages * PAGE_NBYTES - run.used_nbytes:
             # A lane that goes on gets more at a time: less is lost where one run ends.
             n_pages = 1 if run is None and nbytes <= PAGE_NBYTES else self._lane_pages
+            # First: where no pages are to be had, the lane keeps what it has.
+            new = self._new_run(n_pages)
             if run is not None:
                 self._dead.append(run)
-            run = self._filling[lane] = self._new_run(n_pages)
+            run = self._filling[lane] = new
             run.users += 1
         first = run.address + run.used_nbytes
         run.used_nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -110,6 +110,7 @@ class ExchangeRun:
             state.counters,
             on_disk_io=disk_io,
             elsewhere=self._elsewhere,
+            readers=self._plan.readers_of_slot,
         )
         self._metrics = FineMetrics(worker.digest_metric, span_id)
         self._outbox: Outbox[Outgoing] = Outbox(
@@ -384,8 +385,8 @@ class ExchangeRun:
     async def _start_over(self, error: Exception) -> None:
         """Ask for a new run of the whole shuffle: this one cannot answer any more.
 
-        Happens when an output that was already computed is wanted again, for instance because a
-        worker that held what was made of it died.
+        Happens when an output that was already computed is wanted again: because a worker that
+        held what was made of it died, or for a graph that came after this run began.
         """
         logger.warning("shuffle %s starts over: %s", self.id, error)
         try:
@@ -395,6 +396,10 @@ class ExchangeRun:
         except (KeyError, ValueError):
             # The scheduler has given this run up by itself, or has a newer one already.
             logger.info("shuffle %s [%s] is over", self.id, self.run_id)
+        else:
+            if not await self._is_stale():
+                # To try again would be to fail again.
+                raise error
         raise Reschedule()
 
     # ------------------------------------------------------------------ life

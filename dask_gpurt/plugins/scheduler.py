@@ -26,6 +26,7 @@ from dask_gpurt.plugins.asking import Answers, ask
 from dask_gpurt.plugins.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.machines import Machines
 from dask_gpurt.plugins.placement import Placement
+from dask_gpurt.plugins.restart_seams import Restarts
 from dask_gpurt.plugins.worker import NAME, bootstrap
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class GpurtScheduler(SchedulerPlugin):
         }
         scheduler.handlers.update(self._handlers)
         self._swap = seams.SpecSwap(scheduler, self._choose, self._everyone_reported)
+        self._restarts = Restarts(scheduler)
         self.is_active = True
         self._opened.set()
         plugin = dumps(bootstrap(self.version, self.settings.to_plain()))
@@ -190,6 +192,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.is_active = False
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
+        self._restarts.remove()
         self._leave_placing()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off. The other is
         # asked until workers have given back the last of their values.

@@ -11,9 +11,6 @@ is created; the control plane stays distributed's | `SpecSwap.remove` |
 | handler `shuffle_get_or_create` | waits for workers that are just joining, and sends output tasks
 to the owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock
 lets each run once in the wrong place to find out | `SpecSwap.remove` |
-| stream handler `reschedule` | a barrier that asks to run again has the run it may conclude still
-there, or a new one made; stock would give the run up, and leave the barrier without one
-| `SpecSwap.remove` |
 | `P2PBarrierTask.spec` | what will be shuffled, before there is a run | |
 | `dask.array.core.concatenate3` | chunks that are not plain memory are joined as by stock | |
 | handler `shuffle_restrict_task` | sends a task to the owner of its partition although it was sent
@@ -52,7 +49,6 @@ from distributed.shuffle._core import (
     barrier_key,
     handle_transfer_errors,
     handle_unpack_errors,
-    id_from_key,
 )
 from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
 from distributed.shuffle._merge import merge_unpack
@@ -118,6 +114,10 @@ def unsupported_reason(version: str | None = None) -> str | None:
     )
 
 
+#: States of a task on the scheduler that is wanted and has no result.
+_TO_RUN = frozenset({"waiting", "queued", "no-worker", "processing"})
+
+
 class SpecSwap:
     """Puts another spec in place of the stock one whenever a shuffle run is created.
 
@@ -141,7 +141,6 @@ class SpecSwap:
         self._plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
         self._stock_handler = scheduler.handlers["shuffle_get_or_create"]
         self._stock_restrict = scheduler.handlers["shuffle_restrict_task"]
-        self._stock_reschedule = scheduler.stream_handlers["reschedule"]
         retrieve = type(self._plugin)._retrieve_spec
         plugin, stock_handler = self._plugin, self._stock_handler
 
@@ -167,19 +166,10 @@ class SpecSwap:
                 task.annotations.pop("shuffle_original_restrictions", None)
             return self._stock_restrict(key=key, worker=worker, **kwargs)
 
-        def reschedule(key: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
-            shuffle_id = id_from_key(key)
-            task = scheduler.tasks.get(key)
-            if shuffle_id is not None and task is not None and _is_awaited_from(task, worker):
-                self._run_barrier_again(shuffle_id, task, stimulus_id)
-            else:
-                self._stock_reschedule(key=key, worker=worker, stimulus_id=stimulus_id, **kwargs)
-
         # On the instance, so that taking it back is deleting it.
         self._plugin._retrieve_spec = retrieve_spec  # type: ignore[method-assign]
         scheduler.handlers["shuffle_get_or_create"] = get_or_create
         scheduler.handlers["shuffle_restrict_task"] = restrict_task
-        scheduler.stream_handlers["reschedule"] = reschedule
 
     def _place_outputs(self, shuffle_id: ShuffleId) -> None:
         run_spec = self._plugin.active_shuffles[shuffle_id].run_spec
@@ -191,32 +181,11 @@ class SpecSwap:
             if owner is not None and not task.worker_restrictions:
                 self._plugin._set_restriction(task, owner)
 
-    def _run_barrier_again(self, shuffle_id: ShuffleId, barrier: Any, stimulus_id: str) -> None:
-        # A barrier says so when its run is over. A worker that was told to run the next one's
-        # while that thread was still busy takes this for the next one's word, and so would stock,
-        # for which a barrier that is released ends the run. That one is not over: tasks have put
-        # all their shards into it, and none would do so again.
-        active = self._plugin.active_shuffles
-        run = active.pop(shuffle_id, None)
-        if run is None and (restart := self._plugin._restart_recommendations(shuffle_id)):
-            self._scheduler.transitions(restart, stimulus_id=stimulus_id)
-            self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
-            return
-        self._scheduler.transitions({barrier.key: "released"}, stimulus_id=stimulus_id)
-        if run is not None:
-            active[shuffle_id] = run
-
     def remove(self) -> None:
         """Give the stock method and handlers back."""
         vars(self._plugin).pop("_retrieve_spec", None)
         self._scheduler.handlers["shuffle_get_or_create"] = self._stock_handler
         self._scheduler.handlers["shuffle_restrict_task"] = self._stock_restrict
-        self._scheduler.stream_handlers["reschedule"] = self._stock_reschedule
-
-
-def _is_awaited_from(task: Any, worker: str) -> bool:
-    runs_there = task.processing_on is not None and task.processing_on.address == worker
-    return runs_there and bool(task.waiters)
 
 
 def active_shuffles(scheduler: Scheduler) -> Collection[str]:
@@ -232,9 +201,14 @@ def stock_spec(scheduler: Scheduler, shuffle_id: Any) -> ShuffleSpec[Any] | None
 
 
 def read_order(scheduler: Scheduler, shuffle_id: ShuffleId) -> list[Any]:
-    """Output partitions of a shuffle in the order in which workers will read them."""
+    """Output partitions of a shuffle in the order in which workers will read them.
+
+    Each as often as there are tasks that read it and have yet to run: graphs that have a shuffle in
+    common, as those of two computations over one collection do, each read it with tasks of theirs.
+    """
     barrier = scheduler.tasks.get(barrier_key(shuffle_id))
-    readers = sorted(barrier.dependents, key=lambda task: task.priority or ()) if barrier else ()
+    readers = [task for task in barrier.dependents if task.state in _TO_RUN] if barrier else []
+    readers.sort(key=lambda task: task.priority or ())
     return [
         partition for task in readers for partition in partitions_read(task.run_spec, shuffle_id)
     ]

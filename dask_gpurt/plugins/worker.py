@@ -200,7 +200,7 @@ class WorkerState:
         read = self._to_release.pop(key, ())
         if state == "memory":
             for store, slot in read:
-                store.release(slot)
+                store.release(slot, key)
 
     def _overlap(self) -> dict[str, Any]:
         """What the newest work of each lane took, and how much of it went on at the same time."""

@@ -12,6 +12,7 @@ mostly), so neighbouring numbers are of no use for that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +38,8 @@ class ExchangePlan:
         Owner of each wanted output partition. Partitions that are not listed are dropped.
         A partition is a number, or whatever else can be sorted: chunks have tuples.
     read_order
-        Partitions in the order in which they will be read; those that are not listed come last.
+        Partitions in the order in which they will be read, each as often as tasks read it; those
+        that are not listed come last.
     """
 
     worker_for: Mapping[Any, str]
@@ -66,6 +68,12 @@ class ExchangePlan:
     @cached_property
     def slot_of(self) -> dict[Any, int]:
         return {partition: slot for slot, partition in enumerate(self.partitions)}
+
+    @cached_property
+    def readers_of_slot(self) -> dict[int, int]:
+        """How many tasks read a slot, of those that more than one reads."""
+        readers = Counter(self.read_order)
+        return {self.slot_of[p]: n for p, n in readers.items() if n > 1 and p in self.slot_of}
 
     @property
     def n_slots(self) -> int:

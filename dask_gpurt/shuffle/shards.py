@@ -18,7 +18,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -149,6 +149,8 @@ class ShardStore:
         Told `disk-write` or `p2p-disk-read` and how many bytes, in the thread that did it.
     elsewhere
         Makes a call that may take long, where that holds nobody up.
+    readers
+        How many results a slot goes into, of those that go into more than one.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class ShardStore:
         *,
         on_disk_io: Callable[[str, int], None] | None = None,
         elsewhere: Callable[[Callable[[], None]], object] = lambda call: call(),
+        readers: Mapping[int, int] | None = None,
     ) -> None:
         self._adapter = adapter
         self._slots = slots
@@ -175,6 +178,9 @@ class ShardStore:
         self._spilling = threading.Lock()
         self._sources: dict[int, list[Shard]] = {}
         self._firsts: dict[int, list[int]] | None = None
+        self._readers = readers or {}
+        #: Of slots with several readers, whose results are safe.
+        self._results: dict[int, set[Hashable]] = {}
         self._released: set[int] = set()
         #: What was found for slots that are not released yet.
         self._being_read: dict[int, list[tuple[Shard, int, int]]] = {}
@@ -389,9 +395,9 @@ class ShardStore:
             file.read_into(buffer, position)
         except OSError as error:
             failure = error
-        if self._closed:
+        if self._closed or not shard.unread:
             # The file went away meanwhile, and its descriptor may be another file's.
-            raise PartitionReleasedError("the run was closed while it was read") from failure
+            raise PartitionReleasedError("it was let go of while it was read") from failure
         if isinstance(failure, ShardStorageError):
             raise failure
         if failure is not None:
@@ -401,12 +407,25 @@ class ShardStore:
         self._on_disk_io("p2p-disk-read", buffer.nbytes)
         return Packed(buffer, shard.n_rows, *shard.sections)
 
-    def release(self, slot: int) -> None:
-        """An output partition is safe elsewhere: let go of what only it needed."""
+    def release(self, slot: int, result: Hashable = None) -> None:
+        """A result that was made of an output partition is safe.
+
+        With the last that anybody was known to make of it, what only it needed is let go of.
+
+        Parameters
+        ----------
+        result
+            Which. The same one may be made, and lost, several times.
+        """
         files: list[SpillFile] = []
         with self._lock:
             if slot in self._released or self._firsts is None:
                 return
+            if slot in self._readers:
+                results = self._results.setdefault(slot, set())
+                results.add(result)
+                if len(results) < self._readers[slot]:
+                    return
             self._released.add(slot)
             read = self._being_read.pop(slot, None)
             for shard, _, _ in self._with_rows_for(slot) if read is None else read:

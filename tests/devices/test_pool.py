@@ -54,6 +54,28 @@ def test_a_buffer_is_as_long_as_asked_aligned_and_writable(pool, nbytes):
         buffer[:] = 1
 
 
+def test_a_lane_that_gets_no_pages_keeps_what_it_has(pool, monkeypatch):
+    """Its run would be let go of again later, and be somebody else's with a buffer in it."""
+    first, second = pool.empty(HALF, "a"), pool.empty(HALF, "a")
+    second[:] = 2
+
+    def refuse(n_pages, spare):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool._pages, "build", refuse)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                pool.empty(HALF, "a")
+    del first
+    pool.close_lane("a")
+    pool.empty(PAGE_NBYTES, "b")[:] = 9
+    assert (second == 2).all()
+    assert _pages(pool) == (1, 1)
+    del second
+    assert _pages(pool) == (0, 2)
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, (16 << 10) - 1])
 def test_small_buffers_take_no_pages(pool, nbytes):
     buffer = pool.empty(nbytes, lane="a")

@@ -6,7 +6,9 @@ timing.
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import itertools
 import os
 import signal
 import threading
@@ -16,13 +18,15 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster
+from dask import delayed
+from distributed import Client, LocalCluster, as_completed, futures_of, wait
 
 import dask_gpurt
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import barrier_key
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import shards, spill_file
+from tests.conftest import stock_client
 from tests.failure import gates
 from tests.integration.comparing import collection, runs
 
@@ -152,6 +156,128 @@ def test_output_wanted_again_after_it_was_let_go(client, tmp_path, monkeypatch):
     dask_gpurt.enable(client)
     assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=6)))
     assert runs(client) == {"gpurt": 2, "stock": 0}
+
+
+def rechunked(path=None):
+    """Columns of an array that is made in rows, and what it is; made behind a gate if there is."""
+    source = np.arange(64.0).reshape(8, 8)
+
+    def row(number):
+        if path is not None:
+            gates.pass_gate(path)
+        return source[number : number + 1]
+
+    rows = [da.from_delayed(delayed(row)(n), (1, 8), dtype=float) for n in range(8)]
+    return da.concatenate(rows).rechunk((8, 1), method="p2p"), source
+
+
+def test_two_computations_over_one_rechunk(client):
+    """Each has tasks of its own that read the same chunks: those stay until both are through."""
+    dask_gpurt.enable(client)
+    with gates.Gate() as gate, client.as_current():
+        columns, source = rechunked(gate.path)
+        one, other = client.compute(columns + 1), client.compute((columns * 2).sum())
+        gate.wait_for()
+        gate.open()
+        np.testing.assert_array_equal(one.result(gates.DEADLINE_S), source + 1)
+        assert other.result(gates.DEADLINE_S) == 2 * source.sum()
+    assert runs(client) == {"gpurt": 1, "stock": 0}
+
+
+_calls = itertools.count()
+
+
+def held_at_call(nth, data, path):
+    """Data of a task, which waits if it is the n-th of all workers, of this process, to begin."""
+    if next(_calls) == nth:
+        gates.pass_gate(path)
+    return data
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Client of workers that go on beside a task that waits."""
+    monkeypatch.setitem(globals(), "_calls", itertools.count(1))
+    with stock_client(2, n_threads=2) as client:
+        yield client
+
+
+def test_a_computation_over_a_rechunk_that_is_half_read(beside):
+    """What was let go of is made again, once, and for both."""
+
+    def held(block, path):
+        return held_at_call(8, block, path)
+
+    dask_gpurt.enable(beside)
+    with gates.Gate() as gate, beside.as_current():
+        columns, source = rechunked()
+        # The last that is read; the others have been let go of by then.
+        one = futures_of(columns.map_blocks(held, gate.path, meta=source[:0]).persist())
+        gate.wait_for()
+        wait_for_some(one, len(one) - 1)
+        other = beside.compute(columns + 2)
+        scheduler_is_at_run(beside, 2)
+        gate.open()
+        np.testing.assert_array_equal(other.result(gates.DEADLINE_S), source + 2)
+        np.testing.assert_array_equal(np.concatenate(beside.gather(one), axis=1), source)
+    assert runs(beside) == {"gpurt": 2, "stock": 0}
+
+
+def test_a_task_that_failed_does_not_keep_a_rechunk_from_starting_over(beside):
+    def fails(block, path):
+        if held_at_call(8, block, path)[0, 0] == 0.0:
+            raise ZeroDivisionError
+        return block
+
+    dask_gpurt.enable(beside)
+    with gates.Gate() as gate, beside.as_current():
+        columns, source = rechunked()
+        one = futures_of(columns.map_blocks(fails, gate.path, meta=source[:0]).persist())
+        gate.wait_for()
+        wait_for_some(one, len(one) - 1)
+        other = beside.compute(columns + 2)
+        scheduler_is_at_run(beside, 2)
+        gate.open()
+        np.testing.assert_array_equal(other.result(gates.DEADLINE_S), source + 2)
+        wait(one, timeout=gates.DEADLINE_S)
+    assert sorted(future.status for future in one) == ["error", *["finished"] * 7]
+    assert runs(beside) == {"gpurt": 2, "stock": 0}
+
+
+def test_a_computation_over_a_join_that_is_half_read(beside):
+    """Both sides are made again, together, and once."""
+    dask_gpurt.enable(beside)
+    frames = [pd.DataFrame({"key": range(n, 96, 8), "x": 1.0}) for n in range(8)]
+    with (
+        gates.Gate() as gate,
+        beside.as_current(),
+        dask.config.set({"dataframe.shuffle.method": "p2p"}),
+    ):
+        joined = collection(frames).merge(collection(frames), on="key", npartitions=6)
+        parts = joined.optimize().to_delayed()
+        one = [delayed(held_at_call, pure=False)(6, part, gate.path) for part in parts]
+        one = beside.compute(one)
+        gate.wait_for()
+        wait_for_some(one, len(one) - 1)
+        other = beside.compute([delayed(len, pure=False)(part) for part in parts])
+        scheduler_is_at_run(beside, 4)
+        gate.open()
+        assert sum(beside.gather(other)) == sum(map(len, beside.gather(one))) == 96
+    assert runs(beside) == {"gpurt": 4, "stock": 0}
+
+
+def wait_for_some(futures, n_done):
+    done = as_completed(futures, timeout=gates.DEADLINE_S)
+    for _ in range(n_done):
+        next(done)
+
+
+def scheduler_is_at_run(client, n_runs):
+    async def begun(dask_scheduler):
+        while sum(dask_scheduler.plugins["gpurt"].runs.values()) < n_runs:
+            await asyncio.sleep(0)
+
+    client.run_on_scheduler(begun)
 
 
 def fail_once(part, flag):

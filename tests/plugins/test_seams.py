@@ -13,7 +13,6 @@ from dask._task_spec import Task
 from dask.dataframe.dask_expr._merge import HashJoinP2P
 from dask.dataframe.dask_expr._shuffle import P2PShuffle
 from dask.utils import get_default_shuffle_method
-from distributed import Scheduler
 from distributed.shuffle._core import P2PBarrierTask, ShuffleRun, barrier_key
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
@@ -56,17 +55,6 @@ def test_scheduler_plugin_has_what_we_replace():
     assert parameters(ShuffleSchedulerPlugin._set_restriction) == ["self", "ts", "worker"]
     assert "_retrieve_spec" in inspect.getsource(ShuffleSchedulerPlugin._create)
     assert "create_new_run" in inspect.getsource(ShuffleSchedulerPlugin._create)
-
-
-def test_barriers_that_run_again_have_what_we_replace():
-    """What a release does to a run, and who hears that a task is to run again."""
-    assert '"reschedule": self._reschedule' in inspect.getsource(Scheduler.__init__)
-    assert parameters(Scheduler._reschedule) == ["self", "key", "worker", "stimulus_id"]
-    assert "self.active_shuffles.get(shuffle_id)" in inspect.getsource(
-        ShuffleSchedulerPlugin.transition
-    )
-    assert parameters(ShuffleSchedulerPlugin._restart_recommendations) == ["self", "id"]
-    assert parameters(ShuffleWorkerPlugin.barrier) == ["self", "shuffle_id", "run_ids"]
 
 
 def test_worker_plugin_has_what_we_replace():
