@@ -279,11 +279,10 @@ class Carrier:
         self._lost(value)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of copies. Objects stay: a worker that closes still sends them to its peers."""
         with self._lock:
             self._is_closed = True
             self._due.clear()
-            self.objects.clear()
             self._places.clear()
         for tier in self._tiers.values():
             tier.close()

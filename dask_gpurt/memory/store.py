@@ -396,6 +396,11 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         for tell in told:
             tell(set())
 
+    def forget(self) -> None:
+        """Let go of objects: somebody else has them. Nobody asks for them here any more."""
+        with self._lock:
+            self._objects.clear()
+
     def clear(self) -> None:
-        """Let go of everything, once closed. Removes files: not the owner."""
+        """Let go of what tiers have, once closed. Removes files: not the owner."""
         self._carrier.close()

@@ -405,9 +405,10 @@ class ManagedMemory:
     async def close(self) -> None:
         """Leave the worker with the store it had, and with everything in that.
 
-        A worker that closes has no use for values, but still lists them in its last moments; so it
-        keeps the store, which lets go of what is in it. What is being written is waited for, so
-        that nobody writes any more when Dask removes the worker's directory.
+        A worker that closes has no use for values, but still lists them in its last moments, and
+        sends them to whoever asks; so it keeps the store and what is in memory. What is being
+        written is waited for, so that nobody writes any more when Dask removes the worker's
+        directory.
         """
         given: Given = {}
         if not memory_seams.is_closing(self._worker):
@@ -422,6 +423,7 @@ class ManagedMemory:
             self._levels.inherited.close()
             return_rest(self.store, self._stock, given)
             self._swap.remove(self._stock)
+            self.store.forget()
         if self._device is not None:
             self._device.close()
         self.store.close()
