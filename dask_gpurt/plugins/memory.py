@@ -92,6 +92,10 @@ class Besides(Protocol):
         """The process has memory again."""
 
 
+class _NotNow(Exception):
+    """A value cannot be read for want of memory or descriptors."""
+
+
 class ManagedMemory:
     """The store of one worker, from when the runtime is attached until it is detached.
 
@@ -243,42 +247,60 @@ class ManagedMemory:
     async def _get_data(
         self, stock: Callable[..., Awaitable[Any]], comm: Any, keys: Collection[Any], **kwargs: Any
     ) -> Any:
-        if self._is_closed:
-            cold = self._cold(keys)
-            keys = [key for key in keys if key not in cold]
         loans: list[int] = []
-        asked: set[Any] = set()
         try:
             # What is in memory may leave it while others are read.
-            while cold := self._cold(key for key in keys if key not in asked):
-                asked |= cold.keys()
+            while (cold := self._cold(keys, loans)) and not self._is_closed:
                 for key, nbytes in cold.items():
                     if (loan := await self._lend(key, nbytes)) is not None:
                         loans.append(loan)
+            if cold and self._worker.data is self.store:
+                keys = [key for key in keys if key not in cold]  # they are not read any more
             return await stock(comm, keys, **kwargs)
+        except _NotNow:
+            # Stock would try once more, on the event loop, and have the peer wait for ever.
+            return {"status": "busy"}
         finally:
             for loan in loans:
                 self.store.take_back(loan)
 
     async def _lend(self, key: Hashable, nbytes: int) -> int | None:
-        """Have a value read for a message, beside the loop; see `TieredStore.lend`."""
-        loan, began_s = None, self._loop.time()
-        # Without room for it the message goes without it, and its worker asks again. Without lanes
-        # the runtime was just taken off: stock's store has everything.
-        with contextlib.suppress(MemoryError, OSError, RuntimeError):
-            loan = await asyncio.wrap_future(
+        """Have a value read for a message, beside the loop; see `TieredStore.lend`.
+
+        Raises
+        ------
+        _NotNow
+            There is no room for it.
+        """
+        began_s = self._loop.time()
+        try:
+            reading = asyncio.wrap_future(
                 self._reads.submit(self.store.lend, key, priority=Priority.HIGH, path="lend")
             )
+        except RuntimeError:
+            return None  # the lane is closed
+        # Not awaited itself: a lane that closes cancels it, and this message goes on.
+        await asyncio.wait([reading])
+        if reading.cancelled():
+            return None
+        try:
+            loan = reading.result()
+        except (MemoryError, OSError) as error:
+            raise _NotNow from error
         if loan is not None:
             self._tell("get-data", ("disk-read", "seconds"), self._loop.time() - began_s)
             self._tell("get-data", ("disk-read", "bytes"), nbytes)
             self._tell("get-data", ("disk-read", "count"), 1)
         return loan
 
-    def _cold(self, keys: Iterable[Hashable]) -> dict[Hashable, int]:
-        """Which of these are here and not in memory, and what they take there."""
+    def _cold(self, keys: Iterable[Hashable], lent: Collection[int]) -> dict[Hashable, int]:
+        """Which of these are here and not at hand, and what they take in memory."""
         values = ((key, self.store.residency.values.get(key)) for key in keys)
-        return {key: value.nbytes for key, value in values if value and not value.is_home}
+        return {
+            key: value.nbytes
+            for key, value in values
+            if value and not value.is_home and value.serial not in lent
+        }
 
     # ------------------------------------------------------------------ what lies ahead
 

@@ -12,8 +12,14 @@ import pytest
 from distributed import Client, Worker, wait
 from distributed.worker import get_data_from_worker
 
+from dask_gpurt.memory.disk import DiskTier
 from tests.failure.gates import DEADLINE_S
-from tests.failure.memory_stage import make_block, open_small
+from tests.failure.memory_stage import (
+    make_block,
+    make_blocks,
+    open_small,
+    sum_of,
+)
 
 
 @pytest.fixture
@@ -66,3 +72,48 @@ def test_a_worker_that_closes_still_sends_what_it_has_in_memory(client: Client) 
     finally:
         client.loop.asyncio_loop.call_soon_threadsafe(lingers.may_go.set)
         closing.result(DEADLINE_S)
+
+
+class ShortOfRoom:
+    """Hooks for the reads of a disk tier: there is no memory for so many of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        self.left = times
+        self.threads: list[str] = []
+        read = DiskTier.get
+
+        def get(tier: DiskTier, place: Any) -> Any:
+            self.threads.append(threading.current_thread().name)
+            self.left -= 1
+            if self.left >= 0:
+                raise MemoryError("no room now")
+            return read(tier, place)
+
+        monkeypatch.setattr(DiskTier, "get", get)
+
+
+def test_a_peer_is_told_to_ask_again_for_what_cannot_be_read_now(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, asking = workers_of(client)
+    blocks = make_blocks(client, workers=[holder.address])
+    wait(blocks, timeout=DEADLINE_S)
+    cold = next(block for block in blocks if holder.data.is_cold(block.key))
+    short = ShortOfRoom(monkeypatch, times=2)
+    summed = client.submit(sum_of, cold, workers=[asking.address])
+    assert summed.result(DEADLINE_S) == sum_of(make_block(blocks.index(cold)))
+    # It is never tried on the event loop.
+    assert len(short.threads) == 3
+    assert all(name.startswith("gpurt read") for name in short.threads)
+
+
+def test_a_client_is_told_to_ask_again_for_what_cannot_be_read_now(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, _ = workers_of(client)
+    blocks = make_blocks(client)
+    wait(blocks, timeout=DEADLINE_S)
+    cold = next(block for block in blocks if holder.data.is_cold(block.key))
+    short = ShortOfRoom(monkeypatch, times=2)
+    assert sum_of(cold.result(DEADLINE_S)) == sum_of(make_block(blocks.index(cold)))
+    assert all(name.startswith("gpurt read") for name in short.threads)
