@@ -140,7 +140,8 @@ class Carrier:
             return
         except Exception as error:
             # Whatever a value's own pickling raises: it is a matter of that value alone.
-            logger.warning("cannot put %r away; it stays in memory: %s", move.key, _told(error))
+            if not self._is_closed:
+                logger.warning("cannot put %r away; it stays in memory: %s", move.key, _told(error))
             self._failed(move, for_good=not will_pass(error))
             return
         try:
@@ -226,6 +227,8 @@ class Carrier:
                     return
                 problem = _told(error)
         with self._lock:
+            if self._is_closed:
+                return  # what it was read from may be gone, and that is no loss
             value = self._residency.values.get(move.key)
             if not problem:
                 if self._residency.loaded(move):
@@ -244,7 +247,7 @@ class Carrier:
         Raises
         ------
         KeyError
-            It is not here, or cannot be read any more.
+            It is not here, or cannot be read any more, or the store was closed.
         MemoryError
             There is no room for it now.
         """
@@ -253,6 +256,8 @@ class Carrier:
                 if key in self.objects:
                     return self.objects[key]
                 value = self._residency.values[key]
+                if self._is_closed:
+                    raise KeyError(key)
                 level = min(value.copies)
                 place = self._places[value.serial, level]
             try:
@@ -261,7 +266,7 @@ class Carrier:
                 if will_pass(error):
                     raise
                 with self._lock:
-                    if self._residency.values.get(key) is not value:
+                    if self._is_closed or self._residency.values.get(key) is not value:
                         continue
                     if level not in value.copies or self._residency.lose(value, level):
                         self.begin(self._residency.take_moves())

@@ -49,18 +49,29 @@ async def return_cold(
 
 
 def _return(
-    store: TieredStore, stock: MutableMapping[Any, Any], serials: Mapping[Hashable, int]
+    store: TieredStore,
+    stock: MutableMapping[Any, Any],
+    serials: Mapping[Hashable, int],
+    *,
+    is_last: bool = False,
 ) -> Given:
-    for key in serials:
+    given = {}
+    for key, serial in serials.items():
         try:
             memory_seams.put_on_disk(stock, key, store[key])
+            given[key] = serial
         except KeyError:
             pass  # released meanwhile, or lost, of which the store tells by itself
         except Exception as error:
+            # It may be memory or descriptors that are short, and later there may be some.
+            if not is_last:
+                continue
             # As text: the error holds the value.
             logger.error("%r cannot be handed over (%s); it will be computed again", key, error)
             store.give_up(key)
-    return dict(serials)
+            if key in stock:  # a value before it
+                del stock[key]
+    return given
 
 
 def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Given) -> None:
@@ -76,4 +87,4 @@ def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Give
     for key, value in held.items():
         if key in rest:
             stock[key] = value
-    _return(store, stock, {key: n for key, n in rest.items() if key not in held})
+    _return(store, stock, {key: n for key, n in rest.items() if key not in held}, is_last=True)

@@ -39,7 +39,7 @@ from distributed.protocol.cuda import cuda_loads as put_together_on_device
 from distributed.protocol.cuda import cuda_serialize
 from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
-from distributed.spill import MaxSpillExceeded, SpillBuffer
+from distributed.spill import SpillBuffer
 from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.memory.foresight import Outlook, reachable
@@ -172,8 +172,8 @@ def put_on_disk(stock: Any, key: Any, value: Any) -> None:
                 del stock.slow[key]
             stock.slow[key] = value
             return
-        except (OSError, MaxSpillExceeded):
-            pass  # in memory it may have a place, and Dask says what is wrong with the disk
+        except Exception:
+            pass  # in memory it may have a place, and Dask says what is wrong with it or the disk
     stock[key] = value
 
 
@@ -263,8 +263,11 @@ def reschedule(key: Any) -> Any:
 
 
 def recompute(worker: Worker, key: Any) -> None:
-    """A value that the worker had is gone: have it computed again, here or elsewhere."""
-    if key in worker.state.tasks:
+    """A value that the worker had is gone: have it computed again, here or elsewhere.
+
+    Unless there is one again, or the store that the worker has by now has it.
+    """
+    if key in worker.state.tasks and key not in worker.data:
         worker.handle_stimulus(FreeKeysEvent(keys=[key], stimulus_id=f"gpurt-lost-value-{time()}"))
 
 

@@ -12,13 +12,18 @@ import pytest
 from distributed import Client, Worker, wait
 from distributed.worker import get_data_from_worker
 
+import dask_gpurt
 from dask_gpurt.memory.disk import DiskTier
 from tests.failure.gates import DEADLINE_S
 from tests.failure.memory_stage import (
+    N_BLOCKS,
+    expected_sums,
     make_block,
     make_blocks,
     open_small,
     sum_of,
+    sums_of,
+    until,
 )
 
 
@@ -117,3 +122,40 @@ def test_a_client_is_told_to_ask_again_for_what_cannot_be_read_now(
     short = ShortOfRoom(monkeypatch, times=2)
     assert sum_of(cold.result(DEADLINE_S)) == sum_of(make_block(blocks.index(cold)))
     assert all(name.startswith("gpurt read") for name in short.threads)
+
+
+def test_reads_under_way_when_the_runtime_is_disabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading, closed = threading.Event(), threading.Event()
+    read, close = DiskTier.get, DiskTier.close
+
+    def held(tier: DiskTier, place: Any) -> Any:
+        if threading.current_thread().name.startswith("gpurt read"):
+            reading.set()
+            assert closed.wait(DEADLINE_S)
+        return read(tier, place)
+
+    def close_and_tell(tier: DiskTier) -> None:
+        close(tier)
+        closed.set()
+
+    with open_small(tmp_path, n_workers=1, threads=4) as client:
+        (worker,) = client.cluster.workers.values()
+        # Nobody can compute them again.
+        blocks = client.scatter([make_block(number) for number in range(N_BLOCKS)])
+        until(lambda: len(worker.data.disk) > 10, "values stay in memory")
+        cold = [number for number, block in enumerate(blocks) if worker.data.is_cold(block.key)]
+        monkeypatch.setattr(DiskTier, "get", held)
+        monkeypatch.setattr(DiskTier, "close", close_and_tell)
+        # More than there are threads that read.
+        sums = [client.submit(sum_of, blocks[number]) for number in cold[:4]]
+        fetched = on_loop(client, client.gather([blocks[cold[4]]], asynchronous=True))
+        assert reading.wait(DEADLINE_S)
+        dask_gpurt.disable(client)
+        assert set(worker.data) >= {block.key for block in blocks}
+        assert client.gather(sums) == [sum_of(make_block(number)) for number in cold[:4]]
+        (found,) = fetched.result(DEADLINE_S)
+        assert sum_of(found) == sum_of(make_block(cold[4]))
+        assert sums_of(client, blocks) == expected_sums()
+    assert not [one.getMessage() for one in caplog.records if one.name.startswith("dask_gpurt")]

@@ -370,6 +370,51 @@ def test_closed_with_work_under_way():
     assert setup.tiers[0].used_nbytes == 0
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_closed_while_values_are_read(is_begun, caplog):
+    setup = Setup()
+    filled(setup, *"abcd")
+    setup.store.claim("task", ["a"], 0, (), lambda lost: None)
+    while not setup.read.calls:
+        setup.lanes[0].step()
+
+    def close():
+        setup.store.close()
+        setup.store.clear()
+
+    if is_begun:
+        get = setup.tiers[0]._tier.get
+        setup.tiers[0]._tier.get = lambda place: (close(), get(place))
+        setup.settle()
+    else:
+        close()
+        setup.settle()
+    assert setup.store.lend("b") is None
+    setup.settle()
+    # Whoever closed it took what was in it, or has no use for that any more.
+    assert not setup.lost
+    assert {"a", "b"} <= set(setup.store)
+    assert not caplog.records
+
+
+def test_closed_while_a_message_has_a_value_read(caplog):
+    setup = Setup()
+    filled(setup, *"abc")
+    get = setup.tiers[0]._tier.get
+
+    def close_and_get(place):
+        setup.store.close()
+        setup.store.clear()
+        return get(place)
+
+    setup.tiers[0]._tier.get = close_and_get
+    assert setup.store.lend("a") is None
+    setup.settle()
+    assert not setup.lost
+    assert "a" in setup.store
+    assert not caplog.records
+
+
 class Bytes(AgainstADict):
     """Random operations and a random order of what lanes do: values are those of a dict."""
 
