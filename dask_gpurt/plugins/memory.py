@@ -122,7 +122,8 @@ class ManagedMemory:
         self._relieved_at = self._moved_at = self._loop.time()
         #: Looks in a row at which the process took too much.
         self._n_over = 0
-        self._upcoming: list[Hashable] = []
+        #: Tasks that were about to begin when the queue was looked at last.
+        self._queued: list[Hashable] = []
         self._started = 0
         self._is_closed = False
         self._claims: dict[Hashable, Claim] = {}
@@ -311,14 +312,15 @@ class ManagedMemory:
             return hint if here is None else here
         return min(here, hint)
 
-    def _soon(self) -> list[Hashable]:
+    def _soon(self) -> Iterable[Hashable]:
         # Looking into the queue costs a pass over it, so what was seen serves for some tasks.
         started = self._worker.state.executed_count
         ahead = TASKS_AHEAD * self._worker.state.nthreads
-        if not self._upcoming or started - self._started >= ahead // 2:
+        if not self._queued or started - self._started >= ahead // 2:
             self._started = started
-            self._upcoming = list(memory_seams.queued_inputs(self._worker, ahead))
-        return self._upcoming
+            self._queued = memory_seams.queued(self._worker, ahead)
+        # Inputs of those that ended since would be read for nothing.
+        return memory_seams.inputs(self._worker, self._queued)
 
     async def _ask_ahead(self) -> None:
         """Ask the scheduler when values are needed that nothing here waits for."""

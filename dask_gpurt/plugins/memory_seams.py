@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 import logging
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, MutableMapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ __all__ = [
     "SpillBuffer",
     "StoreSwap",
     "dumps",
+    "inputs",
     "is_cancelled",
     "is_closing",
     "is_monitored",
@@ -61,7 +62,7 @@ __all__ = [
     "on_disk",
     "put_on_disk",
     "put_together_on_device",
-    "queued_inputs",
+    "queued",
     "ran",
     "recompute",
     "reschedule",
@@ -224,11 +225,18 @@ def next_local_use(worker: Worker, key: Hashable) -> Any:
     return reachable(min(uses)) if uses else None
 
 
-def queued_inputs(worker: Worker, n_tasks: int) -> Iterator[Any]:
-    """Inputs of the tasks that this worker will begin next, in that order."""
-    for task in islice(worker.state.ready.peekn(n_tasks), n_tasks):
-        for dependency in task.dependencies:
-            yield dependency.key
+def queued(worker: Worker, n_tasks: int) -> list[Any]:
+    """Keys of the tasks that this worker will begin next, in that order."""
+    return [task.key for task in islice(worker.state.ready.peekn(n_tasks), n_tasks)]
+
+
+def inputs(worker: Worker, keys: Iterable[Any]) -> Iterator[Any]:
+    """What those of some tasks take that have not begun."""
+    for key in keys:
+        task = worker.state.tasks.get(key)
+        if task is not None and task.state in _WILL_USE:
+            for dependency in task.dependencies:
+                yield dependency.key
 
 
 def ran(event: Any) -> tuple[Any, int, float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pathlib
@@ -18,6 +19,7 @@ from distributed import Client, Event, LocalCluster, wait, worker_client
 
 import dask_gpurt
 from dask_gpurt.memory.disk import DiskTier
+from tests.failure.gates import Gate, pass_gate
 
 MIB = 1 << 20
 
@@ -422,6 +424,25 @@ def test_memory_that_no_value_takes(monkeypatch):
         until(lambda: told)
         assert client.submit(sum, [1, 2]).result() == 3
     assert told == [31 * MIB]
+
+
+def test_inputs_of_tasks_that_are_over_are_not_read_ahead():
+    async def ahead(n_queued, dask_worker):
+        while len(dask_worker.state.ready) != n_queued:
+            await asyncio.sleep(0)
+        return list(dask_worker.data._upcoming())
+
+    with cluster(n_workers=1) as client, Gate() as gate:
+        (worker,) = client.cluster.workers.values()
+        first, second = client.scatter([1, 2])
+        running = client.submit(pass_gate, gate.path, priority=9)
+        gate.wait_for()
+        uses = [client.submit(str, n, priority=p) for n, p in ((first, 5), (second, 4))]
+        assert client.run(ahead, 2) == {worker.address: [first.key, second.key]}
+        gate.open()
+        wait([running, *uses])
+        # Fewer have ended than would have the queue looked at again.
+        assert client.run(ahead, 0) == {worker.address: []}
 
 
 def test_without_a_limit_the_worker_keeps_what_it_has():
