@@ -109,26 +109,24 @@ class Carrier:
             if move not in self._due:
                 return  # somebody who needed the room did it, or the store was closed
             del self._due[move]
-            value = self._residency.values.get(move.key)
-            is_wanted = value is not None and value.serial == move.serial
-            if is_wanted:
-                self._under_way[move] = threading.get_ident()
-            else:
-                self._residency.put_cancelled(move)
-            source = self.objects.get(move.key) if self._is_home(move.source) else None
-            place = self._places.get((move.serial, move.source))
-        if not is_wanted:
-            self._decide()
-            return
+            self._under_way[move] = threading.get_ident()
         try:
-            self._copy(move, source, place)
+            self._copy(move)
         finally:
             with self._lock:
                 del self._under_way[move]
                 self._ended.notify_all()
         self._decide()
 
-    def _copy(self, move: Put, source: Any, place: Any) -> None:
+    def _copy(self, move: Put) -> None:
+        with self._lock:
+            value = self._residency.values.get(move.key)
+            if value is None or value.serial != move.serial:
+                self._residency.put_cancelled(move)
+                return
+            # Held by this frame alone: who waits for its room goes on when this returns.
+            source = self.objects.get(move.key) if self._is_home(move.source) else None
+            place = self._places.get((move.serial, move.source))
         tier = self._tiers[move.target]
         try:
             if self._is_home(move.source):

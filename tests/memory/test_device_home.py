@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import weakref
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -387,6 +388,28 @@ def test_a_copy_that_another_thread_makes_is_waited_for():
     assert setup.levels("a") == ["pinned"]
     lane.join(PATIENCE_S)
     setup.device.close()
+
+
+def test_nobody_holds_what_left_when_who_waits_for_its_room_is_told():
+    setup = Setup()
+    array = setup.made(noise(600))
+    setup.store["a"] = array
+    left = weakref.ref(array)
+    del array
+    ended = setup.store._carrier._ended
+    notify_all = ended.notify_all
+    told = []
+
+    def tell():
+        told.append(left())
+        notify_all()
+
+    ended.notify_all = tell
+    setup.residency.levels[DEVICE].capacity_nbytes = 500
+    setup.store.decide()
+    setup.settle()
+    assert setup.store.is_cold("a")
+    assert told and set(told) == {None}
 
 
 def test_two_copies_that_need_room_themselves_do_not_wait_for_each_other():
