@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from statistics import median
@@ -120,6 +121,7 @@ class ManagedMemory:
         self._asking: asyncio.Task[None] | None = None
         self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
         self._relieved_at = self._moved_at = self._loop.time()
+        self._relief: Future[None] | None = None
         #: Looks in a row at which the process took too much.
         self._n_over = 0
         #: Tasks that were about to begin when the queue was looked at last.
@@ -367,21 +369,24 @@ class ManagedMemory:
         shards_nbytes = self._besides.shards_nbytes()
         pinned_nbytes = self._levels.pinned_nbytes
         if self._spill_nbytes is not None:
-            if process_nbytes > self._spill_nbytes and now - self._relieved_at > RELIEF_INTERVAL_S:
+            over_nbytes = process_nbytes - self._spill_nbytes
+            if over_nbytes > 0 and self._may_relieve(now):
+                # Not awaited: it may come after a large write, and Dask asks whether to pause only
+                # once this look is over. What it leaves is for the next one to see.
                 self._relieved_at = now
-                over_nbytes = process_nbytes - self._spill_nbytes
-                await asyncio.wrap_future(
-                    self._writes.submit(self._relieve, over_nbytes, priority=Priority.HIGH)
+                relieve = partial(self._relieve, over_nbytes)
+                self._relief = self._writes.submit(
+                    _logged, relieve, priority=Priority.HIGH, path="relieve"
                 )
-                process_nbytes = self._worker.monitor.get_process_memory()
-                shards_nbytes = self._besides.shards_nbytes()
-            elif process_nbytes < self._target_nbytes:
+            else:
+                managed_nbytes = self.store.managed_nbytes + shards_nbytes + pinned_nbytes
+                self._unmanaged.append(process_nbytes - managed_nbytes)
+                self._n_over = self._n_over + 1 if over_nbytes > 0 else 0
+            if process_nbytes < self._target_nbytes:
                 self._besides.ease()
-            managed_nbytes = self.store.managed_nbytes + shards_nbytes + pinned_nbytes
-            self._unmanaged.append(process_nbytes - managed_nbytes)
-            unmanaged_nbytes = max(0, int(median(self._unmanaged)))
-            room = min(room, self._spill_nbytes - unmanaged_nbytes)
-            self._n_over = self._n_over + 1 if process_nbytes > self._spill_nbytes else 0
+            if self._unmanaged:
+                unmanaged_nbytes = max(0, int(median(self._unmanaged)))
+                room = min(room, self._spill_nbytes - unmanaged_nbytes)
         room -= shards_nbytes + pinned_nbytes
         self.store.fit(max(room, int(LEAST_SHARE * self._target_nbytes)))
         self._fit_device()
@@ -409,6 +414,10 @@ class ManagedMemory:
             self.store.evict()
         elif self._n_over == SAMPLES:
             memory_seams.warn_of_unmanaged(process_nbytes)
+
+    def _may_relieve(self, now: float) -> bool:
+        is_under_way = self._relief is not None and not self._relief.done()
+        return not is_under_way and now - self._relieved_at > RELIEF_INTERVAL_S
 
     def _relieve(self, over_nbytes: int) -> None:
         self._besides.relieve(over_nbytes)
@@ -473,4 +482,4 @@ def _logged(call: Callable[[], None]) -> None:
         call()
     except Exception:
         # Nobody asks for the result: an error of ours would pass without a word.
-        logger.exception("moving a value failed")
+        logger.exception("moving a value or giving memory back failed")

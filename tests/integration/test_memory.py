@@ -19,7 +19,7 @@ from distributed import Client, Event, LocalCluster, wait, worker_client
 
 import dask_gpurt
 from dask_gpurt.memory.disk import DiskTier
-from tests.failure.gates import Gate, pass_gate
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 
 MIB = 1 << 20
 
@@ -443,6 +443,45 @@ def test_inputs_of_tasks_that_are_over_are_not_read_ahead():
         wait([running, *uses])
         # Fewer have ended than would have the queue looked at again.
         assert client.run(ahead, 0) == {worker.address: []}
+
+
+def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
+    relieved = []
+    monkeypatch.setattr(
+        "dask_gpurt.plugins.memory.ManagedMemory._relieve", lambda self, nbytes: relieved.append(1)
+    )
+    monkeypatch.setattr("dask_gpurt.plugins.memory.RELIEF_INTERVAL_S", -1.0)
+
+    async def look(share, dask_worker):
+        dask_worker.monitor.get_process_memory = lambda: int(share * 32 * MIB)
+        monitor = dask_worker.memory_manager.memory_monitor
+        await asyncio.wait_for(monitor(dask_worker), DEADLINE_S)
+        return dask_worker.status.name
+
+    marks = {
+        "distributed.worker.memory.spill": 0.7,
+        "distributed.worker.memory.pause": 0.8,
+        "distributed.worker.memory.monitor-interval": "1h",
+    }
+    with cluster(n_workers=1, **marks) as client:
+        (worker,) = client.cluster.workers.values()
+        writing, go_on, written = (threading.Event() for _ in range(3))
+
+        def write():
+            writing.set()
+            assert go_on.wait(DEADLINE_S)
+
+        worker.data._lanes.write(write)
+        assert writing.wait(DEADLINE_S)
+        try:
+            for share, status in ((0.79, "running"), (0.9, "paused"), (0.5, "running")):
+                assert client.run(look, share) == {worker.address: status}
+        finally:
+            go_on.set()
+        worker.data._lanes.write(written.set)
+        assert written.wait(DEADLINE_S)
+        # Asked for twice, and the first is not done yet at the second.
+        assert len(relieved) == 1
 
 
 def test_without_a_limit_the_worker_keeps_what_it_has():
