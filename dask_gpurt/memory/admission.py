@@ -29,6 +29,8 @@ class Claim:
         Whether room was given to it.
     lost
         Inputs that turned out not to be readable any more.
+    given_up
+        Inputs that there is no room for: its task begins without them at home.
     """
 
     name: Hashable
@@ -39,6 +41,7 @@ class Claim:
     is_admitted: bool = False
     is_ready: bool = False
     lost: set[Hashable] = field(default_factory=set)
+    given_up: set[Hashable] = field(default_factory=set)
 
 
 class Admission:
@@ -101,6 +104,18 @@ class Admission:
             if any(value.key == key for value in claim.values):
                 claim.lost.add(key)
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether nothing runs or is written that could leave room for others."""
+        is_running = any(claim.is_ready for claim in self.running)
+        return not is_running and not self._residency.is_writing
+
+    def give_up(self, value: Value) -> None:
+        """There is no room to read a value: claims that wait for it are ready without it."""
+        for claim in self._loading:
+            if value in claim.values and not value.is_home:
+                claim.given_up.add(value.key)
+
     def due(self) -> list[Claim]:
         """Claims that became ready: admitted, with every input at home."""
         while self._waiting and self._admit(self._waiting[0]):
@@ -130,7 +145,7 @@ class Admission:
     def _missing(self, claim: Claim) -> bool:
         missing = False
         for value in self._there(claim.values):
-            if not value.is_home and value.key not in claim.lost:
+            if not value.is_home and value.key not in claim.lost | claim.given_up:
                 self._residency.load(value)
                 missing = True
         return missing

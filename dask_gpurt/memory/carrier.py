@@ -18,6 +18,7 @@ from typing import Any
 from dask_gpurt.errors import ValueRefusedError, will_pass
 from dask_gpurt.memory.port import Lane, Lanes, Packing, Tier
 from dask_gpurt.memory.residency import Drop, Load, Move, Put, Residency, Value
+from dask_gpurt.memory.shortage import Shortage
 
 logger = logging.getLogger("dask_gpurt.memory")
 
@@ -31,6 +32,8 @@ class Carrier:
         Its first levels are homes, one for each of `packings`; the others are `tiers`.
     lock
         Guards residency and books. Reentrant.
+    shortage
+        Told of what cannot be read for want of memory.
     decide
         Called when something ended that leaves other things to decide.
     lost
@@ -44,6 +47,7 @@ class Carrier:
         packings: Sequence[Packing],
         lanes: Lanes,
         lock: threading.RLock,  # type: ignore[valid-type]
+        shortage: Shortage,
         *,
         decide: Callable[[], None],
         lost: Callable[[Value], None],
@@ -53,6 +57,7 @@ class Carrier:
         self._packings = packings
         self._lanes = lanes
         self._lock = lock
+        self._shortage = shortage
         self._ended = threading.Condition(lock)
         self._decide = decide
         self._lost = lost
@@ -218,7 +223,9 @@ class Carrier:
             except Exception as error:
                 if will_pass(error):
                     with self._lock:
-                        self._residency.load_put_off(move)
+                        value = self._residency.load_put_off(move)
+                        if value is not None:
+                            self._shortage.add(value, _told(error))
                     # In a moment: what is short is not there at once. What ends before then has
                     # it decided as well.
                     self._lanes.owner(partial(self._lanes.later, self._decide))
@@ -229,8 +236,9 @@ class Carrier:
                 return  # what it was read from may be gone, and that is no loss
             value = self._residency.values.get(move.key)
             if not problem:
-                if self._residency.loaded(move):
+                if self._residency.loaded(move) and value is not None:
                     self.objects[move.key] = found
+                    self._shortage.read(value)
                 lost = False
             else:
                 lost = not self._residency.load_failed(move)
@@ -259,11 +267,15 @@ class Carrier:
                 level = min(value.copies)
                 place = self._places[value.serial, level]
             try:
-                return self._restore(value.home, level, place)
-            except Exception as error:
-                if will_pass(error):
-                    raise
+                found = self._restore(value.home, level, place)
                 with self._lock:
+                    self._shortage.read(value)
+                return found
+            except Exception as error:
+                with self._lock:
+                    if will_pass(error):
+                        self._shortage.add(value, _told(error))
+                        raise
                     if self._is_closed or self._residency.values.get(key) is not value:
                         continue
                     if level not in value.copies or self._residency.lose(value, level):
@@ -293,4 +305,5 @@ class Carrier:
 
 def _told(error: Exception) -> str:
     """What an error says. The error itself would hold the value by its traceback."""
-    return str(error) if isinstance(error, TypeError | OSError | MemoryError) else repr(error)
+    says = str(error) if isinstance(error, TypeError | OSError | MemoryError) else ""
+    return says or repr(error)

@@ -239,9 +239,9 @@ class Residency:
         value.last_used = self._tick()
         return True
 
-    def load_put_off(self, move: Load) -> None:
-        """A value was not read for want of memory; its copy is as good as before."""
-        self._load_ended(move)
+    def load_put_off(self, move: Load) -> Value | None:
+        """A value, if it still is one, was not read for want of memory; its copy is as good."""
+        return self._load_ended(move)
 
     def load_failed(self, move: Load) -> bool:
         """A copy could not be read and is let go of; False if the value has no other."""

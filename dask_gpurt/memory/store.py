@@ -24,6 +24,7 @@ from dask_gpurt.memory.loans import Loans
 from dask_gpurt.memory.port import Lanes, Packing, Tier
 from dask_gpurt.memory.report import explained, reported, spilled
 from dask_gpurt.memory.residency import Level, Priority, Residency, Value
+from dask_gpurt.memory.shortage import PutOff, Shortage
 
 #: Where objects of the host live.
 HOME = 0
@@ -73,8 +74,16 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         self._upcoming = upcoming
         self._on_lost = on_lost
         self._lock = threading.RLock()
+        self._shortage = Shortage()
         self._carrier = Carrier(
-            residency, tiers, packings, lanes, self._lock, decide=self.decide, lost=self._lose
+            residency,
+            tiers,
+            packings,
+            lanes,
+            self._lock,
+            self._shortage,
+            decide=self.decide,
+            lost=self._lose,
         )
         self._objects = self._carrier.objects
         self._loans = Loans()
@@ -269,6 +278,30 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """Tiers that could not be written to may be tried again."""
         with self._lock:
             self.residency.retry()
+
+    def put_off(self, now_s: float) -> list[PutOff]:
+        """What cannot be read for want of memory, and since when; longest first."""
+        with self._lock:
+            return self._shortage.look(now_s)
+
+    def give_in(self, put_off: Iterable[PutOff]) -> None:
+        """Whoever waits for these reads goes on, if nothing else does that could make room.
+
+        Tasks read for themselves, and fail if they cannot; messages learn it by `is_given_up`.
+        """
+        with self._lock:
+            if not self.admission.stands_still:
+                return
+            for one in put_off:
+                one.is_over = True
+                self.admission.give_up(one.value)
+        self.decide()
+
+    def is_given_up(self, key: Hashable) -> bool:
+        """Whether to wait no longer for a value that could not be read."""
+        with self._lock:
+            value = self.residency.values.get(key)
+            return value is not None and self._shortage.is_over(value)
 
     def cold(self) -> dict[Hashable, int]:
         """Serial numbers of the values that are not in memory, by key."""

@@ -24,6 +24,7 @@ from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import COMPUTE, Entry, Ledger
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.memory.admission import Claim
+from dask_gpurt.memory.backoff import Complaints
 from dask_gpurt.memory.policy import POLICIES
 from dask_gpurt.memory.port import Lanes
 from dask_gpurt.memory.residency import Residency, Value
@@ -33,6 +34,7 @@ from dask_gpurt.plugins import memory_seams
 from dask_gpurt.plugins.device_room import shards_on_device_nbytes
 from dask_gpurt.plugins.fine_metrics import amount
 from dask_gpurt.plugins.memory_levels import DEVICE, StoreLevels
+from dask_gpurt.plugins.memory_messages import Messages
 from dask_gpurt.plugins.memory_return import Given, return_cold, return_rest
 from dask_gpurt.plugins.seams import context_meter, event_loop
 from dask_gpurt.plugins.store_device import is_on_device
@@ -44,6 +46,8 @@ logger = logging.getLogger("dask_gpurt.memory")
 
 #: The store keeps at least this share of its room, however much memory it does not know of.
 LEAST_SHARE = 0.25
+#: Where values cannot be read for want of memory, it is said after so long.
+WARN_S = 3.0
 #: Tasks ahead of the one that runs, for each thread, whose inputs may be read early.
 TASKS_AHEAD = 8
 #: A worker under pressure asks the scheduler about this many values at a time.
@@ -93,10 +97,6 @@ class Besides(Protocol):
         """The process has memory again."""
 
 
-class _NotNow(Exception):
-    """A value cannot be read for want of memory or descriptors."""
-
-
 class ManagedMemory:
     """The store of one worker, from when the runtime is attached until it is detached.
 
@@ -121,6 +121,7 @@ class ManagedMemory:
         self._asking: asyncio.Task[None] | None = None
         self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
         self._relieved_at = self._moved_at = self._loop.time()
+        self._complaints = Complaints()
         self._relief: Future[None] | None = None
         #: Looks in a row at which the process took too much.
         self._n_over = 0
@@ -159,11 +160,12 @@ class ManagedMemory:
             on_lost=partial(memory_seams.recompute, worker),
         )
         self.store.adopt(*memory_seams.take_over(self._stock), level=levels.inherited_level)
+        self._messages = Messages(worker, self.store, self._reads, self._tell)
         self._swap = memory_seams.StoreSwap(
             worker,
             self.store,
             execute=self._execute,
-            get_data=self._get_data,
+            get_data=self._messages.get_data,
             monitor=self._monitor,
         )
         self._looking: asyncio.Task[None] | None = None
@@ -246,64 +248,6 @@ class ManagedMemory:
     def left(self, key: Hashable) -> None:
         """A task's result is in the store, or will not come."""
         self.store.measured.pop(key, None)
-
-    async def _get_data(
-        self, stock: Callable[..., Awaitable[Any]], comm: Any, keys: Collection[Any], **kwargs: Any
-    ) -> Any:
-        loans: list[int] = []
-        try:
-            # What is in memory may leave it while others are read.
-            while (cold := self._cold(keys, loans)) and not self._is_closed:
-                for key, nbytes in cold.items():
-                    if (loan := await self._lend(key, nbytes)) is not None:
-                        loans.append(loan)
-            if cold and self._worker.data is self.store:
-                keys = [key for key in keys if key not in cold]  # they are not read any more
-            return await stock(comm, keys, **kwargs)
-        except _NotNow:
-            # Stock would try once more, on the event loop, and have the peer wait for ever.
-            return {"status": "busy"}
-        finally:
-            for loan in loans:
-                self.store.take_back(loan)
-
-    async def _lend(self, key: Hashable, nbytes: int) -> int | None:
-        """Have a value read for a message, beside the loop; see `TieredStore.lend`.
-
-        Raises
-        ------
-        _NotNow
-            There is no room for it.
-        """
-        began_s = self._loop.time()
-        try:
-            reading = asyncio.wrap_future(
-                self._reads.submit(self.store.lend, key, priority=Priority.HIGH, path="lend")
-            )
-        except RuntimeError:
-            return None  # the lane is closed
-        # Not awaited itself: a lane that closes cancels it, and this message goes on.
-        await asyncio.wait([reading])
-        if reading.cancelled():
-            return None
-        try:
-            loan = reading.result()
-        except (MemoryError, OSError) as error:
-            raise _NotNow from error
-        if loan is not None:
-            self._tell("get-data", ("disk-read", "seconds"), self._loop.time() - began_s)
-            self._tell("get-data", ("disk-read", "bytes"), nbytes)
-            self._tell("get-data", ("disk-read", "count"), 1)
-        return loan
-
-    def _cold(self, keys: Iterable[Hashable], lent: Collection[int]) -> dict[Hashable, int]:
-        """Which of these are here and not at hand, and what they take in memory."""
-        values = ((key, self.store.residency.values.get(key)) for key in keys)
-        return {
-            key: value.nbytes
-            for key, value in values
-            if value and not value.is_home and value.serial not in lent
-        }
 
     # ------------------------------------------------------------------ what lies ahead
 
@@ -391,6 +335,7 @@ class ManagedMemory:
         self.store.fit(max(room, int(LEAST_SHARE * self._target_nbytes)))
         self._fit_device()
         self.store.retry()
+        self._look_at_reads(now)
         if now - self._moved_at > PATIENCE_S and self.store.hurry():
             self._moved_at = now
         self.store.decide()
@@ -398,6 +343,22 @@ class ManagedMemory:
             self._let_go(process_nbytes)
         if self.store.has_cold and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask_ahead(), name="gpurt-next-uses")
+
+    def _look_at_reads(self, now: float) -> None:
+        """Nobody waits without a word, or for ever, for what there is no memory to read."""
+        put_off = self.store.put_off(now)
+        if not put_off:
+            return
+        longest = put_off[0]
+        if longest.waited_s(now) > WARN_S and self._complaints.is_due("no memory to read", now):
+            logger.warning(
+                "no memory to read %d values, such as %r; what needs them waits: %s",
+                len(put_off),
+                longest.value.key,
+                longest.reason,
+            )
+        if now - self._moved_at > PATIENCE_S:
+            self.store.give_in([one for one in put_off if one.waited_s(now) > PATIENCE_S])
 
     def _fit_device(self) -> None:
         """Shards of shuffles take from the room of values on a device too."""
@@ -448,6 +409,7 @@ class ManagedMemory:
             level = self._levels.inherited_level
             given = await return_cold(self.store, self._stock, self._writes, level)
         self._is_closed = True
+        self._messages.close()
         for task in (self._asking, self._looking):
             if task is not None:
                 task.cancel()

@@ -14,6 +14,7 @@ from distributed.worker import get_data_from_worker
 
 import dask_gpurt
 from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.plugins import gathering, memory
 from tests.failure.gates import DEADLINE_S
 from tests.failure.memory_stage import (
     N_BLOCKS,
@@ -122,6 +123,37 @@ def test_a_client_is_told_to_ask_again_for_what_cannot_be_read_now(
     short = ShortOfRoom(monkeypatch, times=2)
     assert sum_of(cold.result(DEADLINE_S)) == sum_of(make_block(blocks.index(cold)))
     assert all(name.startswith("gpurt read") for name in short.threads)
+
+
+@pytest.mark.parametrize("where", ["here", "at a peer"])
+def test_a_task_whose_input_never_fits_fails_and_says_so(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "WARN_S", 0.0)
+    monkeypatch.setattr(memory, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(gathering, "PATIENCE_S", 0.01)
+    monitored = {
+        "distributed.worker.memory.spill": 0.99,
+        "distributed.worker.memory.monitor-interval": "5ms",
+    }
+    with open_small(tmp_path, **monitored) as client:
+        holder, asking = workers_of(client)
+        holder.monitor.get_process_memory = asking.monitor.get_process_memory = lambda: 0
+        blocks = make_blocks(client, workers=[holder.address])
+        wait(blocks, timeout=DEADLINE_S)
+        cold = next(block for block in blocks if holder.data.is_cold(block.key))
+        with monkeypatch.context() as patch:
+            ShortOfRoom(patch, times=10**9)
+            user = holder if where == "here" else asking
+            summed = client.submit(sum_of, cold, workers=[user.address])
+            with pytest.raises(MemoryError, match=r"no room now|has no memory for 1 inputs"):
+                summed.result(DEADLINE_S)
+        again = client.submit(sum_of, cold, workers=[user.address], pure=False)
+        assert again.result(DEADLINE_S) == sum_of(make_block(blocks.index(cold)))
+    said = [one.getMessage() for one in caplog.records if one.name == memory.logger.name]
+    said = [one for one in said if one.startswith("no memory to read")]
+    assert len(said) == 1
+    assert said[0].endswith("what needs them waits: no room now")
 
 
 def test_reads_under_way_when_the_runtime_is_disabled(

@@ -262,6 +262,79 @@ def test_no_memory_for_a_read_puts_it_off_for_a_moment():
     assert not setup.lost
 
 
+def never_enough_memory(setup):
+    def get(place):
+        raise MemoryError("no room at all")
+
+    setup.tiers[0]._tier.get = get
+
+
+def step_all_but_later(setup):
+    while lanes := [lane for lane in setup.lanes if lane is not setup.later]:
+        lanes[0].step()
+
+
+def test_a_task_whose_input_never_fits_begins_in_the_end_and_learns_why():
+    setup = Setup()
+    filled(setup, *"abc")
+    never_enough_memory(setup)
+    told = []
+    setup.store.claim("task", ["a"], 0, (), told.append)
+    step_all_but_later(setup)
+    (one,) = setup.store.put_off(0.0)
+    assert (one.value.key, one.reason, one.n_times) == ("a", "no room at all", 1)
+    setup.later.step()
+    step_all_but_later(setup)
+    assert one.n_times == 2
+    assert told == []
+    setup.store.give_in(setup.store.put_off(1.0))
+    setup.settle()
+    assert told == [set()]
+    with pytest.raises(MemoryError, match="no room at all"):
+        setup.store["a"]
+    assert not setup.lost
+
+
+def test_a_task_whose_input_does_not_fit_waits_while_another_runs():
+    setup = Setup()
+    filled(setup, *"abc")
+    running, ready = setup.store.claim("other", ["c"], 0, (), lambda lost: None)
+    assert ready or setup.settle() is None
+    never_enough_memory(setup)
+    told = []
+    setup.store.claim("task", ["a"], 0, (), told.append)
+    step_all_but_later(setup)
+    setup.store.give_in(setup.store.put_off(1.0))
+    step_all_but_later(setup)
+    assert told == []
+    setup.store.end(running)
+    setup.store.give_in(setup.store.put_off(1.0))
+    step_all_but_later(setup)
+    assert told == [set()]
+
+
+def test_a_message_is_told_when_a_value_is_given_up():
+    setup = Setup()
+    filled(setup, *"abc")
+    never_enough_memory(setup)
+    for is_over in (False, True, False):
+        with pytest.raises(MemoryError):
+            setup.store.lend("a")
+        assert setup.store.is_given_up("a") == is_over
+        setup.store.give_in(setup.store.put_off(0.0))
+
+
+def test_what_is_read_again_is_not_short_any_more():
+    setup = Setup()
+    filled(setup, *"abc")
+    setup.tiers[0].fail("get", MemoryError())
+    with pytest.raises(MemoryError):
+        setup.store.lend("a")
+    assert setup.store.put_off(0.0)
+    assert setup.store["a"] == b"a" * 40
+    assert not setup.store.put_off(0.0)
+
+
 def test_a_full_disk_keeps_values_in_memory():
     setup = Setup()
     for number in range(20):
