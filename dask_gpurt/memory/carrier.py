@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -130,27 +130,30 @@ class Carrier:
                 self._residency.put_cancelled(move)
                 return
             # Held by this frame alone: who waits for its room goes on when this returns.
-            source = self.objects.get(move.key) if self._is_home(move.source) else None
+            is_home = self._is_home(move.source)
+            source = self.objects.get(move.key) if is_home else None
             place = self._places.get((move.serial, move.source))
+            # What cannot be taken apart cannot be for any other tier either.
+            tiers = self._residency.chains[value.home] if is_home else (move.target,)
         tier = self._tiers[move.target]
         try:
-            if self._is_home(move.source):
+            if is_home:
                 flat = self._packings[move.source].flatten(source)
             else:
                 flat = self._tiers[move.source].get(place)
         except ValueRefusedError:
-            self._failed(move, for_good=True)
+            self._failed(move, [move.target])
             return
         except Exception as error:
             # Whatever a value's own pickling raises: it is a matter of that value alone.
             if not self._is_closed:
                 logger.warning("cannot put %r away; it stays in memory: %s", move.key, _told(error))
-            self._failed(move, for_good=not will_pass(error))
+            self._failed(move, [] if will_pass(error) else tiers)
             return
         try:
             place = tier.put(flat)
         except ValueRefusedError:
-            self._failed(move, for_good=True)
+            self._failed(move, [move.target])
             return
         except (OSError, MemoryError):
             # Full, or it says what is wrong, once; another tier may take the value.
@@ -165,9 +168,9 @@ class Carrier:
         if not useful:
             tier.drop(place)
 
-    def _failed(self, move: Put, *, for_good: bool = False) -> None:
+    def _failed(self, move: Put, refused: Collection[int] = ()) -> None:
         with self._lock:
-            self._residency.put_failed(move, for_good=for_good)
+            self._residency.put_failed(move, refused)
 
     def make_room(self, home: int, nbytes: int) -> bool:
         """Have values leave a home before this returns, for an allocation that found no room there.

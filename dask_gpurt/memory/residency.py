@@ -11,7 +11,7 @@ decides who may run, `memory.policy` who has to go. Not thread-safe: the owner s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,23 +211,22 @@ class Residency:
         """A copy was not begun, because nobody has that value any more."""
         self._puts -= 1
 
-    def put_failed(self, move: Put, *, for_good: bool = False) -> None:
+    def put_failed(self, move: Put, refused: Collection[int] = ()) -> None:
         """A copy could not be made: the value stays where it is.
 
         Parameters
         ----------
-        for_good
-            That tier will never take this value; otherwise it takes nothing for now.
+        refused
+            Tiers that will never take this value. If there are none, that of the move is blocked.
         """
         self._puts -= 1
         value = self._current(move)
-        if not for_good:
+        if not refused:
             self.levels[move.target].is_blocked = True
         if value is None:
             return
         value.moving = None
-        if for_good:
-            value.refused.add(move.target)
+        value.refused.update(refused)
         self.levels[move.source].leaving_nbytes -= value.copies[move.source]
 
     def loaded(self, move: Load) -> bool:

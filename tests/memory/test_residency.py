@@ -392,7 +392,7 @@ class Histories(RuleBasedStateMachine):
             if outcome == "done":
                 self.residency.put_done(move, value.nbytes if value else 1)
             else:
-                self.residency.put_failed(move, for_good=outcome == "for good")
+                self.residency.put_failed(move, [move.target] if outcome == "for good" else [])
         elif outcome == "done":
             self.residency.loaded(move)
         elif outcome == "failed":

@@ -359,6 +359,18 @@ def test_what_cannot_be_taken_apart_stays_and_the_others_leave():
     assert setup.residency.levels[0].used_nbytes <= 1100
 
 
+def test_what_cannot_be_taken_apart_is_tried_and_told_of_once(caplog):
+    setup = Setup(capacity=1100, n_tiers=3)
+    setup.store["event"] = threading.Event()
+    for number in range(10):
+        setup.store[number] = b"x" * 40
+        setup.store.evict()
+        setup.settle()
+    assert "event" in setup.store.memory
+    assert ["event" in record.getMessage() for record in caplog.records] == [True]
+    assert setup.store.explain("event")["refused_by"] == ["tier 0", "tier 1", "tier 2"]
+
+
 def test_a_tier_that_is_full_passes_values_on():
     setup = Setup(n_tiers=2)
     setup.tiers[0]._tier.put = lambda flat: (_ for _ in ()).throw(TierFullError("full"))
