@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from dask_gpurt.errors import ValueRefusedError, will_pass
+from dask_gpurt.errors import TierFullError, ValueRefusedError, will_pass
+from dask_gpurt.memory.moves import Drop, Load, Move, Put
 from dask_gpurt.memory.port import Lane, Lanes, Packing, Tier
-from dask_gpurt.memory.residency import Drop, Load, Move, Put, Residency, Value
+from dask_gpurt.memory.residency import Residency, Value
 from dask_gpurt.memory.shortage import Shortage
 
 logger = logging.getLogger("dask_gpurt.memory")
@@ -155,9 +156,10 @@ class Carrier:
         except ValueRefusedError:
             self._failed(move, [move.target])
             return
-        except (OSError, MemoryError):
+        except (OSError, MemoryError) as error:
             # Full, or it says what is wrong, once; another tier may take the value.
-            self._failed(move)
+            is_full = isinstance(error, TierFullError) or not will_pass(error)
+            self._failed(move, is_full=is_full)
             return
         del flat, source
         with self._lock:
@@ -168,9 +170,9 @@ class Carrier:
         if not useful:
             tier.drop(place)
 
-    def _failed(self, move: Put, refused: Collection[int] = ()) -> None:
+    def _failed(self, move: Put, refused: Collection[int] = (), *, is_full: bool = False) -> None:
         with self._lock:
-            self._residency.put_failed(move, refused)
+            self._residency.put_failed(move, refused, is_full=is_full)
 
     def make_room(self, home: int, nbytes: int) -> bool:
         """Have values leave a home before this returns, for an allocation that found no room there.

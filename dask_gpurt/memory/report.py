@@ -9,7 +9,8 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from dask_gpurt.memory.admission import Admission
-from dask_gpurt.memory.residency import SMALL_NBYTES, Load, Put, Residency, Value
+from dask_gpurt.memory.moves import Load, Put
+from dask_gpurt.memory.residency import SMALL_NBYTES, Residency, Value
 
 
 def explained(residency: Residency, key: Hashable) -> dict[str, Any]:

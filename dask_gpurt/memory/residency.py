@@ -11,10 +11,13 @@ decides who may run, `memory.policy` who has to go. Not thread-safe: the owner s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dask_gpurt.memory.backoff import Backoff
+from dask_gpurt.memory.moves import Drop, Load, Move, Put
 from dask_gpurt.memory.order import RANKED_AT_ONCE, Order
 from dask_gpurt.memory.policy import Candidate, EvictionPolicy
 
@@ -33,38 +36,6 @@ LOW_WATER = 0.95
 #: What is brought home ahead of need may hold at most this share of a level, but for the first.
 #: More would hide no more of the reading, and every byte of it evicts one that is needed later.
 AHEAD_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class Put:
-    """Copy a value from one level into a tier further down."""
-
-    key: Hashable
-    serial: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class Load:
-    """Bring a value back to its home."""
-
-    key: Hashable
-    serial: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Let go of one copy. It is counted as gone already."""
-
-    key: Hashable
-    serial: int
-    level: int
-
-
-Move = Put | Load | Drop
 
 
 @dataclass(eq=False, slots=True)
@@ -113,7 +84,26 @@ class Level:
     leaving_nbytes: int = 0
     #: A put failed for want of room or for an error; until `retry`, or until room came free.
     is_blocked: bool = False
+    #: How long it is left alone where the tier had no room, and whether that is to be seen to.
+    backoff: Backoff = field(default_factory=Backoff)
+    was_full: bool = False
     members: dict[Hashable, Value] = field(default_factory=dict)
+
+    def retry(self, now_s: float) -> None:
+        """A put that failed may be tried again: at once, or after a while where there was no room.
+
+        Values would be taken apart for nothing, over and over, while nothing else goes on.
+        """
+        if self.was_full:
+            self.was_full = False
+            self.backoff = self.backoff.after_failure(now_s)
+        if not self.backoff.is_waiting(now_s):
+            self.is_blocked = False
+
+    def has_room(self) -> None:
+        """A put was done, or a copy let go of."""
+        self.is_blocked = self.was_full = False
+        self.backoff = Backoff()
 
     def shortage_nbytes(self, want_nbytes: int = 0, mark: float = 1.0) -> int:
         """Bytes above a share of the capacity, were `want_nbytes` more to come."""
@@ -201,6 +191,7 @@ class Residency:
             return False
         value.moving = None
         self._add(value, move.target, nbytes)
+        self.levels[move.target].has_room()
         self.levels[move.source].leaving_nbytes -= value.copies[move.source]
         # Wanted again meanwhile: the copy was not in vain, it stays as a clean one.
         if move.source != value.home or not value.pins:
@@ -211,18 +202,23 @@ class Residency:
         """A copy was not begun, because nobody has that value any more."""
         self._puts -= 1
 
-    def put_failed(self, move: Put, refused: Collection[int] = ()) -> None:
+    def put_failed(
+        self, move: Put, refused: Collection[int] = (), *, is_full: bool = False
+    ) -> None:
         """A copy could not be made: the value stays where it is.
 
         Parameters
         ----------
         refused
             Tiers that will never take this value. If there are none, that of the move is blocked.
+        is_full
+            The tier has no room for it, or cannot be written to.
         """
         self._puts -= 1
         value = self._current(move)
         if not refused:
             self.levels[move.target].is_blocked = True
+            self.levels[move.target].was_full |= is_full
         if value is None:
             return
         value.moving = None
@@ -262,10 +258,10 @@ class Residency:
         self._drop(value, level)
         return True
 
-    def retry(self) -> None:
-        """Tiers that failed may be tried again."""
+    def retry(self, now_s: float = math.inf) -> None:
+        """Tiers that failed may be tried again, if it is time."""
         for level in self.levels:
-            level.is_blocked = False
+            level.retry(now_s)
 
     def pin(self, value: Value) -> None:
         """The object must stay. Eviction that is under way is not stopped; its copy stays clean."""
@@ -482,7 +478,7 @@ class Residency:
         level = self.levels[number]
         level.used_nbytes -= value.copies.pop(number)
         del level.members[value.key]
-        level.is_blocked = False
+        level.has_room()
         self._orders[number].changed()
         self._done.append(Drop(value.key, value.serial, number))
 

@@ -11,6 +11,7 @@ there. Knows no Dask; `plugins.memory` makes it a worker's.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -274,10 +275,10 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         with self._lock:
             return self.admission.hurry()
 
-    def retry(self) -> None:
-        """Tiers that could not be written to may be tried again."""
+    def retry(self, now_s: float = math.inf) -> None:
+        """Tiers that could not be written to may be tried again, if it is time."""
         with self._lock:
-            self.residency.retry()
+            self.residency.retry(now_s)
 
     def put_off(self, now_s: float) -> list[PutOff]:
         """What cannot be read for want of memory, and since when; longest first."""

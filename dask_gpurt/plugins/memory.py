@@ -334,7 +334,7 @@ class ManagedMemory:
         room -= shards_nbytes + pinned_nbytes
         self.store.fit(max(room, int(LEAST_SHARE * self._target_nbytes)))
         self._fit_device()
-        self.store.retry()
+        self.store.retry(now)
         self._look_at_reads(now)
         if now - self._moved_at > PATIENCE_S and self.store.hurry():
             self._moved_at = now

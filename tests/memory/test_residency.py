@@ -14,6 +14,7 @@ from hypothesis.stateful import (
 )
 
 from dask_gpurt.memory.admission import Admission
+from dask_gpurt.memory.moves import Drop, Load, Put
 from dask_gpurt.memory.order import RANKED_AT_ONCE
 from dask_gpurt.memory.policy import POLICIES
 from dask_gpurt.memory.residency import (
@@ -21,10 +22,7 @@ from dask_gpurt.memory.residency import (
     MAX_MOVES,
     MAX_PASSED,
     SMALL_NBYTES,
-    Drop,
     Level,
-    Load,
-    Put,
     Residency,
 )
 
@@ -163,6 +161,45 @@ def test_a_blocked_tier_is_left_alone_until_retried():
     residency.retry()
     settle(residency)
     assert where(residency)["a"] == [1]
+
+
+def full(residency):
+    """Everything that is due finds no room; returns how many tried."""
+    moves = [move for move in residency.due() if isinstance(move, Put)]
+    for move in moves:
+        residency.put_failed(move, is_full=True)
+    return len(moves)
+
+
+def test_a_full_tier_is_tried_less_and_less_often():
+    residency = two_levels(50)
+    residency.insert("a", 80)
+    tried_s = []
+    for tenth in range(200):
+        residency.retry(tenth / 10)
+        if full(residency):
+            tried_s.append(tenth / 10)
+    # Each failure is seen at the look after it.
+    assert tried_s == [0.0, 1.1, 3.2, 7.3, 15.4]
+
+
+def test_a_full_tier_is_tried_at_once_when_it_has_room():
+    residency = two_levels(50)
+    residency.insert("b", 30)
+    residency.insert("a", 30)
+    (settled,) = settle(residency)[:1]
+    residency.insert("c", 80)
+    # The third time: it would be left alone for four seconds.
+    for now_s in (0.0, 0.1, 1.2, 1.3, 3.4, 3.5):
+        residency.retry(now_s)
+        assert bool(full(residency)) == (now_s in (0.0, 1.2, 3.4))
+    residency.remove(settled.key)
+    assert full(residency)
+    # And then for one.
+    residency.retry(3.6)
+    assert not full(residency)
+    residency.retry(4.7)
+    assert full(residency)
 
 
 def test_few_writes_are_under_way_at_once():

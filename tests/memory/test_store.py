@@ -7,6 +7,7 @@ had, and the same one again.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,7 +21,7 @@ from dask_gpurt.frames.values import Flat
 from dask_gpurt.memory.host_tiers import PinnedTier
 from dask_gpurt.memory.policy import POLICIES
 from dask_gpurt.memory.port import Lanes, Packing
-from dask_gpurt.memory.residency import Level, Residency
+from dask_gpurt.memory.residency import MAX_MOVES, Level, Residency
 from dask_gpurt.memory.store import HOME, TieredStore
 from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.stepping import FailingTier, ListLane
@@ -369,6 +370,38 @@ def test_what_cannot_be_taken_apart_is_tried_and_told_of_once(caplog):
     assert "event" in setup.store.memory
     assert ["event" in record.getMessage() for record in caplog.records] == [True]
     assert setup.store.explain("event")["refused_by"] == ["tier 0", "tier 1", "tier 2"]
+
+
+def test_values_are_not_taken_apart_over_and_over_for_a_full_tier():
+    setup = Setup(tier_nbytes=50)
+    taken_apart = []
+    packing = setup.store._packings[0]
+    counted = replace(packing, flatten=lambda v: (taken_apart.append(v), flatten(v))[1])
+    setup.store._packings[0] = counted
+    filled(setup, *"abcdef")
+    del taken_apart[:]
+    for look in range(100):
+        setup.store.retry(look / 10)
+        setup.store.decide()
+        setup.settle()
+    # At 1, 3 and 7 s, each time by all that could leave.
+    assert 0 < len(taken_apart) <= 3 * MAX_MOVES
+    (cold,) = setup.store.cold()
+    del setup.store[cold]
+    setup.store.decide()
+    setup.settle()
+    assert setup.store.has_cold
+
+
+def test_want_of_memory_is_no_full_tier():
+    setup = Setup()
+    setup.tiers[0].fail("put", MemoryError())
+    filled(setup, *"abc")
+    assert not setup.store.has_cold
+    setup.store.retry(0.0)
+    setup.store.decide()
+    setup.settle()
+    assert setup.store.has_cold
 
 
 def test_a_tier_that_is_full_passes_values_on():
