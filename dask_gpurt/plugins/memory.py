@@ -25,12 +25,14 @@ from dask_gpurt.devices.ledger import COMPUTE, Entry, Ledger
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.memory.admission import Claim
 from dask_gpurt.memory.backoff import Complaints
+from dask_gpurt.memory.foresight import reachable
 from dask_gpurt.memory.policy import POLICIES
 from dask_gpurt.memory.port import Lanes
 from dask_gpurt.memory.residency import Residency, Value
 from dask_gpurt.memory.sizes import Sizes
 from dask_gpurt.memory.store import HOME, TieredStore
 from dask_gpurt.plugins import memory_seams
+from dask_gpurt.plugins.at_hand import AtHand
 from dask_gpurt.plugins.device_room import shards_on_device_nbytes
 from dask_gpurt.plugins.fine_metrics import amount
 from dask_gpurt.plugins.memory_levels import DEVICE, StoreLevels
@@ -159,6 +161,7 @@ class ManagedMemory:
             upcoming=self._soon,
             on_lost=partial(memory_seams.recompute, worker),
         )
+        self._at_hand = AtHand(worker, self._is_cold)
         self.store.adopt(*memory_seams.take_over(self._stock), level=levels.inherited_level)
         self._messages = Messages(worker, self.store, self._reads, self._tell)
         self._swap = memory_seams.StoreSwap(
@@ -234,6 +237,7 @@ class ManagedMemory:
         if ran is not None:
             value, nbytes, took_s = ran
             self._sizes.learn(group, nbytes, self._home_of(value))
+            self._at_hand.learn(group, sum(one.nbytes for one in claim.values), nbytes)
             # By Dask, in the task's thread. To do so again would hold up the loop.
             self.store.measured[key] = nbytes
             now_s = self._besides.ledger.clock()
@@ -252,11 +256,17 @@ class ManagedMemory:
     # ------------------------------------------------------------------ what lies ahead
 
     def _next_use(self, key: Hashable) -> Any:
-        here = memory_seams.next_local_use(self._worker, key)
+        users = memory_seams.local_users(self._worker, key)
+        first = self._at_hand.use(users, is_home=not self._is_cold(key))
+        here = reachable(first) if first is not None else None
         hint = self._hints.get(key)
         if here is None or hint is None:
             return hint if here is None else here
         return min(here, hint)
+
+    def _is_cold(self, key: Hashable) -> bool:
+        value = self.store.residency.values.get(key)
+        return value is not None and not value.is_home
 
     def _soon(self) -> Iterable[Hashable]:
         # Looking into the queue costs a pass over it, so what was seen serves for some tasks.
@@ -270,9 +280,7 @@ class ManagedMemory:
 
     async def _ask_ahead(self) -> None:
         """Ask the scheduler when values are needed that nothing here waits for."""
-        unknown = (
-            key for key in self.store if memory_seams.next_local_use(self._worker, key) is None
-        )
+        unknown = (key for key in self.store if not memory_seams.local_users(self._worker, key))
         keys = list(islice(unknown, MAX_ASKED))
         try:
             uses = await self._worker.scheduler.gpurt_next_uses(
@@ -418,6 +426,7 @@ class ManagedMemory:
             self._levels.inherited.close()
             return_rest(self.store, self._stock, given)
             self._swap.remove(self._stock)
+            self._at_hand.remove()
             self.store.forget()
         if self._device is not None:
             self._device.close()

@@ -42,7 +42,7 @@ from distributed.sizeof import safe_sizeof
 from distributed.spill import SpillBuffer
 from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent, RescheduleEvent
 
-from dask_gpurt.memory.foresight import Outlook, reachable
+from dask_gpurt.memory.foresight import Outlook
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
@@ -57,7 +57,7 @@ __all__ = [
     "is_monitored",
     "is_on_device",
     "loads",
-    "next_local_use",
+    "local_users",
     "next_uses",
     "on_disk",
     "put_on_disk",
@@ -215,14 +215,13 @@ def warn_of_unmanaged(process_nbytes: int) -> None:
     )
 
 
-def next_local_use(worker: Worker, key: Hashable) -> Any:
-    """When a task on this worker takes a value next; None if none is known to."""
+def local_users(worker: Worker, key: Hashable) -> list[Any]:
+    """Tasks on this worker that will take a value."""
     task = worker.state.tasks.get(key)  # type: ignore[call-overload]
     if task is None:
-        return None
+        return []
     # A list first: the event loop may add to it while an allocation makes room in another thread.
-    uses = [user.priority for user in list(task.dependents) if user.state in _WILL_USE]
-    return reachable(min(uses)) if uses else None
+    return [user for user in list(task.dependents) if user.state in _WILL_USE]
 
 
 def queued(worker: Worker, n_tasks: int) -> list[Any]:
