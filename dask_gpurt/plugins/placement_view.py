@@ -72,7 +72,8 @@ class PlacementView:
         self.with_gpu: set[str] = set()
         #: By key, then by worker: when an input that a decision had it fetch will be there.
         self._arrivals: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
-        #: By worker: when it will have all that decisions had it fetch.
+        #: By worker: when it will have all that decisions had it fetch. Forgotten, where that is
+        #: looked at, once it needs nothing any more.
         self._receiving_until: dict[str, float] = {}
 
     def add_worker(self, ws: WorkerState) -> None:
@@ -122,6 +123,9 @@ class PlacementView:
             if n_tasks:
                 busy_s = self.ahead_s(ws, slowness) if state.queued else self.busy_s(ws, slowness)
             until = receiving_until.get(address)
+            if until is not None and not ws.needs_what:
+                until = None
+                del receiving_until[address]
             terms = (
                 address,
                 ws.nthreads,
@@ -139,11 +143,7 @@ class PlacementView:
 
     def is_ready(self, ws: WorkerState) -> bool:
         """Whether a worker with nothing to do can fetch and run a task as quickly as any."""
-        address = ws.address
-        return (
-            self._receiving_until.get(address, 0.0) <= self._clock()
-            and self.speeds.learned(address) <= 1
-        )
+        return self._free_at(ws) is None and self.speeds.learned(ws.address) <= 1
 
     @staticmethod
     def room_nbytes(ws: WorkerState) -> float:
@@ -384,7 +384,7 @@ class PlacementView:
             if address not in one.holders and address not in one.arriving_s
         ]
         if missing:
-            at = self._free_at(address)
+            at = self._free_at(self._scheduler.workers[address]) or self._clock()
             fetches = fetches_s(missing, address, self.paths.places)
             for one, seconds in zip(missing, fetches, strict=True):
                 at += seconds
@@ -397,18 +397,23 @@ class PlacementView:
         """The same of a task of which each input has one holder, all over ways that are alike."""
         arrivals = self._arrivals
         latency_s, bandwidth = way.latency_s, way.bandwidth_nbytes_per_s
-        at = self._free_at(address)
+        at = self._free_at(self._scheduler.workers[address]) or self._clock()
         for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
             if holder != address:
                 at += latency_s + nbytes / bandwidth
                 arrivals.setdefault(dts.key, {})[address] = at
         self._receives_until(address, at)
 
-    def _free_at(self, address: str) -> float:
-        """When a worker will have all it is fetching already."""
-        now = self._clock()
-        until = self._receiving_until.get(address, now)
-        return until if until > now else now
+    def _free_at(self, ws: WorkerState) -> float | None:
+        """When a worker will have all it is fetching already; None if it should have it by now."""
+        until = self._receiving_until.get(ws.address)
+        if until is None:
+            return None
+        if not ws.needs_what:
+            # It came sooner than expected, or is not needed there any more.
+            del self._receiving_until[ws.address]
+            return None
+        return until if until > self._clock() else None
 
     def _receives_until(self, address: str, at: float) -> None:
         self._receiving_until[address] = at

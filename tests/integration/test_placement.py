@@ -253,6 +253,31 @@ async def test_a_task_goes_where_its_input_is_being_fetched(c, s, b):
         assert len(b.transfer_incoming_log) == 1
 
 
+@gen_cluster(client=True, nthreads=[("", 1)] * 3, config=ONE_SECOND_EACH)
+async def test_a_transfer_that_ended_sooner_than_expected_is_not_waited_for(c, s, a, b, busy):
+    """Here a gigabyte takes no time, and 1,000 seconds by what is known of the way."""
+    placement = Placement(s, "data-aware", clock=lambda: 0.0)
+    placement.observe(b.address, {a.address: (1e8, 100)})
+    x = c.submit(Large, key="x", workers=[a.address])
+    await wait(x)
+    await wait(c.submit(id, x, key="first", workers=[b.address]))
+    most = c.submit(np.ones, 300_000, key="most", workers=[b.address])
+    less = c.submit(np.ones, 200_000, key="less", workers=[busy.address])
+    await wait([most, less])
+    gate = Event()
+    blocked = [
+        c.submit(lambda gate: gate.wait(), gate, key=f"blocked-{i}", workers=[busy.address])
+        for i in range(2)
+    ]
+    await async_poll_for(lambda: len(s.workers[busy.address].processing) == 2, timeout=10)
+    both = c.submit(lambda x, y: None, most, less, key="both")
+    await wait(both)
+    chosen = {ws.address for ws in s.tasks["both"].who_has}
+    await gate.set()
+    await c.gather(blocked)
+    assert chosen == {b.address}, placement.explain("both")
+
+
 # ------------------------------------------------------------------ devices
 
 
