@@ -78,6 +78,7 @@ class Placement:
         """Stock decides from here on."""
         self._relief.close()
         self._swap.remove()
+        self._roots.close()
 
     def add_worker(self, ws: WorkerState) -> None:
         """A worker came."""
@@ -86,6 +87,7 @@ class Placement:
     def remove_worker(self, address: str) -> None:
         """A worker left."""
         self._view.remove_worker(address)
+        self._roots.remove_worker()
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
         """A worker received data, at these rates."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.cost import join_s
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Seat, seat
+from dask_gpurt.plugins.held_back import HeldBack
 from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.placement_view import MAX_CHAIN, MIN_JOIN_NBYTES, PlacementView
 
@@ -52,6 +53,7 @@ class RootPlaces:
         self._scheduler = scheduler
         self._view = view
         self._clock = clock
+        self._held_back = HeldBack(scheduler)
         self._last_host: str | None = None
         #: By host behind a slow link: when what was made there will have left.
         self._leaving_until: dict[str, float] = {}
@@ -65,17 +67,26 @@ class RootPlaces:
         if chosen is None:
             chosen = self._next_to_last(stock, is_queued=may_wait) if is_queueing else stock
             if is_queueing and self._is_behind_slow_link(chosen):
-                found = self._where_it_can_leave(ts, chosen)
-                if found is None and may_wait:
+                found = self._where_it_can_leave(ts, chosen, may_wait=may_wait)
+                if found is None:
                     return None
-                chosen = found or chosen
+                chosen = found
         if self._view.slowness(chosen) > 1:
-            quicker = self._where_it_is_done_sooner(ts, chosen)
-            if quicker is None and may_wait and is_queueing:
+            quicker = self._where_it_is_done_sooner(ts, chosen, may_wait=may_wait and is_queueing)
+            if quicker is None:
                 return None
-            chosen = quicker or chosen
+            chosen = quicker
         self._last_host = chosen.host
+        self._held_back.placed(ts)
         return chosen
+
+    def remove_worker(self) -> None:
+        """A worker left."""
+        self._held_back.remove_worker()
+
+    def close(self) -> None:
+        """Nobody is asked here any more."""
+        self._held_back.close()
 
     # ------------------------------------------------------------------ near what it belongs to
 
@@ -175,17 +186,22 @@ class RootPlaces:
             paths.outlet_nbytes_per_s(ws.address) < SLOW_SHARE * paths.usual_outlet_nbytes_per_s()
         )
 
-    def _where_it_can_leave(self, ts: TaskState, chosen: WorkerState) -> WorkerState | None:
+    def _has_usual_link(self, ws: WorkerState) -> bool:
+        return not self._is_behind_slow_link(ws)
+
+    def _where_it_can_leave(
+        self, ts: TaskState, chosen: WorkerState, *, may_wait: bool
+    ) -> WorkerState | None:
         """Where to make what will be needed elsewhere: a host makes no more than it can send.
 
         Another worker with a place to spare; the chosen one if what it made before is nearly gone,
-        so that it does not hold up anybody; None if the others will have a place soon.
+        so that it does not hold up anybody; None if one of the others should be free sooner.
         """
         state, view = self._scheduler, self._view
         nbytes = self._leaving_nbytes(ts) if self._is_joined_elsewhere(ts) else 0.0
         if not nbytes:
             return chosen
-        others = [ws for ws in state.idle_task_count if not self._is_behind_slow_link(ws)]
+        others = list(filter(self._has_usual_link, state.idle_task_count))
         if others:
             return min(others, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address))
         now = self._clock()
@@ -193,10 +209,8 @@ class RootPlaces:
         until = max(now, self._leaving_until.get(chosen.host, now)) + leaving_s
         usual_s = nbytes / view.paths.usual_outlet_nbytes_per_s()
         duration_s = max(0.0, ts.prefix.duration_average)
-        if until - now > duration_s + usual_s and any(
-            len(ws.processing) > len(ws.long_running) and not self._is_behind_slow_link(ws)
-            for ws in state.running
-        ):
+        late_s = until - now - duration_s - usual_s
+        if may_wait and late_s > 0 and self._had_better_wait(ts, late_s, self._has_usual_link):
             return None
         self._leaving_until = {h: at for h, at in self._leaving_until.items() if at > now}
         self._leaving_until[chosen.host] = until
@@ -204,25 +218,54 @@ class RootPlaces:
 
     # ------------------------------------------------------------------ slow workers
 
-    def _where_it_is_done_sooner(self, ts: TaskState, slow: WorkerState) -> WorkerState | None:
+    def _where_it_is_done_sooner(
+        self, ts: TaskState, slow: WorkerState, *, may_wait: bool
+    ) -> WorkerState | None:
         """Where a task goes that is about to go to a slow worker.
 
         Another worker with a place to spare; the slow one if it is done with it before the queue
-        has run dry, so that it does not hold up anybody; None if the others will have a place
-        soon.
+        has run dry, so that it does not hold up anybody; None if one of the others should be free
+        early enough to be done with it sooner.
         """
         state, view = self._scheduler, self._view
-        others = [ws for ws in state.idle_task_count if view.slowness(ws) <= 1]
+        others = list(filter(self._is_quick, state.idle_task_count))
         if others:
             return min(others, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address))
         duration_s = max(0.0, ts.prefix.duration_average)
         late_s = (view.slowness(slow) - 1) * duration_s
-        if late_s > view.queue_lasts_s() and any(
-            len(ws.processing) > len(ws.long_running) and view.slowness(ws) <= 1
-            for ws in state.running
+        if (
+            may_wait
+            and late_s > view.queue_lasts_s()
+            and self._had_better_wait(ts, late_s, self._is_quick)
         ):
             return None
         return slow
+
+    def _is_quick(self, ws: WorkerState) -> bool:
+        return self._view.slowness(ws) <= 1
+
+    # ------------------------------------------------------------------ held back
+
+    def _had_better_wait(
+        self, ts: TaskState, late_s: float, is_better: Callable[[WorkerState], bool]
+    ) -> bool:
+        """Whether a task is held back for a better worker that should be free within `late_s`.
+
+        That may turn out otherwise: what runs there may wait for the outside. So after as long the
+        task goes where there is a place.
+        """
+        state, view = self._scheduler, self._view
+        if state.validate:
+            # It checks that no task is in the queue while a worker has a place.
+            return False
+        return any(
+            len(ws.processing) > len(ws.long_running)
+            and view.busy_s(ws) <= late_s * ws.nthreads
+            and is_better(ws)
+            for ws in state.running
+        ) and self._held_back.may_wait(ts, late_s)
+
+    # ------------------------------------------------------------------ what is joined later
 
     def _leaving_nbytes(self, ts: TaskState) -> float:
         """Bytes of a result, or of what is cut out of it, that others will want elsewhere."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from distributed import Event, Worker, wait
 from distributed.core import Status
-from distributed.utils_test import BlockedGetData, async_poll_for, gen_cluster
+from distributed.utils_test import BlockedGetData, async_poll_for, gen_cluster, inc
 
 import dask_gpurt
 from dask_gpurt.command import status
@@ -358,6 +358,65 @@ async def test_a_slow_worker_gets_what_it_alone_has_only_if_that_is_worth_the_wa
     placement.remove()
     await wait(left := c.submit(int, y, key=("work-3", 0)))
     assert {ws.address for ws in s.tasks[left.key].who_has} == {a.address}
+
+
+def queue_of(**durations: str) -> dict:
+    """Settings with which root tasks may be held back.
+
+    Stock's checks of itself include that none is, and then none is.
+    """
+    key = "distributed.scheduler."
+    return {
+        f"{key}worker-saturation": 1.0,
+        f"{key}default-task-durations": durations,
+        f"{key}validate": False,
+    }
+
+
+async def wait_for_a_quick_one(c, s, quick, slow) -> tuple:
+    """Have root tasks that are to stay in the queue, while the quick worker waits for the outside.
+
+    Returns the placement, the event that is waited for, what waits for it, and the root tasks.
+    """
+    placement = Placement(s, "data-aware")
+    take_fifty_times_as_long(placement, slow.address, quick.address)
+    outside = Event()
+    waits = c.submit(lambda: outside.wait(), key="waits", workers=[quick.address])
+    await async_poll_for(lambda: s.workers[quick.address].processing, timeout=10)
+    return placement, outside, waits, c.map(inc, range(5), key=[f"load-{i}" for i in range(5)])
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=queue_of(load="10 ms"))
+async def test_nobody_waits_for_a_quicker_worker_longer_than_that_would_pay(c, s, a, b):
+    _, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
+    assert await c.gather(loads) == list(range(1, 6))
+    assert {ws.address for load in loads for ws in s.tasks[load.key].who_has} == {b.address}
+    # They did wait for it.
+    assert "gpurt-held-back" in {one[4] for one in s.transition_log}
+    await outside.set()
+    await waits
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=queue_of(load="1 hour"))
+async def test_nobody_waits_for_a_quicker_worker_that_is_gone(c, s, a, b):
+    placement, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
+    await async_poll_for(lambda: len(s.queued) == 5, timeout=10)
+    assert not s.workers[b.address].processing
+    await s.remove_worker(a.address, stimulus_id="gone")
+    placement.remove_worker(a.address)
+    assert await c.gather(loads) == list(range(1, 6))
+    waits.release()
+    await outside.set()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, config=queue_of(load="1 hour"))
+async def test_what_was_held_back_is_stocks_once_placement_is_off(c, s, a, b):
+    placement, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
+    await async_poll_for(lambda: len(s.queued) == 5, timeout=10)
+    placement.remove()
+    assert await c.gather(loads) == list(range(1, 6))
+    await outside.set()
+    await waits
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=NO_STEALING_BY_ITSELF)
