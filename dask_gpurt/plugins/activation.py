@@ -43,27 +43,31 @@ async def activate(client: Client, settings: config.Settings) -> None:
     ConfigError
         The description of the machines is wrong; says in which line.
     """
-    from dask_gpurt.plugins.scheduler import GpurtScheduler
-
     if reason := seams.unsupported_reason():
         raise ActivationError(f"{reason}; stock Dask runs")
     if settings.topology.text is not None:
         text, name = settings.topology.text, settings.topology.file or "topology"
         await asyncio.to_thread(description.parse, text, name)
     status = await _status(client, ask_workers=False)
-    if status["active"]:
-        problem = await _scheduler(client).gpurt_configure(
-            settings=settings.to_plain(), version=dask_gpurt.__version__
-        )
-        if problem is not None:
-            raise ActivationError(f"{problem}. Settings are unchanged.")
-        return
-    if status.get("unusable"):
-        raise ActivationError(f"{status['unusable']}; stock Dask runs")
+    if not status["active"]:
+        if status.get("unusable"):
+            raise ActivationError(f"{status['unusable']}; stock Dask runs")
+        await _register(client, settings)
+    # Another client may have been quicker, with other settings.
+    problem = await _scheduler(client).gpurt_configure(
+        settings=settings.to_plain(), version=dask_gpurt.__version__
+    )
+    if problem is not None:
+        raise ActivationError(f"{problem}. Settings are unchanged.")
+
+
+async def _register(client: Client, settings: config.Settings) -> None:
+    from dask_gpurt.plugins.scheduler import GpurtScheduler
+
     plugin = GpurtScheduler(settings, dask_gpurt.__version__)
     try:
         await _scheduler(client).register_scheduler_plugin(
-            plugin=dumps(plugin), name=NAME, idempotent=False
+            plugin=dumps(plugin), name=NAME, idempotent=True
         )
     except ImportError as error:
         raise ActivationError(

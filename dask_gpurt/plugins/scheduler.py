@@ -13,6 +13,7 @@ import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.pickle import dumps
@@ -41,9 +42,19 @@ ANSWER_DEADLINE_S = 5.0
 #: Shuffles whose skew is remembered, for when they start over.
 MAX_SKETCHES = 256
 
+#: By scheduler: held while the runtime is switched on or off there, of which two at a time would
+#: each take the other's for stock's.
+_switching: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
+
+
+def _switching_of(scheduler: Scheduler) -> asyncio.Lock:
+    return _switching.setdefault(scheduler, asyncio.Lock())
+
 
 class GpurtScheduler(SchedulerPlugin):
-    """Registered by activation; one a scheduler.
+    """Registered by activation, as idempotent; one a scheduler.
+
+    Of those that are registered at the same time, the others leave it at the first.
 
     Parameters
     ----------
@@ -54,7 +65,7 @@ class GpurtScheduler(SchedulerPlugin):
     """
 
     name = NAME
-    idempotent = False
+    idempotent = True
 
     def __init__(self, settings: Settings, version: str) -> None:
         self.settings = settings
@@ -62,6 +73,12 @@ class GpurtScheduler(SchedulerPlugin):
         self._telling_workers: asyncio.Future[Any] | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
+        async with _switching_of(scheduler):
+            # The scheduler looks for one before it calls this, and once more before it adds this.
+            if NAME not in scheduler.plugins:
+                await self._start(scheduler)
+
+    async def _start(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.is_active = False
         self.inactive_reason: str | None = self._unusable()
@@ -187,8 +204,14 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def disable(self) -> None:
         """Handler: stock behaviour from here on. Runs that are under way end on our data plane."""
-        if not self.is_active:
-            return
+        async with _switching_of(self.scheduler):
+            if self.is_active:
+                await self._stop()
+
+    async def _stop(self) -> None:
+        # Whoever switches it on again has another one, which waits for the end of this.
+        if self.scheduler.plugins.get(NAME) is self:
+            self.scheduler.remove_plugin(NAME)
         self.is_active = False
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
@@ -196,8 +219,8 @@ class GpurtScheduler(SchedulerPlugin):
         self._leave_placing()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off. The other is
         # asked until workers have given back the last of their values.
-        for name in self._handlers.keys() - {"gpurt_next_uses"}:
-            self.scheduler.handlers.pop(name, None)
+        next_uses = {"gpurt_next_uses": self._handlers.pop("gpurt_next_uses")}
+        self._take_off(self._handlers)
         # After that nobody has links probed again.
         await self.machines.close()
         try:
@@ -206,8 +229,13 @@ class GpurtScheduler(SchedulerPlugin):
                 await asyncio.wait({self._telling_workers})
             await self.scheduler.unregister_worker_plugin(None, name=NAME)
         finally:
-            self.scheduler.handlers.pop("gpurt_next_uses", None)
-        self.scheduler.remove_plugin(NAME)
+            self._take_off(next_uses)
+
+    def _take_off(self, handlers: dict[str, Callable[..., Any]]) -> None:
+        registered = self.scheduler.handlers
+        for name, handler in handlers.items():
+            if registered.get(name) == handler:
+                del registered[name]
 
     async def close(self) -> None:
         if self._telling_workers is not None:

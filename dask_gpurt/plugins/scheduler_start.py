@@ -19,4 +19,4 @@ logger = logging.getLogger("dask_gpurt")
 async def on_start(scheduler: Scheduler) -> None:
     """Register the plugin on this scheduler; a client with the flag may bring other settings."""
     plugin = GpurtScheduler(config.read(), dask_gpurt.__version__)
-    await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=False)
+    await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

@@ -18,6 +18,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
 from dask_gpurt.errors import ActivationError, StrictFallbackError
+from dask_gpurt.plugins.scheduler import _switching_of
 from tests.integration.comparing import collection, partitions, runs
 from tests.integration.processes import (
     FUTURE_DISTRIBUTED,
@@ -404,10 +405,57 @@ async def test_what_a_worker_has_yet_to_take_in_is_not_left_there(c, s, a, b, mo
     b.handlers["plugin-add"] = add_later
     await dask_gpurt.enable(c)
     disabled = asyncio.ensure_future(dask_gpurt.disable(c))
-    await async_poll_for(lambda: not s.plugins["gpurt"].is_active, timeout=10)
+    await async_poll_for(lambda: "gpurt" not in s.plugins, timeout=10)
     comes_to.set()
     await disabled
     assert "gpurt" not in a.plugins and "gpurt" not in b.plugins
+
+
+def handlers(s):
+    return {name for name in s.handlers if name.startswith("gpurt_")}
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_of_clients_that_switch_it_on_at_once_one_does(c, s, a, b):
+    """Or there would be two, each of which took the other's hooks for stock's."""
+    retrieve, stock_handlers = vars(s.plugins["shuffle"]).copy(), dict(s.handlers)
+    async with Client(s.address, asynchronous=True, set_as_default=False) as d:
+        await asyncio.gather(dask_gpurt.enable(c), dask_gpurt.enable(d))
+        plugin = s.plugins["gpurt"]
+        assert plugin.is_active
+        assert all(handler.__self__ is plugin for handler in map(s.handlers.get, handlers(s)))
+        assert "gpurt" in a.plugins and "gpurt" in b.plugins
+        await dask_gpurt.disable(d)
+    assert vars(s.plugins["shuffle"]) == retrieve
+    assert handlers(s) == {"gpurt_status"}
+    assert s.handlers == {**stock_handlers, "gpurt_status": s.handlers["gpurt_status"]}
+    assert "gpurt" not in {*s.plugins, *a.plugins, *b.plugins}
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_it_can_be_switched_on_again_before_it_is_quite_off(c, s, a, b):
+    """A worker may take its time to let go of it."""
+    lets_go, plugin_remove = asyncio.Event(), b.handlers["plugin-remove"]
+
+    async def remove_later(**message):
+        await lets_go.wait()
+        return await plugin_remove(**message)
+
+    b.handlers["plugin-remove"] = remove_later
+    await dask_gpurt.enable(c)
+    async with Client(s.address, asynchronous=True, set_as_default=False) as d:
+        off = asyncio.ensure_future(dask_gpurt.disable(c))
+        await async_poll_for(lambda: "gpurt" not in s.worker_plugins, timeout=10)
+        on = asyncio.ensure_future(dask_gpurt.enable(d))
+        # It came as far as it can.
+        await async_poll_for(lambda: _switching_of(s)._waiters, timeout=10)
+        lets_go.set()
+        await asyncio.gather(off, on)
+        assert (await dask_gpurt.status(d))["active"]
+    assert s.plugins["gpurt"].is_active
+    assert "gpurt" in s.worker_plugins
+    assert {"gpurt_next_uses", "gpurt_disable"} <= handlers(s)
+    assert "gpurt" in a.plugins and "gpurt" in b.plugins
 
 
 @gen_cluster(nthreads=[], config={"gpurt.enabled": True})
