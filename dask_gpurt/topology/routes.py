@@ -54,11 +54,13 @@ class Routes:
         self._is_end = is_end
         #: By node, by switch: ways that are narrower and quicker than those before.
         self._halves: dict[str, dict[str, list[tuple[float, Way]]]] = {}
-        self._is_cabled = any(
-            None is not host_of[node] != host_of[other] is not None
+        #: Hosts with links of their own to one another, of which halves know nothing.
+        self._cabled = {
+            (here, there)
             for node, onward in neighbours.items()
             for other, _ in onward
-        )
+            if None is not (here := host_of[node]) != (there := host_of[other]) is not None
+        }
         self._outside: dict[str, int] = {}
         self._numbers: dict[Hashable, int] = {}
         self._part_of = _parts(neighbours)
@@ -68,7 +70,7 @@ class Routes:
         if self._part_of[source] != self._part_of[target]:
             return None
         here, there = self._host_of[source], self._host_of[target]
-        if here is None or there is None or here == there:
+        if here is None or there is None or here == there or (here, there) in self._cabled:
             found = self._best({here, there, None}, source, target)
         else:
             found = self._joined(source, target)
@@ -87,7 +89,7 @@ class Routes:
                 for switch, ways in sorted(self._half(node).items())
             )
             # Where hosts have links of their own to one another, a node is like no other.
-            alike = node if self._is_cabled else half
+            alike = node if self._cabled else half
             found = self._numbers.setdefault(alike, len(self._numbers))
             self._outside[node] = found
         return found
@@ -119,7 +121,9 @@ class Routes:
             within = {self._host_of[node], None}
             widths = self._widths(within, node)
             switches = [one for one in widths if self._host_of[one] is None]
-            for width in sorted({widths[one] for one in widths if one != node}, reverse=True):
+            # Of whatever link: where the other half is the narrower one, this may be the quicker.
+            links = (link for one in widths for _, link in self._onward(within, node, one))
+            for width in sorted({link.bandwidth_nbytes_per_s for link in links}, reverse=True):
                 ways = self._quickest(within, node, width)
                 for switch in switches:
                     way = ways.get(switch)

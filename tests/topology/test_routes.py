@@ -32,7 +32,37 @@ def every_way(topology, source, target):
                     stack.append((there, (*seen, there), (*links, link)))
 
 
+CABLED = """
+hosts:
+  - name: a
+    numa: [{name: m}]
+    nics: [{name: fast}, {name: slow}]
+    links: [{between: [m, fast], bandwidth: 50 GB/s}, {between: [m, slow], bandwidth: 50 GB/s}]
+  - name: b
+    numa: [{name: m}]
+    nics: [{name: fast}, {name: slow}]
+    links: [{between: [m, fast], bandwidth: 50 GB/s}, {between: [m, slow], bandwidth: 50 GB/s}]
+switches: [lan]
+links:
+  - {between: [a/fast, b/fast], bandwidth: 25 GB/s}
+  - {between: [a/slow, lan], bandwidth: 1 Gb/s}
+  - {between: [b/slow, lan], bandwidth: 1 Gb/s}
+"""
+
+# To a host whose own link is no wider than that.
+NARROWER_AND_QUICKER = Topology(
+    (Host("a", (Numa("m"),)), Host("b", (Numa("m"),))),
+    (
+        Link("wide", ("a/m", "lan"), "ethernet", 8e9, 3e-6),
+        Link("quick", ("a/m", "lan"), "ethernet", 4e9, 1e-6),
+        Link("other", ("b/m", "lan"), "ethernet", 4e9, 1e-6),
+    ),
+    ("lan",),
+)
+
 TOPOLOGIES = {
+    "a narrower and quicker link": NARROWER_AND_QUICKER,
+    "a cable beside a switch": parse(CABLED),
     "two hosts": load("two-hosts"),
     "one slow NIC": load("slow-nic"),
     "NVLink": gpu_hosts(3, 2, nic_bandwidth=12e9, nvlink=True, slow_nics={1: 1e9}),
