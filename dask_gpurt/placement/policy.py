@@ -275,4 +275,6 @@ class DataAware:
         near = _allowed(snapshot, nbytes)
         if len(near) > MAX_CANDIDATES:
             near = set(sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES])
+            if snapshot.usual is not None:
+                near |= _allowed(snapshot, (snapshot.usual,))
         return near | _allowed(snapshot, snapshot.idle)

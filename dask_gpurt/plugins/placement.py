@@ -172,7 +172,7 @@ class Placement:
             first = self._foremost(ts, holders, sizes)
             if first is not None:
                 return first
-        idle = tuple(view.idle_near(ts)) if view.may_look_for_company(ts) else ()
+        idle = view.company(ts, joins)
         task = view.task(ts, sizes, joins, idle)
         doubt = self._paths.doubt()
         usual = stock(ts) if doubt > 1 and view.has_few_holders(ts) else None

@@ -13,6 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement.cost import Input, Task, Worker, fetches_s
+from dask_gpurt.placement.policy import MAX_CANDIDATES
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS
 from dask_gpurt.placement.speeds import Speeds
 from dask_gpurt.plugins.expected_sizes import ExpectedSizes
@@ -299,21 +300,31 @@ class PlacementView:
                 return n_needed == 2
         return False
 
-    def may_look_for_company(self, ts: TaskState) -> bool:
-        """Whether workers that have nothing of a task are to be looked at.
+    def company(self, ts: TaskState, joins: Sequence[dict[str, float]]) -> tuple[str, ...]:
+        """Workers with a thread to spare that are to be looked at whatever they have of a task.
 
-        Not while the scheduler has tasks in its queue: a worker with nothing to do is about to get
-        one of those, and nobody is done sooner for the bytes that are moved to it. Not while a
-        worker that has an input could begin at once, either, and is no slower than others.
+        None while the scheduler has tasks in its queue: a worker with nothing to do is about to get
+        one of those, and nobody is done sooner for the bytes that are moved to it. While workers
+        that have an input could begin at once, and are no slower than others, those with most of
+        it, if there are so many others that they may be left out.
         """
         state = self._scheduler
         if not state.idle or state.queued:
-            return False
+            return ()
+        free: dict[str, int] = {}
         for dts in ts.dependencies:
             for ws in islice(dts.who_has or (), MAX_PLACES):
-                if len(ws.processing) < ws.nthreads and self.slowness(ws) <= 1:
-                    return False
-        return True
+                if (
+                    len(ws.processing) < ws.nthreads
+                    and self.slowness(ws) <= 1
+                    and ws in state.running
+                ):
+                    if not free and _n_places(ts, joins) <= MAX_CANDIDATES:
+                        return ()
+                    free[ws.address] = free.get(ws.address, 0) + dts.get_nbytes()
+        if free:
+            return tuple(sorted(free, key=lambda one: (-free[one], one))[:MAX_IDLE])
+        return tuple(self.idle_near(ts))
 
     def joins(
         self, ts: TaskState, min_nbytes: int = MIN_JOIN_NBYTES, *, other_group: bool = False
@@ -446,6 +457,11 @@ def unknown_s(prefix: TaskPrefix) -> float:
     done. Here no large result is moved for a wait that nobody has seen; small ones may be.
     """
     return max(2 * prefix.max_exec_time, UNKNOWN_S)
+
+
+def _n_places(ts: TaskState, joins: Sequence[dict[str, float]]) -> int:
+    """Workers that have something of a task or what it is joined with, some of them twice."""
+    return sum(len(dts.who_has or ()) for dts in ts.dependencies) + sum(map(len, joins))
 
 
 def _is_on_gpu(ts: TaskState) -> bool:

@@ -90,7 +90,9 @@ def candidates(snapshot):
         if address in nbytes or saved_nbytes >= MIN_JOINED_SHARE * needed_nbytes:
             nbytes[address] = nbytes.get(address, 0) + sum(joined)
     near = [one for one in nbytes if allowed(snapshot, one)]
-    near = sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES]
+    if len(near) > MAX_CANDIDATES:
+        near = sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES]
+        near += [one for one in [snapshot.usual] if one is not None and allowed(snapshot, one)]
     idle = [one for one in snapshot.idle if allowed(snapshot, one)]
     return {*near, *idle} or holders(snapshot)
 

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from dask_gpurt.placement import policy
 from dask_gpurt.placement.cost import Input, Task, Worker
-from dask_gpurt.placement.policy import MAX_RESTRICTED, DataAware, Stock, foremost, holder_is_best
+from dask_gpurt.placement.policy import (
+    MAX_CANDIDATES,
+    MAX_RESTRICTED,
+    DataAware,
+    Stock,
+    foremost,
+    holder_is_best,
+)
 from dask_gpurt.topology.model import LOCAL, Path
 from tests.placement import reference
 from tests.placement.machines import (
@@ -247,6 +254,15 @@ def test_a_message_is_no_matter_of_what_a_link_carries():
     workers = [Worker("a", 1, occupancy_s=4.0), Worker("b", 1)]
     found = snapshot(task, workers, even(1e8, latency_s=0.001), idle=("b",), doubt=1e3)
     assert DataAware().decide(found).worker == "b"
+
+
+def test_what_stock_would_choose_is_looked_at_however_many_have_more():
+    """Or its choice would not be doubted against."""
+    names = [f"w{i:02}" for i in range(MAX_CANDIDATES + 1)]
+    inputs = [Input(one, 10**8 - i, {one}) for i, one in enumerate(names)]
+    workers = [Worker(one, 1, occupancy_s=0.0 if one == names[-1] else 60.0) for one in names]
+    found = snapshot(Task("t", inputs), workers, even(1e8), doubt=10.0, usual=names[-1])
+    assert DataAware().decide(found).worker == names[-1]
 
 
 def test_device_data_stays_where_there_is_a_device():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import dask
+
 from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.simulation import simulate
 from dask_gpurt.simulate.machine import machine_of
 from dask_gpurt.simulate.machines import gpu_hosts
-from tests.simulate.flat import task, workload
+from tests.simulate.flat import flat, task, workload
 
 MB = 1_000_000
 N_HOSTS = 12
@@ -41,3 +43,29 @@ def test_a_simulation_is_the_same_without_glances(monkeypatch):
     assert quick == thorough
     glances, none = (one.summary()["decisions"]["most"] for one in placed)
     assert glances > 0 == none
+
+
+def test_a_holder_with_nothing_to_do_is_looked_at_however_many_have_more():
+    n_busy, n = 20, 28
+    loads = [
+        task(f"('load-{i}', 0)", s=1.0, nbytes=(64 if i < n_busy else 32) * MB) for i in range(n)
+    ]
+    first = [task(f"('train-0', {i})", i, s=20.0, nbytes=2 * MB) for i in range(n_busy)]
+    second = [task(f"('train-1', {i})", n + i, s=20.0, nbytes=8) for i in range(n_busy)]
+    # Until the others have begun with their second one.
+    last = task("('last-0', 0)", n - 1, s=24.0, nbytes=8)
+    total = task("('sum-0', 0)", *range(n), n + 2 * n_busy, s=0.001, nbytes=8)
+    tasks = [*loads, *first, *second, last, total]
+    model = workload(*tasks, wanted=range(len(tasks)))
+    placed = []
+
+    def install(scheduler):
+        clock = asyncio.get_running_loop().time
+        placed.append(Placement(scheduler, "data-aware", clock=clock))
+
+    # Or it would be taken from whoever got it.
+    with dask.config.set({"distributed.scheduler.work-stealing": False}):
+        runs = [simulate(model, flat(n), one) for one in (install, None)]
+    ours, stock = (run for found in runs for run in found.tasks if run.key == total.key)
+    assert ours.start_s <= stock.start_s < 30
+    assert placed[0].summary()["decisions"]["cost"]
