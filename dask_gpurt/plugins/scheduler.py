@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -74,7 +74,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def start(self, scheduler: Scheduler) -> None:
         async with _switching_of(scheduler):
-            # The scheduler looks for one before it calls this, and once more before it adds this.
+            # The scheduler, too, leaves it at the first: it looks before it calls this, and after.
             if NAME not in scheduler.plugins:
                 await self._start(scheduler)
 
@@ -116,6 +116,8 @@ class GpurtScheduler(SchedulerPlugin):
         self._swap = seams.SpecSwap(scheduler, self._choose, self._everyone_reported)
         self._restarts = Restarts(scheduler)
         self.is_active = True
+        # Not only once workers know, as the scheduler would: some may come or leave until then.
+        scheduler.add_plugin(self, name=NAME, idempotent=True)
         self._opened.set()
         plugin = dumps(bootstrap(self.version, self.settings.to_plain()))
         self._telling_workers = asyncio.ensure_future(
@@ -257,19 +259,26 @@ class GpurtScheduler(SchedulerPlugin):
             logger.error("%s", problem)
         if not self._silent():
             self.machines.workers_changed()
-        async with self._all_reported:
-            self._all_reported.notify_all()
+        await self._say_who_reported()
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         if self.placement is not None:
             self.placement.add_worker(scheduler.workers[worker])
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+    def remove_worker(
+        self, scheduler: Scheduler, worker: str, **kwargs: Any
+    ) -> Coroutine[Any, Any, None]:
         if self.placement is not None:
             self.placement.remove_worker(worker)
         self.machines.remove_worker(worker)
         self.ready.discard(worker)
         self.not_ready.pop(worker, None)
+        # It may have been the last one that had not reported.
+        return self._say_who_reported()
+
+    async def _say_who_reported(self) -> None:
+        async with self._all_reported:
+            self._all_reported.notify_all()
 
     def _silent(self) -> set[str]:
         return set(self.scheduler.workers) - self.ready - set(self.not_ready)

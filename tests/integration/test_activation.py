@@ -411,6 +411,29 @@ async def test_what_a_worker_has_yet_to_take_in_is_not_left_there(c, s, a, b, mo
     assert "gpurt" not in a.plugins and "gpurt" not in b.plugins
 
 
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
+async def test_a_worker_that_left_before_it_reported_holds_nobody_up(c, s, a, b):
+    """In less time than anybody would be waited for."""
+    comes_to, plugin_add = asyncio.Event(), b.handlers["plugin-add"]
+
+    async def add_later(**message):
+        await comes_to.wait()
+        return await plugin_add(**message)
+
+    b.handlers["plugin-add"] = add_later
+    enabled = asyncio.ensure_future(dask_gpurt.enable(c))
+    await async_poll_for(lambda: "gpurt_status" in s.handlers, timeout=5)
+    plugin = s.handlers["gpurt_status"].__self__
+    await async_poll_for(lambda: plugin.ready == {a.address}, timeout=5)
+    waits = asyncio.ensure_future(plugin._everyone_reported())
+    await async_poll_for(lambda: plugin._all_reported._waiters, timeout=5)
+    await b.close()
+    await waits
+    assert not plugin.not_ready
+    comes_to.set()
+    await enabled
+
+
 def handlers(s):
     return {name for name in s.handlers if name.startswith("gpurt_")}
 
