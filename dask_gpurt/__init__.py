@@ -21,7 +21,8 @@ def enable(client: Client) -> Any:
     """Switch the runtime on for the cluster of a client. Doing so twice changes nothing.
 
     The `gpurt.*` settings of this process hold for the cluster from now on, whatever the flag
-    says. With an asynchronous client, await the result.
+    says; where it is on already, those of `gpurt.memory` for workers that start from now on. With
+    an asynchronous client, await the result.
 
     Raises
     ------

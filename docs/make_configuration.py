@@ -66,8 +66,10 @@ dask.config.set({"gpurt.enabled": True, "gpurt.shuffle.memory": 0.4})
 Settings are read once, where the flag was seen: by the client as it connects, or by
 `dask_gpurt.enable(client)`. They travel to the scheduler and govern the whole cluster, for
 shuffles that start afterwards. A later client with the flag brings its own settings, which then
-hold for everybody. A scheduler that has the flag in its own configuration starts with its own
-settings. What `gpurt.*` says on a worker is not read.
+hold for everybody. Only those of `gpurt.memory` hold for workers that start afterwards: one that
+runs has its store already, and keeps it until it is restarted, as by `client.restart()`. A
+scheduler that has the flag in its own configuration starts with its own settings. What `gpurt.*`
+says on a worker is not read.
 
 A key that nothing reads is named in a warning. A value that cannot be used is named in an error
 line, and stock Dask runs.

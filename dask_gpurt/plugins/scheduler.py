@@ -119,10 +119,10 @@ class GpurtScheduler(SchedulerPlugin):
         # Not only once workers know, as the scheduler would: some may come or leave until then.
         scheduler.add_plugin(self, name=NAME, idempotent=True)
         self._opened.set()
-        plugin = dumps(bootstrap(self.version, self.settings.to_plain()))
-        self._telling_workers = asyncio.ensure_future(
-            scheduler.register_worker_plugin(None, plugin, name=NAME, idempotent=False)
+        telling = scheduler.register_worker_plugin(
+            None, self._bootstrap(), name=NAME, idempotent=False
         )
+        self._telling_workers = asyncio.ensure_future(telling)
         # A worker whose event loop is held up takes it in when it comes to; until then it is one
         # that is not ready, and nobody waits for it any longer than for others.
         self._telling_workers.add_done_callback(_worth_a_line)
@@ -139,6 +139,8 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def configure(self, settings: dict[str, Any], version: str) -> str | None:
         """Handler: another client with the flag came; its settings hold for runs to come.
+
+        And for workers to come, where they are about what a worker makes when it starts.
 
         Returns why not, if they cannot.
 
@@ -159,7 +161,20 @@ class GpurtScheduler(SchedulerPlugin):
         before, self.settings = self.settings, new
         if (new.placement, new.topology) != (before.placement, before.topology):
             self._place()
+        if new.memory != before.memory:
+            self.scheduler.worker_plugins[NAME] = self._bootstrap()
+            if self.scheduler.workers:
+                logger.warning(
+                    "new gpurt.memory settings hold for workers that start from now on; the %d"
+                    " that run keep theirs until they are restarted",
+                    len(self.scheduler.workers),
+                )
         return None
+
+    def _bootstrap(self) -> bytes:
+        """What makes a worker one of ours, pickled by value."""
+        found: bytes = dumps(bootstrap(self.version, self.settings.to_plain()))
+        return found
 
     def _place(self) -> None:
         """Choose workers as the settings say, or leave that to stock."""

@@ -14,7 +14,7 @@ import dask
 import pandas as pd
 import pytest
 from distributed import Client, LocalCluster, Worker
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 
 import dask_gpurt
 from dask_gpurt.errors import ActivationError, StrictFallbackError
@@ -479,6 +479,25 @@ async def test_it_can_be_switched_on_again_before_it_is_quite_off(c, s, a, b):
     assert "gpurt" in s.worker_plugins
     assert {"gpurt_next_uses", "gpurt_disable"} <= handlers(s)
     assert "gpurt" in a.plugins and "gpurt" in b.plugins
+
+
+@gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "1 GiB"})
+async def test_memory_settings_of_a_later_client_hold_for_workers_that_start(c, s, a, tmp_path):
+    await dask_gpurt.enable(c)
+    with (
+        dask.config.set({"gpurt.memory.directory": str(tmp_path)}),
+        captured_logger("dask_gpurt") as logged,
+    ):
+        await dask_gpurt.enable(c)
+        # Nothing new.
+        await dask_gpurt.enable(c)
+    assert logged.getvalue().count("the 1 that run keep theirs") == 1
+    async with Worker(s.address, nthreads=1, memory_limit="1 GiB") as b:
+        await async_poll_for(lambda: b.address in s.plugins["gpurt"].ready, timeout=10)
+        reports = (await dask_gpurt.status(c))["workers"]
+        said = {one: report["memory"]["disk"]["directory"] for one, report in reports.items()}
+    assert said[b.address].startswith(str(tmp_path))
+    assert not said[a.address].startswith(str(tmp_path))
 
 
 @gen_cluster(nthreads=[], config={"gpurt.enabled": True})
