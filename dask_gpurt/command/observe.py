@@ -31,8 +31,9 @@ PRELOAD = "dask_gpurt.command.observe"
 
 #: How often a cluster is asked while the script goes on.
 INTERVAL_S = 0.5
-#: How long one answer may take. A reading that comes too late is one less.
-READ_TIMEOUT_S = 3.0
+#: How long one answer may take: longer than the scheduler waits for workers that say nothing, or
+#: one of those would hide what all others said. A reading that comes too late is one less.
+READ_TIMEOUT_S = 8.0
 
 
 @dataclass

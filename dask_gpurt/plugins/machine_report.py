@@ -80,6 +80,9 @@ class MachineReport:
         began = time.perf_counter()
         answer = await self._worker.rpc(source).gpurt_probe_data(nbytes=nbytes)
         seconds = time.perf_counter() - began
+        if not isinstance(answer, dict):
+            # Somebody switched the runtime off meanwhile.
+            raise TransportError(f"{source} no longer answers")
         if sum(memoryview(part).nbytes for part in answer["parts"]) != nbytes:
             raise TransportError(f"{source} sent something else than {nbytes} bytes")
         return Transfer(nbytes, seconds)

@@ -12,10 +12,11 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.command import report
+from dask_gpurt.command import observe, report
 from dask_gpurt.command.observe import ClusterRecord, Recorder, Snapshot
 from dask_gpurt.command.progress import Progress
 from dask_gpurt.metrics import MEANING
+from dask_gpurt.plugins import scheduler
 from tests.conftest import Sides
 
 
@@ -46,6 +47,11 @@ def snapshot(**more: Any) -> Snapshot:
         "tasks_total": 0,
     }
     return Snapshot(**{**values, **more})
+
+
+def test_a_worker_that_says_nothing_does_not_hide_what_others_say() -> None:
+    """A reading waits until the scheduler has given it up."""
+    assert observe.READ_TIMEOUT_S > scheduler.ANSWER_DEADLINE_S + 1
 
 
 @pytest.mark.cluster

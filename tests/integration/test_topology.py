@@ -98,6 +98,10 @@ async def test_a_worker_sends_and_measures_bounded_messages_only(c, s, a, b):
     assert found["latency_s"] > 0
     nobody = await report.probe("tcp://127.0.0.1:9")
     assert "cannot be reached" in nobody["problem"] or "nothing came" in nobody["problem"]
+    # As after the runtime was switched off there.
+    handler = b.handlers.pop("gpurt_probe_data")
+    assert "no longer answers" in (await report.probe(b.address))["problem"]
+    b.handlers["gpurt_probe_data"] = handler
     for wrong in (-1, 2**40, "all", None):
         with pytest.raises(ValueError, match="a probe of"):
             await report.probe_data(wrong)
