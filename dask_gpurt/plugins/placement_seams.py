@@ -112,7 +112,8 @@ class DecisionSwap:
 
         def place_root(ts: TaskState) -> WorkerState | None:
             found = stock_root(ts)
-            return None if found is None else root(ts, found)
+            # A task without a queue to stay in would be one that no worker may run.
+            return None if found is None else root(ts, found) or found
 
         def place_queued_root() -> WorkerState | None:
             found = next(

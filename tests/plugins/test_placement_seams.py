@@ -177,6 +177,21 @@ async def test_root_tasks_without_queueing(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_root_task_that_cannot_be_queued_gets_a_worker(c, s, a, b):
+    """As those of shuffles cannot."""
+
+    class Never(Placement):
+        def place_root(self, ts, stock):
+            return None
+
+    Never(s, "data-aware")
+    await c.submit(inc, 1, key="x")
+    ts = s.tasks["x"]
+    ts._queueable = False
+    assert s.decide_worker_rootish_queuing_disabled(ts) in s.workers.values()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_rates_arrive_with_heartbeats(c, s, a, b):
     placement = Placement(s, "data-aware")
     a.bandwidth_workers[b.address] = (3e9, 3)
