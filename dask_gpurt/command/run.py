@@ -7,10 +7,13 @@ All output of ours goes to stderr.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread
 import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +60,8 @@ def run_script(
     Returns
     -------
     int or str or None
-        What the script wants the process to exit with, as `sys.exit` takes it.
+        What the script wants the process to exit with, as `sys.exit` takes it. If threads of the
+        script go on after it, clusters are closed and the report is made when they have ended.
 
     Raises
     ------
@@ -90,7 +94,6 @@ def run_script(
     module = script.enter()
     start_s = time.perf_counter()
     asked = script.run(module)
-    wall_s = time.perf_counter() - start_s
     del ours
     if asked == INTERRUPTED:
         # As clients close, asyncio would print a traceback for every task that was given up.
@@ -99,14 +102,37 @@ def run_script(
         # What goes wrong there is said by the interpreter when it ends.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    try:
+
+    def end() -> int | str | None:
         recorder.finish()
         lazy.close(at_once=asked == INTERRUPTED)
         progress.stop()
-        asked = _conclude(recorder, wall_s, asked, notes, report_path)
+        return _conclude(recorder, time.perf_counter() - start_s, asked, notes, report_path)
+
+    if asked != INTERRUPTED and others_go_on():
+        # They may be computing. The interpreter waits for them, and then does what was registered
+        # last first: before Dask closes the script's own clients.
+        atexit.register(end)
+        return asked
+    try:
+        return end()
     except KeyboardInterrupt:
-        asked = INTERRUPTED
-    return asked
+        return INTERRUPTED
+
+
+def others_go_on() -> bool:
+    """Whether there are threads that the interpreter waits for, and that have something to do.
+
+    Where that cannot be told, as of a pool's thread that runs a function not written in Python,
+    they are taken for idle: Dask's pools have such threads in every script.
+    """
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread is threading.current_thread() or thread.daemon or thread.ident not in frames:
+            continue
+        if frames[thread.ident].f_code.co_filename != concurrent.futures.thread.__file__:
+            return True
+    return False
 
 
 def _switch_on(is_strict: bool) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
 from dask_gpurt.command.lazy_client import LazyClient
+from dask_gpurt.command.run import others_go_on
 from tests.command.conftest import TIMEOUT_S, Shell
 
 pytestmark = pytest.mark.cluster
@@ -112,6 +116,61 @@ with dask.config.set(scheduler="sync"):
     assert outcome.code == 0, outcome.err
     assert outcome.out.splitlines() == ["no cluster", "Client"]
     assert report["runs"] == {"gpurt": 1, "stock": 0}
+
+
+def test_script_whose_threads_go_on_after_it(shell: Shell) -> None:
+    """The interpreter waits for them, and so does what they compute on."""
+    for name in ("begun", "over"):
+        os.mkfifo(shell.directory / name)
+    shell.write(
+        "script.py",
+        """
+import sys, threading
+import dask
+
+def task():
+    open("begun", "w").close()
+    open("over").close()
+    return 42
+
+def compute():
+    print("computed", dask.delayed(task)().compute())
+
+def wake():
+    threading.main_thread().join()
+    open("over", "w").close()
+
+threading.Thread(target=wake).start()
+threading.Thread(target=compute).start()
+open("begun").close()
+print("main is over")
+sys.exit(3)
+""",
+    )
+    outcome, found = shell.run("--n-workers", "1", "script.py")
+    assert outcome.out == "main is over\ncomputed 42\n", outcome.err
+    assert (outcome.code, found["exit_code"]) == (3, 3)
+    assert "Traceback" not in outcome.err
+    assert [one["workers"] for one in found["clusters"]] == [1]
+
+
+def test_a_pool_is_waited_for_as_long_as_it_has_something_to_do() -> None:
+    """Others of this process have ended, or are daemons; but for what pytest may have."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        began.set()
+        return go_on.wait(TIMEOUT_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        before = others_go_on()
+        busy = pool.submit(work)
+        assert began.wait(TIMEOUT_S)
+        assert others_go_on()
+        go_on.set()
+        assert busy.result()
+        while others_go_on() != before:
+            pass
 
 
 @pytest.mark.parametrize("ending", ["with", "cluster first", "shutdown", "left open"])
