@@ -340,13 +340,18 @@ def _path(key: str) -> str | None:
     return value
 
 
+#: Numbers above 1 and below this are no size that anybody wants, but shares or percentages.
+_LEAST_NBYTES = 1024
+
+
 def _memory(key: str) -> float:
     value = _get(key)
     try:
         amount = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return float(_nbytes(key))
-    if not 0 < amount < math.inf:
+    # A number of bytes is one. What is hardly more than all of it was meant as something else.
+    if not (0 < amount <= 1 or _LEAST_NBYTES <= amount < math.inf):
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a share (0.3) or a size ('4 GiB')")
     return amount
 

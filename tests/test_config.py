@@ -198,6 +198,21 @@ def test_an_empty_section_of_a_file_means_the_defaults(warnings, section):
     assert warnings() == []
 
 
+@pytest.mark.parametrize("key", ["shuffle.memory", "memory.device"])
+def test_shares_and_sizes(key):
+    def read(value):
+        with dask.config.set({f"gpurt.{key}": value}):
+            settings = config.read()
+        section, name = key.split(".")
+        return getattr(getattr(settings, section), name)
+
+    assert [read(value) for value in (0.4, "0.4", 1, 4096, "4 KiB")] == [0.4, 0.4, 1, 4096, 4096]
+    # A share of more than all, a percentage.
+    for value in (1.5, "1.5", 30, 1023, 0, -1, True):
+        with pytest.raises(ConfigError, match="may be a share"):
+            read(value)
+
+
 @pytest.mark.parametrize("section", [1, "yes", True, ["enabled"]])
 def test_a_section_that_is_none_is_refused(section):
     with dask.config.set(gpurt=section), pytest.raises(ConfigError, match="gpurt"):

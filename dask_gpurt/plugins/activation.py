@@ -117,6 +117,7 @@ async def _knows_us(client: Client) -> bool:
     def has_handler(dask_scheduler: Any) -> bool:
         return "gpurt_status" in dask_scheduler.handlers
 
+    _scheduler(client)
     return bool(await client.run_on_scheduler(has_handler))
 
 

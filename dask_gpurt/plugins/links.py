@@ -152,6 +152,9 @@ class Links:
             )
             if task is None or is_ours:
                 task = asyncio.create_task(self._link(address, transport, call))
+                # Whoever waits for it may go, as a run does that ends; then nobody would see why
+                # it failed, which asyncio takes for a mistake.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
                 self._paths[address, transport] = task
             try:
                 # Others may be waiting for it too.

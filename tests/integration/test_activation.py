@@ -19,6 +19,7 @@ from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 import dask_gpurt
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.plugins.scheduler import _switching_of
+from tests.conftest import stock_client
 from tests.integration.comparing import collection, partitions, runs
 from tests.integration.processes import (
     FUTURE_DISTRIBUTED,
@@ -111,10 +112,10 @@ class TestRunningCluster:
         """A cluster that was running, workers that join, one that dies, and a restart."""
         cluster.scheduler()
         cluster.worker("--name", "first")
-        with cluster.client() as stock_client:
-            stock_client.wait_for_workers(1)
-            expected = partitions(stock_client, shuffled())
-            assert not dask_gpurt.status(stock_client)["active"]
+        with cluster.client() as stock:
+            stock.wait_for_workers(1)
+            expected = partitions(stock, shuffled())
+            assert not dask_gpurt.status(stock)["active"]
             with flagged(), cluster.client() as client:
 
                 def check(n_workers):
@@ -137,13 +138,13 @@ class TestRunningCluster:
                 check(2)
                 # The other client never saw the flag; the runtime is the cluster's.
                 before = runs(client)
-                partitions(stock_client, shuffled())
+                partitions(stock, shuffled())
                 assert runs(client)["gpurt"] == before["gpurt"] + 1
 
                 dask_gpurt.disable(client)
                 for got, want in zip(partitions(client, shuffled()), expected, strict=True):
                     pd.testing.assert_frame_equal(got, want)
-                status = dask_gpurt.status(stock_client)
+                status = dask_gpurt.status(stock)
                 assert (status["active"], status["reason"]) == (False, "disabled by a client")
                 assert status["runs"]["gpurt"] == before["gpurt"] + 1
                 assert _leftovers(client) == {"scheduler": [], "worker": []}
@@ -348,6 +349,15 @@ def _leftovers(client):
         "scheduler": client.run_on_scheduler(on_scheduler),
         "worker": sorted({name for names in workers.values() for name in names}),
     }
+
+
+@pytest.mark.parametrize("name", ["enable", "disable", "status", "explain"])
+def test_a_client_that_is_closed_is_told_so(name):
+    arguments = ("key",) if name == "explain" else ()
+    with stock_client(1) as client:
+        client.close()
+        with pytest.raises(ActivationError, match="not connected to a scheduler"):
+            getattr(dask_gpurt, name)(client, *arguments)
 
 
 def test_a_client_that_connects_does_not_ask_every_worker():

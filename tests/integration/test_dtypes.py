@@ -133,6 +133,7 @@ INDEXES_AS_SENT = {
     "period": lambda rng, i: pd.period_range("2020", periods=N, freq="D"),
     "interval": lambda rng, i: pd.interval_range(0, N),
     "Int64": lambda rng, i: pd.Index(pd.array([1] * N, dtype="Int64")),
+    "string with NA": lambda rng, i: pd.Index([f"r{j}" for j in range(N)], dtype="string[pyarrow]"),
     "tuple as name": lambda rng, i: pd.Index(np.arange(N), name=("a", 1)),
 }
 

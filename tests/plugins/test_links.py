@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from types import SimpleNamespace
 
@@ -71,6 +72,33 @@ def test_a_run_that_ends_while_it_links_takes_no_other_with_it():
         assert answered == [True, False]
 
     with_links(test)
+
+
+def test_a_link_that_fails_when_nobody_waits_any_more_is_not_complained_of():
+    complaints = []
+
+    async def test(links):
+        asyncio.get_running_loop().set_exception_handler(lambda loop, what: complaints.append(what))
+        asked, refuse = asyncio.Event(), asyncio.Event()
+
+        async def call(data):
+            asked.set()
+            await refuse.wait()
+            raise OSError("the pool of connections is closing")
+
+        waiting = asyncio.create_task(links.deliver("peer", "auto", compose, call))
+        await asked.wait()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        (linking,) = links._paths.values()
+        refuse.set()
+        await asyncio.wait({linking})
+        links._paths.clear()
+        del linking
+        gc.collect()
+
+    with_links(test)
+    assert complaints == []
 
 
 def test_a_run_has_its_own_error():
