@@ -42,20 +42,18 @@ _EARLIER = 1e12
 class _Ready(HeapSet[Any]):
     """A worker's queue from which another task may be preferred to the first."""
 
-    __slots__ = ("_prefer",)
+    __slots__ = ("_choose",)
 
-    def __init__(self, tasks: HeapSet[Any], prefer: Callable[[Any], Any]) -> None:
+    def __init__(self, tasks: HeapSet[Any], choose: Callable[[Any], Any]) -> None:
         super().__init__(key=tasks.key)
-        self._prefer = prefer
+        self._choose = choose
         for task in tasks.sorted():
             self.add(task)
 
     def pop(self) -> Any:
-        preferred = self._prefer(self.peek())
-        if preferred is None:
-            return super().pop()
-        self.discard(preferred)
-        return preferred
+        chosen = self._choose(self.peek())
+        self.discard(chosen)
+        return chosen
 
 
 class AtHand:
@@ -76,7 +74,10 @@ class AtHand:
         self._found: deque[Any] = deque()
         self._of: Any = None
         self._looked = -TASKS_BETWEEN
-        self._state.ready = _Ready(self._state.ready, self._prefer)
+        #: Keys of tasks that left the queue and have not begun. When they do, their inputs are
+        #: claimed; until then nothing else says that these are needed, and at once.
+        self.leaving: set[Hashable] = set()
+        self._state.ready = _Ready(self._state.ready, self._choose)
 
     def remove(self) -> None:
         """Give the worker back a queue as it had it."""
@@ -85,6 +86,7 @@ class AtHand:
             ready.add(task)
         self._state.ready = ready
         self._found.clear()
+        self.leaving.clear()
 
     def learn(self, name: str, taken_nbytes: int, made_nbytes: int) -> None:
         """A task of this name made so much of so much."""
@@ -103,8 +105,17 @@ class AtHand:
             return (*priority[:_OF_GRAPH], priority[_OF_GRAPH] - _EARLIER)
         return priority
 
-    def _prefer(self, first: Any) -> Any:
-        """A task to run before the first of the queue, if there is a better one."""
+    def begins(self, key: Hashable) -> None:
+        """A task that left the queue begins."""
+        self.leaving.discard(key)
+
+    def _choose(self, first: Any) -> Any:
+        """The task that leaves the queue, which the first one need not be."""
+        chosen = self._preferred_to(first) or first
+        self.leaving.add(chosen.key)
+        return chosen
+
+    def _preferred_to(self, first: Any) -> Any:
         if first.prefix not in self._makes_little or self._is_at_hand(first):
             return None
         kind = _kind(first)

@@ -197,6 +197,7 @@ class ManagedMemory:
     # ------------------------------------------------------------------ tasks and messages
 
     async def _execute(self, stock: Callable[..., Awaitable[Any]], key: Any, **kwargs: Any) -> Any:
+        self._at_hand.begins(key)
         task = self._worker.state.tasks.get(key)
         # Dask may have called this before the runtime was taken off, and run it only since.
         if task is None or self._is_closed:
@@ -256,7 +257,7 @@ class ManagedMemory:
     # ------------------------------------------------------------------ what lies ahead
 
     def _next_use(self, key: Hashable) -> Any:
-        users = memory_seams.local_users(self._worker, key)
+        users = memory_seams.local_users(self._worker, key, self._at_hand.leaving)
         first = self._at_hand.use(users, is_home=not self._is_cold(key))
         here = reachable(first) if first is not None else None
         hint = self._hints.get(key)

@@ -27,7 +27,15 @@ from __future__ import annotations
 import inspect
 import logging
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, MutableMapping
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+)
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -215,13 +223,22 @@ def warn_of_unmanaged(process_nbytes: int) -> None:
     )
 
 
-def local_users(worker: Worker, key: Hashable) -> list[Any]:
-    """Tasks on this worker that will take a value."""
+def local_users(
+    worker: Worker, key: Hashable, leaving: Collection[Hashable] = frozenset()
+) -> list[Any]:
+    """Tasks on this worker that will take a value.
+
+    Parameters
+    ----------
+    leaving
+        Keys of tasks that have left the worker's queue but not begun.
+    """
     task = worker.state.tasks.get(key)  # type: ignore[call-overload]
     if task is None:
         return []
     # A list first: the event loop may add to it while an allocation makes room in another thread.
-    return [user for user in list(task.dependents) if user.state in _WILL_USE]
+    users = list(task.dependents)
+    return [user for user in users if user.state in _WILL_USE or user.key in leaving]
 
 
 def queued(worker: Worker, n_tasks: int) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import UserDict
+from types import SimpleNamespace
 
 from distributed import Client, LocalCluster, Worker
 from distributed.core import _expects_comm
@@ -87,6 +88,18 @@ def test_states_and_fields_of_tasks_on_a_worker():
     for state in ("waiting", "ready", "constrained"):
         assert f'"{state}"' in source
     assert {"nbytes", "value"} <= set(inspect.signature(ExecuteSuccessEvent).parameters)
+
+
+def test_users_of_a_value():
+    """Until it begins, nothing but its key tells of a task that has left the queue."""
+    states = ["waiting", "ready", "constrained", "executing", "memory"]
+    users = [SimpleNamespace(key=state, state=state) for state in states]
+    worker = SimpleNamespace(state=SimpleNamespace(tasks={"x": SimpleNamespace(dependents=users)}))
+    found = memory_seams.local_users(worker, "x")
+    assert [user.key for user in found] == states[:3]
+    found = memory_seams.local_users(worker, "x", {"executing"})
+    assert [user.key for user in found] == states[:4]
+    assert memory_seams.local_users(worker, "y") == []
 
 
 def test_a_value_that_is_freed_is_reported_to_the_scheduler():
