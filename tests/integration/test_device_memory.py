@@ -141,13 +141,18 @@ def test_without_a_gpu_there_is_no_level_for_it(gpu, monkeypatch):
 
 
 def test_a_gpu_that_cannot_be_opened_is_left_to_dask(gpu, monkeypatch, caplog):
+    is_stored = threading.Event()
+
     def fail():
+        # The first value opens it, and is on the device for as long as that takes.
+        assert is_stored.wait(60)
         raise RuntimeError("CUDA finds no device")
 
     monkeypatch.setattr(store_device, "open_driver", fail)
     with cluster(n_workers=1, memory_limit=40 * MIB) as client:
         (first,) = make(client, 1)
         (store,) = stores(client)
+        is_stored.set()
         until(lambda: ask(client)["workers"].popitem()[1]["memory"]["device"]["problem"])
         (second,) = make(client, 1)
         assert store.explain(first.key)["home"] == "device"
