@@ -202,25 +202,36 @@ def beside(monkeypatch):
         yield client
 
 
+def half_read(client, function):
+    """Two computations over a rechunk: `function` of each chunk, and one that comes late.
+
+    It comes when the last chunk is being read by the first one, and the others have been let go of.
+    The shuffle has to run again, once. Returns the first one's futures, which are done, and what
+    the array is made of.
+    """
+    dask_gpurt.enable(client)
+    with gates.Gate() as gate, client.as_current():
+        columns, source = rechunked()
+        one = futures_of(columns.map_blocks(function, gate.path, meta=source[:0]).persist())
+        gate.wait_for()
+        wait_for_some(one, len(one) - 1)
+        other = client.compute(columns + 2)
+        scheduler_is_at_run(client, 2)
+        gate.open()
+        np.testing.assert_array_equal(other.result(gates.DEADLINE_S), source + 2)
+        wait(one, timeout=gates.DEADLINE_S)
+    assert runs(client) == {"gpurt": 2, "stock": 0}
+    return one, source
+
+
 def test_a_computation_over_a_rechunk_that_is_half_read(beside):
     """What was let go of is made again, once, and for both."""
 
     def held(block, path):
         return held_at_call(8, block, path)
 
-    dask_gpurt.enable(beside)
-    with gates.Gate() as gate, beside.as_current():
-        columns, source = rechunked()
-        # The last that is read; the others have been let go of by then.
-        one = futures_of(columns.map_blocks(held, gate.path, meta=source[:0]).persist())
-        gate.wait_for()
-        wait_for_some(one, len(one) - 1)
-        other = beside.compute(columns + 2)
-        scheduler_is_at_run(beside, 2)
-        gate.open()
-        np.testing.assert_array_equal(other.result(gates.DEADLINE_S), source + 2)
-        np.testing.assert_array_equal(np.concatenate(beside.gather(one), axis=1), source)
-    assert runs(beside) == {"gpurt": 2, "stock": 0}
+    one, source = half_read(beside, held)
+    np.testing.assert_array_equal(np.concatenate(beside.gather(one), axis=1), source)
 
 
 def test_a_task_that_failed_does_not_keep_a_rechunk_from_starting_over(beside):
@@ -229,19 +240,8 @@ def test_a_task_that_failed_does_not_keep_a_rechunk_from_starting_over(beside):
             raise ZeroDivisionError
         return block
 
-    dask_gpurt.enable(beside)
-    with gates.Gate() as gate, beside.as_current():
-        columns, source = rechunked()
-        one = futures_of(columns.map_blocks(fails, gate.path, meta=source[:0]).persist())
-        gate.wait_for()
-        wait_for_some(one, len(one) - 1)
-        other = beside.compute(columns + 2)
-        scheduler_is_at_run(beside, 2)
-        gate.open()
-        np.testing.assert_array_equal(other.result(gates.DEADLINE_S), source + 2)
-        wait(one, timeout=gates.DEADLINE_S)
+    one, _ = half_read(beside, fails)
     assert sorted(future.status for future in one) == ["error", *["finished"] * 7]
-    assert runs(beside) == {"gpurt": 2, "stock": 0}
 
 
 def test_a_computation_over_a_join_that_is_half_read(beside):

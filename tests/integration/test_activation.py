@@ -379,17 +379,23 @@ def test_a_client_that_connects_does_not_ask_every_worker():
                 assert not asked
 
 
-@gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_worker_that_does_not_answer_holds_nobody_up(c, s, a, b, monkeypatch):
-    """Its event loop may be held up for minutes; it takes part when it comes to."""
-    monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
-    comes_to, plugin_add = asyncio.Event(), b.handlers["plugin-add"]
+def held_up(worker):
+    """A worker that takes no plugin in until the event that is returned is set."""
+    comes_to, plugin_add = asyncio.Event(), worker.handlers["plugin-add"]
 
     async def add_later(**message):
         await comes_to.wait()
         return await plugin_add(**message)
 
-    b.handlers["plugin-add"] = add_later
+    worker.handlers["plugin-add"] = add_later
+    return comes_to
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_worker_that_does_not_answer_holds_nobody_up(c, s, a, b, monkeypatch):
+    """Its event loop may be held up for minutes; it takes part when it comes to."""
+    monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
+    comes_to = held_up(b)
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
     assert plugin.ready == {a.address}
@@ -406,13 +412,7 @@ async def test_a_worker_that_does_not_answer_holds_nobody_up(c, s, a, b, monkeyp
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_what_a_worker_has_yet_to_take_in_is_not_left_there(c, s, a, b, monkeypatch):
     monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
-    comes_to, plugin_add = asyncio.Event(), b.handlers["plugin-add"]
-
-    async def add_later(**message):
-        await comes_to.wait()
-        return await plugin_add(**message)
-
-    b.handlers["plugin-add"] = add_later
+    comes_to = held_up(b)
     await dask_gpurt.enable(c)
     disabled = asyncio.ensure_future(dask_gpurt.disable(c))
     await async_poll_for(lambda: "gpurt" not in s.plugins, timeout=10)
@@ -424,13 +424,7 @@ async def test_what_a_worker_has_yet_to_take_in_is_not_left_there(c, s, a, b, mo
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
 async def test_a_worker_that_left_before_it_reported_holds_nobody_up(c, s, a, b):
     """In less time than anybody would be waited for."""
-    comes_to, plugin_add = asyncio.Event(), b.handlers["plugin-add"]
-
-    async def add_later(**message):
-        await comes_to.wait()
-        return await plugin_add(**message)
-
-    b.handlers["plugin-add"] = add_later
+    comes_to = held_up(b)
     enabled = asyncio.ensure_future(dask_gpurt.enable(c))
     await async_poll_for(lambda: "gpurt_status" in s.handlers, timeout=5)
     plugin = s.handlers["gpurt_status"].__self__
