@@ -245,13 +245,23 @@ def unknown_keys() -> list[tuple[str, str | None]]:
     return found
 
 
+def is_strict() -> bool:
+    """Whether it is an error that the runtime is not on, also where settings cannot be read."""
+    try:
+        return _flag("strict")
+    except ConfigError:
+        return True
+
+
+def preload_list(role: str) -> list[str]:
+    """Preloads of a client or a scheduler. Dask also takes a single name for a list of them."""
+    value = dask.config.get(f"distributed.{role}.preload", None) or []
+    return list(value) if isinstance(value, (list, tuple)) else [str(value)]
+
+
 def preloads() -> dict[str, bool]:
     """Whether our preload is still in the list of each role: a user's own list replaces it."""
-    roles = ("client", "scheduler")
-    return {
-        role: PRELOAD in (dask.config.get(f"distributed.{role}.preload", None) or [])
-        for role in roles
-    }
+    return {role: PRELOAD in preload_list(role) for role in ("client", "scheduler")}
 
 
 def _normal(key: str) -> str:

@@ -97,3 +97,8 @@ def sides() -> Iterator[Sides]:
 def logs_are_captured(caplog: pytest.LogCaptureFixture) -> None:
     """A cluster that silences its logs silences the handler that captures them, for good."""
     caplog.handler.setLevel(0)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the runtime logged: clusters of other tests in this process may log as well."""
+    return [one.getMessage() for one in caplog.records if one.name.startswith("dask_gpurt")]

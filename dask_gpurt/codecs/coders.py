@@ -25,8 +25,26 @@ _MAKERS: dict[str, Callable[[], Any]] = {
 }
 
 
+#: LZ4 counts in C integers. Of more it encodes a part, or fails, and of more than 4 GiB without a
+#: word.
+LZ4_MOST_NBYTES = 0x7E000000
+
+
+def takes(coder: str, nbytes: int) -> bool:
+    """Whether a coder can encode so many bytes at once."""
+    return coder != "lz4" or nbytes <= LZ4_MOST_NBYTES
+
+
 def compress(coder: str, raw: Bytes) -> Bytes:
-    """Compressed bytes; may be longer than what went in. The coder `none` passes them on."""
+    """Compressed bytes; may be longer than what went in. The coder `none` passes them on.
+
+    Raises
+    ------
+    ValueError
+        These are more than it `takes`.
+    """
+    if not takes(coder, raw.nbytes):
+        raise ValueError(f"{raw.nbytes} bytes are more than {coder} encodes at once")
     if coder == "none" or not raw.nbytes:
         return raw
     # A codec object each time: pyarrow does not promise that one may be used by two threads, and
@@ -46,6 +64,8 @@ def decompress(coder: str, payload: Bytes, nbytes: int) -> Bytes:
         if payload.nbytes != nbytes:
             raise ProtocolError(f"{payload.nbytes} bytes where {nbytes} were announced")
         return payload
+    if not takes(coder, nbytes):
+        raise ProtocolError(f"{nbytes} bytes are more than {coder} encodes at once")
     try:
         decoded = _MAKERS[coder]().decompress(pa.py_buffer(payload), decompressed_size=nbytes)
     except (pa.ArrowException, OSError) as error:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.codecs import narrowing, planes
-from dask_gpurt.codecs.coders import compress, decompress
+from dask_gpurt.codecs.coders import compress, decompress, takes
 from dask_gpurt.codecs.port import Bytes, Codec
 from dask_gpurt.errors import ProtocolError
 
@@ -103,6 +103,8 @@ class HostCodec:
             parameters, whole, width = narrowed
             if self.coder != "none" and width > 1:
                 whole = planes.split(whole, width)
+        if not takes(self.coder, whole.nbytes):
+            return None
         body = compress(self.coder, whole)
         rest = [np.frombuffer(parameters, dtype=np.uint8), tail, body]
         return sealed(self.id, raw.nbytes, itemsize, rest)

@@ -6,6 +6,7 @@ configuration files are read, not changed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -161,7 +162,11 @@ def preloads() -> list[Finding]:
 def unknown_keys() -> list[Finding]:
     """Settings that nothing reads."""
     found = []
-    for key, suggestion in config.unknown_keys():
+    try:
+        keys = config.unknown_keys()
+    except ConfigError:
+        return []  # `settings` says so
+    for key, suggestion in keys:
         hint = f"did you mean gpurt.{suggestion}?" if suggestion else "remove it"
         found.append(Finding("problem", "settings", f"nothing reads gpurt.{key}", hint))
     return found
@@ -199,7 +204,12 @@ def _variable(key: str) -> str | None:
 
 def _files_with(key: str) -> list[Path]:
     """Configuration files that set a key; the last one counts."""
-    return list(dask.config.paths_containing_key(key, paths=dask.config.paths))
+    found: list[Path] = []
+    for path in dask.config.paths:
+        # In one with nothing but comments, or a value, where a section should be, Dask stumbles.
+        with contextlib.suppress(TypeError):
+            found += dask.config.paths_containing_key(key, paths=[path])
+    return found
 
 
 def _is_ours(path: Path) -> bool:

@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 
 import dask_gpurt
-from dask_gpurt import metrics
+from dask_gpurt import config, metrics
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -43,8 +43,12 @@ class ClusterRecord:
     address: str
     is_active: bool = False
     reason: str | None = None
-    runs: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    #: By activation, which each count from 0: the runtime may be switched off and on again, and a
+    #: second cluster be at the address of the first.
+    runs_of: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    fallbacks_of: defaultdict[str, Counter[tuple[str, str]]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
     not_ready: dict[str, str] = field(default_factory=dict)
     #: Last counters of every worker there ever was: one that is gone did move what it moved.
     workers: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -55,8 +59,9 @@ class ClusterRecord:
         """Take in a reading. They may come in any order: counters only grow."""
         self.is_active = self.is_active or status["active"]
         self.reason = status.get("reason")
-        self.runs |= Counter(status["runs"])
-        self.fallbacks |= Counter(
+        activation = status.get("activation") or ""
+        self.runs_of[activation] |= Counter(status["runs"])
+        self.fallbacks_of[activation] |= Counter(
             {(one["what"], one["why"]): one["count"] for one in status["fallbacks"]}
         )
         self.not_ready.update(status.get("not_ready", {}))
@@ -65,6 +70,14 @@ class ClusterRecord:
                 known = self.workers.setdefault(worker, {})
                 for name, value in report["counters"].items():
                     known[name] = max(value, known.get(name, 0))
+
+    @property
+    def runs(self) -> Counter[str]:
+        return sum(self.runs_of.values(), Counter())
+
+    @property
+    def fallbacks(self) -> Counter[tuple[str, str]]:
+        return sum(self.fallbacks_of.values(), Counter())
 
 
 @dataclass(frozen=True)
@@ -260,7 +273,7 @@ def install(recorder: Recorder) -> None:
     _recorder = recorder
     quiet_preloads()
     preload, argv = "distributed.client.preload", "distributed.client.preload-argv"
-    names = list(dask.config.get(preload, None) or [])
+    names = config.preload_list("client")
     given = list(dask.config.get(argv, None) or [])
     # One list of arguments for all preloads, or one for each.
     if len(given) == len(names) and not any(isinstance(one, str) for one in given):

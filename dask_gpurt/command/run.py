@@ -145,7 +145,7 @@ def _switch_on(is_strict: bool) -> None:
     preload = "distributed.client.preload"
     if not config.preloads()["client"]:
         # A list of the user's has replaced ours.
-        dask.config.set({preload: [config.PRELOAD, *(dask.config.get(preload, None) or [])]})
+        dask.config.set({preload: [config.PRELOAD, *config.preload_list("client")]})
         argv = list(dask.config.get(f"{preload}-argv", None) or [])
         if argv and not any(isinstance(one, str) for one in argv):
             dask.config.set({f"{preload}-argv": [[], *argv]})

@@ -49,6 +49,8 @@ def write(scheduler: str | None, scheduler_file: Path | None, *, probe: bool) ->
             found = _ask(client, probe)
     except ConnectError as error:
         raise TopologyError(str(error)) from error
+    if not found["workers"]:
+        raise TopologyError(f"no worker of {address} has reported; ask again when there is one")
     print(_HEAD.format(address=address, workers=found["workers"]) + found["text"], end="")
     for about, problem in found["problems"].items():
         print(f"dask gpurt topology: {about}: {problem}", file=sys.stderr)

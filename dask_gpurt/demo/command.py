@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,6 +102,12 @@ def _run(
 ) -> int:
     """Do what :func:`main` says; raise :class:`DemoError` if the demo cannot run."""
     start_s = time.perf_counter()
+    try:
+        # Minutes before there is something to write.
+        out_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out_dir).close()
+    except OSError as error:
+        raise DemoError(f"cannot write to {out_dir}: {error.strerror}") from error
     with _demo_packages():
         from rich.console import Console
 
@@ -141,7 +148,6 @@ def _run(
                 "flights": "all departures from New York in 2013, 336,776 rows",
             },
         )
-    out_dir.mkdir(parents=True, exist_ok=True)
     write_json(report, out_dir / "report.json")
     write_html(report, out_dir / "report.html")
     if json_output:

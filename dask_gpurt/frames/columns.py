@@ -156,7 +156,9 @@ def _decompose_numpy(values: Any) -> Column:
 def _decompose_objects(values: Any) -> Column:
     # A NumPy array of objects, or any extension array that has no layout of its own (sparse
     # arrays, strings held by Python, types of other libraries).
-    return Column(Layout("objects", objects=True), objects=values)
+    kind = type(values)
+    detail = (f"{kind.__module__}.{kind.__qualname__} of {values.dtype}",)
+    return Column(Layout("objects", objects=True, detail=detail), objects=values)
 
 
 def _decompose_categorical(values: Any, expected: Any) -> Column:
@@ -249,7 +251,7 @@ def _compose_interval(layout: Layout, parts: Sequence[Part], arrow: Any, objects
 
 
 def _compose_arrow(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
-    kind, missing = layout.detail
+    kind, missing = layout.detail[:2]
     if kind == "string":
         na_value = np.nan if missing == "nan" else pd.NA
         return pd.StringDtype("pyarrow", na_value=na_value).__from_arrow__(arrow)
@@ -288,11 +290,12 @@ def _is_arrow(dtype: Any) -> bool:
     return isinstance(dtype, pd.ArrowDtype)
 
 
-def _arrow_detail(dtype: Any) -> tuple[str, str]:
+def _arrow_detail(dtype: Any) -> tuple[str, ...]:
     if isinstance(dtype, pd.StringDtype):
         missing = "NA" if getattr(dtype, "na_value", pd.NA) is pd.NA else "nan"
         return ("string", missing)
-    return ("arrow", "NA")
+    # With the type: columns of two types are not of one shape, and Arrow joins only those.
+    return ("arrow", "NA", str(dtype.pyarrow_dtype))
 
 
 def _chunked(array: pa.Array | pa.ChunkedArray) -> pa.ChunkedArray:

@@ -52,7 +52,8 @@ def array_node(array: npt.NDArray[Any], into: Into, *, may_be_read_only: bool = 
     if not dense.flags.c_contiguous:
         dense = np.ascontiguousarray(dense)
     number = into.add(dense.reshape(-1).view(np.uint8))
-    read_only = may_be_read_only and not array.flags.writeable
+    # Elements that are one and the same in memory must not become writable either.
+    read_only = (may_be_read_only or bool(repeated)) and not array.flags.writeable
     return ["array", number, _dtype_node(array.dtype), list(array.shape), axes, repeated, read_only]
 
 

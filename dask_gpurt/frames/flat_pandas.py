@@ -225,14 +225,16 @@ def _index_node(index: pd.Index, into: Into) -> Node:
             [into.node(name) for name in index.names],
             index.sortorder,
         ]
-    name = into.node(index.name)
     if index.dtype == object and _are_labels(index):
-        return ["labels", list(index), name]
+        return ["labels", list(index), into.node(index.name)]
+    # In the order in which they are put together: what is in both is shared.
+    column = _column_node(np_or_extension(index), into)
+    name = into.node(index.name)
     freq = getattr(index, "freq", None) if _has_freq(index) else None
     # As a string where that says it all; offsets with holidays, say, are more than their name.
     if freq is not None:
         freq = freq.freqstr if _is_named(freq) else into.pickled(freq)
-    return ["index", _column_node(np_or_extension(index), into), name, freq]
+    return ["index", column, name, freq]
 
 
 def range_of(node: Node, out_of: OutOf) -> pd.RangeIndex:

@@ -74,10 +74,20 @@ def join_categorical(
     return _union(same)
 
 
-def _union(categoricals: Sequence[Any]) -> pd.Categorical:
+def _union(categoricals: Sequence[pd.Categorical]) -> pd.Categorical:
     from pandas.api.types import union_categoricals
+    from pandas.core.dtypes.cast import find_common_type
 
     ordered = all(c.ordered for c in categoricals)
+    dtypes = [c.categories.dtype for c in categoricals]
+    if any(dtype != dtypes[0] for dtype in dtypes):
+        # Where nothing but missing values was, categories have whatever type they were made with.
+        used = [c.categories.dtype for c in categoricals if len(c.categories)]
+        common = find_common_type(used or dtypes)
+        categoricals = [
+            pd.Categorical.from_codes(c.codes, categories=c.categories.astype(common))
+            for c in categoricals
+        ]
     merged = union_categoricals(categoricals, ignore_order=True)
     if ordered:
         merged = merged.as_ordered()
@@ -93,7 +103,7 @@ def with_common_categories(frames: list[pd.DataFrame]) -> list[pd.DataFrame]:
             continue
         if all(dtype == dtypes[0] for dtype in dtypes):
             continue
-        dtype = _union([frame.iloc[:, position] for frame in frames]).dtype
+        dtype = _union([pd.Categorical(frame.iloc[:, position]) for frame in frames]).dtype
         for number, frame in enumerate(frames):
             frame = frame.copy(deep=False)
             frame.isetitem(position, frame.iloc[:, position].astype(dtype))
@@ -149,6 +159,11 @@ def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
             return column.astype(expected)
         except (TypeError, ValueError):
             return column  # objects that are no strings stay what they are
+    if isinstance(expected, pd.ArrowDtype) and isinstance(column.dtype, pd.ArrowDtype):
+        try:
+            return column.astype(expected)
+        except (pa.ArrowException, TypeError, ValueError):
+            return column  # values that the type has no place for stay what they are
     if column.dtype == np.dtype(object):
         # One partition had objects where others had values. Stock goes through Arrow, which looks
         # at the values that are left.

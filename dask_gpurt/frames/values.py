@@ -175,8 +175,9 @@ class _Flattening:
         elif type(value) in (tuple, list) and _is_worth_it(value):
             made = [type(value).__name__, [self.node(item) for item in value]]
         elif type(value) is dict and _is_worth_it(value):
-            keys, values = list(value), [self.node(item) for item in value.values()]
-            made = ["dict", self.node(keys), values]
+            # Keys come first, as they do when it is put together: what is in both is shared.
+            keys = self.node(list(value))
+            made = ["dict", keys, [self.node(item) for item in value.values()]]
         else:
             made = self.pickled(value)
         return made

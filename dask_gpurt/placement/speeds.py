@@ -54,6 +54,7 @@ MAX_SLOWNESS = 32.0
 _LEAST_S = 0.001
 MAX_GROUPS = 2_000
 MAX_OWN_GROUPS = 16
+_LOG_LEAST, _LOG_PAUSE = log(LEAST_SLOWNESS), log(PAUSE_S)
 
 
 class _Logs:
@@ -87,15 +88,20 @@ class _Record:
         self.working_since_s: float | None = None
         self.due_s = 0.0
 
-    def observe(self, value: float, variance: float, usual_s: float) -> None:
-        share = max(_PAST, 0.5 ** (usual_s / PAUSE_S))
+    def observe(self, value: float, variance: float, usual: float) -> None:
+        """Take in by what logarithm a task was off; and the one of what its group takes usually."""
+        share = _PAST if usual >= _LOG_PAUSE else 0.5 ** (exp(usual) / PAUSE_S)
         # A first short task is no more than one of many, either: as if the others had been usual.
         past = share * self.weight if self.weight else 1 / (1 - share) - 1 / (1 - _PAST)
         self.weight = past + 1
         self.mean = (past * self.mean + value) / self.weight
         self.variance = (past * past * self.variance + variance) / self.weight**2
-        beyond_noise = self.mean - SIGMAS * sqrt(self.variance)
-        self.slowness = _worth_it(exp(min(beyond_noise, 9.0)))
+        if self.mean < _LOG_LEAST:
+            # Nearly always, and then there is nothing to be worked out.
+            self.slowness = 1.0
+        else:
+            beyond_noise = self.mean - SIGMAS * sqrt(self.variance)
+            self.slowness = _worth_it(exp(min(beyond_noise, 9.0)))
 
 
 class Speeds:
@@ -135,7 +141,7 @@ class Speeds:
         n_others = of_all.count - own.count
         if n_others >= _ENOUGH:
             mean, variance = self._of_others(of_all, own)
-            record.observe(value - mean, variance, exp(mean))
+            record.observe(value - mean, variance, mean)
         of_all.add(value)
         own.add(value)
 

@@ -14,7 +14,7 @@ from distributed.protocol.pickle import dumps
 
 import dask_gpurt
 from dask_gpurt import config, metrics
-from dask_gpurt.errors import ActivationError, StrictFallbackError
+from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
 from dask_gpurt.plugins import seams
 from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.shuffle import figures
@@ -80,17 +80,24 @@ async def _register(client: Client, settings: config.Settings) -> None:
 
 
 async def on_connect(client: Client) -> None:
-    """Called by the preload when a client with the flag connects. Never raises.
+    """Called by the preload when a client with the flag connects.
 
     Dask logs and forgets what a preload raises. With `gpurt.strict` the error is therefore kept
     for the first computation.
+
+    Raises
+    ------
+    ConfigError
+        A setting, or the file that describes the machines, cannot be used.
     """
-    settings = config.read()
     try:
-        await activate(client, settings)
-    except ActivationError as error:
-        if settings.strict:
+        await activate(client, config.read())
+    except (ActivationError, ConfigError) as error:
+        if config.is_strict():
             seams.refuse_work(client, StrictFallbackError(str(error)))
+        if isinstance(error, ConfigError):
+            # The preload says so, once for a client and a scheduler in one process.
+            raise
         logger.error("dask_gpurt is not active: %s", error)
 
 
@@ -128,6 +135,7 @@ async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
     else:
         status = {
             "active": False,
+            "activation": None,
             "reason": "not switched on for this cluster",
             "runs": {"gpurt": 0, "stock": 0},
             "fallbacks": [],

@@ -213,7 +213,9 @@ class Machines:
         }
         # Of hundreds of hosts this takes seconds.
         text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
-        return {"text": text, "workers": len(seen), "problems": dict(self._problems)}
+        silent = "not in it: it has not reported yet, or the runtime is not on there"
+        left_out = dict.fromkeys(sorted(set(workers) - self._reports.keys()), silent)
+        return {"text": text, "workers": len(seen), "problems": {**left_out, **self._problems}}
 
     async def _ask(self) -> None:
         missing = sorted(set(self._ready) - self._reports.keys())

@@ -144,30 +144,30 @@ class Placement:
             # None, or one, or whatever stock makes of loose restrictions.
             ws = self._as_stock(ts, stock(ts))
             if ws is not None and len(ts.dependencies) <= MAX_HOLDERS:
-                sizes = view.sizes.observe(ts.dependencies)
-                view.expect(ws.address, view.task(ts, sizes, (), (ws.address,)))
+                known = view.sizes.observe(ts.dependencies)
+                view.arrivals.expect(ws.address, view.task(ts, known, (), (ws.address,)))
             return ws
         holders = view.single_holders(ts)
-        only: WorkerState | None = None
-        if holders and holders.count(holders[0]) == len(holders):
-            only = state.workers.get(holders[0])
-        if only is not None and (
-            only not in state.running
-            or view.with_gpu
-            or (valid is not None and only not in valid)
-            or view.slowness(only) > 1
+        only = self._only_holder(holders, valid) if holders else None
+        sizes: list[int] = []
+        if (
+            only is not None
+            and (n_joins := view.times_joined(ts)) is not None
+            and not view.arrivals.is_arriving(ts)
+            and not view.keeps_waiting(only)
         ):
-            only = None
-        if only is not None and not only.processing and self._gains_nothing_elsewhere(ts, only):
-            return self._at_holder(ts, only)
+            sizes = view.sizes.observe(ts.dependencies)
+            if holder_is_best(sum(sizes), view.sizes(ts), n_joins, view.room_nbytes(only)):
+                return self._at_holder(ts, only)
         joins = view.joins(ts)
         if (
             only is not None
             and not joins
-            and (len(only.processing) < only.nthreads or not state.idle)
+            # While the scheduler has tasks in its queue, nobody else is asked.
+            and (len(only.processing) < only.nthreads or not state.idle or state.queued)
         ):
             return self._at_holder(ts, only)
-        sizes = view.sizes.observe(ts.dependencies)
+        sizes = sizes or view.sizes.observe(ts.dependencies)
         if holders and valid is None and not joins:
             first = self._foremost(ts, holders, sizes)
             if first is not None:
@@ -191,17 +191,28 @@ class Placement:
         )
         if decision.worker is None:
             return self._as_stock(ts, stock(ts))
-        view.expect(decision.worker, task)
+        view.arrivals.expect(decision.worker, task)
         self.log.keep(ts.key, decision.worker, "cost", decision.stock, decision.costs)
         return state.workers[decision.worker]
 
-    def _gains_nothing_elsewhere(self, ts: TaskState, only: WorkerState) -> bool:
-        """Whether that needs no more than a glance: `holder_is_best`."""
-        view = self._view
-        if not view.is_joined_once(ts) or view.is_arriving(ts):
-            return False
-        needed_nbytes = sum(view.sizes.observe(ts.dependencies))
-        return holder_is_best(needed_nbytes, view.sizes(ts), view.room_nbytes(only))
+    def _only_holder(
+        self, holders: list[str], valid: Collection[WorkerState] | None
+    ) -> WorkerState | None:
+        """The worker that alone has all inputs, if it may run the task as quickly as any."""
+        first = holders[0]
+        if holders.count(first) < len(holders):
+            return None
+        state, view = self._scheduler, self._view
+        ws = state.workers.get(first)
+        if (
+            ws is None
+            or ws not in state.running
+            or (view.with_gpu and first not in view.with_gpu)
+            or (valid is not None and ws not in valid)
+            or view.slowness(ws) > 1
+        ):
+            return None
+        return ws
 
     def _at_holder(self, ts: TaskState, only: WorkerState) -> WorkerState:
         self.log.keep(ts.key, only.address, "holder", only.address)
@@ -214,10 +225,15 @@ class Placement:
         most_nbytes = max(sizes)
         if sizes.count(most_nbytes) == 1:
             ws = state.workers[holders[sizes.index(most_nbytes)]]
+            if view.keeps_waiting(ws):
+                return None
         else:
             largest = compress(holders, [nbytes == most_nbytes for nbytes in sizes])
-            ws = min([state.workers[one] for one in largest], key=_least_busy)
-        if ws.processing or view.is_arriving(ts):
+            free = [ws for one in largest if not view.keeps_waiting(ws := state.workers[one])]
+            if not free:
+                return None
+            ws = min(free, key=_least_busy)
+        if view.arrivals.is_arriving(ts):
             return None
         address = ws.address
         if ws not in state.running or (view.with_gpu and address not in view.with_gpu):
@@ -229,8 +245,9 @@ class Placement:
         way = foremost(holders, sizes, duration_s, self._paths.places)
         if way is None:
             return None
-        view.expect_from(holders, ts, sizes, address, way)
-        self.log.keep(ts.key, address, "most", address)
+        view.arrivals.expect_from(holders, ts, sizes, address, way)
+        # Stock does not know that nobody waits for what is made up for by its own queue.
+        self.log.keep(ts.key, address, "most", None if ws.processing else address)
         return ws
 
     def _as_stock(self, ts: TaskState, ws: WorkerState | None) -> WorkerState | None:
@@ -306,5 +323,5 @@ class Placement:
         return found
 
 
-def _least_busy(ws: WorkerState) -> tuple[bool, int, str]:
-    return bool(ws.processing), ws.nbytes, ws.address
+def _least_busy(ws: WorkerState) -> tuple[float, int, str]:
+    return len(ws.processing) / ws.nthreads, ws.nbytes, ws.address

@@ -68,13 +68,27 @@ class Placer(Protocol):
         """One of the others raised this."""
 
 
-#: Workers with a place to spare that are looked at before stock looks at all of them, for each
-#: root task: the first with nothing to do is the least busy one, which is what stock looks for.
+#: Workers that are looked at before stock looks at all of them, for each root task.
 _GLANCE = 32
 
 
-def _has_nothing_to_do(ws: WorkerState) -> bool:
-    return not ws.processing
+def _least_busy(scheduler: Scheduler) -> WorkerState | None:
+    """Who has the fewest tasks of those with a place to spare, which is what stock looks for.
+
+    None if that takes more than a glance.
+    """
+    spare, idle = scheduler.idle_task_count, scheduler.idle
+    for some in (spare, idle.values()):
+        for ws in islice(some, _GLANCE):
+            if not ws.processing and ws in spare:
+                return ws
+    if len(idle) > _GLANCE:
+        return None
+    # Whoever has a thread to spare is one of these; all others have a task for each at least.
+    free = [ws for ws in idle.values() if len(ws.processing) < ws.nthreads and ws in spare]
+    if free:
+        return min(free, key=lambda ws: len(ws.processing) / ws.nthreads)
+    return next((ws for ws in islice(spare, _GLANCE) if len(ws.processing) == ws.nthreads), None)
 
 
 class DecisionSwap:
@@ -94,7 +108,8 @@ class DecisionSwap:
         stock_queued_root = scheduler.decide_worker_rootish_queuing_enabled
         stock_table = scheduler._TRANSITIONS_TABLE
         stock_heartbeat = self._stock_heartbeat
-        deciding: list[TaskState] = []
+        #: Key of the task that is about to begin, for `place_queued_root`.
+        deciding: Any = None
 
         def place(ts: TaskState) -> WorkerState | None:
             try:
@@ -116,21 +131,16 @@ class DecisionSwap:
             return None if found is None else root(ts, found) or found
 
         def place_queued_root() -> WorkerState | None:
-            found = next(
-                filter(_has_nothing_to_do, islice(scheduler.idle_task_count, _GLANCE)), None
-            )
-            found = found or stock_queued_root()
-            if found is None or not deciding:
-                return found
-            return root(deciding[-1], found)
+            found = _least_busy(scheduler) or stock_queued_root()
+            ts = scheduler.tasks.get(deciding)
+            return found if found is None or ts is None else root(ts, found)
 
         def noting(transition: Callable[..., Any]) -> Callable[..., Any]:
+            # These do not call one another, so that no more than the last key is needed.
             def noted(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
-                deciding.append(state.tasks[key])
-                try:
-                    return transition(state, key, stimulus_id, **kwargs)
-                finally:
-                    deciding.pop()
+                nonlocal deciding
+                deciding = key
+                return transition(state, key, stimulus_id, **kwargs)
 
             return noted
 
@@ -140,11 +150,10 @@ class DecisionSwap:
             ts = state.tasks[key]
             answer = stock_ending(state, key, stimulus_id, **kwargs)
             try:
-                seconds = sum(
-                    one["stop"] - one["start"]
-                    for one in kwargs["startstops"]
-                    if one["action"] == "compute"
-                )
+                seconds = 0.0
+                for one in kwargs["startstops"]:
+                    if one["action"] == "compute":
+                        seconds += one["stop"] - one["start"]
                 placer.ended(ts, kwargs["worker"], seconds)
             except Exception as error:
                 placer.failed(error)

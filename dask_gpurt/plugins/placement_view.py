@@ -1,32 +1,30 @@
-"""A live scheduler as placement sees it: tasks, workers, what is on its way. Decides nothing.
+"""A live scheduler as placement sees it: tasks, workers. Decides nothing.
 
 Not a copy: what is asked for is read when it is asked for, since a decision looks at a few
-workers out of very many. All of it runs in the scheduler's only thread, for every task.
+workers out of very many. All of it runs in the scheduler's only thread, for every task. What is on
+its way to workers is in `dask_gpurt.plugins.arrivals`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.cost import Input, Task, Worker, fetches_s
+from dask_gpurt.placement.cost import Input, Task, Worker
 from dask_gpurt.placement.policy import MAX_CANDIDATES
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS
 from dask_gpurt.placement.speeds import Speeds
+from dask_gpurt.plugins.arrivals import Arrivals
 from dask_gpurt.plugins.expected_sizes import ExpectedSizes
 from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.worker_paths import WorkerPaths
-from dask_gpurt.topology.model import Path
 
 if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskPrefix, TaskState, WorkerState
 
-#: Inputs whose transfers are remembered.
-MAX_ARRIVALS = 10_000
 #: Workers with little to do that are looked at, and holders of one input.
 MAX_IDLE = 4
 MAX_HOLDERS = 16
@@ -36,6 +34,8 @@ MAX_LOOKED_AT = 32
 MAX_PLACES = 4
 #: Tasks one after the other, each needing nothing but the one before, that are looked through.
 MAX_CHAIN = 3
+#: Joins of one output, each with something else, that a glance is enough for.
+MAX_JOINS_AT_A_GLANCE = 2
 #: Results smaller than this are joined wherever it suits.
 MIN_JOIN_NBYTES = 64 * 1024
 #: Seconds that handling a task takes at the least, in a worker of Dask's.
@@ -71,11 +71,7 @@ class PlacementView:
         self.sizes = ExpectedSizes()
         self.speeds = Speeds()
         self.with_gpu: set[str] = set()
-        #: By key, then by worker: when an input that a decision had it fetch will be there.
-        self._arrivals: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
-        #: By worker: when it will have all that decisions had it fetch. Forgotten, where that is
-        #: looked at, once it needs nothing any more.
-        self._receiving_until: dict[str, float] = {}
+        self.arrivals = Arrivals(scheduler, paths, clock)
 
     def add_worker(self, ws: WorkerState) -> None:
         """A worker came."""
@@ -88,7 +84,7 @@ class PlacementView:
         """A worker left."""
         self.paths.remove(address)
         self.with_gpu.discard(address)
-        self._receiving_until.pop(address, None)
+        self.arrivals.remove_worker(address)
         self.speeds.forget(address)
 
     # ------------------------------------------------------------------ workers
@@ -112,7 +108,7 @@ class PlacementView:
         be joined with may still be said to be there.
         """
         state = self._scheduler
-        known, receiving_until, with_gpu = state.workers, self._receiving_until, self.with_gpu
+        known, arrivals, with_gpu = state.workers, self.arrivals, self.with_gpu
         found = []
         for address in addresses:
             ws = known.get(address)
@@ -120,13 +116,7 @@ class PlacementView:
                 continue
             n_tasks = len(ws.processing)
             slowness = self.slowness(ws)
-            busy_s = 0.0
-            if n_tasks:
-                busy_s = self.ahead_s(ws, slowness) if state.queued else self.busy_s(ws, slowness)
-            until = receiving_until.get(address)
-            if until is not None and not ws.needs_what:
-                until = None
-                del receiving_until[address]
+            busy_s = self.waited_s(ws, slowness) if n_tasks else 0.0
             terms = (
                 address,
                 ws.nthreads,
@@ -134,7 +124,7 @@ class PlacementView:
                 ws.nbytes,
                 self.room_nbytes(ws),
                 _WITH_GPU if address in with_gpu else (),
-                0.0 if until is None else max(0.0, until - self._clock()),
+                arrivals.receiving_s(ws) if address in arrivals.by_worker else 0.0,
                 n_tasks,
                 slowness,
             )
@@ -143,8 +133,16 @@ class PlacementView:
         return found
 
     def is_ready(self, ws: WorkerState) -> bool:
-        """Whether a worker with nothing to do can fetch and run a task as quickly as any."""
-        return self._free_at(ws) is None and self.speeds.learned(ws.address) <= 1
+        """Whether a worker that could begin at once can fetch and run a task as quickly as any."""
+        return not self.arrivals.receiving_s(ws) and self.slowness(ws) <= 1
+
+    def keeps_waiting(self, ws: WorkerState) -> bool:
+        """Whether what a worker is given now has to wait for what it was given before."""
+        return bool(ws.processing) and self.waited_s(ws) > 0
+
+    def waited_s(self, ws: WorkerState, slowness: float = 1.0) -> float:
+        """Seconds of computing ahead of what a worker that has something to do is given now."""
+        return self.ahead_s(ws, slowness) if self._scheduler.queued else self.busy_s(ws, slowness)
 
     @staticmethod
     def room_nbytes(ws: WorkerState) -> float:
@@ -236,7 +234,8 @@ class PlacementView:
             Workers of which it has to be right whether they hold an input that very many hold.
         """
         inputs = []
-        arrivals = self._arrivals
+        arrivals = self.arrivals
+        by_key = arrivals.by_key
         for dts, nbytes in zip(ts.dependencies, sizes, strict=True):
             who = dts.who_has or ()
             holders: Sequence[str]
@@ -246,7 +245,7 @@ class PlacementView:
             else:
                 holders = self._some_holders(who, asked)
             key = dts.key
-            arriving = self._arriving(dts) if key in arrivals else _NOTHING
+            arriving = arrivals.arriving_s(dts) if key in by_key else _NOTHING
             inputs.append(_new(Input, (key, nbytes, holders, arriving)))
         device = GPU if self.with_gpu and any(map(_is_on_gpu, ts.dependencies)) else None
         duration_s = expected_duration_s(self._scheduler, ts)
@@ -278,27 +277,22 @@ class PlacementView:
         """Whether stock, which looks at all holders of inputs, does not have many to look at."""
         return all(len(dts.who_has or ()) <= MAX_HOLDERS for dts in ts.dependencies)
 
-    def is_arriving(self, ts: TaskState) -> bool:
-        """Whether somebody may be fetching an input."""
-        arrivals = self._arrivals
-        if arrivals:
-            # Asked for every decision at a glance: a generator would take three times as long.
-            for dts in ts.dependencies:
-                if dts.key in arrivals:
-                    return True
-        return False
-
     @staticmethod
-    def is_joined_once(ts: TaskState) -> bool:
-        """Whether the output is passed on, by itself, to a task that needs one other result."""
+    def times_joined(ts: TaskState) -> int | None:
+        """Of how many tasks at most `joins` tells; None if that takes more than a glance."""
         for _ in range(MAX_CHAIN):
-            if len(ts.dependents) != 1:
-                return False
-            (ts,) = ts.dependents
-            n_needed = len(ts.dependencies)
-            if n_needed > 1:
-                return n_needed == 2
-        return False
+            dependents = ts.dependents
+            if len(dependents) != 1:
+                if len(dependents) > MAX_JOINS_AT_A_GLANCE:
+                    return None
+                for one in dependents:
+                    if len(one.dependencies) == 1:
+                        return None
+                return len(dependents)
+            (ts,) = dependents
+            if len(ts.dependencies) > 1:
+                return 1
+        return 0
 
     def company(self, ts: TaskState, joins: Sequence[dict[str, float]]) -> tuple[str, ...]:
         """Workers with a thread to spare that are to be looked at whatever they have of a task.
@@ -384,70 +378,6 @@ class PlacementView:
             if (n := self.sizes(other)) >= min_nbytes:
                 placed[ws.address] = placed.get(ws.address, 0.0) + n
         return placed
-
-    # ------------------------------------------------------------------ what is on its way
-
-    def expect(self, address: str, task: Task) -> None:
-        """A worker will now fetch what it lacks of a task; note when it should have it."""
-        missing = [
-            one
-            for one in task.inputs
-            if address not in one.holders and address not in one.arriving_s
-        ]
-        if missing:
-            at = self._free_at(self._scheduler.workers[address]) or self._clock()
-            fetches = fetches_s(missing, address, self.paths.places)
-            for one, seconds in zip(missing, fetches, strict=True):
-                at += seconds
-                self._arrivals.setdefault(one.key, {})[address] = at
-            self._receives_until(address, at)
-
-    def expect_from(
-        self, holders: Iterable[str], ts: TaskState, sizes: Iterable[int], address: str, way: Path
-    ) -> None:
-        """The same of a task of which each input has one holder, all over ways that are alike."""
-        arrivals = self._arrivals
-        latency_s, bandwidth = way.latency_s, way.bandwidth_nbytes_per_s
-        at = self._free_at(self._scheduler.workers[address]) or self._clock()
-        for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
-            if holder != address:
-                at += latency_s + nbytes / bandwidth
-                arrivals.setdefault(dts.key, {})[address] = at
-        self._receives_until(address, at)
-
-    def _free_at(self, ws: WorkerState) -> float | None:
-        """When a worker will have all it is fetching already; None if it should have it by now."""
-        until = self._receiving_until.get(ws.address)
-        if until is None:
-            return None
-        if not ws.needs_what:
-            # It came sooner than expected, or is not needed there any more.
-            del self._receiving_until[ws.address]
-            return None
-        return until if until > self._clock() else None
-
-    def _receives_until(self, address: str, at: float) -> None:
-        self._receiving_until[address] = at
-        arrivals = self._arrivals
-        while len(arrivals) > MAX_ARRIVALS:
-            arrivals.popitem(last=False)
-
-    def _arriving(self, dts: TaskState) -> dict[str, float]:
-        """Seconds until each worker has an input it is fetching."""
-        expected = self._arrivals[dts.key]
-        now = self._clock()
-        workers = self._scheduler.workers
-        found = {}
-        for address, at in list(expected.items()):
-            ws = workers.get(address)
-            if ws is not None and dts in ws.needs_what:
-                found[address] = max(0.0, at - now)
-            else:
-                # It is there, or nobody needs it there any more.
-                del expected[address]
-        if not expected:
-            del self._arrivals[dts.key]
-        return found
 
 
 def unknown_s(prefix: TaskPrefix) -> float:

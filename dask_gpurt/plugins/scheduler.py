@@ -13,6 +13,7 @@ import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -80,6 +81,8 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def _start(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        #: What is counted here is of this activation; there may have been others before.
+        self.activation = uuid4().hex
         self.is_active = False
         self.inactive_reason: str | None = self._unusable()
         self.ready: set[str] = set()
@@ -378,6 +381,7 @@ class GpurtScheduler(SchedulerPlugin):
         workers = {**dict.fromkeys(self.scheduler.workers), **_understood(answers)}
         return {
             "active": self.is_active,
+            "activation": self.activation,
             "reason": self.inactive_reason,
             "unusable": self._unusable(),
             "version": dask_gpurt.__version__,

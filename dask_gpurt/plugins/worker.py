@@ -27,7 +27,7 @@ from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
 from dask_gpurt.plugins import device_sizes
-from dask_gpurt.plugins.comm_seams import PiecewiseReads
+from dask_gpurt.plugins.comm_seams import PiecewiseReads, ShortTurns
 from dask_gpurt.plugins.frame_seams import RowNumbers
 from dask_gpurt.plugins.garbage import SetApart
 from dask_gpurt.plugins.gathering import Gathering
@@ -303,6 +303,7 @@ class Attachment:
         }
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()
+        self._turns = ShortTurns(worker)
         self._gathering = Gathering(worker)
         # At the end: everything that the runtime needs is imported.
         self._set_apart = SetApart(worker)
@@ -321,6 +322,7 @@ class Attachment:
         """Leave the worker as stock has it. Runs that are under way go on."""
         self._set_apart.end()
         self._reads.end()
+        self._turns.end()
         self._gathering.remove()
         self._lookup.remove()
         for name in self._handlers:

@@ -161,6 +161,12 @@ class Machine:
         Seconds a message between the scheduler and a worker takes.
     incidents
         What goes wrong, and when.
+
+    Raises
+    ------
+    SimulationError
+        There is no worker, or there are two at one address; one stands still; something happens
+        to a worker that there is not.
     """
 
     name: str
@@ -168,6 +174,21 @@ class Machine:
     network: Network
     control_latency_s: float = 0.0005
     incidents: tuple[Incident, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise SimulationError(f"{self.name} has no workers")
+        addresses: set[str] = set()
+        for worker in self.workers:
+            if worker.address in addresses:
+                raise SimulationError(f"{self.name} has two workers at {worker.address}")
+            addresses.add(worker.address)
+        for incident in self.incidents:
+            if incident.address not in addresses:
+                raise SimulationError(f"{self.name} has no worker {incident.address}: {incident}")
+        for one in (*self.workers, *self.incidents):
+            if not getattr(one, "speed", 1.0) > 0:
+                raise SimulationError(f"speeds are more than 0: {one}")
 
     def with_incidents(self, *incidents: Incident) -> Machine:
         """The same machine on a bad day."""

@@ -54,6 +54,8 @@ class Routes:
         self._is_end = is_end
         #: By node, by switch: ways that are narrower and quicker than those before.
         self._halves: dict[str, dict[str, list[tuple[float, Way]]]] = {}
+        #: By node, by node of the same host: the widest way.
+        self._within_host: dict[str, dict[str, Way]] = {}
         #: Hosts with links of their own to one another, of which halves know nothing.
         self._cabled = {
             (here, there)
@@ -70,7 +72,10 @@ class Routes:
         if self._part_of[source] != self._part_of[target]:
             return None
         here, there = self._host_of[source], self._host_of[target]
-        if here is None or there is None or here == there or (here, there) in self._cabled:
+        if here is not None and here == there:
+            self._half(source)
+            found = self._within_host[source].get(target)
+        elif here is None or there is None or (here, there) in self._cabled:
             found = self._best({here, there, None}, source, target)
         else:
             found = self._joined(source, target)
@@ -114,10 +119,14 @@ class Routes:
         return found
 
     def _half(self, node: str) -> dict[str, list[tuple[float, Way]]]:
-        """How a node gets to each switch between hosts: the widest way, then quicker ones."""
+        """How a node gets to each switch between hosts: the widest way, then quicker ones.
+
+        On the way there, how it gets to the other nodes of its host.
+        """
         found = self._halves.get(node)
         if found is None:
             found = self._halves[node] = {}
+            neighbours = self._within_host[node] = {}
             within = {self._host_of[node], None}
             widths = self._widths(within, node)
             switches = [one for one in widths if self._host_of[one] is None]
@@ -125,6 +134,9 @@ class Routes:
             links = (link for one in widths for _, link in self._onward(within, node, one))
             for width in sorted({link.bandwidth_nbytes_per_s for link in links}, reverse=True):
                 ways = self._quickest(within, node, width)
+                for other in ways:
+                    if widths[other] == width and self._host_of[other] is not None:
+                        neighbours[other] = ways[other]
                 for switch in switches:
                     way = ways.get(switch)
                     known = found.get(switch)

@@ -202,11 +202,11 @@ def test_threads_do_not_disturb_each_other(name):
     assert not failures
 
 
-def runs_meanwhile(work) -> bool:
-    """Whether another thread gets to run Python while this one does `work`, a few times over.
+def runs_meanwhile(work, tries: int = 5000) -> bool:
+    """Whether another thread gets to run Python while this one does `work`, time and again.
 
     The interpreter never takes its lock away here, so the other thread runs only if `work` lets
-    go of it, however long that takes.
+    go of it, however long that takes; and only if there is a core for it just then.
     """
     gate = threading.Lock()
     gate.acquire()
@@ -222,7 +222,7 @@ def runs_meanwhile(work) -> bool:
     sys.setswitchinterval(3600)
     try:
         gate.release()
-        for _ in range(20):
+        for _ in range(tries):
             if ran:
                 break
             work()
@@ -234,7 +234,7 @@ def runs_meanwhile(work) -> bool:
 
 
 def test_the_interpreter_lock_is_not_let_go_by_chance():
-    assert not runs_meanwhile(lambda: [number * number for number in range(10_000)])
+    assert not runs_meanwhile(lambda: [number * number for number in range(10_000)], tries=50)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -245,3 +245,16 @@ def test_codecs_run_without_the_interpreter_lock(name):
     out = np.empty_like(raw)
     assert runs_meanwhile(lambda: codec.encode(raw, 8))
     assert runs_meanwhile(lambda: codec.decode_into(payload, out, 8))
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if "lz4" in name])
+def test_what_is_more_than_lz4_counts_to_is_not_encoded(name, monkeypatch):
+    codec = BY_NAME[name]
+    raw = np.random.default_rng(1).integers(0, 1 << 30, 10_000).view(np.uint8)
+    payload = np.concatenate(codec.encode(raw, 8))
+    monkeypatch.setattr(coders, "LZ4_MOST_NBYTES", 1000)
+    assert codec.encode(raw, 8) is None
+    with pytest.raises(ProtocolError, match="more than lz4 encodes at once"):
+        codec.decode_into(payload, np.empty_like(raw), 8)
+    with pytest.raises(ValueError, match="80000 bytes are more than lz4"):
+        coders.compress("lz4", raw)

@@ -91,6 +91,25 @@ def test_run_puts_a_replaced_preload_back(shell: Shell) -> None:
     assert shell.gpurt("run", "show.py").out.strip() == str(names)
 
 
+def test_a_single_name_is_a_list_of_preloads(shell: Shell) -> None:
+    """As Dask takes it; letter by letter, no client could start."""
+    shell.write("show.py", "import dask; print(dask.config.get('distributed.client.preload'))")
+    shell.env["DASK_DISTRIBUTED__CLIENT__PRELOAD"] = "json"
+    names = ["dask_gpurt.preload", "json", "dask_gpurt.command.observe"]
+    assert shell.gpurt("run", "show.py").out.strip() == str(names)
+    assert found(shell.gpurt("doctor", "--json"), "preload")[0]["level"] == "problem"
+    outcome = shell.gpurt("doctor", "--json", env={"DASK_DISTRIBUTED__CLIENT__PRELOAD": "5"})
+    assert found(outcome, "preload")[0]["level"] == "problem"
+
+
+@pytest.mark.parametrize("text", ["gpurt: true\n", "gpurt:\n#  enabled: true\n"])
+def test_a_file_without_a_section(
+    shell: Shell, user_yaml: Callable[[str], Path], text: str
+) -> None:
+    user_yaml(text)
+    assert found(shell.gpurt("doctor", "--json"), "flag")
+
+
 def test_unknown_key_and_bad_value(shell: Shell) -> None:
     env = {"DASK_GPURT__SHUFFLE__MEMROY": "0.5", "DASK_GPURT__SHUFFLE__IN_FLIGHT": "many"}
     outcome = shell.gpurt("doctor", "--json", env=env)

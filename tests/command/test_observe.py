@@ -36,6 +36,13 @@ def test_workers_that_are_gone_still_count() -> None:
     assert record.workers == {"a": {"sent_nbytes": 5}, "b": {"sent_nbytes": 9}}
 
 
+def test_what_an_earlier_activation_counted_still_counts() -> None:
+    record = ClusterRecord("tcp://s")
+    for activation, n in (("one", 1), ("one", 2), ("two", 1), ("one", 1)):
+        record.absorb(status({}, activation=activation, runs={"gpurt": n, "stock": 0}))
+    assert record.runs == {"gpurt": 3}
+
+
 def snapshot(**more: Any) -> Snapshot:
     values: dict[str, Any] = {
         "totals": dict.fromkeys(MEANING, 0),

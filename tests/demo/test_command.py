@@ -81,6 +81,17 @@ def test_an_inactive_runtime_is_an_error(
     assert "not active" in capsys.readouterr().err
 
 
+def test_where_nothing_can_be_written_nothing_is_begun(
+    scale: float, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    code = command.main(scale, cache_dir=cache_dir, out_dir=file / "report", queries=["q6"])
+    assert code == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"dask gpurt demo: cannot write to {file / 'report'}: ")
+
+
 @pytest.mark.parametrize("package", ["rich", "duckdb"])
 @pytest.mark.usefixtures("active_runtime", "tpch_directory", "no_clusters")
 def test_a_missing_package_is_reported_in_one_line(

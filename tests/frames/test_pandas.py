@@ -6,6 +6,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from dask.dataframe.dispatch import to_pyarrow_table_dispatch
+from distributed.shuffle._arrow import convert_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -174,3 +176,79 @@ def test_a_layout_comes_back_from_its_key():
 def test_an_index_of_strings_held_by_python_keeps_its_type():
     index = pd.Index(["a", "b"], dtype="string[python]")
     assert decompose_index(index).objects.dtype == index.dtype
+
+
+def shuffled(*parts: pd.DataFrame) -> pd.DataFrame:
+    """What a run makes of all rows of some partitions, the first of which has the meta's types."""
+    adapter = PandasFrames(
+        parts[0].iloc[:0].assign(_partitions=np.array([], "int64")), "_partitions", True
+    )
+    pieces = []
+    for part in parts:
+        opened = adapter.open(part.assign(_partitions=0))
+        (shard,) = opened.gather([Selection(np.arange(len(part)), True)])
+        pieces.append(Piece(adapter.unpack(opened.layout_key, shard), 0, len(part)))
+    return adapter.concatenate(pieces)
+
+
+def stock_shuffled(*parts: pd.DataFrame) -> pd.DataFrame:
+    numbered = [part.assign(_partitions=0) for part in parts]
+    tables = []
+    for number, part in enumerate(numbered):
+        table = to_pyarrow_table_dispatch(part, preserve_index=True)
+        numbers = pa.array([number] * len(part), pa.uint32())
+        tables.append(table.append_column("__input_partition_id__", numbers))
+    found = convert_shards(tables, numbered[0].iloc[:0], "_partitions", True)
+    return found.drop(columns="_partitions")
+
+
+def categories(*values, dtype=None):
+    return pd.DataFrame({"a": pd.Series(values, dtype=dtype).astype("category")})
+
+
+def arrow(*values, dtype):
+    return pd.DataFrame({"a": pd.array(values, dtype=pd.ArrowDtype(dtype))})
+
+
+UNLIKE = {
+    "categories, few and many": (categories("k1"), categories(*[f"k{i}" for i in range(300)])),
+    "categories, another column wider": (
+        categories("x").assign(b=1),
+        categories("y").assign(b=1.5),
+    ),
+    "categories, integers and none": (categories(1, 2), categories(None, dtype=object)),
+    "categories, strings and none": (categories("q"), categories(None, dtype=object)),
+    "categories, integers and floats": (categories(1), categories(1.5)),
+    "Arrow, none": (arrow(1, dtype=pa.int64()), arrow(None, dtype=pa.null())),
+    "Arrow, times": (
+        arrow(pd.Timestamp("2020"), dtype=pa.timestamp("us")),
+        arrow(pd.Timestamp("2021"), dtype=pa.timestamp("ns")),
+    ),
+    "strings of Python, then objects": (
+        pd.DataFrame({"a": pd.array(["x"], dtype="string[python]")}),
+        pd.DataFrame({"a": pd.Series([None, "z"], dtype=object)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("parts", UNLIKE.values(), ids=UNLIKE)
+def test_partitions_of_other_types_than_the_first(parts):
+    ours, stock = shuffled(*parts), stock_shuffled(*parts)
+    pd.testing.assert_frame_equal(
+        ours.reset_index(drop=True), stock.reset_index(drop=True), check_categorical=False
+    )
+
+
+def test_values_for_which_an_arrow_type_has_no_place_keep_their_own():
+    """Stock refuses them."""
+    parts = arrow(1, dtype=pa.int64()), arrow(1.5, dtype=pa.float64())
+    assert shuffled(*parts)["a"].tolist() == [1.0, 1.5]
+
+
+def test_the_type_that_was_promised_where_stock_makes_objects():
+    large = arrow("b", dtype=pa.large_string())
+    found = shuffled(arrow("a", dtype=pa.string()), large)["a"]
+    assert (found.dtype, found.tolist()) == (pd.ArrowDtype(pa.string()), ["a", "b"])
+    objects = pd.DataFrame({"a": pd.Series([None, "z"], dtype=object)})
+    strings = pd.DataFrame({"a": pd.array(["x"], dtype="string[python]")})
+    assert shuffled(objects, strings)["a"].tolist() == [None, "z", "x"]

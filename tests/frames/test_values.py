@@ -843,3 +843,27 @@ def test_the_way_dask_pickles_will_do():
     assert function(1) == 2
     assert_same([array, point], [value[0], value[2]])
     assert sum(buffer.nbytes for buffer in flat.buffers) > 8_000
+
+
+def test_a_key_that_is_also_in_a_value():
+    key = ("x", 0)
+    assert_same(there_and_back({key: (key, np.arange(3))}), {key: (key, np.arange(3))})
+    assert there_and_back({key: key, "a": b"1" * 1000}) == {key: key, "a": b"1" * 1000}
+    named = pd.Series([1, 2], name=key)
+    assert_same(there_and_back({key: named})[key], named)
+
+
+def test_an_index_and_its_categories_of_one_name():
+    name = ("n", 1)
+    labels = pd.Index(["a", "b"], name=name)
+    index = pd.CategoricalIndex(pd.Categorical(["a", "b"], categories=labels), name=name)
+    assert_same(there_and_back(index), index)
+
+
+def test_what_is_one_in_memory_does_not_become_writable():
+    row = np.broadcast_to(np.array([1.0, 2.0, 3.0]), (4, 3))
+    for value in (pd.DataFrame(row, copy=False), pd.Series(row[:, 0], copy=False)):
+        found = there_and_back(value)
+        with pytest.raises(ValueError, match="read-only"):
+            found.iloc[0] = 99.0
+        assert_same(found, value)

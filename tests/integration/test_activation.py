@@ -261,6 +261,23 @@ class TestWhereItCannotWork:
                     partitions(client, lazy.shuffle("a"))
         assert isinstance(caught.value.__cause__, StrictFallbackError)
 
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("gpurt.shuffle.compression", "gzip"), ("gpurt.topology.file", "/no/such/file.yaml")],
+    )
+    def test_a_setting_that_cannot_be_used_is_an_error_when_strict(self, key, value):
+        with (
+            LocalCluster(
+                n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+            ) as local,
+            dask.config.set({"gpurt.enabled": True, "gpurt.strict": True, key: value}),
+            Client(local, set_as_default=False) as client,
+        ):
+            with pytest.raises(StrictFallbackError, match=value):
+                client.submit(sum, [1, 2])
+            dask_gpurt.disable(client)
+            assert client.submit(sum, [1, 2]).result() == 3
+
 
 class TestCostWhenOff:
     def test_nothing_of_ours_is_imported(self):

@@ -183,6 +183,30 @@ def test_the_command_writes_what_can_be_used(cluster, tmp_path, capsys):
 VERSIONS = {"client": {}, "scheduler": {}, "workers": {}}
 
 
+@gen_cluster(client=True, config=ON)
+async def test_a_worker_that_has_not_reported_is_named(c, s, a, b):
+    await activation.machines(c, False)
+    silent(s.plugins["gpurt"].machines, {a.address})
+    found = await activation.machines(c, False)
+    assert found["workers"] == 1
+    assert "not in it" in found["problems"][b.address]
+
+
+def silent(machines, but):
+    """As if nothing had come yet from any worker but these."""
+    machines._ready = but
+    machines._reports = {one: report for one, report in machines._reports.items() if one in but}
+
+
+def test_the_command_writes_nothing_where_nobody_has_reported(cluster, capsys):
+    dask_gpurt.enable(cluster)
+    silent(cluster.cluster.scheduler.plugins["gpurt"].machines, set())
+    assert command("topology", "--scheduler", cluster.scheduler.address) == 2
+    written = capsys.readouterr()
+    assert "no worker" in written.err
+    assert not written.out
+
+
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.2)
     assert command("topology") == 2

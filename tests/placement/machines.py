@@ -128,6 +128,21 @@ def ways(draw):
 
 
 @st.composite
+def two_levels(draw):
+    """Hosts that are all alike, with a network that is no quicker than what is within."""
+    slow, quick = sorted([draw(st.floats(1e6, 1e12)), draw(st.floats(1e6, 1e12))])
+    late_s, soon_s = sorted([draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1))], reverse=True)
+    within, between = Path(soon_s, quick, "k"), Path(late_s, slow, "k")
+    host_of = {name: draw(st.sampled_from("ABC")) for name in NAMES}
+    return by_host(
+        host_of,
+        dict.fromkeys(NAMES, 0),
+        lambda a, b: LOCAL if a == b else within,
+        lambda a, b: between,
+    )
+
+
+@st.composite
 def snapshots(draw):
     return snapshot(
         draw(tasks()),

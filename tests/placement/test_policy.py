@@ -30,6 +30,7 @@ from tests.placement.machines import (
     snapshots,
     subsets,
     tasks,
+    two_levels,
     ways,
     workers,
 )
@@ -87,7 +88,28 @@ def test_a_holder_that_is_best_at_a_glance_is_best(task, all_workers, places, sh
         joins=[{others[0].address: 1000}],
         device=None,
     )
-    if not holder_is_best(needed_nbytes, task.output_nbytes, holder.room_nbytes):
+    if not holder_is_best(needed_nbytes, task.output_nbytes, 1, holder.room_nbytes):
+        return
+    found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
+    assert DataAware().decide(found).worker == holder.address
+
+
+@deterministic
+@given(tasks(), workers(), two_levels(), st.floats(0, 1.1), st.data())
+def test_so_is_one_whose_outputs_are_joined_with_many_things(task, workers, places, share, data):
+    """On hosts where nobody gains by a detour."""
+    holder, *others = workers
+    holder = holder._replace(occupancy_s=0.0, slowness=1.0)
+    others = [one._replace(n_tasks=1, occupancy_s=max(one.occupancy_s, 1e-6)) for one in others]
+    inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
+    needed_nbytes = sum(one.nbytes for one in inputs)
+    joined_with = st.dictionaries(st.sampled_from(NAMES), sizes, min_size=1)
+    joins = data.draw(st.lists(joined_with, max_size=2))
+    output_nbytes = int(2 * share * needed_nbytes / max(1, len(joins)))
+    task = task._replace(
+        inputs=inputs, output_nbytes=output_nbytes, joins=joins, device=None, duration_s=0.0
+    )
+    if not holder_is_best(needed_nbytes, output_nbytes, len(joins), holder.room_nbytes):
         return
     found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
     assert DataAware().decide(found).worker == holder.address
@@ -150,9 +172,15 @@ def test_the_largest_input_is_foremost_where_it_is_plain():
 
 
 def test_a_holder_without_room_is_not_best_at_a_glance():
-    assert holder_is_best(10, 19, 19)
-    assert not holder_is_best(10, 20, 20)
-    assert not holder_is_best(10, 19, 18)
+    assert holder_is_best(10, 19, 1, 19)
+    assert not holder_is_best(10, 20, 1, 20)
+    assert not holder_is_best(10, 19, 1, 18)
+
+
+def test_a_holder_is_not_best_at_a_glance_for_what_is_joined_too_often():
+    assert holder_is_best(10, 9, 2, 9)
+    assert not holder_is_best(10, 10, 2, 10)
+    assert holder_is_best(10, 1000, 0, 1000)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from itertools import chain
+from types import SimpleNamespace
 
 import distributed.comm.tcp as tcp
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, Event, LocalCluster, Scheduler, Worker
 from distributed.comm import connect, listen
 from distributed.protocol import to_serialize
+from distributed.utils_test import gen_test
 
 import dask_gpurt
 from dask_gpurt.plugins import comm_seams
-from dask_gpurt.plugins.comm_seams import PIECE_NBYTES, SMALL_NBYTES, PiecewiseReads, read_in_pieces
+from dask_gpurt.plugins.comm_seams import (
+    N_IN_TURN,
+    PIECE_NBYTES,
+    SMALL_NBYTES,
+    PiecewiseReads,
+    ShortTurns,
+    read_in_pieces,
+)
 
 STOCK = tcp.read_bytes_rw
 
@@ -169,3 +179,129 @@ def test_workers_have_it_while_the_runtime_is_on():
         assert tcp.read_bytes_rw is comm_seams.read_in_pieces
         dask_gpurt.disable(client)
         assert tcp.read_bytes_rw is STOCK
+
+
+class Batches:
+    """A connection on which messages arrive as they were given to it."""
+
+    def __init__(self, *batches):
+        self._batches = list(batches)
+
+    async def read(self):
+        return self._batches.pop(0)
+
+
+class Reader:
+    """What `ShortTurns` knows of a worker."""
+
+    def __init__(self, comm):
+        self.batched_stream = SimpleNamespace(comm=comm)
+
+
+@gen_test()
+async def test_a_long_message_is_handed_out_in_turns():
+    messages = list(range(2 * N_IN_TURN + 3))
+    comm = Batches(messages, tuple(messages[:N_IN_TURN]), {"op": "one"}, messages)
+    turns = ShortTurns(Reader(comm))
+    found = [await comm.read() for _ in range(3)]
+    assert [len(one) for one in found] == [N_IN_TURN, N_IN_TURN, 3]
+    assert list(chain.from_iterable(found)) == messages
+    assert await comm.read() == tuple(messages[:N_IN_TURN])
+    assert await comm.read() == {"op": "one"}
+    turns.end()
+    assert await comm.read() == messages
+    assert "read" not in vars(comm)
+
+
+@gen_test()
+async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
+    messages = list(range(N_IN_TURN + 1))
+    comm = Batches(messages, messages)
+    turns = ShortTurns(Reader(comm))
+    assert await comm.read() == messages[:N_IN_TURN]
+    turns.end()
+    assert await comm.read() == messages[N_IN_TURN:]
+    assert "read" not in vars(comm)
+    assert await comm.read() == messages
+
+
+@gen_test()
+async def test_one_may_begin_and_end_while_another_hands_out_what_is_left():
+    messages = list(range(3 * N_IN_TURN))
+    comm = Batches(messages, messages, messages)
+    first = ShortTurns(Reader(comm))
+    assert await comm.read() == messages[:N_IN_TURN]
+    first.end()
+    second = ShortTurns(Reader(comm))
+    assert await comm.read() == messages[N_IN_TURN : 2 * N_IN_TURN]
+    second.end()
+    assert await comm.read() == messages[2 * N_IN_TURN :]
+    assert "read" not in vars(comm)
+    first, second = ShortTurns(Reader(comm)), ShortTurns(Reader(comm))
+    first.end()
+    assert await comm.read() == messages[:N_IN_TURN]
+    second.end()
+    assert [*await comm.read(), *await comm.read()] == messages[N_IN_TURN:]
+    assert "read" not in vars(comm)
+    assert await comm.read() == messages
+
+
+@gen_test()
+async def test_a_read_that_was_waiting_at_the_end_returns_all():
+    messages = list(range(N_IN_TURN + 1))
+    arrived = asyncio.Event()
+
+    class Slow(Batches):
+        async def read(self):
+            await arrived.wait()
+            return await super().read()
+
+    comm = Slow(messages)
+    turns = ShortTurns(Reader(comm))
+    waiting = asyncio.create_task(comm.read())
+    await asyncio.sleep(0)
+    turns.end()
+    arrived.set()
+    assert await waiting == messages
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@gen_test()
+async def test_the_loop_comes_round_while_a_graph_is_handled(enabled):
+    n = 10 * N_IN_TURN
+    async with (
+        Scheduler(dashboard_address=":0", port=0) as s,
+        Worker(s.address, nthreads=1) as w,
+        Client(s.address, asynchronous=True) as c,
+    ):
+        turns = ShortTurns(w) if enabled else None
+        in_round = most = handled = 0
+        stock = w.stream_handlers["compute-task"]
+
+        def count(**kwargs):
+            nonlocal in_round, most, handled
+            in_round, handled = in_round + 1, handled + 1
+            most = max(most, in_round)
+            return stock(**kwargs)
+
+        async def rounds():
+            nonlocal in_round
+            while True:
+                await asyncio.sleep(0)
+                in_round = 0
+
+        # What the worker was waiting to read when the turns began is not cut up.
+        await c.submit(int)
+        w.stream_handlers["compute-task"] = count
+        counting = asyncio.create_task(rounds())
+        gate = Event()
+        first = c.submit(lambda gate: gate.wait(), gate, workers=[w.address])
+        futures = c.map(lambda i, _: i, range(n), _=first, pure=False)
+        await gate.set()
+        assert await c.gather(futures) == list(range(n))
+        counting.cancel()
+        assert handled == n + 1
+        assert most <= N_IN_TURN if enabled else most > N_IN_TURN
+        if turns is not None:
+            turns.end()
+            assert "read" not in vars(w.batched_stream.comm)

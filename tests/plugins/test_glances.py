@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import dask
+import pytest
 
+from dask_gpurt.plugins import placement
 from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.simulation import simulate
+from dask_gpurt.simulate.examples import Scale, add, transpose_add, uneven_tree_sum
 from dask_gpurt.simulate.machine import machine_of
 from dask_gpurt.simulate.machines import gpu_hosts
 from tests.simulate.flat import flat, task, workload
@@ -69,3 +72,25 @@ def test_a_holder_with_nothing_to_do_is_looked_at_however_many_have_more():
     ours, stock = (run for found in runs for run in found.tasks if run.key == total.key)
     assert ours.start_s <= stock.start_s < 30
     assert placed[0].summary()["decisions"]["cost"]
+
+
+@pytest.mark.parametrize("example", [uneven_tree_sum, transpose_add, add])
+@pytest.mark.parametrize("nvlink", [True, False])
+def test_so_it_is_where_workers_have_more_to_do_than_they_can(example, nvlink, monkeypatch):
+    """While root tasks are queued, glances are also for those that are at work."""
+    machine = machine_of("boxes", gpu_hosts(3, 8, nic_bandwidth=12.5e9, nvlink=nvlink))
+    model = example(Scale(side=12, block_nbytes=100 * MB, load_rate=1e9, rate=20e9))
+    placed = []
+
+    def install(scheduler):
+        clock = asyncio.get_running_loop().time
+        topology = machine.network.topology
+        placed.append(Placement(scheduler, "data-aware", topology, clock=clock))
+
+    quick = simulate(model, machine, install)
+    monkeypatch.setattr(Placement, "_foremost", lambda *args: None)
+    monkeypatch.setattr(placement, "holder_is_best", lambda *args: False)
+    thorough = simulate(model, machine, install)
+    assert quick == thorough
+    glances, fewer = (one.summary()["decisions"] for one in placed)
+    assert glances["cost"] < fewer["cost"]

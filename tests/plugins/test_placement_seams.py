@@ -67,21 +67,26 @@ def test_stealing_asks_for_a_thief_and_takes_no_for_an_answer():
 
 
 @gen_cluster(client=True, nthreads=[("", 2)] * 6)
-async def test_the_first_with_nothing_to_do_is_the_one_that_stock_looks_for(c, s, *workers):
-    """So that it can be taken without looking at a thousand others."""
+async def test_stock_looks_for_the_least_busy_one(c, s, *workers):
+    """So that it can be found without looking at a thousand others."""
     asked = []
 
+    def load(ws):
+        return len(ws.processing) / ws.nthreads
+
     class Spy(Placement):
-        def place_root(self, ts, stock):
-            asked.append((stock, SchedulerState.decide_worker_rootish_queuing_enabled(s)))
-            return stock
+        def place_root(self, ts, found):
+            stock = SchedulerState.decide_worker_rootish_queuing_enabled(s)
+            asked.append((load(found), load(stock)))
+            return found
 
     Spy(s, "data-aware")
     gate = Event()
     futures = c.map(lambda i: gate.wait(), range(60))
     await async_poll_for(lambda: s.queued, timeout=10)
     assert len(asked) >= 12
-    assert all(found is stock for found, stock in asked)
+    assert all(found == stock for found, stock in asked)
+    assert {found for found, _ in asked} > {0}
     await gate.set()
     await c.gather(futures)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pathlib
+from dataclasses import replace
 
 import pytest
 
 from dask_gpurt.errors import SimulationError
-from dask_gpurt.simulate.machine import Dies, TopologyNetwork, machine_of
+from dask_gpurt.simulate.machine import ChangesSpeed, Dies, TopologyNetwork, machine_of
 from dask_gpurt.simulate.machines import nvlink_hosts, one_slow_nic, pcie_gpus
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.model import Host, Numa, Topology
+from tests.simulate.flat import address, flat
 
 DESCRIBED = pathlib.Path(__file__).parents[1] / "data" / "topologies"
 
@@ -88,3 +90,18 @@ def test_a_bad_day_is_another_machine():
     bad = machine.with_incidents(Dies(machine.workers[0].address, 1.0))
     assert machine.incidents == ()
     assert bad.workers == machine.workers
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: flat(2).with_incidents(Dies(address(2), 1.0)), "has no worker tcp://10.0.0.2"),
+        (lambda: flat(2).with_incidents(ChangesSpeed(address(0), 1.0, 0.0)), "more than 0"),
+        (lambda: flat(2, speeds=[-1.0]), "more than 0"),
+        (lambda: flat(0), "has no workers"),
+        (lambda: replace(flat(1), workers=flat(1).workers * 2), "two workers at tcp://10.0.0.0"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(make, said):
+    with pytest.raises(SimulationError, match=said):
+        make()

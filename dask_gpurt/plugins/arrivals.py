@@ -1,0 +1,134 @@
+"""What decisions had workers fetch, and when it should be there. Decides nothing.
+
+Only of what the scheduler was told to send; what became of it is asked of the scheduler's own
+books when it is looked at: an input that nobody needs there any more has come, or never will.
+Placement reads it through `dask_gpurt.plugins.placement_view`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING
+
+from dask_gpurt.placement.cost import Task, fetches_s
+from dask_gpurt.plugins.worker_paths import WorkerPaths
+from dask_gpurt.topology.model import Path
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+#: Inputs whose transfers are remembered.
+MAX_ARRIVALS = 10_000
+
+
+class Arrivals:
+    """One a scheduler.
+
+    Parameters
+    ----------
+    paths
+        Ways between workers.
+    clock
+        Seconds.
+
+    Attributes
+    ----------
+    by_key
+        By input, then by worker: when it will be there. Look, and ask `arriving_s`.
+    by_worker
+        When it will have all that decisions had it fetch. Look, and ask `receiving_s`.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, paths: WorkerPaths, clock: Callable[[], float]
+    ) -> None:
+        self._scheduler = scheduler
+        self._paths = paths
+        self._clock = clock
+        self.by_key: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
+        self.by_worker: dict[str, float] = {}
+
+    def remove_worker(self, address: str) -> None:
+        """A worker left."""
+        self.by_worker.pop(address, None)
+
+    def expect(self, address: str, task: Task) -> None:
+        """A worker will now fetch what it lacks of a task; note when it should have it."""
+        missing = [
+            one
+            for one in task.inputs
+            if address not in one.holders and address not in one.arriving_s
+        ]
+        if missing:
+            at = self._free_at(address)
+            fetches = fetches_s(missing, address, self._paths.places)
+            for one, seconds in zip(missing, fetches, strict=True):
+                at += seconds
+                self.by_key.setdefault(one.key, {})[address] = at
+            self._receives_until(address, at)
+
+    def expect_from(
+        self, holders: Iterable[str], ts: TaskState, sizes: Iterable[int], address: str, way: Path
+    ) -> None:
+        """The same of a task of which each input has one holder, all over ways that are alike."""
+        by_key = self.by_key
+        latency_s, bandwidth = way.latency_s, way.bandwidth_nbytes_per_s
+        at = self._free_at(address)
+        for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
+            if holder != address:
+                at += latency_s + nbytes / bandwidth
+                by_key.setdefault(dts.key, {})[address] = at
+        self._receives_until(address, at)
+
+    def is_arriving(self, ts: TaskState) -> bool:
+        """Whether somebody may be fetching an input of a task."""
+        by_key = self.by_key
+        if by_key:
+            # Asked for every decision at a glance: a generator would take three times as long.
+            for dts in ts.dependencies:
+                if dts.key in by_key:
+                    return True
+        return False
+
+    def arriving_s(self, dts: TaskState) -> dict[str, float]:
+        """Seconds until each worker has an input it is fetching, which is one of `by_key`."""
+        expected = self.by_key[dts.key]
+        now = self._clock()
+        workers = self._scheduler.workers
+        found = {}
+        for address, at in list(expected.items()):
+            ws = workers.get(address)
+            if ws is not None and dts in ws.needs_what:
+                found[address] = max(0.0, at - now)
+            else:
+                # It is there, or nobody needs it there any more.
+                del expected[address]
+        if not expected:
+            del self.by_key[dts.key]
+        return found
+
+    def receiving_s(self, ws: WorkerState) -> float:
+        """Seconds until a worker has all it is fetching already."""
+        until = self.by_worker.get(ws.address)
+        if until is None:
+            return 0.0
+        if not ws.needs_what:
+            # It came sooner than expected, or is not needed there any more.
+            del self.by_worker[ws.address]
+            return 0.0
+        return max(0.0, until - self._clock())
+
+    def _free_at(self, address: str) -> float:
+        """When a worker will begin to receive what it is sent now."""
+        now = self._clock()
+        if address in self.by_worker:
+            now += self.receiving_s(self._scheduler.workers[address])
+        return now
+
+    def _receives_until(self, address: str, at: float) -> None:
+        self.by_worker[address] = at
+        by_key = self.by_key
+        while len(by_key) > MAX_ARRIVALS:
+            by_key.popitem(last=False)
