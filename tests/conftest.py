@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,12 +94,11 @@ def sides() -> Iterator[Sides]:
         yield clients
 
 
+ours = logging.Filter("dask_gpurt")
+
+
 @pytest.fixture(autouse=True)
-def logs_are_captured(caplog: pytest.LogCaptureFixture) -> None:
-    """A cluster that silences its logs silences the handler that captures them, for good."""
+def logs_of_ours_are_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """Other clusters of this process log as well; one that silences its logs does it for all."""
     caplog.handler.setLevel(0)
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the runtime logged: clusters of other tests in this process may log as well."""
-    return [one.getMessage() for one in caplog.records if one.name.startswith("dask_gpurt")]
+    caplog.handler.addFilter(ours)

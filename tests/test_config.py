@@ -63,7 +63,7 @@ def pristine():
 def warnings(caplog):
     """What was logged about settings so far."""
     caplog.set_level(logging.WARNING, "dask_gpurt")
-    return lambda: [record.getMessage() for record in caplog.records]
+    return lambda: caplog.messages
 
 
 def _environment(**variables):

@@ -15,7 +15,6 @@ from distributed.worker import get_data_from_worker
 import dask_gpurt
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.plugins import gathering, memory
-from tests.conftest import said
 from tests.failure.gates import DEADLINE_S
 from tests.failure.memory_stage import (
     N_BLOCKS,
@@ -191,4 +190,4 @@ def test_reads_under_way_when_the_runtime_is_disabled(
         (found,) = fetched.result(DEADLINE_S)
         assert sum_of(found) == sum_of(make_block(cold[4]))
         assert sums_of(client, blocks) == expected_sums()
-    assert not said(caplog)
+    assert not caplog.messages

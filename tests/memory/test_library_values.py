@@ -31,7 +31,6 @@ from dask_gpurt.plugins.memory_seams import (
     put_together_on_device,
     take_apart_on_device,
 )
-from tests.conftest import said
 from tests.memory.emulated_gpu import Gpu, GpuArray
 from tests.memory.stepping import ListLane, watched
 
@@ -164,7 +163,7 @@ def test_what_a_library_keeps_to_itself_stays_without_a_word(setup, caplog):
     found = setup.store.explain(0)
     assert found["refused_by"] == ["pinned", "disk"]
     assert "nothing below device takes a value of this kind" in found["reason"]
-    assert not said(caplog)
+    assert not caplog.messages
 
 
 # ------------------------------------------------------------------ allocations
@@ -303,7 +302,7 @@ def test_a_store_that_is_closed_makes_no_room(setup, caplog):
     with pytest.raises(MemoryError):
         setup.allocate(900)
     np.testing.assert_array_equal(held.to_host(), np.zeros(600, np.uint8))
-    assert not said(caplog)
+    assert not caplog.messages
 
 
 def test_hooks_that_were_removed_below_others_ask_nobody(setup):

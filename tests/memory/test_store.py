@@ -23,7 +23,6 @@ from dask_gpurt.memory.policy import POLICIES
 from dask_gpurt.memory.port import Lanes, Packing
 from dask_gpurt.memory.residency import MAX_MOVES, Level, Residency
 from dask_gpurt.memory.store import HOME, TieredStore
-from tests.conftest import said
 from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.stepping import FailingTier, ListLane
 
@@ -369,7 +368,7 @@ def test_what_cannot_be_taken_apart_is_tried_and_told_of_once(caplog):
         setup.store.evict()
         setup.settle()
     assert "event" in setup.store.memory
-    assert ["event" in record.getMessage() for record in caplog.records] == [True]
+    assert ["event" in message for message in caplog.messages] == [True]
     assert setup.store.explain("event")["refused_by"] == ["tier 0", "tier 1", "tier 2"]
 
 
@@ -513,7 +512,7 @@ def test_closed_while_values_are_read(is_begun, caplog):
     # Whoever closed it took what was in it, or has no use for that any more.
     assert not setup.lost
     assert {"a", "b"} <= set(setup.store)
-    assert not said(caplog)
+    assert not caplog.messages
 
 
 def test_closed_while_a_message_has_a_value_read(caplog):
@@ -531,7 +530,7 @@ def test_closed_while_a_message_has_a_value_read(caplog):
     setup.settle()
     assert not setup.lost
     assert "a" in setup.store
-    assert not said(caplog)
+    assert not caplog.messages
 
 
 class Bytes(AgainstADict):

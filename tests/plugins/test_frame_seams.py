@@ -158,9 +158,7 @@ def test_a_pandas_that_hashes_in_another_way_leaves_dask_s(monkeypatch, caplog):
         numbers.acquire()
         numbers.acquire()
     assert is_stock()
-    assert [record.message for record in caplog.records] == [
-        "rows are numbered by Dask: this pandas hashes in another way"
-    ]
+    assert caplog.messages == ["rows are numbered by Dask: this pandas hashes in another way"]
 
 
 def test_shuffles_and_merges_use_it(counted, sides):

@@ -39,7 +39,6 @@ from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle.plan import cut_shards
 from dask_gpurt.shuffle.shards import LOW_WATER, Budget, Shard, ShardStore
 from dask_gpurt.shuffle.spill_file import SpillFile
-from tests.conftest import said
 
 LAYOUT_KEY = b"source, slot, number"
 ROW_NBYTES = 24
@@ -607,7 +606,7 @@ def test_a_full_disk_loses_nothing_and_is_reported_once(tmp_path, caplog, n_writ
     assert rig.budget.used_nbytes == (6 - n_written) * 2 * ROW_NBYTES
     assert rig.store.spilled_nbytes == n_written * 2 * ROW_NBYTES
     assert not rig.store.is_over_limit
-    reports = [record.getMessage() for record in caplog.records]
+    reports = caplog.messages
     assert len(reports) == (n_writes < 6)
     assert all(str(rig.directory) in text and "No space left" in text for text in reports)
     assert len(rig.files) == n_written, "no file without a shard"
@@ -831,7 +830,7 @@ def test_closing_while_a_shard_is_written(tmp_path, caplog):
     closing()
     assert rig.budget.used_nbytes == rig.store.resident_nbytes == rig.budget.least_nbytes == 0
     assert not rig.directory.exists()
-    assert not said(caplog), "the disk is not full, the run is over"
+    assert not caplog.messages, "the disk is not full, the run is over"
 
 
 def test_closing_between_a_write_and_what_follows(tmp_path):
@@ -865,7 +864,7 @@ def test_closing_before_the_first_file_is_made(tmp_path, caplog):
     closing[0]()
     assert rig.budget.used_nbytes == rig.budget.least_nbytes == 0
     assert not rig.directory.exists()
-    assert not said(caplog), "the disk is not full, the run is over"
+    assert not caplog.messages, "the disk is not full, the run is over"
 
 
 @pytest.mark.parametrize("is_spilled", [False, True])
