@@ -17,6 +17,7 @@ from distributed.metrics import time
 
 from dask_gpurt.placement.cost import Task, Worker, costs, steal_pays
 from dask_gpurt.placement.policy import DataAware, Snapshot, foremost, holder_is_best
+from dask_gpurt.plugins.placement_contractions import Contractions
 from dask_gpurt.plugins.placement_log import MAX_RECORDS, PlacementLog
 from dask_gpurt.plugins.placement_roots import RootPlaces
 from dask_gpurt.plugins.placement_seams import DecisionSwap, expected_duration_s
@@ -67,7 +68,8 @@ class Placement:
         self._policy = DataAware()
         self._paths = WorkerPaths(topology)
         self._view = PlacementView(scheduler, self._paths, clock)
-        self._roots = RootPlaces(scheduler, self._view, clock)
+        self._contractions = Contractions(scheduler, self._view)
+        self._roots = RootPlaces(scheduler, self._view, self._contractions, clock)
         self.log = PlacementLog()
         for ws in scheduler.workers.values():
             self.add_worker(ws)
@@ -83,10 +85,12 @@ class Placement:
     def add_worker(self, ws: WorkerState) -> None:
         """A worker came."""
         self._view.add_worker(ws)
+        self._contractions.workers_changed()
 
     def remove_worker(self, address: str) -> None:
         """A worker left."""
         self._view.remove_worker(address)
+        self._contractions.workers_changed()
         self._roots.remove_worker()
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
@@ -147,6 +151,10 @@ class Placement:
                 known = view.sizes.observe(ts.dependencies)
                 view.arrivals.expect(ws.address, view.task(ts, known, (), (ws.address,)))
             return ws
+        if valid is None and (host := self._contractions.host_of(ts)) is not None:
+            here = {ws for ws in state.running if ws.host == host}
+            # Where all of them are slow, others help.
+            valid = here if any(view.slowness(ws) <= 1 for ws in here) else None
         holders = view.single_holders(ts)
         only = self._only_holder(holders, valid) if holders else None
         sizes: list[int] = []

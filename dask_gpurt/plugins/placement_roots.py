@@ -3,7 +3,8 @@
 Stock gives such a task to the worker that has the fewest. Here that worker is the one to beat:
 
 1. a worker that has a *sibling* of the task, or an idle one on the same host as a sibling
-   (`dask_gpurt.placement.siblings`);
+   (`dask_gpurt.placement.siblings`); of an operand of a contraction, a worker of the host that was
+   chosen for it (`dask_gpurt.placement.contractions`);
 2. without siblings, an idle worker as good as stock's on the host that got the root task before
    this one: Dask orders tasks so that what is needed together comes one after the other;
 3. not a worker behind a link so slow that results pile up there, if they have to leave;
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from dask_gpurt.placement.cost import join_s
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Seat, seat
 from dask_gpurt.plugins.held_back import HeldBack
+from dask_gpurt.plugins.placement_contractions import Contractions
 from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.placement_view import MAX_CHAIN, MIN_JOIN_NBYTES, PlacementView
 
@@ -32,6 +34,8 @@ NOMINAL_NBYTES = 64 * 2**20
 #: Workers of a host that are looked at, and hosts of siblings.
 MAX_NEIGHBOURS = 16
 MAX_HOSTS = 3
+#: Operands for each thread that a host is given beyond what makes it full: its products need them.
+MAX_OPERANDS_AHEAD = 2
 #: A host is behind a slow link if it can send less than this share of what others can.
 SLOW_SHARE = 0.5
 #: Tasks that are joined with one another: from more on, some of them are elsewhere.
@@ -48,10 +52,15 @@ class RootPlaces:
     """
 
     def __init__(
-        self, scheduler: Scheduler, view: PlacementView, clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        view: PlacementView,
+        contractions: Contractions,
+        clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
         self._view = view
+        self._contractions = contractions
         self._clock = clock
         self._held_back = HeldBack(scheduler)
         self._last_host: str | None = None
@@ -64,6 +73,9 @@ class RootPlaces:
         """A worker; None if the task had better wait in the scheduler's queue, where it may."""
         is_queueing = math.isfinite(self._scheduler.WORKER_SATURATION)
         chosen = self._next_to_siblings(ts, stock, is_queueing=is_queueing)
+        home = self._contractions.home_of(ts)
+        if home is not None and (chosen is None or chosen.host != home):
+            chosen = self._free_at_home(home, is_queueing=is_queueing) or chosen
         if chosen is None:
             chosen = self._next_to_last(stock, is_queued=may_wait) if is_queueing else stock
             if is_queueing and self._is_behind_slow_link(chosen):
@@ -89,6 +101,22 @@ class RootPlaces:
         self._held_back.close()
 
     # ------------------------------------------------------------------ near what it belongs to
+
+    def _free_at_home(self, host: str, *, is_queueing: bool) -> WorkerState | None:
+        """The least busy worker of a host, if there is one that is not far too busy."""
+        state = self._scheduler
+        here = [state.workers[one] for one in sorted(state.host_info[host]["addresses"])]
+        free = [
+            ws
+            for ws in here
+            if ws in state.running
+            and (
+                not is_queueing
+                or len(ws.processing) - len(ws.long_running)
+                < self._slots(ws) + MAX_OPERANDS_AHEAD * ws.nthreads
+            )
+        ]
+        return min(free, key=lambda ws: len(ws.processing) / ws.nthreads, default=None)
 
     def _next_to_siblings(
         self, ts: TaskState, stock: WorkerState, *, is_queueing: bool
