@@ -2,8 +2,9 @@
 
 `flatten` copies nothing where a value's memory is plain, `restore` builds the value over the memory
 it is given. What has no layout of its own goes by pickle with its buffers apart, as Dask itself
-would. Tuples, lists and dicts are taken apart where they hold frames or arrays, and otherwise
-pickled too. An object that stands in such a container twice is kept once. This module does no I/O.
+would. Tuples, lists and dicts are taken apart where they hold frames or arrays, and no objects of
+other kinds: those may refer to one another, or to the arrays, which only a pickle of all of it
+keeps. What stands in such a container twice is kept once. This module does no I/O.
 
 The header is for a process of the same environment, on the same machine::
 
@@ -15,11 +16,13 @@ The header is for a process of the same environment, on the same machine::
 
 from __future__ import annotations
 
+import datetime
 import pickle
 import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
@@ -262,26 +265,36 @@ _MAKERS: dict[str, Callable[[Node, Any], Any]] = {
 }
 
 
+#: Besides scalars, what refers to nothing that anything else could refer to.
+_PLAIN_TYPES = frozenset({bytes, bytearray, str, int, complex})
+_PLAIN_KINDS = (np.generic, np.dtype, datetime.date, datetime.time, datetime.timedelta, Decimal)
+
+
+def _refers_to_nothing(item: Any) -> bool:
+    return type(item) in _PLAIN_TYPES or isinstance(item, _PLAIN_KINDS)
+
+
 def _is_worth_it(container: Any) -> bool:
-    """Whether a container is taken apart: it holds frames or arrays, or is small and plain."""
-    has_memory, all_plain = False, True
+    """Whether a container is taken apart: it holds frames or arrays, or little, and no objects."""
+    has_memory, all_scalars = False, True
     n_items = 0
     waiting = [(container, 0)]
     while waiting:
         inner, depth = waiting.pop()
-        n_items += len(inner)
+        items = [*inner, *inner.values()] if type(inner) is dict else inner
+        n_items += len(items)
         if n_items > _MOST_ITEMS or depth > _DEEPEST:
             return False
-        for item in inner.values() if type(inner) is dict else inner:
+        for item in items:
             if type(item) in (tuple, list, dict):
                 waiting.append((item, depth + 1))
             elif is_plain(item) or is_pandas(item) or is_arrow(item):
                 has_memory = True
             elif not is_scalar(item):
-                all_plain = False
-        if type(inner) is dict and not all(is_scalar(key) for key in inner):
-            all_plain = False
-    return has_memory or (all_plain and n_items <= _FEW_ITEMS)
+                if not _refers_to_nothing(item):
+                    return False
+                all_scalars = False
+    return has_memory or (all_scalars and n_items <= _FEW_ITEMS)
 
 
 def _name_of(value: Any) -> str:

@@ -737,14 +737,53 @@ def test_a_list_too_deep_to_go_down():
     assert_same(got, inner)
 
 
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [np.arange(3), x]])
-def test_what_cannot_be_kept_is_named(wrap):
+def test_what_cannot_be_kept_is_named():
     with pytest.raises(TypeError, match=r"test_values\.Unpicklable"):
-        flatten(wrap(Unpicklable()))
+        flatten(Unpicklable())
     with pytest.raises(TypeError, match=r"test_values\.Gaps"):
-        flatten(wrap(Gaps()))
+        flatten(Gaps())
     with pytest.raises(TypeError, match=r"builtins\.generator"):
-        flatten(wrap(i for i in "abc"))
+        flatten(i for i in "abc")
+    with pytest.raises(TypeError, match=r"builtins\.list .*'generator'"):
+        flatten([np.arange(3), (i for i in "abc")])
+
+
+class Model:
+    def __init__(self, weights):
+        self.weights = weights
+
+
+class Optimizer:
+    def __init__(self, model):
+        self.model = model
+
+
+@pytest.mark.parametrize("wrap", [tuple, list, lambda items: dict(enumerate(items)), lambda x: [x]])
+def test_objects_of_one_value_still_refer_to_one_another(wrap):
+    model, history = Model(np.arange(100)), np.zeros(100_000)
+    value = wrap([model, Optimizer(model), model.weights, history])
+    flat = flatten(value)
+    # Memory stays apart from what is pickled.
+    assert len(flat.header) < 2_000
+    got = restore(flat.header, copies_of(flat))
+    items = got[0] if len(got) == 1 else [got[n] for n in range(4)]
+    assert items[1].model is items[0]
+    assert items[0].weights is items[2]
+    assert_same(items[3], history)
+
+
+def test_keys_may_be_tuples_and_labels_dates_where_frames_are_taken_apart():
+    frame = pd.DataFrame({"a": np.arange(100)})
+    value = {
+        ("x", 1): frame,
+        "made": pd.Timestamp("2026-01-01"),
+        "of": [np.float32(1), b"z", frame],
+    }
+    flat = flatten(value)
+    assert sum(buffer.nbytes for buffer in flat.buffers) < 1_000
+    got = restore(flat.header, copies_of(flat))
+    assert got["x", 1] is got["of"][2]
+    assert_same(got, value)
 
 
 # ------------------------------------------------------------------ damage
