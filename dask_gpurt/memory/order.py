@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -15,49 +15,63 @@ class Order(Generic[T]):
     """Values of a level in the order in which they would leave, last first.
 
     Ranking everything at every eviction would cost more than the eviction where there are many
-    small values. So an order is kept until a share of it has changed. Where there are very many,
-    they are ranked a batch at a time, and each batch is a sample of all: whoever leaves would be
-    among the first sixteenth of a batch, and is among the first sixteenth of all, more or less.
+    small values. So an order is kept until a share of it has changed; what comes meanwhile leaves
+    last. Where there are very many, they are ranked a batch at a time, and each batch is a sample
+    of all: whoever leaves would be among the first sixteenth of a batch, and is among the first
+    sixteenth of all, more or less.
+
+    Parameters
+    ----------
+    rank
+        Of two values, which one leaves first: the one that has more of this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: Callable[[T], Any]) -> None:
         self.left: list[T] = []
+        self._rank = rank
+        self._members: dict[T, None] = {}
         #: Not ranked yet, the next one last.
         self._batches: list[Sequence[T]] = []
-        self._rank: Callable[[T], Any] = id
+        #: Came after the rest was put in order.
+        self._late: list[T] = []
         self._changes = 0
         self._turn = 0
         self._is_new = True
 
-    def changed(self) -> None:
+    def add(self, value: T) -> None:
+        self._members[value] = None
+        self._late.append(value)
         self._changes += 1
 
-    def is_stale(self, n_members: int) -> bool:
-        n_ranked = min(n_members, RANKED_AT_ONCE)
-        return self._is_new or not self.left or self._changes * 16 > n_ranked
+    def remove(self, value: T) -> None:
+        del self._members[value]
+        self._changes += 1
 
-    def renew(self, groups: Iterable[Sequence[T]], rank: Callable[[T], Any]) -> None:
-        """Begin anew with values whose order has to be found.
+    def changed(self) -> None:
+        """One of them has another rank now."""
+        self._changes += 1
 
-        Parameters
-        ----------
-        groups
-            Those of a group leave before those of the next, whatever their ranks.
-        """
+    def begin(self) -> None:
+        """Find an order if there is none, or the one there was does not hold any more."""
+        n_ranked = min(len(self._members), RANKED_AT_ONCE)
+        if not self._is_new and self.left and self._changes * 16 <= n_ranked:
+            return
         # Another sample each time: the first of one would soon be used up.
         self._turn += 1
-        self._batches = [batch for group in groups for batch in _samples(group, self._turn)]
+        self._batches = _samples([*self._members], self._turn)
         self._batches.reverse()
-        self._rank = rank
         self._changes = 0
         self._is_new = False
-        self.left = []
+        self.left, self._late = [], []
         self.go_on()
 
     def go_on(self) -> bool:
-        """Rank the next batch, where all that were ranked are through; False if there is none."""
-        while self._batches and not self.left:
-            self.left = sorted(self._batches.pop(), key=self._rank)
+        """Rank some more, where all that were ranked are through; False if there are none."""
+        if not self.left:
+            if not self._batches and self._late:
+                self._batches, self._late = [self._late], []
+            while self._batches and not self.left:
+                self.left = sorted(self._batches.pop(), key=self._rank)
         return bool(self.left)
 
 

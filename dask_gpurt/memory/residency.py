@@ -18,7 +18,7 @@ from typing import Any
 
 from dask_gpurt.memory.backoff import Backoff
 from dask_gpurt.memory.moves import Drop, Load, Move, Put
-from dask_gpurt.memory.order import RANKED_AT_ONCE, Order
+from dask_gpurt.memory.order import Order
 from dask_gpurt.memory.policy import Candidate, EvictionPolicy
 
 #: As Dask has them: the smaller, the sooner.
@@ -145,7 +145,8 @@ class Residency:
         self._puts = 0
         self._loads = 0
         self._done: list[Move] = []
-        self._orders: dict[int, Order[Value]] = {number: Order() for number in range(len(levels))}
+        #: Of each level: of what is large, and of what is small and leaves after that.
+        self._orders = [(Order(self._rank), Order(self._rank)) for _ in levels]
 
     # ------------------------------------------------------------------ what happened
 
@@ -267,7 +268,7 @@ class Residency:
         """The object must stay. Eviction that is under way is not stopped; its copy stays clean."""
         value.pins += 1
         value.last_used = self._tick()
-        self._orders[value.home].changed()
+        self._order(value, value.home).changed()
 
     def unpin(self, value: Value) -> None:
         value.pins -= 1
@@ -276,12 +277,12 @@ class Residency:
         """Inputs of a task that just ended: not worth a write until `rested` says so."""
         for value in values:
             value.rests = True
-            self._orders[value.home].changed()
+            self._order(value, value.home).changed()
 
     def rested(self, values: Iterable[Value]) -> None:
         for value in values:
             value.rests = False
-            self._orders[value.home].changed()
+            self._order(value, value.home).changed()
 
     # ------------------------------------------------------------------ what to do
 
@@ -436,21 +437,25 @@ class Residency:
         return value.moving is None
 
     def _victims(self, number: int, spare: frozenset[Hashable]) -> Iterator[Value]:
-        level = self.levels[number]
-        order = self._orders[number]
-        if order.is_stale(len(level.members)):
-            order.renew(_by_size([*level.members.values()]), self._rank)
-        seen = []
-        try:
-            while order.go_on():
-                value = order.left.pop()
-                if number not in value.copies or self.values.get(value.key) is not value:
-                    continue
-                seen.append(value)
-                if value.key not in spare and self._may_leave(value, number):
-                    yield value
-        finally:
-            order.left.extend(reversed(seen))
+        for order in self._orders[number]:
+            order.begin()
+            seen: dict[Value, None] = {}
+            try:
+                while order.go_on():
+                    value = order.left.pop()
+                    if number not in value.copies or self.values.get(value.key) is not value:
+                        continue
+                    if value in seen:
+                        # It left and came back.
+                        continue
+                    seen[value] = None
+                    if value.key not in spare and self._may_leave(value, number):
+                        yield value
+            finally:
+                order.left.extend(reversed(seen))
+
+    def _order(self, value: Value, number: int) -> Order[Value]:
+        return self._orders[number][value.nbytes < SMALL_NBYTES]
 
     def _rank(self, value: Value) -> tuple[Any, ...]:
         candidate = Candidate(
@@ -460,7 +465,7 @@ class Residency:
             is_clean=len(value.copies) > 1,
             made=value.serial,
         )
-        is_worth_it = value.nbytes >= SMALL_NBYTES and (candidate.is_clean or not value.rests)
+        is_worth_it = candidate.is_clean or not value.rests
         return (is_worth_it, self.policy.rank(candidate))
 
     def _current(self, move: Put | Load) -> Value | None:
@@ -472,24 +477,16 @@ class Residency:
         value.copies[number] = nbytes
         level.members[value.key] = value
         level.used_nbytes += nbytes
-        self._orders[number].changed()
+        self._order(value, number).add(value)
 
     def _drop(self, value: Value, number: int) -> None:
         level = self.levels[number]
         level.used_nbytes -= value.copies.pop(number)
         del level.members[value.key]
         level.has_room()
-        self._orders[number].changed()
+        self._order(value, number).remove(value)
         self._done.append(Drop(value.key, value.serial, number))
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
-
-
-def _by_size(values: list[Value]) -> list[list[Value]]:
-    """Groups for an order: where not all are ranked at once, what is worth a move comes first."""
-    if len(values) <= RANKED_AT_ONCE:
-        return [values]
-    large = [value for value in values if value.nbytes >= SMALL_NBYTES]
-    return [large, [value for value in values if value.nbytes < SMALL_NBYTES]]

@@ -20,9 +20,12 @@ class Ranks:
         return value
 
 
-def begun(*groups):
-    order, ranks = Order(), Ranks()
-    order.renew(groups, ranks)
+def begun(values):
+    ranks = Ranks()
+    order = Order(ranks)
+    for value in values:
+        order.add(value)
+    order.begin()
     return order, ranks
 
 
@@ -67,36 +70,38 @@ def test_those_that_leave_first_would_be_among_the_first_of_all():
     assert min(first) > n * 7 // 8
 
 
-def test_a_group_leaves_before_the_next_whatever_its_ranks():
-    few, many = shuffled(10), [value + 1000 for value in shuffled(2 * RANKED_AT_ONCE)]
-    order, ranks = begun(few, many)
-    assert ranks.asked == len(few)
-    found = left(order)
-    assert found[: len(few)] == sorted(few, reverse=True)
-    assert sorted(found[len(few) :]) == sorted(many)
-
-
-def test_an_empty_group_is_passed_over():
-    order, _ = begun([], [1, 2])
-    assert left(order) == [2, 1]
+def test_what_comes_later_leaves_last_and_is_not_forgotten():
+    order, ranks = begun(shuffled(100))
+    for late in (200, 300, 250):
+        order.add(late)
+    order.begin()
+    assert ranks.asked == 100
+    assert left(order) == [*reversed(range(100)), 300, 250, 200]
+    order.add(400)
+    assert left(order) == [400]
 
 
 def test_another_sample_is_ranked_each_time():
-    values = shuffled(3 * RANKED_AT_ONCE)
-    order, ranks = Order(), Ranks()
-    seen = set()
-    for _ in range(3):
-        order.renew([values], ranks)
+    order, _ = begun(shuffled(3 * RANKED_AT_ONCE))
+    seen = set(order.left)
+    for _ in range(2):
+        order.left = []
+        order.begin()
         assert seen.isdisjoint(order.left)
         seen.update(order.left)
-    assert seen == set(values)
+    assert seen == set(range(3 * RANKED_AT_ONCE))
 
 
 @pytest.mark.parametrize("n", [160, 50 * RANKED_AT_ONCE])
-def test_an_order_is_stale_once_a_share_of_what_was_ranked_has_changed(n):
-    order, _ = begun(range(n))
+@pytest.mark.parametrize("change", ["changed", "add"])
+def test_an_order_is_found_anew_once_a_share_of_what_was_ranked_has_changed(n, change):
+    order, ranks = begun(range(n))
+    values = iter(range(n, 2 * n))
+    asked = ranks.asked
     for _ in range(min(n, RANKED_AT_ONCE) // 16):
-        order.changed()
-    assert not order.is_stale(n)
-    order.changed()
-    assert order.is_stale(n)
+        getattr(order, change)(*() if change == "changed" else (next(values),))
+    order.begin()
+    assert ranks.asked == asked
+    getattr(order, change)(*() if change == "changed" else (next(values),))
+    order.begin()
+    assert ranks.asked > asked

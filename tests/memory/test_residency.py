@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import (
     Bundle,
@@ -487,3 +488,23 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=300, stateful_step_count=60)
+
+
+@pytest.mark.parametrize("n_small", [0, 500, 2 * RANKED_AT_ONCE])
+@pytest.mark.parametrize("may_leave", [True, False], ids=["may leave", "may not leave"])
+def test_many_small_values_are_not_in_the_way_of_large_ones(n_small, may_leave):
+    room = 10 * SMALL_NBYTES
+    residency = two_levels(n_small + room)
+    for number in range(n_small):
+        value = residency.insert(("small", number), 1)
+        if not may_leave:
+            value.refused.add(1)
+    for number in range(100):
+        residency.insert(number, SMALL_NBYTES)
+        while moves := residency.due():
+            for move in moves:
+                if isinstance(move, Put):
+                    assert not isinstance(move.key, tuple)
+                    residency.put_done(move, SMALL_NBYTES)
+                    residency.take_moves()
+        assert residency.levels[0].used_nbytes <= n_small + room
