@@ -62,7 +62,9 @@ class Bench:
             scheduler.aliases[i] = address
             scheduler.running.add(ws)
             scheduler.total_nthreads += ws.nthreads
-            scheduler.host_info.setdefault(ws.host, {"addresses": set()})["addresses"].add(address)
+            host_info = scheduler.host_info.setdefault(ws.host, {"addresses": set(), "nthreads": 0})
+            host_info["addresses"].add(address)
+            host_info["nthreads"] += ws.nthreads
             # Or every task it is given is an error in the log, which takes longer than the task.
             stealing.add_worker(scheduler, address)
             self.workers.append(ws)

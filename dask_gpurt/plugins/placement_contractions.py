@@ -114,23 +114,24 @@ class Contractions:
     def _operands(
         self, output: TaskState, one: TaskState, other: TaskState
     ) -> tuple[list[Operand], list[Operand]]:
-        """What the products of an output need, one and the other kind."""
-        kinds: dict[str, list[Operand]] = {_group(one): [], _group(other): []}
+        """What the products of an output need, one and the other kind; of very many, some."""
+        kinds: dict[str, list[TaskState]] = {_group(one): [], _group(other): []}
         seen, fresh = {output}, [output]
         while fresh and len(seen) <= MAX_TASKS:
             # In order of keys, since a set's is another in each process.
             for needed in sorted(fresh.pop().dependencies, key=_key):
-                if needed in seen:
-                    continue
-                seen.add(needed)
-                operands = kinds.get(_group(needed))
-                if operands is None:
-                    fresh.append(needed)
-                    continue
-                who = needed.who_has or ()
-                hosts = {ws.host for ws in who} if len(who) <= MAX_PLACES else ()
-                operands.append(Operand(needed.key, self._view.sizes(needed) or 1, hosts))
-        return kinds[_group(one)], kinds[_group(other)]
+                if needed not in seen:
+                    seen.add(needed)
+                    kinds.get(_group(needed), fresh).append(needed)
+        for asked in {one, other} - seen:
+            kinds[_group(asked)].append(asked)
+        rows, columns = ([self._operand(dts) for dts in found] for found in kinds.values())
+        return rows, columns
+
+    def _operand(self, ts: TaskState) -> Operand:
+        who = ts.who_has or ()
+        hosts = {ws.host for ws in who} if len(who) <= MAX_PLACES else ()
+        return Operand(ts.key, self._view.sizes(ts) or 1, hosts)
 
 
 def _is_product(ts: TaskState) -> bool:

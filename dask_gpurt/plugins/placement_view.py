@@ -138,7 +138,8 @@ class PlacementView:
 
     def keeps_waiting(self, ws: WorkerState) -> bool:
         """Whether what a worker is given now has to wait for what it was given before."""
-        return bool(ws.processing) and self.waited_s(ws) > 0
+        # Without a queue, whatever it has to do is in the way.
+        return bool(ws.processing) and (not self._scheduler.queued or self.ahead_s(ws) > 0)
 
     def waited_s(self, ws: WorkerState, slowness: float = 1.0) -> float:
         """Seconds of computing ahead of what a worker that has something to do is given now."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from ast import literal_eval
 
 import dask
 import dask.array as da
 import pytest
 
+from dask_gpurt.plugins import placement_contractions
 from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.placement_contractions import Contractions
 from dask_gpurt.plugins.simulation import simulate
@@ -110,6 +112,22 @@ def test_contractions_are_told_from_other_graphs(asked, make, products):
         simulate(workload_of("graph", make(x, y), costs), boxes(2), ours)
     found = [key for key, _ in asked if "ones_like" not in key and "zeros_like" not in key]
     assert len(set(found)) == products
+
+
+def test_of_very_many_products_of_an_output_each_is_dealt_where_the_first_one_is(
+    asked, monkeypatch
+):
+    monkeypatch.setattr(placement_contractions, "MAX_TASKS", 8)
+    machine = boxes(2)
+    found = simulate(matmul(SCALE), machine, told(machine))
+    assert crossing_nbytes(found) / (2 * MB) <= 24
+    hosts = {}
+    for key, host in asked:
+        if "like" not in key:
+            _, i, _, j = literal_eval(key)
+            hosts.setdefault((i, j), set()).add(host)
+    assert len(hosts) == 16
+    assert all(len(some) == 1 for some in hosts.values())
 
 
 @pytest.mark.parametrize("make", [one for one in EXAMPLES if one is not matmul])
