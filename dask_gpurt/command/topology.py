@@ -83,6 +83,8 @@ def check_file(path: Path) -> int:
     """
     try:
         found = parse(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeError as error:
+        raise TopologyError(f"{path} cannot be read: {error}") from error
     except (OSError, ValueError) as error:
         raise TopologyError(str(error)) from error
     inner = Counter(

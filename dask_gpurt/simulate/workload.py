@@ -136,20 +136,20 @@ class Workload:
         """
         try:
             trace = json.loads(text)
-        except ValueError as error:
-            raise TraceError(f"not JSON: {error}") from error
-        if not isinstance(trace, dict) or trace.get("format") != FORMAT:
-            raise TraceError(f"not a trace: `format` is not {FORMAT!r}")
-        if trace.get("version") != VERSION:
-            raise TraceError(f"version {trace.get('version')!r} of the trace format, not {VERSION}")
-        if trace.get("columns") != list(COLUMNS):
-            raise TraceError(f"columns {trace.get('columns')!r}, not {COLUMNS}"[:200])
-        try:
+            if not isinstance(trace, dict) or trace.get("format") != FORMAT:
+                raise TraceError(f"not a trace: `format` is not {FORMAT!r}")
+            version, columns = trace.get("version"), trace.get("columns")
+            if version != VERSION:
+                raise TraceError(f"version {version!r} of the trace format, not {VERSION}"[:200])
+            if columns != list(COLUMNS):
+                raise TraceError(f"columns {columns!r}, not {COLUMNS}"[:200])
             tasks = tuple(task_of(row) for row in trace["tasks"])
             return cls(str(trace["name"]), tasks, positions(trace["wanted"]))
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
-            if isinstance(error, TraceError):
-                raise
+        except TraceError:
+            raise
+        except json.JSONDecodeError as error:
+            raise TraceError(f"not JSON: {error}") from error
+        except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise TraceError(f"damaged trace: {error!r}") from error
 
 

@@ -16,6 +16,8 @@ import yaml
 MAX_DEPTH = 64
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+#: What PyYAML's constructors raise for values that are not of the kind they look like, or claim.
+_NOT_OF_ITS_KIND = (ValueError, KeyError, TypeError, OverflowError, AttributeError)
 
 
 class Section(dict[str, Any]):
@@ -27,6 +29,14 @@ class Section(dict[str, Any]):
 
 class SectionLoader(_Loader):  # type: ignore[misc]
     """Safe, and refuses keys that are given twice."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except _NOT_OF_ITS_KIND:
+            value = f"{node.value!r:.100}" if isinstance(node, yaml.ScalarNode) else "this"
+            problem = f"{value} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def section(self, node: yaml.MappingNode) -> Section:
         own = set()

@@ -215,6 +215,9 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     path.write_text("hosts:\n  - name: a\n")
     assert command("topology", "--check", str(path)) == 2
     assert "line 2" in capsys.readouterr().err
+    path.write_bytes(b"hosts: \xff")
+    assert command("topology", "--check", str(path)) == 2
+    assert str(path) in capsys.readouterr().err
     assert command("topology", "--check", str(tmp_path / "absent")) == 2
     assert command("topology", "--scheduler", "tcp://127.0.0.1:9") == 2
     assert "no scheduler answers" in capsys.readouterr().err

@@ -71,6 +71,14 @@ def test_what_is_not_even_an_object_is_refused(text):
         Workload.from_json(text)
 
 
+def test_what_is_nested_too_deeply_is_refused():
+    """Also what can just be read, but not be shown: saying so takes a little more of the stack."""
+    for depth in [*range(800, sys.getrecursionlimit()), 100_000]:
+        text = json.dumps({"format": "gpurt-trace", "version": 0})
+        with pytest.raises(TraceError):
+            Workload.from_json(text.replace("0", "[" * depth + "]" * depth))
+
+
 def test_stable_text_equals_the_plain_text_but_hashes_alike_everywhere():
     assert StableStr("x") == "x"
     program = "from dask_gpurt.simulate.workload import StableStr; print(hash(StableStr('a key')))"

@@ -114,6 +114,29 @@ def test_what_describes_nothing_is_refused(text, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("2024-02-31", "timestamp"),
+        ("2001-12-14t21:59:43.10-99:30", "timestamp"),
+        ("!!timestamp x", "timestamp"),
+        ("0b_", "int"),
+        ("!!int foo", "int"),
+        ("!!float foo", "float"),
+        ("!!bool foo", "bool"),
+        ("!!map foo", "map"),
+        ("!!map [a]", "map"),
+        pytest.param("1" * 5000, "int", id="digits"),
+    ],
+)
+def test_a_value_that_is_not_what_it_looks_like_is_named_with_its_line(value, kind):
+    text = HOST.replace("numa0}", f"numa0, memory: {value}}}", 1)
+    with pytest.raises(ConfigError, match=r"machines\.yaml") as caught:
+        description.parse(text, "machines.yaml")
+    assert f"is no {kind}\n" in str(caught.value)
+    assert "line 3, column 34" in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["- " * 200, "{a: " * 200, "[" * 200 + "]" * 200])
 def test_what_is_nested_deeply_is_refused_before_anything_is_made_of_it(text, monkeypatch):
     monkeypatch.setattr(yaml_tree.SectionLoader, "get_single_data", None)
