@@ -11,13 +11,14 @@ Incidents are what goes wrong with a machine while it works. Ready-made machines
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 from dask_gpurt.errors import SimulationError
-from dask_gpurt.topology.model import Device, Numa, Topology
+from dask_gpurt.topology.model import Device, Numa, Topology, is_pattern
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,8 @@ class Machine:
     Raises
     ------
     SimulationError
-        There is no worker, or there are two at one address; one stands still; something happens
-        to a worker that there is not.
+        There is no worker, or there are two of one address or name; one stands still; something
+        happens to a worker that there is not.
     """
 
     name: str
@@ -183,6 +184,9 @@ class Machine:
             if worker.address in addresses:
                 raise SimulationError(f"{self.name} has two workers at {worker.address}")
             addresses.add(worker.address)
+        for name, times in Counter(one.name or one.address for one in self.workers).items():
+            if times > 1:
+                raise SimulationError(f"{self.name} has two workers that are called {name}")
         for incident in self.incidents:
             if incident.address not in addresses:
                 raise SimulationError(f"{self.name} has no worker {incident.address}: {incident}")
@@ -219,7 +223,7 @@ def machine_of(
                 f"tcp://{address}:{40000 + number}",
                 nthreads=nthreads,
                 memory_nbytes=place.memory_nbytes or memory_nbytes,
-                name=next((one for one in patterns if not set("*?[") & set(one)), ""),
+                name=next((one for one in patterns if not is_pattern(one)), ""),
             )
             workers.append(worker)
             nodes[worker.address] = host.node(place.name)

@@ -41,6 +41,7 @@ from dask_gpurt.topology.model import (
     Nic,
     Numa,
     Topology,
+    is_pattern,
 )
 from dask_gpurt.topology.yaml_tree import Section
 
@@ -199,6 +200,9 @@ class _Reader:
 
     def __init__(self, source: str) -> None:
         self._source = source
+        #: Which host is called so, and which device such a worker is on.
+        self._called: dict[str, str] = {}
+        self._workers: dict[str, str] = {}
 
     def topology(self, tree: Any) -> Topology:
         section = self._section(tree, "the file", {"hosts"}, {"switches", "links"})
@@ -208,7 +212,6 @@ class _Reader:
             host, inner = self._host(one, f"hosts[{i}]")
             hosts.append(host)
             links += inner
-        self._unique(section, "hosts", [host.name for host in hosts])
         switches = self._names(section, "switches", "")
         found = Topology(tuple(hosts), (), switches)
         links += self._links(section, "", found.nodes, "")
@@ -233,6 +236,8 @@ class _Reader:
                 self._fail(one, "kind", f"{at}.kind is {one['kind']!r}; it may be {allowed}")
             near = self._near(one, numa, at)
             workers = self._names(one, "workers", f"{at}.", patterns=True)
+            words = [word for word in workers if not is_pattern(word)]
+            self._alone(one, "workers", at, words, self._workers)
             memory = self._memory(one, at)
             devices.append(Device(self._name(one, at), one["kind"], near, memory, workers))
         nics = tuple(
@@ -247,6 +252,8 @@ class _Reader:
             self._names(section, "switches", f"{where}."),
             self._names(section, "addresses", f"{where}.", patterns=True),
         )
+        self._alone(section, "name", where, [host.name], self._called)
+        self._alone(section, "addresses", where, host.addresses, self._called)
         nodes = Topology((host,), ()).nodes
         self._unique(section, "numa", list(nodes))
         return host, self._links(section, f"{where}.", nodes, host.name + "/")
@@ -367,6 +374,13 @@ class _Reader:
         for name, times in Counter(names).items():
             if times > 1:
                 self._fail(section, key, f"{name!r} is there twice")
+
+    def _alone(
+        self, section: Section, key: str, where: str, words: Iterable[str], taken: dict[str, str]
+    ) -> None:
+        for word in words:
+            if (other := taken.setdefault(word, where)) != where:
+                self._fail(section, key, f"{where}.{key} names {word!r}, as {other} does")
 
     def _fail(self, section: Section, key: str | None, what: str) -> NoReturn:
         line = section.lines.get(key, section.line) if key is not None else section.line

@@ -82,8 +82,9 @@ def discover(
     if len(parts) > 1:
         for part in parts:
             switches |= part.join_network(measured or {})
+    users: set[str] = set()
     topology = Topology(
-        tuple(part.host() for part in parts),
+        tuple(part.host(taken, users) for part in parts),
         tuple(link for part in parts for link in part.links.values()),
         tuple(sorted(switches)),
     )
@@ -139,22 +140,34 @@ class _Part:
                 " NVLinks are missing, and which worker has which GPU"
             )
 
-    def host(self) -> Host:
-        """The host; its links are in `links`."""
+    def host(self, called: set[str], users: set[str]) -> Host:
+        """The host; its links are in `links`.
+
+        Parameters
+        ----------
+        called
+            Names of all hosts, and addresses of others: they are not this one's. Gets its own.
+        users
+            Likewise, workers of devices.
+        """
         devices = tuple(
             Device(
                 self._gpus[gpu.place.address],
                 "gpu",
                 self._near(gpu.place),
                 gpu.memory_nbytes >> 20 << 20,
-                self._users(i, gpu),
+                self._users(i, gpu, users),
             )
             for i, gpu in enumerate(self._machine.gpus)
         )
         switches = list(self._switches.values())
         if any(bond.peer is None for gpu in self._machine.gpus for bond in gpu.bonds):
             switches.insert(0, _NVSWITCH)
-        addresses = sorted({seen.host for seen in self._workers} - {self.name})
+        own = {seen.host for seen in self._workers} - {self.name}
+        for address in sorted(own & called):
+            self._note(f"another host is called {address}, too: its workers are taken to be there")
+        addresses = sorted(own - called)
+        called.update(addresses)
         return Host(
             self.name,
             tuple(self._numa),
@@ -210,14 +223,17 @@ class _Part:
         at = numbers.index(place.numa) if place.numa in numbers else 0
         return self._numa[at].name
 
-    def _users(self, index: int, gpu: Gpu) -> tuple[str, ...]:
-        """Patterns that fit the workers on a GPU."""
+    def _users(self, index: int, gpu: Gpu, taken: set[str]) -> tuple[str, ...]:
+        """Patterns that fit the workers on a GPU, but for those on others before."""
         found = [
             str(seen.name) if str(seen.name).strip() and seen.name != seen.address else seen.address
             for seen in self._workers
             if _names(seen.report.gpu, index, gpu)
         ]
-        return tuple(re.sub(r"([*?\[])", r"[\1]", name) for name in found)
+        escaped = dict.fromkeys(re.sub(r"([*?\[])", r"[\1]", name) for name in found)
+        own = tuple(word for word in escaped if word not in taken)
+        taken.update(own)
+        return own
 
     def _plug(self, name: str, place: Place) -> bool:
         """Link a device with its processor; returns whether all speeds are known."""

@@ -79,6 +79,11 @@ class Device:
     workers: tuple[str, ...] = ()
 
 
+def is_pattern(word: str) -> bool:
+    """Whether several workers may fit a word of a device's; IPv6 addresses are in brackets, too."""
+    return any(char in word.replace("://[", "") for char in "*?[")
+
+
 @dataclass(frozen=True)
 class Nic:
     """A network card."""

@@ -92,6 +92,12 @@ def test_a_bad_day_is_another_machine():
     assert bad.workers == machine.workers
 
 
+def called(*names):
+    machine = flat(len(names))
+    workers = (replace(one, name=name) for one, name in zip(machine.workers, names, strict=True))
+    return replace(machine, workers=tuple(workers))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -100,6 +106,8 @@ def test_a_bad_day_is_another_machine():
         (lambda: flat(2, speeds=[-1.0]), "more than 0"),
         (lambda: flat(0), "has no workers"),
         (lambda: replace(flat(1), workers=flat(1).workers * 2), "two workers at tcp://10.0.0.0"),
+        (lambda: called("w", "w"), "two workers that are called w"),
+        (lambda: called("", address(0)), "two workers that are called tcp://10.0.0.0"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(make, said):

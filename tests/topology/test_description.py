@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 
 import pytest
@@ -91,6 +92,39 @@ def test_what_is_wrong_is_named_with_its_line(right, wrong, line, says):
         description.parse(HOST.replace(right, wrong), "machines.yaml")
     assert says in str(caught.value)
     assert f"line {line}" in str(caught.value)
+
+
+TWO = """\
+hosts:
+  - name: a
+    addresses: [10.0.0.1, a]
+    numa: [{name: n}]
+    devices:
+      - {name: g0, kind: gpu, workers: [w0, w0, "x*"]}
+      - {name: g1, kind: gpu, workers: [1, "tcp://[::1]:1"]}
+  - name: b
+    addresses: [10.0.0.2]
+    numa: [{name: n}]
+    devices: [{name: g0, kind: gpu, workers: [w2, "x*", "tcp://[[]::1]:1"]}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        ("name: b", "name: a", "line 8: hosts[1].name names 'a', as hosts[0] does"),
+        ("0.0.2", "0.0.1", "line 9: hosts[1].addresses names '10.0.0.1', as hosts[0] does"),
+        ("10.0.0.2", "a", "line 9: hosts[1].addresses names 'a', as hosts[0] does"),
+        ("[1,", "[w0,", "line 7: hosts[0].devices[1].workers names 'w0', as hosts[0].devices[0]"),
+        ("w2", "'1'", "line 11: hosts[1].devices[0].workers names '1', as hosts[0].devices[1]"),
+        ("[[]", "[", "workers names 'tcp://[::1]:1', as hosts[0].devices[1] does"),
+    ],
+)
+def test_hosts_and_workers_of_devices_are_told_apart(right, wrong, says):
+    description.parse(TWO)
+    assert TWO.count(right) == 1
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        description.parse(TWO.replace(right, wrong))
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,26 @@ def test_two_machines_of_one_name_are_two_hosts_and_one_machine_is_one(tmp_path)
     assert hosts[0].addresses == ("10.0.0.0", "10.0.0.2")
 
 
+def test_what_machines_or_gpus_have_in_common_is_of_the_first(tmp_path):
+    """Such as containers behind one address, and a UUID that fits several GPUs."""
+    report = Report(machine("pcie-box", tmp_path, host="box"), "GPU-")
+    inside = Report(dataclasses.replace(report.machine, name="inside"), "1")
+    seen = [
+        Seen("tcp://10.0.0.1:1", 0, "10.0.0.1", report),
+        Seen("tcp://10.0.0.1:2", "0", "10.0.0.1", inside),
+        Seen("tcp://box:3", "3", "box", inside),
+    ]
+    found = discover(seen)
+    assert description.parse(found.as_text()).hosts == found.topology.hosts
+    assert [host.addresses for host in found.topology.hosts] == [("10.0.0.1",), ()]
+    users = [device.workers for host in found.topology.hosts for device in host.devices]
+    assert [one for one in users if one] == [("0",), ("3",)]
+    assert [one.split(",")[0] for one in found.notes if "another host" in one] == [
+        "inside: another host is called 10.0.0.1",
+        "inside: another host is called box",
+    ]
+
+
 def test_names_of_machines_become_words(tmp_path):
     odd = Machine("my *host* / [1]", "1", (), (), ())
     found = discover([Seen("tcp://a:1", 1, "a", Report(odd, None))])
