@@ -69,7 +69,7 @@ class Device:
     Attributes
     ----------
     workers
-        Patterns (`*`, `?`) of names or addresses of the workers that compute on it.
+        Names or addresses of the workers that compute on it, or patterns (`*`, `?`) of them.
     """
 
     name: str
@@ -195,7 +195,7 @@ class Topology:
 
     @cached_property
     def _workers(self) -> tuple[dict[str, tuple[int, str]], list[tuple[int, str, str]]]:
-        """Devices, numbered, by the words that workers are called; and patterns that are no words.
+        """Devices, numbered, by the words that workers are called; and those that are patterns.
 
         A description that a cluster wrote has a word for each worker, which would be a million
         comparisons for a thousand of them.
@@ -206,11 +206,11 @@ class Topology:
             (one.node(device.name), device.workers) for one in self.hosts for device in one.devices
         )
         for number, (node, workers) in enumerate(users):
-            for pattern in workers:
-                if any(char in pattern for char in "*?["):
-                    patterns.append((number, pattern, node))
-                else:
-                    words.setdefault(pattern, (number, node))
+            for word in workers:
+                # An IPv6 address is one that looks like a pattern, and would not fit itself.
+                words.setdefault(word, (number, node))
+                if any(char in word for char in "*?["):
+                    patterns.append((number, word, node))
         return words, patterns
 
     @cached_property

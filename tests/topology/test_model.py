@@ -107,3 +107,21 @@ def test_a_worker_is_on_the_first_device_that_fits(users, device):
     )
     topology = Topology((Host("h", (Numa("numa0"),), devices),), ())
     assert topology.node_of(address="tcp://10.0.0.1:1", name="w1", host="h") == f"h/{device}"
+
+
+@pytest.mark.parametrize(
+    ("word", "port"),
+    [
+        ("tcp://[fd00::1]:1", 1),
+        ("tcp://[[]fd00::1]:2", 2),
+        ("tcp://[[]fd00::1]:*", 3),
+        ("w[1]?", 4),
+        ("w[[]1][?]", 4),
+    ],
+)
+def test_an_exact_spelling_fits_whatever_is_in_it(word, port):
+    users = ("tcp://[fd00::1]:7", "w1?"), (word,)
+    devices = tuple(Device(f"gpu{i}", "gpu", workers=one) for i, one in enumerate(users))
+    topology = Topology((Host("h", (Numa("numa0"),), devices),), ())
+    worker = {"address": f"tcp://[fd00::1]:{port}", "name": "w[1]?" if port == 4 else port}
+    assert topology.node_of(**worker, host="h") == "h/gpu1"
