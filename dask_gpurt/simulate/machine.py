@@ -109,7 +109,8 @@ class WorkerModel:
     Attributes
     ----------
     address
-        Unique, in the form `tcp://<host>:<port>`; workers with equal hosts are on one host.
+        Unique, in the form `tcp://<host>:<port>`, an IPv6 host in brackets; workers with equal
+        hosts are on one host.
     nthreads
         Tasks that run at a time.
     memory_nbytes
@@ -129,7 +130,7 @@ class WorkerModel:
     @property
     def host(self) -> str:
         """The host in the address."""
-        return self.address.rpartition("/")[2].rpartition(":")[0]
+        return self.address.rpartition("/")[2].rpartition(":")[0].strip("[]")
 
 
 @dataclass(frozen=True)
@@ -215,12 +216,13 @@ def machine_of(
     nodes: dict[str, str] = {}
     for host in topology.hosts:
         address = host.addresses[0] if host.addresses else host.name
+        in_url = f"[{address}]" if ":" in address else address
         places: tuple[Device | Numa, ...] = host.devices or host.numa
         for number, place in enumerate(places):
             # Placement finds a worker's device by these patterns, so they name the worker.
             patterns = host.devices[number].workers if host.devices else ()
             worker = WorkerModel(
-                f"tcp://{address}:{40000 + number}",
+                f"tcp://{in_url}:{40000 + number}",
                 nthreads=nthreads,
                 memory_nbytes=place.memory_nbytes or memory_nbytes,
                 name=next((one for one in patterns if not is_pattern(one)), ""),

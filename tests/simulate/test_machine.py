@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from dask_gpurt.errors import SimulationError
+from dask_gpurt.plugins.simulation import simulate
 from dask_gpurt.simulate.machine import ChangesSpeed, Dies, TopologyNetwork, machine_of
 from dask_gpurt.simulate.machines import nvlink_hosts, one_slow_nic, pcie_gpus
 from dask_gpurt.topology.description import parse
-from dask_gpurt.topology.model import Host, Numa, Topology
-from tests.simulate.flat import address, flat
+from dask_gpurt.topology.model import Host, Link, Numa, Topology
+from tests.simulate.flat import address, flat, task, workload
 
 DESCRIBED = pathlib.Path(__file__).parents[1] / "data" / "topologies"
 
@@ -42,6 +43,17 @@ def test_workers_are_where_placement_will_look_for_them():
             assert found is not None
             if network.topology.hosts[0].devices:
                 assert found == network.nodes[worker.address]
+
+
+def test_hosts_may_have_addresses_of_ipv6():
+    hosts = tuple(Host(name, (Numa("n"),), addresses=(f"fd00::{name}",)) for name in ("a", "b"))
+    machine = machine_of("two", Topology(hosts, (Link("l", ("a/n", "b/n"), "ethernet", 2.0**30),)))
+    one, other = machine.workers
+    assert (one.address, one.host) == ("tcp://[fd00::a]:40000", "fd00::a")
+    fetching = workload(task("x-0", nbytes=2**30), task("y-0", nbytes=2**30), task("z-0", 0, 1))
+    result = simulate(fetching, machine)
+    (moved,) = result.transfers
+    assert {moved.source, moved.target} == {one.address, other.address}
 
 
 def test_links_have_directions_and_the_way_back_is_the_other():
