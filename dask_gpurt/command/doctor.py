@@ -157,12 +157,22 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(names) if names else "nobody who finds no room"
 
 
+#: Workers that a finding names, of those that it is about.
+_MAX_NAMED = 3
+
+
 def _topology(found: Mapping[str, Any]) -> list[Finding]:
     """Whether placement knows the machines, and whether the probe of links worked."""
     topology = found.get("topology")
     if topology is None:
         return []
-    if topology["file"] is not None:
+    if undescribed := topology["undescribed"]:
+        n_workers, file = len(found["workers"]), topology["file"]
+        named = ", ".join(undescribed[:_MAX_NAMED]) + ", ..." * (len(undescribed) > _MAX_NAMED)
+        text = f"{len(undescribed)} of {n_workers} workers are on no host of {file}: {named}"
+        remedy = "correct `addresses` of its hosts, or `workers` of its devices"
+        findings = [Finding("problem", "topology", text, remedy)]
+    elif topology["file"] is not None:
         findings = [Finding("ok", "topology", f"machines are described in {topology['file']}")]
     elif topology["hosts"] > 1:
         by_cost = (found.get("placement") or {}).get("policy") == "data-aware"

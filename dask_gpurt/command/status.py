@@ -114,6 +114,8 @@ def _topology(topology: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     probe = topology["probe"]
     known = topology["file"] or "not described, links are learnt"
+    if undescribed := topology["undescribed"]:
+        known += f", on no host of which are {len(undescribed)} workers"
     rows = [("machines", f"{topology['hosts']} hosts, {known}")]
     text = probe["state"] + (f": {probe['reason']}" if probe["reason"] else "")
     if probe["pairs"]:

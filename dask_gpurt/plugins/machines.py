@@ -112,7 +112,8 @@ class Machines:
             why_not = probing.why_not(
                 self._settings.probe,
                 n_hosts=len({end.host for end in self._ends()}),
-                is_used=self._learner is not None and not self.is_described,
+                is_described=self._is_anybody_described(),
+                is_used=self._learner is not None,
                 is_busy=self._is_busy(),
             )
             if why_not is not None:
@@ -127,6 +128,16 @@ class Machines:
                 logger.error("the probe of links failed", exc_info=error)
             if self._state != "done":
                 return
+
+    def _undescribed(self) -> list[str]:
+        """Workers that are on no machine of the description, where placement goes by it."""
+        if self._learner is None or not self.is_described:
+            return []
+        return self._learner.undescribed()
+
+    def _is_anybody_described(self) -> bool:
+        """Whether somebody is on a machine of the description, which may be one of others."""
+        return self.is_described and len(self._undescribed()) < len(self._scheduler.workers)
 
     def _is_busy(self) -> bool:
         return any(ws.processing for ws in self._scheduler.workers.values())
@@ -259,6 +270,7 @@ class Machines:
         rates = [found.nbytes_per_s for found in self._measured.values()]
         return {
             "file": self._settings.file if self.is_described else None,
+            "undescribed": self._undescribed(),
             "hosts": len({ws.host for ws in self._scheduler.workers.values()}),
             "probe": {
                 "state": self._state,

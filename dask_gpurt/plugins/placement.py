@@ -97,6 +97,10 @@ class Placement:
         """A worker received data, at these rates."""
         self._paths.observe(address, rates)
 
+    def undescribed(self) -> list[str]:
+        """Workers that are on no host that was described."""
+        return self._paths.undescribed()
+
     def ended(self, ts: TaskState, address: str, seconds: float) -> None:
         """A worker ended a task."""
         ws = self._scheduler.workers.get(address)

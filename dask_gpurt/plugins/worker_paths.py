@@ -156,6 +156,10 @@ class WorkerPaths:
             self._forget_paths()
             self._forget_outlets()
 
+    def undescribed(self) -> list[str]:
+        """Workers that are on no host that was described."""
+        return sorted(self._ends.keys() - self._spots.keys())
+
     def device_kind(self, address: str) -> str | None:
         """Kind of the device that a worker is on, as described."""
         if self._topology is None or (spot := self._spots.get(address)) is None:

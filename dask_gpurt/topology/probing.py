@@ -37,13 +37,17 @@ class Transfer(NamedTuple):
     seconds: float
 
 
-def why_not(mode: str, *, n_hosts: int, is_used: bool, is_busy: bool) -> str | None:
+def why_not(
+    mode: str, *, n_hosts: int, is_described: bool, is_used: bool, is_busy: bool
+) -> str | None:
     """Why a cluster is not probed now, None if it is.
 
     Parameters
     ----------
     mode
         `on`, `off`, or `auto`.
+    is_described
+        Whether somebody wrote down what they carry.
     is_used
         Whether anything is decided by what links were measured to carry.
     is_busy
@@ -51,6 +55,8 @@ def why_not(mode: str, *, n_hosts: int, is_used: bool, is_busy: bool) -> str | N
     """
     if mode == "off":
         return "gpurt.topology.probe is off"
+    if mode == "auto" and is_described:
+        return "machines are described"
     if mode == "auto" and not is_used:
         return "placement does not go by measured links"
     if mode == "auto" and n_hosts > AUTOMATIC_HOSTS:

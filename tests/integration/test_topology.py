@@ -240,7 +240,7 @@ def test_a_description_without_hosts_can_be_checked(tmp_path, capsys):
 
 def test_a_cluster_of_several_hosts_that_are_not_described_is_told_how():
     probe = {"state": "stopped", "reason": "tasks began to run", "problems": {"x to y": "lost"}}
-    found = {"topology": {"file": None, "hosts": 2, "probe": probe}}
+    found = {"topology": {"file": None, "undescribed": [], "hosts": 2, "probe": probe}}
     said = doctor._topology(found)
     assert [one.level for one in said] == ["note"] * 3
     assert "dask gpurt topology" in said[0].remedy
@@ -250,6 +250,34 @@ def test_a_cluster_of_several_hosts_that_are_not_described_is_told_how():
     assert "tasks began to run" in said[1].text
     assert "lost" in said[2].text
     assert doctor._topology({"topology": None}) == []
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 4)
+async def test_workers_that_a_description_does_not_fit_are_named(c, s, *workers):
+    at = sorted(worker.address for worker in workers)
+    with dask.config.set({"gpurt.enabled": True}):
+        settings = config.read()
+
+    async def told(on_the_device):
+        """What doctor finds, and what status says."""
+        device = {"name": "g", "kind": "gpu", "workers": on_the_device}
+        hosts = [{"name": "a", "numa": [{"name": "n"}], "devices": [device]}]
+        topology = config.TopologySettings("box.yaml", json.dumps({"hosts": hosts}), "off")
+        await activation.activate(c, dataclasses.replace(settings, topology=topology))
+        found = {**await dask_gpurt.status(c), "scheduler": s.address, "versions": VERSIONS}
+        (one,) = (one for one in doctor.cluster_findings(found) if one.what == "topology")
+        return one, status.as_text(found)
+
+    one, text = await told([])
+    assert (one.level, bool(one.remedy)) == ("problem", True)
+    named = f"{at[0]}, {at[1]}, {at[2]}, ..."
+    assert one.text == f"4 of 4 workers are on no host of box.yaml: {named}"
+    assert "box.yaml, on no host of which are 4 workers" in text
+    one, text = await told(at[:3])
+    assert one.text == f"1 of 4 workers are on no host of box.yaml: {at[3]}"
+    one, text = await told(at)
+    assert (one.level, one.text) == ("ok", "machines are described in box.yaml")
+    assert "on no host" not in text
 
 
 @gen_cluster(nthreads=[], config={**ON, "gpurt.topology.file": "absent.yaml"})

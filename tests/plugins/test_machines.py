@@ -62,8 +62,12 @@ class Cluster:
 class Learner:
     """Stands in for placement."""
 
-    def __init__(self):
+    def __init__(self, undescribed=()):
         self.told = {}
+        self._undescribed = undescribed
+
+    def undescribed(self):
+        return list(self._undescribed)
 
     def observe(self, target, rates):
         for source, (total, count) in rates.items():
@@ -190,6 +194,22 @@ def test_when_links_are_measured(probe, name, n_hosts, is_probed):
         await settled(found)
         assert bool(cluster.probed()) == is_probed
         assert found.summary()["probe"]["state"] == ("done" if is_probed else "not run")
+
+    run(go())
+
+
+@pytest.mark.parametrize("n_strangers", [0, 1, 2])
+def test_a_description_of_other_machines_is_none(n_strangers):
+    async def go():
+        cluster = Cluster(2)
+        found = await machines(cluster, name="two-hosts")
+        strangers = list(cluster.workers)[:n_strangers]
+        found.inform(Learner(strangers))
+        await settled(found)
+        assert bool(cluster.probed()) == (n_strangers == 2)
+        said = found.summary()
+        assert (said["file"], said["undescribed"]) == ("two-hosts", strangers)
+        assert said["probe"]["reason"] == ("" if n_strangers == 2 else "machines are described")
 
     run(go())
 

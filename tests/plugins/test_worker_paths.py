@@ -44,6 +44,12 @@ def test_described_machines_are_believed(described):
     assert described(LEFT0.address, RIGHT0.address).bandwidth_nbytes_per_s == 12.5e9
 
 
+def test_workers_on_no_machine_that_is_described_are_known(described):
+    assert described.undescribed() == [STRANGER.address]
+    described.remove(STRANGER.address)
+    assert described.undescribed() == []
+
+
 def test_machines_that_are_not_described_are_learnt(described):
     there = STRANGER.address, LEFT0.address
     assert described(*there).bandwidth_nbytes_per_s == pytest.approx(

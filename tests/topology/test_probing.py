@@ -123,19 +123,21 @@ def test_answers_that_say_nothing_are_refused(answer):
 
 
 @pytest.mark.parametrize(
-    ("mode", "n_hosts", "is_used", "is_busy", "why"),
+    ("mode", "n_hosts", "said", "why"),
     [
-        ("auto", 2, True, False, None),
-        ("auto", probing.AUTOMATIC_HOSTS, True, False, None),
-        ("auto", probing.AUTOMATIC_HOSTS + 1, True, False, "more than"),
-        ("auto", 2, False, False, "does not go by"),
-        ("auto", 2, True, True, "running"),
-        ("on", 1000, False, False, None),
-        ("on", 2, True, True, "running"),
-        ("off", 2, True, False, "is off"),
+        ("auto", 2, "used", None),
+        ("auto", probing.AUTOMATIC_HOSTS, "used", None),
+        ("auto", probing.AUTOMATIC_HOSTS + 1, "used", "more than"),
+        ("auto", 2, "", "does not go by"),
+        ("auto", 2, "used described", "are described"),
+        ("auto", 2, "used busy", "running"),
+        ("on", 1000, "described", None),
+        ("on", 2, "used busy", "running"),
+        ("off", 2, "used", "is off"),
     ],
 )
-def test_when_a_cluster_is_probed(mode, n_hosts, is_used, is_busy, why):
-    found = probing.why_not(mode, n_hosts=n_hosts, is_used=is_used, is_busy=is_busy)
+def test_when_a_cluster_is_probed(mode, n_hosts, said, why):
+    about = {f"is_{one}": one in said for one in ("described", "used", "busy")}
+    found = probing.why_not(mode, n_hosts=n_hosts, **about)
     assert (found is None) == (why is None)
     assert why is None or why in found
