@@ -20,6 +20,7 @@ import yaml
 
 from dask_gpurt import config
 from dask_gpurt.errors import ConfigError
+from dask_gpurt.topology import description
 
 Level = Literal["ok", "note", "problem"]
 
@@ -125,11 +126,13 @@ def flag() -> Finding:
 
 
 def settings() -> Finding:
-    """Whether all settings have values that can be used."""
+    """Whether all settings have values that can be used, and the file that one names."""
     try:
-        config.read()
+        topology = config.read().topology
+        if topology.text is not None:
+            description.parse(topology.text, topology.file or "topology")
     except ConfigError as error:
-        return Finding("problem", "settings", str(error), "correct that value")
+        return Finding("problem", "settings", str(error), "correct that")
     return Finding("ok", "settings", "all values can be used")
 
 

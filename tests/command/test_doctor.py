@@ -120,6 +120,17 @@ def test_unknown_key_and_bad_value(shell: Shell) -> None:
     assert key["remedy"] == "did you mean gpurt.shuffle.memory?"
 
 
+def test_a_description_that_cannot_be_used(shell: Shell) -> None:
+    path = shell.write("machines.yaml", "hosts:\n- {name: a}\n")
+    env = {"DASK_GPURT__TOPOLOGY__FILE": str(path)}
+    outcome = shell.gpurt("doctor", "--json", env=env)
+    assert (outcome.code, outcome.err) == (1, "")
+    (value,) = found(outcome, "settings")
+    assert (value["level"], value["text"][: len(str(path)) + 8]) == ("problem", f"{path}, line 2")
+    shell.write("machines.yaml", "hosts:\n- {name: a, numa: [{name: n}]}\n")
+    assert found(shell.gpurt("doctor", "--json", env=env), "settings")[0]["level"] == "ok"
+
+
 def test_unsupported_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     from dask_gpurt.plugins import seams
 
