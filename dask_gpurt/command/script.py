@@ -14,7 +14,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib.abc import InspectLoader
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -112,27 +112,37 @@ def find_module(name: str, args: list[str]) -> Script:
     Raises
     ------
     ScriptError
-        There is no such module, or it is not Python code.
+        There is no such module, it is not Python code, or a package it is in cannot be imported.
     """
     directory = os.getcwd()
     if not sys.flags.safe_path:
         # Modules of the current directory are found from here on, as with `python -m`.
         sys.path[0] = directory
     spec = _spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = _spec(f"{name}.__main__")
     if spec is None:
         raise ScriptError(f"cannot run {name}: there is no such module")
-    if not isinstance(spec.loader, InspectLoader) or spec.origin is None:
+    if spec.submodule_search_locations is not None:
+        spec = _spec(f"{name}.__main__")
+        if spec is None:
+            raise ScriptError(f"cannot run {name}: it is a package, and has no __main__ to run")
+    # Extension modules have a loader that says it could inspect them.
+    is_code = isinstance(spec.loader, InspectLoader)
+    if not is_code or isinstance(spec.loader, ExtensionFileLoader) or spec.origin is None:
         raise ScriptError(f"cannot run {name}: it is not a module of Python code")
     return Script(spec.origin, [spec.origin, *args], directory, spec)
 
 
 def _spec(name: str) -> ModuleSpec | None:
+    """Where a module is, None if nowhere. Packages that it is in are imported for that."""
     try:
         return importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # Something else may be missing than the module and its packages: what they import.
+        if missing and f"{name}.".startswith(f"{missing}."):
+            return None
+        said = f"{type(error).__name__}: {error}"
+        raise ScriptError(f"cannot run {name.removesuffix('.__main__')}: {said}") from error
 
 
 def exit_code(asked: int | str | None) -> int:

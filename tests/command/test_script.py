@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dask_gpurt.command.script import ScriptError, find_module
 from tests.command.conftest import Outcome, Shell
 
 LOOKS_AROUND = """
@@ -136,6 +137,37 @@ def test_bad_usage(shell: Shell, args: tuple[str, ...], why: str) -> None:
     assert why in outcome.err.strip().splitlines()[-1]
     assert "Traceback" not in outcome.err
     assert outcome.out == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("needs", "ModuleNotFoundError: No module named 'absent'"),
+        ("needs.job", "ModuleNotFoundError: No module named 'absent'"),
+        ("needs.absent", "ModuleNotFoundError: No module named 'absent'"),
+        ("fails", "ValueError: too bad"),
+        ("fails.job", "ValueError: too bad"),
+        ("empty", "it is a package, and has no __main__ to run"),
+        ("empty.absent", "there is no such module"),
+        ("math", "it is not a module of Python code"),
+        ("numpy._core._multiarray_umath", "it is not a module of Python code"),
+    ],
+)
+def test_modules_that_cannot_be_run_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, why: str
+) -> None:
+    lines = {"needs": "import absent", "fails": "raise ValueError('too bad')", "empty": ""}
+    for name, line in lines.items():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(line)
+        for inner in ("job", "__main__") if line else ("job",):
+            (tmp_path / name / f"{inner}.py").write_text("print('ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ScriptError) as caught:
+        find_module(module, [])
+    assert str(caught.value) == f"cannot run {module}: {why}"
 
 
 def test_help_and_light_import() -> None:
