@@ -137,7 +137,7 @@ async def _versions(client: Client, status: dict[str, Any]) -> dict[str, Any]:
 
     scheduler: Any = client.scheduler
     silent = status.get("silent")
-    # Where the runtime is off, who is silent is not known, nor who there is: all of them are asked.
+    # Where the runtime is off, who is silent is not known: all of them are asked.
     workers = sorted(status["workers"].keys() - silent) if silent else None
     found = {"client": get_versions(), "scheduler": await scheduler.versions(packages=[])}
     asked = asyncio.ensure_future(

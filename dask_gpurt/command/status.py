@@ -224,7 +224,7 @@ def _worker(address: str, report: dict[str, Any] | None, found: dict[str, Any]) 
     if address in found.get("silent", ()):
         return address, "does not answer"
     not_ready: dict[str, str] = found["not_ready"]
-    return address, not_ready.get(address, "no report" if found["active"] else "-")
+    return address, not_ready.get(address, "no report" if found["active"] else "not active")
 
 
 def _paths(links: dict[str, Any]) -> str:

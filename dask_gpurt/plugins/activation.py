@@ -141,7 +141,7 @@ async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
             "fallbacks": [],
             "placement": None,
             "topology": None,
-            "workers": {},
+            "workers": dict.fromkeys(await _scheduler(client).ncores()),
             "not_ready": {},
             "silent": [],
         }

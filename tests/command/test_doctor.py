@@ -286,6 +286,19 @@ def test_asking_switches_nothing_on(shell: Shell, sides: Sides, command: str) ->
 
 
 @pytest.mark.cluster
+def test_status_names_workers_also_where_the_runtime_is_off(
+    sides: Sides, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show(scheduler_address(sides.stock), None, as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    workers = sorted(sides.stock.scheduler_info(n_workers=-1)["workers"])
+    first = lines.index(f"workers: {len(workers)}") + 1
+    assert [line.split(maxsplit=1) for line in lines[first : first + len(workers)]] == [
+        [worker, "not active"] for worker in workers
+    ]
+
+
+@pytest.mark.cluster
 def test_a_worker_is_no_scheduler(sides: Sides, capsys: pytest.CaptureFixture[str]) -> None:
     worker = next(iter(dask_gpurt.status(sides.enabled)["workers"]))
     with pytest.raises(connect.ConnectError, match="that is a Worker"):
