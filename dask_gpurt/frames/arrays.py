@@ -17,6 +17,7 @@ import contextlib
 import io
 import math
 import pickle
+import sys
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,17 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.frames.port import DeviceMemory, Empty, Landing, Packed, Piece, fresh
+from dask_gpurt.frames.port import (
+    OBJECT_NBYTES,
+    DeviceMemory,
+    Empty,
+    Landing,
+    Packed,
+    Piece,
+    Sizeof,
+    fresh,
+    mean_nbytes,
+)
 from dask_gpurt.frames.rechunking import Box, Index, Rechunking, Shape, filled
 from dask_gpurt.frames.sections import Section
 
@@ -37,8 +48,6 @@ _PICKLED = b"pickle"
 _MOST_ROWS = (1 << 32) - 1
 #: A layout that is longer than this is not one of ours.
 _LONGEST_LAYOUT = 1 << 16
-#: Assumed size of a Python object. Only shard sizes depend on it, never correctness.
-_OBJECT_NBYTES = 64
 
 
 @lru_cache(maxsize=1024)
@@ -237,7 +246,12 @@ class OpenChunk:
     """
 
     def __init__(
-        self, chunk: Any, index: Index, rechunking: Rechunking, devices: _Libraries
+        self,
+        chunk: Any,
+        index: Index,
+        rechunking: Rechunking,
+        devices: _Libraries,
+        sizeof: Sizeof,
     ) -> None:
         self._chunk = chunk
         self._devices = devices
@@ -252,7 +266,8 @@ class OpenChunk:
         if layout is None:
             self.layout_key = _PICKLED
             self.parts = [Part(output, box, (), 1) for output, box, _ in parts]
-            self.row_nbytes = _held_nbytes(chunk) / max(1, len(self.parts))
+            self._object_nbytes = _object_nbytes(chunk, sizeof)
+            self.row_nbytes = _held_nbytes(chunk, self._object_nbytes) / max(1, len(self.parts))
         else:
             self.layout_key = layout.key
             self.parts = []
@@ -267,7 +282,8 @@ class OpenChunk:
         if layout is None:
             # A view would keep the whole chunk alive, and what it is a view of.
             arrays = [_own(chunk[part.box]) for part in parts]
-            pickled = PickledBody(arrays, sum(map(_held_nbytes, arrays)))
+            held = sum(_held_nbytes(array, self._object_nbytes) for array in arrays)
+            pickled = PickledBody(arrays, held)
             return _pack(pickled) if leaves else pickled
         n_rows = sum(part.n_rows for part in parts)
         nbytes = n_rows * layout.dtype.itemsize
@@ -303,11 +319,18 @@ def _own(array: Any) -> Any:
     return array if getattr(array, "base", None) is None else array.copy()
 
 
-def _held_nbytes(array: Any) -> int:
+def _object_nbytes(chunk: Any, sizeof: Sizeof) -> float:
+    """Bytes that an element takes beside its array, if it is or has objects."""
+    if not isinstance(chunk, np.ndarray) or not chunk.dtype.hasobject:
+        return OBJECT_NBYTES
+    return mean_nbytes(np.asarray(chunk).flat, sizeof)
+
+
+def _held_nbytes(array: Any, object_nbytes: float = OBJECT_NBYTES) -> int:
     """Bytes that an array of any kind takes, estimated."""
-    nbytes = int(getattr(array, "nbytes", _OBJECT_NBYTES))
+    nbytes = int(getattr(array, "nbytes", OBJECT_NBYTES))
     if getattr(getattr(array, "dtype", None), "hasobject", False):
-        nbytes += int(getattr(array, "size", 1)) * _OBJECT_NBYTES
+        nbytes += int(getattr(array, "size", 1) * object_nbytes)
     return nbytes
 
 
@@ -345,6 +368,8 @@ class Arrays:
         Makes one array of nested lists of arrays; asked where they are not all plain memory.
     devices
         Libraries whose arrays are cut and joined on their devices.
+    sizeof
+        Measures objects; only the sizes of shards depend on it.
     """
 
     def __init__(
@@ -352,8 +377,10 @@ class Arrays:
         rechunking: Rechunking,
         join: Callable[[Any], Any],
         devices: Devices | None = None,
+        sizeof: Sizeof = sys.getsizeof,
     ) -> None:
         self.rechunking = rechunking
+        self._sizeof = sizeof
         self._join = join
         self._devices = _Libraries(devices or {})
         self._layouts: dict[bytes, ChunkLayout] = {}
@@ -365,7 +392,7 @@ class Arrays:
         return self._devices[name].room(nbytes)
 
     def open(self, chunk: Any, index: Index) -> OpenChunk:
-        return OpenChunk(chunk, index, self.rechunking, self._devices)
+        return OpenChunk(chunk, index, self.rechunking, self._devices, self._sizeof)
 
     def pack(self, body: Body) -> Packed:
         return body.packed if isinstance(body, PlainBody) else _pack(body)
@@ -377,7 +404,7 @@ class Arrays:
             arrays = pickle.loads(packed.buffer.data)
             if len(arrays) != packed.n_rows:
                 raise ValueError(f"{len(arrays)} pieces came of {packed.n_rows}")
-            return PickledBody(arrays, sum(map(_held_nbytes, arrays)))
+            return PickledBody(arrays, max(packed.pickle_nbytes, sum(map(_held_nbytes, arrays))))
         layout = self._layouts.get(layout_key)
         if layout is None:
             layout = ChunkLayout.from_key(layout_key)

@@ -11,6 +11,7 @@ What a single column is made of is `frames.columns`' business.
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,11 +41,22 @@ from dask_gpurt.frames.joining import (
     with_common_categories,
 )
 from dask_gpurt.frames.layouts import FrameLayout
-from dask_gpurt.frames.port import Empty, Landing, Packed, Piece, Selection, Slots, fresh
+from dask_gpurt.frames.port import (
+    OBJECT_NBYTES,
+    Empty,
+    Landing,
+    Packed,
+    Piece,
+    Selection,
+    Sizeof,
+    Slots,
+    fresh,
+    mean_nbytes,
+)
 from dask_gpurt.frames.sections import Section, arrow_sections
 
-#: Assumed size of a Python object. Only shard sizes depend on it, never correctness.
-_OBJECT_NBYTES = 64
+#: Of an object, what its column itself takes.
+_POINTER_NBYTES = np.dtype(object).itemsize
 
 
 @dataclass
@@ -88,6 +100,11 @@ class PandasPartition:
         )
         self._n_rows = len(frame)
         self._table = self._arrow_table()
+        #: Of a row.
+        self._objects_nbytes = sum(
+            _POINTER_NBYTES + mean_nbytes(self._columns[number].objects, adapter.sizeof)
+            for number in self.layout.objects
+        )
 
     @property
     def layout_key(self) -> bytes:
@@ -101,7 +118,7 @@ class PandasPartition:
     def row_nbytes(self) -> float:
         fixed = sum(len(g.members) * g.dtype.itemsize for g in self.layout.groups)
         arrow = self._table.nbytes / self._n_rows if self._table is not None else 0.0
-        return fixed + arrow + _OBJECT_NBYTES * len(self.layout.objects)
+        return fixed + arrow + self._objects_nbytes
 
     def _arrow_table(self) -> pa.Table | None:
         if not self.layout.arrow or not self._n_rows:
@@ -127,7 +144,7 @@ class PandasPartition:
             else:
                 buffer = selection.empty(self.layout.fixed_nbytes(n_rows))
                 held = buffer.nbytes + (batch.nbytes if batch is not None else 0)
-                held += _OBJECT_NBYTES * n_rows * len(objects)
+                held += int(self._objects_nbytes * n_rows)
                 regions.append(self.layout.regions(buffer, n_rows))
                 shards.append(PandasBody(self.layout, n_rows, regions[-1], batch, objects, held))
         for number, group in enumerate(self.layout.groups):
@@ -190,12 +207,17 @@ class PandasFrames:
         Label of the column that holds each row's output partition.
     drop_column
         Whether that column is left out of the output.
+    sizeof
+        Measures objects; only the sizes of shards depend on it.
     """
 
     landing: Landing | None = None
     shard_nbytes: int | None = None
 
-    def __init__(self, meta: pd.DataFrame, column: Any, drop_column: bool) -> None:
+    def __init__(
+        self, meta: pd.DataFrame, column: Any, drop_column: bool, sizeof: Sizeof = sys.getsizeof
+    ) -> None:
+        self.sizeof = sizeof
         self._meta = meta
         self._column = column
         self._drop_column = drop_column
@@ -267,7 +289,8 @@ class PandasFrames:
         if (n_arrow, len(objects)) != wanted or (batch is not None and batch.num_rows != n_rows):
             raise ValueError("the sections of a shard do not match its layout")
         regions = layout.regions(buffer, n_rows)
-        held = buffer.nbytes + _OBJECT_NBYTES * n_rows * len(objects)
+        # The buffer stays, and its pickle beside the objects that were made of it.
+        held = buffer.nbytes + max(packed.pickle_nbytes, OBJECT_NBYTES * n_rows * len(objects))
         return PandasBody(layout, n_rows, regions, batch, objects, held)
 
     def sections(self, layout_key: bytes, packed: Packed) -> list[Section]:

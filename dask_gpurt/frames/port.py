@@ -20,11 +20,29 @@ from dask_gpurt.frames.gather import Rows
 
 #: Where memory comes from: bytes wanted to an uninitialised array of them.
 Empty = Callable[[int], npt.NDArray[np.uint8]]
+#: Bytes that a Python object takes, with what it is made of.
+Sizeof = Callable[[Any], int]
+
+#: Bytes of a Python object that was not measured.
+OBJECT_NBYTES = 64
+#: Objects of a column that are measured. More take longer than they tell.
+_MOST_MEASURED = 100
 
 
 def fresh(nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory from NumPy."""
     return np.empty(nbytes, dtype=np.uint8)
+
+
+def mean_nbytes(values: Any, sizeof: Sizeof) -> float:
+    """Bytes that one of some objects takes on average, by a sample of them.
+
+    Measured are the objects and not their pickle: they are what a shard holds, and numbers in
+    lists take several times what is pickled of them. Those that are the same object count once.
+    """
+    sample = values[:: -(-len(values) // _MOST_MEASURED) or 1].tolist()
+    distinct = {id(value): value for value in sample}
+    return sum(map(sizeof, distinct.values())) / max(1, len(sample))
 
 
 class DeviceMemory(Protocol):

@@ -14,6 +14,8 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from distributed.sizeof import safe_sizeof
+
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.arrays import Arrays, DeviceArrays, Part
 from dask_gpurt.frames.port import Piece
@@ -99,7 +101,9 @@ class ArrayRun(ExchangeRun):
         plugin: ShuffleWorkerPlugin,
     ) -> None:
         self._rechunking = Rechunking(spec.old, spec.new)
-        self._arrays = Arrays(self._rechunking, join=join_arrays, devices=DEVICE_ARRAYS)
+        self._arrays = Arrays(
+            self._rechunking, join=join_arrays, devices=DEVICE_ARRAYS, sizeof=safe_sizeof
+        )
         plan = ExchangePlan(worker_for, spec.read_order)
         super().__init__(spec, spec.settings, "array", self._arrays, run_id, span_id, plan, plugin)
 

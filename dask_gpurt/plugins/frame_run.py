@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distributed.sizeof import safe_sizeof
+
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.device_frames import DeviceFrames
 from dask_gpurt.frames.port import FrameAdapter, Piece, Selection
@@ -96,7 +98,7 @@ def _padded(rows: Sequence[int], n_partitions: int) -> tuple[int, ...]:
 def _open_pandas(spec: FrameSpec) -> FrameAdapter:
     from dask_gpurt.frames.pandas_ import PandasFrames
 
-    return PandasFrames(spec.meta, spec.column, spec.drop_column)
+    return PandasFrames(spec.meta, spec.column, spec.drop_column, safe_sizeof)
 
 
 def _open_cudf(spec: FrameSpec) -> FrameAdapter:

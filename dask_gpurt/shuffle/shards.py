@@ -381,10 +381,10 @@ class ShardStore:
         body = self._adapter.unpack(shard.layout_key, packed)
         with self._lock:
             if shard.body is None and shard.unread and not self._closed:
-                if shard.packed is None:
-                    self._resident(shard.nbytes)
-                # The body's arrays are views of the packed buffer: one of the two is enough.
-                shard.body, shard.packed = body, None
+                # The body's arrays are views of the packed buffer: one of the two is enough. With
+                # objects it takes more than the buffer did.
+                self._resident(body.nbytes - (shard.nbytes if shard.packed is not None else 0))
+                shard.body, shard.packed, shard.nbytes = body, None, body.nbytes
         return body
 
     def _read(self, shard: Shard, on_disk: tuple[SpillFile, int]) -> Packed:

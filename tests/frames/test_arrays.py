@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from dask.array.core import concatenate3
@@ -163,6 +165,25 @@ def test_shards_do_not_keep_their_chunk():
     body = opened.cut(opened.parts, leaves=False)
     assert isinstance(body, PickledBody)
     assert all(array.base is None for array in body.arrays)
+
+
+@pytest.mark.parametrize("dtype", [object, [("a", "i8"), ("b", object)]])
+def test_objects_count_as_what_they_take(dtype):
+    values = [bytes(5000 + n) for n in range(400)]
+    chunk = np.array(
+        [(n, v) for n, v in enumerate(values)] if dtype is not object else values, dtype
+    )
+    arrays = Arrays(Rechunking(((400,),), ((100, 300),)), concatenate3, sizeof=deep_nbytes)
+    opened = arrays.open(chunk, (0,))
+    assert opened.row_nbytes == pytest.approx(1_040_000, rel=0.02)
+    here = opened.cut(opened.parts, leaves=False)
+    away = opened.cut(opened.parts, leaves=True)
+    assert here.nbytes == pytest.approx(away.buffer.nbytes, rel=0.02)
+    assert arrays.unpack(opened.layout_key, away).nbytes == away.buffer.nbytes
+
+
+def deep_nbytes(value):
+    return sum(map(deep_nbytes, value)) if isinstance(value, tuple) else sys.getsizeof(value)
 
 
 def test_spilling_copies_nothing():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -176,6 +178,47 @@ def test_a_layout_comes_back_from_its_key():
 def test_an_index_of_strings_held_by_python_keeps_its_type():
     index = pd.Index(["a", "b"], dtype="string[python]")
     assert decompose_index(index).objects.dtype == index.dtype
+
+
+def opened_objects(values, sizeof=sys.getsizeof):
+    frame = pd.DataFrame({"slot": 0, "v": pd.Series(values, dtype=object)})
+    adapter = PandasFrames(frame.iloc[:0], "slot", True, sizeof)
+    return adapter, adapter.open(frame)
+
+
+def test_objects_count_as_what_they_take():
+    adapter, opened = opened_objects([bytes(5000 + n) for n in range(400)])
+    assert 5000 < opened.row_nbytes < 5400
+    rows = np.arange(100, 300)
+    here, away = opened.gather([Selection(rows, False), Selection(rows, True)])
+    assert here.nbytes == pytest.approx(away.buffer.nbytes, rel=0.02)
+    # The buffer is kept with what was made of it.
+    unpacked = adapter.unpack(opened.layout_key, away)
+    assert unpacked.nbytes == away.buffer.nbytes + away.pickle_nbytes
+
+
+def test_small_objects_count_as_more_than_their_pickle():
+    adapter, opened = opened_objects(range(400))
+    (away,) = opened.gather([Selection(np.arange(400), True)])
+    assert adapter.unpack(opened.layout_key, away).nbytes > 10 * away.pickle_nbytes
+
+
+def test_a_sample_of_the_objects_is_measured_and_each_once():
+    measured = []
+
+    def sizeof(value):
+        measured.append(value)
+        return 1000
+
+    _, opened = opened_objects([*range(9000), *["same"] * 9000], sizeof)
+    assert 40 < len(measured) <= 51
+    assert measured[-1] == "same"
+    assert 500 < opened.row_nbytes < 540
+
+
+def test_a_partition_without_rows_has_no_objects_to_measure():
+    _, opened = opened_objects([])
+    assert opened.row_nbytes > 0
 
 
 def shuffled(*parts: pd.DataFrame) -> pd.DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import dask
+import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,8 +18,8 @@ IDLE = {("background-comms", "idle", "seconds"), ("background-disk", "idle", "se
 
 
 @contextlib.contextmanager
-def cluster(**settings):
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+def cluster(n_workers=2, **settings):
+    options = {"n_workers": n_workers, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         dask.config.set(settings),
         LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options) as local,
@@ -98,3 +99,28 @@ def test_nothing_of_the_disk_without_spilling():
         shuffle(client)
         labels = {where for where, *_ in told(client, "p2p")}
     assert labels == {"foreground", "background-comms"}
+
+
+def test_objects_are_counted_with_what_they_are_made_of():
+    parts = [
+        pd.DataFrame({"key": range(40), "value": [[[number] * 5000] for number in range(40)]})
+        for _ in range(4)
+    ]
+    chunks = da.from_array(parts[0]["value"].to_numpy().reshape(8, 5), chunks=(1, 5))
+    settings = {
+        "gpurt.shuffle.memory": "1 MiB",
+        "array.chunk-size": "1B",
+        "dataframe.convert-string": False,
+    }
+    with cluster(n_workers=1, **settings) as client, client.as_current():
+        dask_gpurt.enable(client)
+        spilled = []
+        for lazy in (
+            collection(parts).shuffle("key", npartitions=3),
+            chunks.rechunk((8, 1), method="p2p"),
+        ):
+            with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+                client.gather(client.compute(list(np.ravel(lazy.to_delayed()))))
+            spilled.append(dask_gpurt.status(client)["totals"]["spilled_nbytes"])
+        assert runs(client) == {"gpurt": 2, "stock": 0}
+    assert 0 < spilled[0] < spilled[1]

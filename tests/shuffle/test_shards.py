@@ -222,6 +222,24 @@ def test_a_packed_shard_is_unpacked_once(tmp_path):
     assert rig.budget.used_nbytes == before == 4 * ROW_NBYTES
 
 
+@pytest.mark.parametrize("is_spilled", [False, True])
+def test_a_shard_that_grows_when_it_is_unpacked_takes_what_it_then_does(tmp_path, is_spilled):
+    class Growing(TripleFrames):
+        def unpack(self, layout_key, packed):
+            return super().unpack(layout_key, packed).astype(complex)
+
+    rig = Rig(tmp_path, limit_nbytes=0 if is_spilled else PLENTY, adapter=Growing())
+    rig.store.add([_shard(0, 0, [2, 2], packed=True)])
+    rig.store.make_room()
+    rig.store.seal()
+    assert rig.budget.used_nbytes == (0 if is_spilled else 4 * ROW_NBYTES)
+    assert _read(rig.store, 0) == _rows(0, 0, 2)
+    assert rig.budget.used_nbytes == rig.store.resident_nbytes == 8 * ROW_NBYTES
+    for slot in range(2):
+        rig.store.release(slot)
+    assert rig.budget.used_nbytes == rig.budget.least_nbytes == 0
+
+
 def test_reading_twice_gives_the_same(rig):
     rig.store.add([_shard(0, 0, [3])])
     rig.store.seal()
