@@ -30,6 +30,7 @@ from dask_gpurt.errors import (
     PartitionReleasedError,
     ProtocolError,
     ShardStorageError,
+    will_pass,
 )
 from dask_gpurt.frames.port import BodyAdapter, Packed, Piece, on_host
 from dask_gpurt.metrics import Counters
@@ -39,6 +40,8 @@ logger = logging.getLogger("dask_gpurt.shuffle")
 
 #: Spilling goes on until this share of the limit is left, so that it does not start over at once.
 LOW_WATER = 0.8
+#: A file has more put at its end until it is so long: each file takes a descriptor.
+FILE_NBYTES = 1 << 28
 #: However short of memory a worker is, shards may take this share of their limit.
 LEAST_SHARE = 0.1
 
@@ -186,6 +189,7 @@ class ShardStore:
         self._being_read: dict[int, list[tuple[Shard, int, int]]] = {}
         self._files: list[SpillFile] = []
         self._can_spill = True
+        self._was_put_off = False
         self._closed = False
         self.resident_nbytes = 0
         self.spilled_nbytes = 0
@@ -241,20 +245,24 @@ class ShardStore:
                         break
                     if shard.on_disk is None:
                         if file is None:
-                            file = self._new_file()
+                            file = self._open()
                         self._write(shard, file)
                     self._evict(shard)
                     if self._budget.used_nbytes <= LOW_WATER * self._budget.limit_nbytes:
                         break
             except OSError as error:
                 # Nothing is lost: the shard at hand is still in memory, as are those after it.
-                self._can_spill = False
-                logger.error(
-                    "cannot spill shuffle data to %s (%s); it stays in memory from here on. "
-                    "Free some space, or point Dask's temporary-directory to another disk.",
-                    self._directory,
-                    error,
-                )
+                if not will_pass(error):
+                    self._can_spill = False
+                    logger.error(
+                        "cannot spill shuffle data to %s (%s); it stays in memory from here on. "
+                        "Free some space, or point Dask's temporary-directory to another disk.",
+                        self._directory,
+                        error,
+                    )
+                elif not self._was_put_off:
+                    self._was_put_off = True
+                    logger.warning("cannot spill shuffle data now (%s); it is tried again", error)
             finally:
                 if file is not None:
                     self._let_go([file])
@@ -264,7 +272,13 @@ class ShardStore:
             resident = [s for known in self._sources.values() for s in known if s.is_resident]
         return sorted(resident, key=lambda shard: shard.first_slot, reverse=True)
 
-    def _new_file(self) -> SpillFile:
+    def _open(self) -> SpillFile:
+        """The last file if it may grow, or a new one."""
+        with self._lock:
+            file = self._files[-1] if self._files else None
+            if file is not None and file.is_needed and file.nbytes < FILE_NBYTES:
+                file.keep()
+                return file
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
         file = self._open_file(os.path.join(self._directory, f"{len(self._files):06d}.shards"))
         with self._lock:

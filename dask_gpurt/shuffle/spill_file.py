@@ -1,4 +1,4 @@
-"""Files of spilled shards: written once, in one go, and removed with the last of their shards.
+"""Files of spilled shards: written from front to end, and removed with the last of their shards.
 
 What is spilled, and when, is up to `shuffle.shards`, whose lock covers the counting.
 """
@@ -21,21 +21,21 @@ class SpillFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._end = 0
+        self.nbytes = 0
         self._removing = threading.Lock()
         #: Shards that need the file, and one more while it is being written.
         self._live = 1
 
     def append(self, buffer: np.ndarray[Any, Any]) -> int:
         """Write a buffer and return where it begins."""
-        first = self._end
+        first = self.nbytes
         view = buffer.data
         position = first
         while len(view):
             written = os.pwrite(self._fd, view, position)
             position += written
             view = view[written:]
-        self._end = position
+        self.nbytes = position
         return first
 
     def read_into(self, buffer: np.ndarray[Any, Any], position: int) -> None:
@@ -47,8 +47,13 @@ class SpillFile:
             position += count
             view = view[count:]
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether it is there, and stays until it is let go of."""
+        return self._live > 0
+
     def keep(self) -> None:
-        """One shard more needs this file."""
+        """One shard more needs this file, or a writer goes on with it."""
         self._live += 1
 
     def release(self) -> bool:

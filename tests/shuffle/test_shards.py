@@ -36,6 +36,7 @@ from dask_gpurt.errors import (
 )
 from dask_gpurt.frames.port import Packed
 from dask_gpurt.metrics import Counters
+from dask_gpurt.shuffle import shards
 from dask_gpurt.shuffle.plan import cut_shards
 from dask_gpurt.shuffle.shards import LOW_WATER, Budget, Shard, ShardStore
 from dask_gpurt.shuffle.spill_file import SpillFile
@@ -538,7 +539,36 @@ def test_a_file_that_is_already_there_is_not_written_over(tmp_path):
     assert path.read_bytes() == b"of somebody else"
 
 
-def test_a_file_goes_with_the_last_of_its_shards(tmp_path):
+def test_what_is_spilled_later_goes_to_the_same_file_until_that_is_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "FILE_NBYTES", 4 * ROW_NBYTES)
+    rig = Rig(tmp_path, limit_nbytes=0)
+    n_files = []
+    for source in range(6):
+        rig.store.add([_shard(source, 0, [1, 1])])
+        rig.store.make_room()
+        n_files.append(len(rig.files))
+    assert n_files == [1, 1, 2, 2, 3, 3]
+    rig.store.seal()
+    assert _read(rig.store, 1) == [row for source in range(6) for row in _rows(source, 1, 1)]
+    for slot in range(2):
+        rig.store.release(slot)
+    assert rig.files == []
+
+
+def test_what_is_spilled_after_a_file_went_gets_a_new_one(tmp_path):
+    rig = Rig(tmp_path, limit_nbytes=0)
+    rig.store.add([_shard(0, 0, [1])])
+    rig.store.make_room()
+    rig.store.seal()
+    rig.store.add([_shard(1, 5, [1])])
+    rig.store.release(0)
+    assert rig.files == []
+    rig.store.make_room()
+    assert len(rig.files) == 1
+
+
+def test_a_file_goes_with_the_last_of_its_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "FILE_NBYTES", 1)
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(_spread(3))
     rig.store.make_room()
@@ -627,7 +657,7 @@ def test_a_full_disk_loses_nothing_and_is_reported_once(tmp_path, caplog, n_writ
     reports = caplog.messages
     assert len(reports) == (n_writes < 6)
     assert all(str(rig.directory) in text and "No space left" in text for text in reports)
-    assert len(rig.files) == n_written, "no file without a shard"
+    assert len(rig.files) == (n_written > 0), "no file without a shard"
     rig.store.seal()
     assert [_read(rig.store, slot) for slot in range(6)] == [_rows(0, s, 2) for s in range(6)]
     for slot in range(6):
@@ -650,6 +680,27 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, n_writes):
     rig.store.close()
     assert not rig.directory.exists()
     assert rig.budget.used_nbytes == 0
+
+
+def test_a_want_of_descriptors_passes_and_is_reported_once(tmp_path, caplog):
+    def open_file(path):
+        if failures:
+            raise OSError(failures.pop(), "Too many open files")
+        return SpillFile(path)
+
+    failures = [errno.EMFILE, errno.ENFILE]
+    rig = Rig(tmp_path, limit_nbytes=0, open_file=open_file)
+    rig.store.add(_spread(3))
+    for _ in range(2):
+        rig.store.make_room()
+        assert rig.store.is_over_limit
+        assert rig.budget.used_nbytes == 6 * ROW_NBYTES
+    rig.store.make_room()
+    assert rig.budget.used_nbytes == 0
+    (report,) = [r for r in caplog.records if r.name == "dask_gpurt.shuffle"]
+    assert (report.levelno, "tried again" in report.message) == (logging.WARNING, True)
+    rig.store.seal()
+    assert [_read(rig.store, slot) for slot in range(3)] == [_rows(0, s, 2) for s in range(3)]
 
 
 def test_a_directory_that_cannot_be_made_loses_nothing(tmp_path, caplog):
