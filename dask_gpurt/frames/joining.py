@@ -35,12 +35,19 @@ def runs_of_one_shape(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     yield run
 
 
-def join_arrow(arrays: list[pa.Array], pieces: list[Piece]) -> pa.Array:
+def join_arrow(name: str, arrays: list[pa.Array], pieces: list[Piece]) -> pa.Array:
     slices = [a.slice(p.start, p.stop - p.start) for a, p in zip(arrays, pieces, strict=True)]
     if len(slices) == 1:
         # Arrow hands a single array back as it is, and with it the whole shard's memory.
         slices.append(slices[0].slice(0, 0))
-    return pa.concat_arrays(slices)
+    try:
+        return pa.concat_arrays(slices)
+    except pa.ArrowInvalid as error:
+        # Kept as chunks, they could be neither sorted nor sent to another worker.
+        raise ValueError(
+            f"pieces of column {name!r}, {slices[0].type}, do not fit into one array: {error} "
+            "Give it a wider type before the shuffle, such as dictionaries with int32 indices."
+        ) from error
 
 
 def join_objects(arrays: list[Any], pieces: list[Piece]) -> Any:

@@ -335,7 +335,9 @@ class PandasFrames:
             for position in range(group.n_plain, len(group.members)):
                 parts[group.members[position]] = joined[position]
         arrow = {
-            number: join_arrow([p.body.batch.column(j) for p in pieces], pieces)
+            number: join_arrow(
+                layout.name(number, self._names), [p.body.batch.column(j) for p in pieces], pieces
+            )
             for j, number in enumerate(layout.arrow)
         }
         objects = {

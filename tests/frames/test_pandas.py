@@ -282,6 +282,17 @@ def test_partitions_of_other_types_than_the_first(parts):
     )
 
 
+@pytest.mark.parametrize("index", [pa.int8(), pa.int16()], ids=str)
+def test_dictionaries_that_are_too_many_for_their_indices_together(index):
+    texts = [[f"{part} {number}" for number in range(100)] for part in range(2)]
+    parts = [arrow(*some, dtype=pa.dictionary(index, pa.string())) for some in texts]
+    if index == pa.int16():
+        assert shuffled(*parts)["a"].tolist() == texts[0] + texts[1]
+    else:
+        with pytest.raises(ValueError, match=r"column 'a', dictionary.*Give it a wider type"):
+            shuffled(*parts)
+
+
 def test_values_for_which_an_arrow_type_has_no_place_keep_their_own():
     """Stock refuses them."""
     parts = arrow(1, dtype=pa.int64()), arrow(1.5, dtype=pa.float64())
