@@ -137,10 +137,12 @@ class ChunkLayout:
             again = ChunkLayout.from_key(self.key).dtype
         except (ValueError, TypeError):
             return False
+        # Equal types may still differ in alignment, and in being records, at any depth.
         return (
             type(again) is type(self.dtype)
             and again == self.dtype
-            and again.isalignedstruct == self.dtype.isalignedstruct
+            and again.type is self.dtype.type
+            and repr(again) == repr(self.dtype)
         )
 
     @cached_property

@@ -36,6 +36,8 @@ PICKLED = [
     np.dtype([("a", "O")]),
     np.dtype([("a", "i1"), ("b", "f8")], align=True),
     np.dtype("f8", metadata={"unit": "m"}),
+    np.dtype((np.record, [("a", "i1"), ("b", "f8")])),
+    np.dtype([("a", np.dtype((np.record, [("b", "f8")])))]),
     np.dtype([("é中", "f8")]),
 ]
 
@@ -82,6 +84,7 @@ def assert_same_chunks(got, expected):
         one = got[index]
         assert type(one) is type(want)
         assert one.dtype == want.dtype
+        assert one.dtype.type is want.dtype.type
         assert one.shape == want.shape
         assert one.flags.c_contiguous
         assert one.flags.writeable
