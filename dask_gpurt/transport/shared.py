@@ -103,10 +103,11 @@ class Borrower:
         """
         try:
             pid, number = int(descriptor["pid"]), int(descriptor["fd"])
-            token = bytes(descriptor["token"])
-        except (KeyError, TypeError, ValueError) as error:
+            token: bytes = descriptor["token"]
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ProtocolError("not an offer of shared memory") from error
-        if not (0 < pid < 1 << 31 and 0 <= number < 1 << 31 and len(token) == _TOKEN_NBYTES):
+        is_token = isinstance(token, bytes) and len(token) == _TOKEN_NBYTES
+        if not (0 < pid < 1 << 31 and 0 <= number < 1 << 31 and is_token):
             raise ProtocolError("not an offer of shared memory")
         if token in self._loans:
             return token
@@ -139,7 +140,7 @@ class Borrower:
             raise TransportError(_NOT_OFFERED)
         try:
             places = [(int(position), int(length)) for position, length in extents]
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise ProtocolError("not places in shared memory") from error
         end = os.fstat(loan.fd).st_size
         if any(first < 0 or length <= 0 or first + length > end for first, length in places):

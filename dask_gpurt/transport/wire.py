@@ -218,7 +218,8 @@ def _decode(header: memoryview) -> list[ShardHeader]:
                 table,
             )
         )
-        if not table and shards[-1].parts != (nbytes,):
+        # Memory for the parts is made before they come.
+        if shards[-1].wire_nbytes > nbytes or (not table and shards[-1].parts != (nbytes,)):
             raise ProtocolError(f"shard {number} of {count} contradicts itself")
     if position != len(header):
         raise ProtocolError(f"{len(header) - position} bytes too many in a shuffle message")

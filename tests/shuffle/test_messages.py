@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -73,6 +75,13 @@ def test_damage_is_noticed(in_place):
     message.buffers[0][77] ^= 1
     with pytest.raises(DamagedError, match="input partition 3"):
         opened(message, in_place)
+
+
+def test_no_more_is_made_room_for_than_was_announced():
+    """Of an encoded shard memory is made for what comes, and for the shard itself."""
+    header = replace(SHARDS[1].header, buffer_nbytes=8, parts=(1 << 62,), table=b"\0" * 18)
+    with pytest.raises(ProtocolError, match="contradicts itself"):
+        messages.checked(wire.decode(wire.encode([header])), 5000)
 
 
 def test_shards_that_would_not_fit_are_refused_before_they_are_made_room_for():

@@ -261,15 +261,31 @@ def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
         {"pid": 1, "fd": -3, "token": b"0" * 16},
         {"pid": 1, "fd": 3, "token": b""},
         {"pid": 1, "fd": 3, "token": None},
+        {"pid": 1, "fd": 3, "token": 16},
+        {"pid": 1, "fd": 3, "token": 1 << 62},
+        {"pid": 1, "fd": 3, "token": [0] * 16},
+        {"pid": float("inf"), "fd": 3, "token": b"0" * 16},
         {"pid": 10**30, "fd": 3, "token": b"0" * 16},
     ],
 )
 def test_what_is_no_offer_is_refused(descriptor):
     async def test(borrower):
-        with pytest.raises((ProtocolError, TransportError)):
+        with pytest.raises(ProtocolError, match="not an offer"):
             borrower.open(descriptor)
 
     with_borrower(test)
+
+
+plain = st.none() | st.integers() | st.floats() | st.binary(max_size=20) | st.text(max_size=5)
+
+
+@given(st.dictionaries(st.sampled_from(["pid", "fd", "token"]), plain | st.lists(plain)))
+def test_arbitrary_offers_are_refused(descriptor):
+    async def test(borrower):
+        with pytest.raises((ProtocolError, TransportError)):
+            borrower.open(descriptor)
+
+    asyncio.run(_once(test))
 
 
 @pytest.mark.parametrize(
@@ -286,6 +302,7 @@ def test_what_is_no_offer_is_refused(descriptor):
         [(0, NBYTES), (0, 0)],
         [(0, NBYTES + 1), (0, -1)],
         [("a", NBYTES)],
+        [(float("inf"), NBYTES)],
         [(0, NBYTES, 1)],
     ],
 )

@@ -7,6 +7,7 @@ import struct
 import tracemalloc
 import zlib
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -39,7 +40,8 @@ def shard_headers(draw):
     pickle = draw(st.integers(0, 2**40))
     nbytes = arrow + pickle + draw(st.integers(0, 2**40))
     table = draw(st.binary(max_size=20))
-    parts = draw(st.lists(st.integers(0, 2**40), max_size=3)) if table else [nbytes]
+    ends = sorted(draw(st.lists(st.integers(0, nbytes), max_size=3)))
+    parts = [end - first for first, end in pairwise([0, *ends])] if table else [nbytes]
     return wire.ShardHeader(
         layout_key=draw(st.sampled_from([b"", b"layout", b"another"]) | st.binary(max_size=20)),
         source=draw(st.integers(0, _U32)),
@@ -170,10 +172,18 @@ def _message(*shards, n_layouts=1, n_shards=None, layout=b"", layout_nbytes=None
     return sealed(preamble + struct.pack("<I", length) + layout + b"".join(shards))
 
 
+def _encoded(*parts):
+    """A message with a shard of nine bytes that comes in parts of these lengths."""
+    lengths = struct.pack(f"<{len(parts)}Q", *parts)
+    return _message(_shard(nbytes=9, parts=len(parts), table=1) + lengths + b"t")
+
+
 def test_the_messages_below_are_refused_for_what_is_wrong_with_them():
     part = struct.pack("<Q", 9)
     (header,) = wire.decode(_message(_shard(nbytes=9, arrow=4, pickle=5, parts=1) + part))
     assert (header.buffer_nbytes, header.arrow_nbytes, header.pickle_nbytes) == (9, 4, 5)
+    (header,) = wire.decode(_encoded(4, 5))
+    assert header.parts == (4, 5)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +202,9 @@ def test_the_messages_below_are_refused_for_what_is_wrong_with_them():
         (_message(_shard(n_slots=1, parts=1, table=1) + bytes(12)), "table"),
         (_message(_shard(nbytes=9)), "contradicts"),
         (_message(_shard(nbytes=9, parts=1) + struct.pack("<Q", 8)), "contradicts"),
+        (_encoded(0, 10), "contradicts"),
+        (_encoded(5, 5), "contradicts"),
+        (_encoded(_U64, 1), "contradicts"),
         (_message(_shard(), layout_nbytes=_SHARD_NBYTES + 1), "layout longer"),
         (_message(_shard(), n_shards=2), "more than it holds"),
         (_message(_shard(), n_layouts=3, layout_nbytes=_SHARD_NBYTES), "more than it holds"),
@@ -244,6 +257,7 @@ def _decodes_or_is_refused(header):
     except ProtocolError:
         return
     assert sum(shard.n_rows for shard in shards) >= 0
+    assert all(shard.wire_nbytes <= shard.buffer_nbytes for shard in shards)
     assert wire.decode(wire.encode(shards)) == shards
 
 
