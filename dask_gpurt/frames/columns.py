@@ -118,7 +118,7 @@ def decompose(values: Any, expected: Any = None) -> Column:
             children=tuple(end.layout for end in ends),
         )
         return Column(layout, [part for end in ends for part in end.parts])
-    if _is_masked(values):
+    if is_masked(values):
         data, mask = values._data, values._mask
         layout = Layout("masked", (data.dtype.str, mask.dtype.str), detail=(str(dtype),))
         return Column(layout, [data, mask])
@@ -273,7 +273,7 @@ _COMPOSE = {
 }
 
 
-def _is_masked(values: Any) -> bool:
+def is_masked(values: Any) -> bool:
     return (
         isinstance(
             values,

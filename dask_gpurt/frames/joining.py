@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from dask_gpurt.frames.columns import Part, categories_of, compose_categorical
+from dask_gpurt.frames.columns import Part, categories_of, compose_categorical, is_masked
 from dask_gpurt.frames.port import Piece
 
 try:
@@ -171,6 +171,9 @@ def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
             return column.astype(expected)
         except (pa.ArrowException, TypeError, ValueError):
             return column  # values that the type has no place for stay what they are
+    found: Any = column.array
+    if is_masked(found) and not column.hasnans and found.dtype.numpy_dtype == expected:
+        return column.astype(expected)
     if column.dtype == np.dtype(object):
         # One partition had objects where others had values. Stock goes through Arrow, which looks
         # at the values that are left.

@@ -259,6 +259,10 @@ UNLIKE = {
         categories("x").assign(b=1),
         categories("y").assign(b=1.5),
     ),
+    "integers, then nullable ones": (
+        pd.DataFrame({"a": [1, 2]}),
+        pd.DataFrame({"a": pd.array([3, 4], "Int64")}),
+    ),
     "categories, integers and none": (categories(1, 2), categories(None, dtype=object)),
     "categories, strings and none": (categories("q"), categories(None, dtype=object)),
     "categories, integers and floats": (categories(1), categories(1.5)),
@@ -272,6 +276,22 @@ UNLIKE = {
         pd.DataFrame({"a": pd.Series([None, "z"], dtype=object)}),
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("plain", "nullable"), [("i8", "Int64"), ("f4", "Float32"), ("?", "boolean")]
+)
+def test_nullable_values_of_which_none_is_missing_get_the_type_that_was_promised(plain, nullable):
+    """With stock, the type is that of the partition that arrived first."""
+    meta = pd.DataFrame({"a": pd.Series([], dtype=plain)})
+    whole = pd.DataFrame({"a": pd.array([1, 0], nullable)})
+    missing = pd.DataFrame({"a": pd.array([1, None], nullable)})
+    assert shuffled(meta, whole)["a"].dtype == np.dtype(plain)
+    assert shuffled(meta.reindex([0]).fillna(1).astype(plain), whole)["a"].tolist() == [1, 1, 0]
+    assert shuffled(meta, missing)["a"].dtype == nullable
+    assert shuffled(meta, whole, missing)["a"].dtype == nullable
+    other = pd.DataFrame({"a": pd.array([1], "Int8")})
+    assert shuffled(pd.DataFrame({"a": pd.Series([], dtype="i8")}), other)["a"].dtype == "Int64"
 
 
 @pytest.mark.parametrize("parts", UNLIKE.values(), ids=UNLIKE)

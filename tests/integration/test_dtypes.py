@@ -194,6 +194,17 @@ def test_categories_that_differ_are_united_in_the_order_of_the_input(sides, orde
         assert part["value"].cat.categories.tolist() == order
 
 
+def test_nullable_numbers_without_a_missing_value_are_what_the_meta_says(sides):
+    """Stock's type is that of the shard that happened to arrive first."""
+    sent = frames(lambda rng, i: pd.Series(rng.integers(0, 9, N), dtype="Int64" if i % 2 else "i8"))
+    sent[3].loc[sent[3]["key"] == 0, "value"] = pd.NA
+    got = on_our_plane(sides, collection(sent).shuffle("key", npartitions=5), 1)
+    whole = pd.concat(sent).set_index("origin")["value"]
+    for part in got:
+        assert part["value"].dtype == ("Int64" if 0 in set(part["key"]) else "int64")
+        assert part["value"].astype("Int64").equals(whole[part["origin"]].set_axis(part.index))
+
+
 def test_unknown_categories(sides):
     """What Dask itself makes of `astype("category")`: meta does not know the categories."""
     lazy = collection(frames(lambda rng, i: rng.choice(["a", "b"], N)))
