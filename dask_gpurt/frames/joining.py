@@ -1,7 +1,7 @@
 """Joining what pieces of several shards have of one column, and the frame made of it.
 
-The rules for what differs between input partitions live here: categories, types that a partition
-widened, strings that one of them had none of. They follow what stock Dask makes of the same input.
+Categories that differ between input partitions are united here, as stock Dask unites them. What a
+column becomes whose type is not the one that was promised is up to `frames.reconciling`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from dask_gpurt.frames.columns import Part, categories_of, compose_categorical, is_masked
+from dask_gpurt.frames.columns import Part, categories_of, compose_categorical
 from dask_gpurt.frames.port import Piece
 
 try:
@@ -130,59 +130,3 @@ def frame_of_blocks(
     frame = pd.DataFrame({i: arrays[i] for i in range(len(columns))}, index=index, copy=False)
     frame.columns = columns
     return frame
-
-
-def casts_between(actual: pd.Series, expected: pd.Series) -> dict[int, Any]:
-    """Type that the meta expects of each column that has another, by position."""
-    pairs = enumerate(zip(actual, expected, strict=True))
-    return {
-        position: wanted for position, (found, wanted) in pairs if not _are_alike(found, wanted)
-    }
-
-
-def with_casts(frame: pd.DataFrame, casts: dict[int, Any]) -> pd.DataFrame:
-    """Frame with the columns of `casts` brought to what stock makes of them.
-
-    That is not always what the meta expects: a partition may have found a wider type than the plan
-    knew of (a missing value among integers), and then the common type of both is kept.
-    """
-    frame = frame.copy(deep=False)
-    for position, expected in casts.items():
-        frame.isetitem(position, _reconciled(frame.iloc[:, position], expected))
-    return frame
-
-
-def _are_alike(found: Any, expected: Any) -> bool:
-    both = (found, expected)
-    # Meta need not know the categories.
-    return found == expected or all(isinstance(dtype, pd.CategoricalDtype) for dtype in both)
-
-
-def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
-    if isinstance(expected, pd.StringDtype) and (
-        isinstance(column.dtype, pd.StringDtype) or column.dtype == np.dtype(object)
-    ):
-        try:
-            return column.astype(expected)
-        except (TypeError, ValueError):
-            return column  # objects that are no strings stay what they are
-    if isinstance(expected, pd.ArrowDtype) and isinstance(column.dtype, pd.ArrowDtype):
-        try:
-            return column.astype(expected)
-        except (pa.ArrowException, TypeError, ValueError):
-            return column  # values that the type has no place for stay what they are
-    found: Any = column.array
-    if is_masked(found) and not column.hasnans and found.dtype.numpy_dtype == expected:
-        return column.astype(expected)
-    if column.dtype == np.dtype(object):
-        # One partition had objects where others had values. Stock goes through Arrow, which looks
-        # at the values that are left.
-        try:
-            values = pa.array(column, from_pandas=True).to_pandas()
-        except pa.ArrowException:
-            return column
-        column = pd.Series(values.array, index=column.index, copy=False)
-    from pandas.core.dtypes.cast import find_common_type
-
-    common = find_common_type([column.dtype, expected])
-    return column if common == column.dtype else column.astype(common)

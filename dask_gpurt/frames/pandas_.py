@@ -31,13 +31,11 @@ from dask_gpurt.frames.columns import (
 )
 from dask_gpurt.frames.gather import Rows, gather_into, group_rows
 from dask_gpurt.frames.joining import (
-    casts_between,
     frame_of_blocks,
     join_arrow,
     join_categorical,
     join_objects,
     runs_of_one_shape,
-    with_casts,
     with_common_categories,
 )
 from dask_gpurt.frames.layouts import FrameLayout
@@ -52,6 +50,11 @@ from dask_gpurt.frames.port import (
     Slots,
     fresh,
     mean_nbytes,
+)
+from dask_gpurt.frames.reconciling import (
+    casts_between,
+    with_casts,
+    with_missing_as_promised,
 )
 from dask_gpurt.frames.sections import Section, arrow_sections
 
@@ -316,6 +319,7 @@ class PandasFrames:
         frames = [self._concatenate_alike(run, empty) for run in runs_of_one_shape(pieces)]
         if len(frames) == 1:
             return frames[0]
+        frames = with_missing_as_promised(frames, self._result_meta.dtypes)
         return self._reconciled(pd.concat(with_common_categories(frames)), None)
 
     def _concatenate_alike(self, pieces: list[Piece], empty: Empty) -> pd.DataFrame:

@@ -88,6 +88,15 @@ LIKE_STOCK = {
     "float among int": lambda rng, i: rng.random(N) if i % 2 else rng.integers(0, 9, N),
     "int of two widths": lambda rng, i: rng.integers(0, 9, N).astype("i4" if i % 2 else "i8"),
     "none among str": lambda rng, i: objects([None] * N) if i == 1 else pd.array(["a"] * N, "str"),
+    "none among categories": lambda rng, i: (
+        objects([None] * N) if i == 1 else pd.Categorical(rng.choice(["a", "b"], N))
+    ),
+    "none among float32": lambda rng, i: (
+        objects([None] * N) if i == 1 else rng.random(N).astype("f4")
+    ),
+    "none among datetime s": lambda rng, i: (
+        objects([None] * N) if i == 1 else pd.date_range("2020", periods=N, unit="s")
+    ),
     "object among str": lambda rng, i: objects(["q"] * N) if i else pd.array(["a"] * N, "str"),
     "datetime of two units": lambda rng, i: pd.date_range(
         "2020", periods=N, unit="ns" if i % 2 else "s"

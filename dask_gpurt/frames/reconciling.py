@@ -1,0 +1,181 @@
+"""Columns whose type is not the one that the meta promises: what they become.
+
+Partitions may disagree with their meta, and with one another: a missing value among integers,
+strings that one of them had none of, objects where others have values. Types follow what stock Dask
+makes of the same input, as far as all values stay what they were. Where the promised type has no
+place for them, the column keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from dask_gpurt.frames.columns import is_masked
+
+_OBJECT = np.dtype(object)
+#: As Dask writes it into a meta.
+UNKNOWN_CATEGORIES = "__UNKNOWN_CATEGORIES__"
+#: What a cast raises if a type has no place for a value.
+_NO_PLACE = (pa.ArrowException, OverflowError, TypeError, ValueError)
+
+
+def casts_between(actual: pd.Series, expected: pd.Series) -> dict[int, Any]:
+    """Type that the meta expects of each column that has another, by position."""
+    pairs = enumerate(zip(actual, expected, strict=True))
+    return {
+        position: wanted for position, (found, wanted) in pairs if not _are_alike(found, wanted)
+    }
+
+
+def with_casts(frame: pd.DataFrame, casts: dict[int, Any]) -> pd.DataFrame:
+    """Frame with the columns of `casts` brought to what stock makes of them.
+
+    That is not always what the meta expects: a partition may have found a wider type than the plan
+    knew of (a missing value among integers), and then the common type of both is kept.
+    """
+    frame = frame.copy(deep=False)
+    for position, expected in casts.items():
+        frame.isetitem(position, _reconciled(frame.iloc[:, position], expected))
+    return frame
+
+
+def with_missing_as_promised(
+    frames: Sequence[pd.DataFrame], expected: pd.Series
+) -> list[pd.DataFrame]:
+    """Frames to be put together, where objects that are all missing have the type of the others.
+
+    A partition that found nothing says nothing of types: as objects, it would make objects of the
+    whole column.
+    """
+    frames = list(frames)
+    for position, wanted in enumerate(expected):
+        columns = [frame.iloc[:, position] for frame in frames]
+        dtypes = [column.dtype for column in columns]
+        if all(dtype == dtypes[0] for dtype in dtypes):
+            continue
+        if isinstance(wanted, pd.CategoricalDtype):
+            # Meta need not know the categories.
+            wanted = next((one for one in dtypes if isinstance(one, pd.CategoricalDtype)), wanted)
+        for number, column in enumerate(columns):
+            if column.dtype == _OBJECT and column.isna().all():
+                frame = frames[number] = frames[number].copy(deep=False)
+                frame.isetitem(position, _missing(column, wanted))
+    return frames
+
+
+def _are_alike(found: Any, expected: Any) -> bool:
+    both = (found, expected)
+    # Meta need not know the categories.
+    return found == expected or all(isinstance(dtype, pd.CategoricalDtype) for dtype in both)
+
+
+def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
+    if column.dtype == _OBJECT and column.isna().all():
+        return _missing(column, expected)
+    if isinstance(expected, pd.ArrowDtype):
+        return _as_arrow(column, expected)
+    if isinstance(expected, pd.StringDtype):
+        if column.dtype == _OBJECT or isinstance(column.dtype, pd.StringDtype):
+            return _cast(column, expected)
+        return _widened(column, expected)
+    if column.dtype == _OBJECT:
+        # One partition had objects where others had values. Stock goes through Arrow, which looks
+        # at the values that are left.
+        found = _arrow_of(column)
+        if found is None:
+            return column
+        column = pd.Series(found.to_pandas().array, index=column.index, copy=False)
+    values: Any = column.array
+    if is_masked(values) and not column.hasnans and values.dtype.numpy_dtype == expected:
+        return column.astype(expected)
+    return _widened(column, expected)
+
+
+def _missing(column: pd.Series, expected: Any) -> pd.Series:
+    """A column without a value, of the type expected if that has a place for missing ones."""
+    if isinstance(expected, np.dtype) and expected.kind in "iu":
+        expected = np.dtype(np.float64)
+    if expected == np.dtype(bool):
+        return column
+    if isinstance(expected, pd.CategoricalDtype) and _is_unknown(expected):
+        nothing = pd.Index([], dtype=expected.categories.dtype)
+        expected = pd.CategoricalDtype(nothing, expected.ordered)
+    return _cast(column, expected)
+
+
+def _is_unknown(dtype: pd.CategoricalDtype) -> bool:
+    return dtype.categories is not None and list(dtype.categories) == [UNKNOWN_CATEGORIES]
+
+
+def _arrow_of(column: pd.Series) -> pa.Array | None:
+    """Values of a column as Arrow has them; None if it has not all of them as they are.
+
+    Of objects, Arrow would take times with a zone and without for one kind, and leave out the hours
+    of those among dates.
+    """
+    try:
+        found = pa.array(column, from_pandas=True)
+        if isinstance(found, pa.ChunkedArray):
+            found = found.combine_chunks()
+        if column.dtype == _OBJECT:
+            pairs = zip(found.to_pylist(), column, strict=True)
+            if not all(one is None or one == other for one, other in pairs):
+                return None
+    except _NO_PLACE:
+        return None
+    return found
+
+
+def _as_arrow(column: pd.Series, expected: pd.ArrowDtype) -> pd.Series:
+    """Column of an Arrow type, if that is one for the same kind of values and loses nothing."""
+    source, target = _arrow_of(column), expected.pyarrow_dtype
+    if source is None:
+        return column
+    if not pa.types.is_null(source.type):
+        if _kind(source.type) != _kind(target):
+            return column
+        try:
+            if not source.cast(target).cast(source.type).equals(source):
+                return column
+        except _NO_PLACE:
+            return column
+    found = pd.arrays.ArrowExtensionArray(source.cast(target))
+    return pd.Series(found, index=column.index, copy=False)
+
+
+def _kind(type_: pa.DataType) -> str:
+    """Types of one kind are for the same values."""
+    kinds = {
+        "number": (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal),
+        "text": (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+        "bytes": (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary),
+        "date": (pa.types.is_date,),
+        "time": (pa.types.is_time,),
+        "span": (pa.types.is_duration,),
+    }
+    if pa.types.is_timestamp(type_):
+        return "moment" if type_.tz is not None else "timestamp"
+    if pa.types.is_dictionary(type_):
+        return f"dictionary of {_kind(type_.value_type)}"
+    if pa.types.is_list(type_) or pa.types.is_large_list(type_):
+        return f"list of {_kind(type_.value_type)}"
+    return next((kind for kind, tests in kinds.items() if any(t(type_) for t in tests)), str(type_))
+
+
+def _cast(column: pd.Series, expected: Any) -> pd.Series:
+    try:
+        return column.astype(expected)
+    except _NO_PLACE:
+        return column
+
+
+def _widened(column: pd.Series, expected: Any) -> pd.Series:
+    from pandas.core.dtypes.cast import find_common_type
+
+    common = find_common_type([column.dtype, expected])
+    return column if common == column.dtype else column.astype(common)
