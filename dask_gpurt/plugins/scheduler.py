@@ -237,9 +237,13 @@ class GpurtScheduler(SchedulerPlugin):
         self._swap.remove()
         self._restarts.remove()
         self._leave_placing()
-        # `gpurt_status` stays: it can still say that, and why, the runtime is off. The other is
-        # asked until workers have given back the last of their values.
-        next_uses = {"gpurt_next_uses": self._handlers.pop("gpurt_next_uses")}
+        # Shuffles that are about to begin need not wait for workers that are joining.
+        await self._say_who_reported()
+        # `gpurt_status` stays: it can still say that, and why, the runtime is off. Two others are
+        # asked until workers have given back the last of their values, and those that are joining
+        # just now have said so.
+        lasting = ("gpurt_next_uses", "gpurt_worker_ready")
+        for_workers = {name: self._handlers.pop(name) for name in lasting}
         self._take_off(self._handlers)
         # After that nobody has links probed again.
         await self.machines.close()
@@ -249,7 +253,7 @@ class GpurtScheduler(SchedulerPlugin):
                 await asyncio.wait({self._telling_workers})
             await self.scheduler.unregister_worker_plugin(None, name=NAME)
         finally:
-            self._take_off(next_uses)
+            self._take_off(for_workers)
 
     def _take_off(self, handlers: dict[str, Callable[..., Any]]) -> None:
         registered = self.scheduler.handlers
@@ -266,7 +270,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def worker_ready(self, worker: str, problem: str | None) -> None:
         """Handler: the bootstrap ran on a worker."""
-        if worker not in self.scheduler.workers:
+        if not self.is_active or worker not in self.scheduler.workers:
             # It left meanwhile, and nobody would take it off again.
             return
         self.not_ready.pop(worker, None)
@@ -302,11 +306,14 @@ class GpurtScheduler(SchedulerPlugin):
         return set(self.scheduler.workers) - self.ready - set(self.not_ready)
 
     async def _everyone_reported(self) -> None:
-        if not self._silent():
+        def known() -> bool:
+            return not self.is_active or not self._silent()
+
+        if known():
             return
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S), self._all_reported:
-                await self._all_reported.wait_for(lambda: not self._silent())
+                await self._all_reported.wait_for(known)
         except TimeoutError:
             for worker in sorted(self._silent()):
                 self.not_ready[worker] = f"no word from worker {worker} in {JOIN_TIMEOUT_S:g} s"
@@ -316,6 +323,9 @@ class GpurtScheduler(SchedulerPlugin):
 
     def _choose(self, stock: seams.ShuffleSpec[Any]) -> seams.ShuffleSpec[Any]:
         """Spec to run: ours where everything is there for it, or the stock one."""
+        if not self.is_active:
+            # Switched off while it waited for workers that were joining.
+            return stock
         what, why = self._obstacle(stock)
         if why is None:
             self.runs["gpurt"] += 1

@@ -455,6 +455,39 @@ async def test_a_worker_that_left_before_it_reported_holds_nobody_up(c, s, a, b)
     await enabled
 
 
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
+async def test_a_shuffle_that_waits_for_who_joins_is_stock_s_when_it_is_switched_off(c, s, a, b):
+    """In less time than anybody would be waited for."""
+    await dask_gpurt.enable(c)
+    plugin = s.plugins["gpurt"]
+    # As one that is joining, and has not said so yet.
+    plugin.ready.discard(b.address)
+    frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
+    total = c.compute(collection(frames).shuffle("a", npartitions=2).a.sum())
+    await async_poll_for(lambda: plugin._all_reported._waiters, timeout=5)
+    await dask_gpurt.disable(c)
+    assert await total == sum(range(40))
+    assert not plugin.runs and not plugin.fallbacks and not plugin.not_ready
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_who_joins_while_it_is_switched_off_is_heard(c, s, a, b):
+    """Or it would be an error in the scheduler's log, and the worker's."""
+    await dask_gpurt.enable(c)
+    plugin, heard, plugin_remove = s.plugins["gpurt"], [], b.handlers["plugin-remove"]
+
+    async def report_first(**message):
+        plugin.ready.discard(b.address)
+        await b.scheduler.gpurt_worker_ready(worker=b.address, problem=None)
+        heard.append(b.address in plugin.ready)
+        return await plugin_remove(**message)
+
+    b.handlers["plugin-remove"] = report_first
+    await dask_gpurt.disable(c)
+    assert heard == [False]
+    assert handlers(s) == {"gpurt_status"}
+
+
 def handlers(s):
     return {name for name in s.handlers if name.startswith("gpurt_")}
 
