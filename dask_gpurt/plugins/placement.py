@@ -155,10 +155,12 @@ class Placement:
                 known = view.sizes.observe(ts.dependencies)
                 view.arrivals.expect(ws.address, view.task(ts, known, (), (ws.address,)))
             return ws
-        if valid is None and (host := self._contractions.host_of(ts)) is not None:
-            here = {ws for ws in state.running if ws.host == host}
-            # Where all of them are slow, others help.
-            valid = here if any(view.slowness(ws) <= 1 for ws in here) else None
+        if valid is None and len(ts.dependencies) == 2:
+            host = self._contractions.host_of(ts)
+            if host is not None:
+                here = {ws for ws in state.running if ws.host == host}
+                # Where all of them are slow, others help.
+                valid = here if any(view.slowness(ws) <= 1 for ws in here) else None
         holders = view.single_holders(ts)
         only = self._only_holder(holders, valid) if holders else None
         sizes: list[int] = []

@@ -28,6 +28,8 @@ MAX_STEPS = 8
 MAX_TASKS = 512
 #: Contractions that are remembered.
 MAX_DEALS = 16
+#: Hosts whose links are compared where they are not described. It takes a millisecond for ten.
+MAX_COMPARED = 128
 #: Hosts are alike if each can send at least this share of what is usual.
 MIN_SHARE = 0.5
 
@@ -48,7 +50,12 @@ class Contractions:
         self._deals.clear()
 
     def host_of(self, product: TaskState) -> str | None:
-        """Where a task had better run if it is a product; else, or if it is all the same, None."""
+        """Where a task with two inputs had better run if it is a product; else, or if it is all
+        the same, None."""
+        one, other = product.dependencies
+        # Asked for very many that are none.
+        if len(one.dependents) < MIN_USES or len(other.dependents) < MIN_USES:
+            return None
         dealt = self._dealt(product)
         return dealt and dealt[1]
 
@@ -91,18 +98,25 @@ class Contractions:
         if self._hosts is None:
             infos, view = self._scheduler.host_info, self._view
             found = sorted(infos)
-            usual = MIN_SHARE * view.paths.usual_outlet_nbytes_per_s()
-            outlets = (
-                view.paths.outlet_nbytes_per_s(min(infos[one]["addresses"])) for one in found
-            )
             alike = (
                 len(found) > 1
                 and len({infos[one]["nthreads"] for one in found}) == 1
                 and len(view.with_gpu) in (0, len(self._scheduler.workers))
-                and all(outlet >= usual for outlet in outlets)
+                and self._are_reached_alike([min(infos[one]["addresses"]) for one in found])
             )
             self._hosts = found if alike else []
         return self._hosts
+
+    def _are_reached_alike(self, workers: list[str]) -> bool:
+        """Whether all hosts are, by one worker of each."""
+        paths = self._view.paths
+        places = paths.places
+        if all(places[one].kind == places[workers[0]].kind for one in workers):
+            return True
+        if len(workers) > MAX_COMPARED:
+            return False
+        usual = MIN_SHARE * paths.usual_outlet_nbytes_per_s()
+        return all(paths.outlet_nbytes_per_s(one) >= usual for one in workers)
 
     def _sizes(self, one: TaskState, other: TaskState) -> tuple[float, float]:
         """Of all first operands, and of all second ones; as if each were one byte if unknown."""
