@@ -40,7 +40,8 @@ class Order(Generic[T]):
 
     def add(self, value: T) -> None:
         self._members[value] = None
-        self._late.append(value)
+        if not self._is_outdated():
+            self._late.append(value)
         self._changes += 1
 
     def remove(self, value: T) -> None:
@@ -53,8 +54,7 @@ class Order(Generic[T]):
 
     def begin(self) -> None:
         """Find an order if there is none, or the one there was does not hold any more."""
-        n_ranked = min(len(self._members), RANKED_AT_ONCE)
-        if not self._is_new and self.left and self._changes * 16 <= n_ranked:
+        if self.left and not self._is_outdated():
             return
         # Another sample each time: the first of one would soon be used up.
         self._turn += 1
@@ -64,6 +64,9 @@ class Order(Generic[T]):
         self._is_new = False
         self.left, self._late = [], []
         self.go_on()
+
+    def _is_outdated(self) -> bool:
+        return self._is_new or self._changes * 16 > min(len(self._members), RANKED_AT_ONCE)
 
     def go_on(self) -> bool:
         """Rank some more, where all that were ranked are through; False if there are none."""

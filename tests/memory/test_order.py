@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from weakref import WeakSet
 
 import pytest
 
@@ -79,6 +80,26 @@ def test_what_comes_later_leaves_last_and_is_not_forgotten():
     assert left(order) == [*reversed(range(100)), 300, 250, 200]
     order.add(400)
     assert left(order) == [400]
+
+
+@pytest.mark.parametrize("n_before", [0, 50, 3 * RANKED_AT_ONCE])
+def test_what_comes_and_goes_while_nothing_has_to_leave_is_not_kept(n_before):
+    order, _ = begun(range(n_before))
+    gone = WeakSet()
+    for _ in range(5_000):
+        value = Value()
+        order.add(value)
+        order.remove(value)
+        gone.add(value)
+    del value
+    assert len(gone) <= RANKED_AT_ONCE // 16
+    order.left = []
+    order.begin()
+    assert not gone
+
+
+class Value:
+    pass
 
 
 def test_another_sample_is_ranked_each_time():
