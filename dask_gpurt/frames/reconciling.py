@@ -53,16 +53,16 @@ def with_missing_as_promised(
     whole column.
     """
     frames = list(frames)
-    for position, wanted in enumerate(expected):
-        columns = [frame.iloc[:, position] for frame in frames]
-        dtypes = [column.dtype for column in columns]
+    types = [frame.dtypes.tolist() for frame in frames]
+    for position, (wanted, *dtypes) in enumerate(zip(expected, *types, strict=True)):
         if all(dtype == dtypes[0] for dtype in dtypes):
             continue
         if isinstance(wanted, pd.CategoricalDtype):
             # Meta need not know the categories.
             wanted = next((one for one in dtypes if isinstance(one, pd.CategoricalDtype)), wanted)
-        for number, column in enumerate(columns):
-            if column.dtype == _OBJECT and column.isna().all():
+        for number, dtype in enumerate(dtypes):
+            column = frames[number].iloc[:, position]
+            if dtype == _OBJECT and column.isna().all():
                 frame = frames[number] = frames[number].copy(deep=False)
                 frame.isetitem(position, _missing(column, wanted))
     return frames
@@ -136,16 +136,17 @@ def _as_arrow(column: pd.Series, expected: pd.ArrowDtype) -> pd.Series:
     source, target = _arrow_of(column), expected.pyarrow_dtype
     if source is None:
         return column
-    if not pa.types.is_null(source.type):
-        if _kind(source.type) != _kind(target):
+    says_nothing = pa.types.is_null(source.type)
+    if not says_nothing and _kind(source.type) != _kind(target):
+        return column
+    try:
+        found = source.cast(target)
+        if not says_nothing and not found.cast(source.type).equals(source):
             return column
-        try:
-            if not source.cast(target).cast(source.type).equals(source):
-                return column
-        except _NO_PLACE:
-            return column
-    found = pd.arrays.ArrowExtensionArray(source.cast(target))
-    return pd.Series(found, index=column.index, copy=False)
+    except _NO_PLACE:
+        return column
+    array = pd.arrays.ArrowExtensionArray(found)
+    return pd.Series(array, index=column.index, copy=False)
 
 
 def _kind(type_: pa.DataType) -> str:
