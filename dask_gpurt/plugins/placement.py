@@ -158,9 +158,9 @@ class Placement:
         if valid is None and len(ts.dependencies) == 2:
             host = self._contractions.host_of(ts)
             if host is not None:
-                here = {ws for ws in state.running if ws.host == host}
+                here = view.running_on(host)
                 # Where all of them are slow, others help.
-                valid = here if any(view.slowness(ws) <= 1 for ws in here) else None
+                valid = set(here) if any(view.slowness(ws) <= 1 for ws in here) else None
         holders = view.single_holders(ts)
         only = self._only_holder(holders, valid) if holders else None
         sizes: list[int] = []

@@ -36,8 +36,6 @@ MAX_NEIGHBOURS = 16
 MAX_HOSTS = 3
 #: Operands for each thread that a host is given beyond what makes it full: its products need them.
 MAX_OPERANDS_AHEAD = 2
-#: A host is behind a slow link if it can send less than this share of what others can.
-SLOW_SHARE = 0.5
 #: Tasks that are joined with one another: from more on, some of them are elsewhere.
 MAX_FAMILY = 16
 
@@ -104,18 +102,11 @@ class RootPlaces:
 
     def _free_at_home(self, host: str, *, is_queueing: bool) -> WorkerState | None:
         """The least busy worker of a host, if there is one that is not far too busy."""
-        state = self._scheduler
-        here = [state.workers[one] for one in sorted(state.host_info[host]["addresses"])]
-        free = [
+        free = (
             ws
-            for ws in here
-            if ws in state.running
-            and (
-                not is_queueing
-                or len(ws.processing) - len(ws.long_running)
-                < self._slots(ws) + MAX_OPERANDS_AHEAD * ws.nthreads
-            )
-        ]
+            for ws in self._view.running_on(host)
+            if not is_queueing or self._n_free(ws) > -MAX_OPERANDS_AHEAD * ws.nthreads
+        )
         return min(free, key=lambda ws: len(ws.processing) / ws.nthreads, default=None)
 
     def _next_to_siblings(
@@ -149,7 +140,7 @@ class RootPlaces:
             saved_s = elsewhere_s - joined_s(ws.address)
             if saved_s <= 0 and ws is not stock:
                 continue
-            n_free = float(self._slots(ws) - n_ahead) if is_queueing else math.inf
+            n_free = self._n_free(ws) if is_queueing else math.inf
             seats.append(
                 Seat(
                     ws.address,
@@ -203,16 +194,15 @@ class RootPlaces:
         most = load(stock)
         return next((ws for ws in self._free_on(self._last_host) if load(ws) <= most), stock)
 
-    def _slots(self, ws: WorkerState) -> int:
-        return max(math.ceil(self._scheduler.WORKER_SATURATION * ws.nthreads), 1)
+    def _n_free(self, ws: WorkerState) -> int:
+        """Tasks that a worker can be given before the scheduler calls it full."""
+        slots = max(math.ceil(self._scheduler.WORKER_SATURATION * ws.nthreads), 1)
+        return slots - (len(ws.processing) - len(ws.long_running))
 
     # ------------------------------------------------------------------ slow links
 
     def _is_behind_slow_link(self, ws: WorkerState) -> bool:
-        paths = self._view.paths
-        return (
-            paths.outlet_nbytes_per_s(ws.address) < SLOW_SHARE * paths.usual_outlet_nbytes_per_s()
-        )
+        return self._view.paths.is_behind_slow_link(ws.address)
 
     def _has_usual_link(self, ws: WorkerState) -> bool:
         return not self._is_behind_slow_link(ws)

@@ -132,6 +132,16 @@ class PlacementView:
             found.append(_new(Worker, terms))
         return found
 
+    def running_on(self, host: str) -> list[WorkerState]:
+        """Workers of a host that take tasks, in order of their addresses.
+
+        None of one that is gone: tasks that ran there are placed anew before we are told of it.
+        """
+        state = self._scheduler
+        addresses = state.host_info.get(host, {}).get("addresses", ())
+        here = (state.workers[one] for one in sorted(addresses))
+        return [ws for ws in here if ws in state.running]
+
     def is_ready(self, ws: WorkerState) -> bool:
         """Whether a worker that could begin at once can fetch and run a task as quickly as any."""
         return not self.arrivals.receiving_s(ws) and self.slowness(ws) <= 1

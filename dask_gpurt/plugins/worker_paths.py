@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+#: A host is behind a slow link if it can send less than this share of what others can.
+SLOW_SHARE = 0.5
 #: Paths that are remembered, and reports between which they are.
 _MAX_PATHS = 100_000
 _REPORTS_PER_WORKER = 4
@@ -185,6 +187,10 @@ class WorkerPaths:
             rates = [self.outlet_nbytes_per_s(one.address) for one in self._some_of_each_host()]
             self._usual_outlet = median(rates) if rates else math.inf
         return self._usual_outlet
+
+    def is_behind_slow_link(self, address: str) -> bool:
+        """Whether a worker's host can send far less than is usual."""
+        return self.outlet_nbytes_per_s(address) < SLOW_SHARE * self.usual_outlet_nbytes_per_s()
 
     def _some_of_each_host(self) -> list[End]:
         firsts: dict[str, End] = {}

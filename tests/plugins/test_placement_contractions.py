@@ -147,8 +147,16 @@ def test_products_are_dealt_anew_when_a_host_is_gone(asked):
     healthy = simulate(matmul(SCALE), machine, told(machine))
     lost = machine.workers[0].address
     broken = machine.with_incidents(Dies(lost, healthy.makespan_s / 2))
-    found = simulate(matmul(SCALE), broken, told(broken))
+    placed = []
+
+    def install(scheduler):
+        clock = asyncio.get_running_loop().time
+        topology = machine.network.topology
+        placed.append(Placement(scheduler, "data-aware", topology, clock=clock))
+
+    found = simulate(matmul(SCALE), broken, install)
     assert {run.worker for run in found.tasks if run.start_s > healthy.makespan_s / 2} == {
         machine.workers[1].address
     }
     assert found.makespan_s < 2.5 * healthy.makespan_s
+    assert placed[0].summary()["failed"] == 0
