@@ -231,10 +231,12 @@ def compare(
             placement = None
             if side == "gpurt":
                 placement = Placement(bench.scheduler, "data-aware", topology)
+            # Before each side, not each pair: it leaves nothing of the tasks in the processor's
+            # caches, and whichever side came second would find there what the first had used.
+            gc.collect()
             times[side].append(timed(bench, tasks))
             if placement is not None:
                 placement.remove()
-        gc.collect()
     gc.enable()
     times = {side: all_[1:] for side, all_ in times.items()}
     ratios = [b / a for a, b in zip(times["stock"], times["gpurt"], strict=True) if a]

@@ -23,6 +23,9 @@ from dask_gpurt.topology.places import Place, Places, way
 
 _new = tuple.__new__
 
+#: Of a task with no more inputs, each is weighed by itself on each worker.
+_FEW = 4
+
 #: What a worker writes to disk, and reads back later, while tasks wait for memory.
 SPILL_NBYTES_PER_S = 500e6
 
@@ -150,7 +153,37 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
     Sums do not depend on the order of inputs and joins, which are sets where they come from: a
     tie that the last bit of a sum broke would be broken otherwise in another process.
     """
-    _, inputs, duration_s, output_nbytes, joins, _ = task
+    inputs = task.inputs
+    if len(inputs) > _FEW:
+        return _costs_of_many(task, workers, places)
+    needed_nbytes = 0
+    sources = []
+    for _, nbytes, holders, arriving in inputs:
+        if arriving or len(holders) != 1:
+            return _costs_of_many(task, workers, places)
+        (holder,) = holders
+        needed_nbytes += nbytes
+        sources.append((holder, places[holder][0], nbytes))
+    found = {}
+    for worker in workers:
+        address = worker[0]
+        host, _, near, far = places[address]
+        new_nbytes = needed_nbytes
+        fetches = []
+        for holder, holders_host, nbytes in sources:
+            if holder == address:
+                new_nbytes -= nbytes
+            else:
+                # `Path.transfer_s`, without the call.
+                path = (near if holders_host == host else far)[holder]
+                fetches.append(path.latency_s + nbytes / path.bandwidth_nbytes_per_s)
+        found[address] = _cost(task, worker, fsum(fetches), 0.0, new_nbytes, places)
+    return found
+
+
+def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
+    """Cost of a task of many inputs, or of such that several have or will have."""
+    inputs = task.inputs
     needed_nbytes = 0
     under_way = []
     #: By host, the numbers of the inputs that it has.
@@ -169,7 +202,8 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
     #: and have few of the inputs on their own hosts.
     from_afar: dict[Hashable, list[float]] = {}
     found = {}
-    for address, nthreads, occupancy_s, _, room_nbytes, _, receiving_s, _, slowness in workers:
+    for worker in workers:
+        address = worker[0]
         host, kind, _, far = places[address]
         fetches = from_afar.get(kind)
         if fetches is None:
@@ -194,24 +228,34 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
                         waits.append(min(arriving[address], fetches[number]))
                         fetches[number] = 0.0
                 arriving_s = fsum(waits)
-        transfer_s = fsum(fetches)
-        spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
-        # As `Cost(...)` does, in half the time.
-        found[address] = _new(
-            Cost,
-            (
-                transfer_s + receiving_s if transfer_s else 0.0,
-                transfer_s,
-                arriving_s,
-                occupancy_s / nthreads,
-                duration_s * slowness,
-                spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
-                fsum([join_s(address, output_nbytes, one, places) for one in joins])
-                if joins
-                else 0.0,
-            ),
-        )
+        found[address] = _cost(task, worker, fsum(fetches), arriving_s, new_nbytes, places)
     return found
+
+
+def _cost(
+    task: Task,
+    worker: Worker,
+    transfer_s: float,
+    arriving_s: float,
+    new_nbytes: int,
+    places: Places,
+) -> Cost:
+    _, _, duration_s, output_nbytes, joins, _ = task
+    address, nthreads, occupancy_s, _, room_nbytes, _, receiving_s, _, slowness = worker
+    spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
+    # As `Cost(...)` does, in half the time.
+    return _new(
+        Cost,
+        (
+            transfer_s + receiving_s if transfer_s else 0.0,
+            transfer_s,
+            arriving_s,
+            occupancy_s / nthreads,
+            duration_s * slowness,
+            spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
+            fsum([join_s(address, output_nbytes, one, places) for one in joins]) if joins else 0.0,
+        ),
+    )
 
 
 def _all_from_afar(inputs: Iterable[Input], far: Mapping[str, Path]) -> list[float]:
@@ -253,7 +297,13 @@ def join_s(address: str, nbytes: float, others: Mapping[str, float], places: Pla
         ((other, other_nbytes),) = others.items()
         if other == address:
             return 0.0
-        there, back = way(places, address, other), way(places, other, address)
+        # `way` there and back, without the calls.
+        host, _, near, far = places[address]
+        others_host, _, others_near, others_far = places[other]
+        if host == others_host:
+            there, back = others_near[address], near[other]
+        else:
+            there, back = others_far[address], far[other]
         return min(
             there.latency_s + nbytes / there.bandwidth_nbytes_per_s,
             back.latency_s + other_nbytes / back.bandwidth_nbytes_per_s,

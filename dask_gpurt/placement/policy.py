@@ -300,4 +300,4 @@ class DataAware:
             near = set(sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES])
             if snapshot.usual is not None:
                 near |= _allowed(snapshot, (snapshot.usual,))
-        return near | _allowed(snapshot, snapshot.idle)
+        return near | _allowed(snapshot, snapshot.idle) if snapshot.idle else near

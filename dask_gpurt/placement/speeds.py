@@ -132,14 +132,13 @@ class Speeds:
         record.working_since_s = None if is_idle else now_s
         # Before the like of this has passed there is no need to look at what it does next.
         record.due_s = now_s + seconds
-        value = log(max(seconds, _LEAST_S))
-        of_all = _entry(self._groups, group, MAX_GROUPS)
-        own = _entry(record.own, group, MAX_OWN_GROUPS)
+        value = log(seconds if seconds > _LEAST_S else _LEAST_S)
+        of_all = self._groups.get(group) or _new_entry(self._groups, group, MAX_GROUPS)
+        own = record.own.get(group) or _new_entry(record.own, group, MAX_OWN_GROUPS)
         if own.part_of is not of_all:
             # The group was forgotten in between, and with it what this was a part of.
             own = record.own[group] = _Logs(of_all)
-        n_others = of_all.count - own.count
-        if n_others >= _ENOUGH:
+        if of_all.count - own.count >= _ENOUGH:
             mean, variance = self._of_others(of_all, own)
             record.observe(value - mean, variance, mean)
         of_all.add(value)
@@ -204,10 +203,9 @@ def _worth_it(slowness: float) -> float:
     return min(slowness, MAX_SLOWNESS) if slowness >= LEAST_SLOWNESS else 1.0
 
 
-def _entry(logs: OrderedDict[str, _Logs], group: str, most: int) -> _Logs:
-    found = logs.get(group)
-    if found is None:
-        found = logs[group] = _Logs()
-        if len(logs) > most:
-            logs.popitem(last=False)
+def _new_entry(logs: OrderedDict[str, _Logs], group: str, most: int) -> _Logs:
+    """A new one of a group; the one that was there first goes if there are too many."""
+    found = logs[group] = _Logs()
+    if len(logs) > most:
+        logs.popitem(last=False)
     return found

@@ -14,7 +14,7 @@ Stock gives such a task to the worker that has the fewest. Here that worker is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -132,32 +132,29 @@ class RootPlaces:
             return sum(join_s(address, nbytes, others, view.paths.places) for others in joins)
 
         to_come = (len(state.queued) + ts.group.states["waiting"]) / state.total_nthreads
+        stocks_ahead = _ahead(stock)
         elsewhere_s = joined_s(stock.address)
+        duration_s = expected_duration_s(state, ts)
         siblings = sorted({address for others in joins for address in others})
-        seats = []
-        for ws in self._around(siblings, with_neighbours=is_queueing):
-            n_ahead = len(ws.processing) - len(ws.long_running)
-            saved_s = elsewhere_s - joined_s(ws.address)
-            if saved_s <= 0 and ws is not stock:
-                continue
-            n_free = self._n_free(ws) if is_queueing else math.inf
-            seats.append(
-                Seat(
-                    ws.address,
-                    ws.nthreads,
-                    n_free,
-                    n_ahead / ws.nthreads,
-                    saved_s,
-                    is_certain=known_nbytes > 0,
-                )
-            )
-        chosen = seat(
-            seats,
-            ahead=(len(stock.processing) - len(stock.long_running)) / stock.nthreads,
-            duration_s=expected_duration_s(state, ts),
-            to_come=to_come,
-        )
-        return None if chosen is None else state.workers[chosen]
+
+        def seated(around: Iterable[WorkerState]) -> WorkerState | None:
+            seats = []
+            for ws in around:
+                saved_s = elsewhere_s - joined_s(ws.address)
+                if saved_s > 0 or ws is stock:
+                    n_free = self._n_free(ws) if is_queueing else math.inf
+                    is_certain = known_nbytes > 0
+                    terms = ws.address, ws.nthreads, n_free, _ahead(ws), saved_s, is_certain
+                    seats.append(Seat(*terms))
+            chosen = seat(seats, ahead=stocks_ahead, duration_s=duration_s, to_come=to_come)
+            return None if chosen is None else state.workers[chosen]
+
+        if len(siblings) == 1:
+            # Nobody saves more than the one sibling's own worker.
+            chosen = seated(self._around(siblings, with_neighbours=False))
+            if chosen is not None and _ahead(chosen) <= stocks_ahead + to_come:
+                return chosen
+        return seated(self._around(siblings, with_neighbours=is_queueing))
 
     def _around(self, addresses: list[str], *, with_neighbours: bool) -> Iterator[WorkerState]:
         """Workers at these addresses, then those with places to spare on the same hosts."""
@@ -327,3 +324,8 @@ class RootPlaces:
                 if len(family) > MAX_FAMILY:
                     return True
         return False
+
+
+def _ahead(ws: WorkerState) -> float:
+    """Tasks for each thread of a worker, but for those that have left theirs."""
+    return (len(ws.processing) - len(ws.long_running)) / ws.nthreads

@@ -78,7 +78,9 @@ def _least_busy(scheduler: Scheduler) -> WorkerState | None:
     None if that takes more than a glance.
     """
     spare, idle = scheduler.idle_task_count, scheduler.idle
-    for some in (spare, idle.values()):
+    if not spare:
+        return None
+    for some in (spare, idle.values()) if idle else (spare,):
         for ws in islice(some, _GLANCE):
             if not ws.processing and ws in spare:
                 return ws

@@ -109,20 +109,25 @@ class PlacementView:
         """
         state = self._scheduler
         known, arrivals, with_gpu = state.workers, self.arrivals, self.with_gpu
+        lasting_s = self.queue_lasts_s()
         found = []
         for address in addresses:
             ws = known.get(address)
             if ws is None:
                 continue
+            nthreads, nbytes = ws.nthreads, ws.nbytes
             n_tasks = len(ws.processing)
             slowness = self.slowness(ws)
-            busy_s = self.waited_s(ws, slowness) if n_tasks else 0.0
+            waited_s = 0.0
+            if n_tasks:
+                waited_s = self.busy_s(ws, slowness) - lasting_s * nthreads
+            limit = ws.memory_limit
             terms = (
                 address,
-                ws.nthreads,
-                busy_s,
-                ws.nbytes,
-                self.room_nbytes(ws),
+                nthreads,
+                waited_s if waited_s > 0.0 else 0.0,
+                nbytes,
+                limit * SPILL_FROM - nbytes if limit else inf,
                 _WITH_GPU if address in with_gpu else (),
                 arrivals.receiving_s(ws) if address in arrivals.by_worker else 0.0,
                 n_tasks,
@@ -150,10 +155,6 @@ class PlacementView:
         """Whether what a worker is given now has to wait for what it was given before."""
         # Without a queue, whatever it has to do is in the way.
         return bool(ws.processing) and (not self._scheduler.queued or self.ahead_s(ws) > 0)
-
-    def waited_s(self, ws: WorkerState, slowness: float = 1.0) -> float:
-        """Seconds of computing ahead of what a worker that has something to do is given now."""
-        return self.ahead_s(ws, slowness) if self._scheduler.queued else self.busy_s(ws, slowness)
 
     @staticmethod
     def room_nbytes(ws: WorkerState) -> float:

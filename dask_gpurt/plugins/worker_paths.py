@@ -76,6 +76,7 @@ class WorkerPaths:
         #: By what is alike of two nodes on different hosts. Few, unless hosts are cabled together.
         self._between: dict[tuple[int, int], Path | None] = {}
         self._outlets: dict[str, float] = {}
+        self._behind_slow_link: dict[str, bool] = {}
         self._usual_outlet: float | None = None
         self._doubt: float | None = None
         #: None where a worker left, and that may have made a difference.
@@ -134,6 +135,7 @@ class WorkerPaths:
 
     def _forget_outlets(self) -> None:
         self._outlets.clear()
+        self._behind_slow_link.clear()
         self._usual_outlet = None
         self._doubt = None
 
@@ -190,7 +192,12 @@ class WorkerPaths:
 
     def is_behind_slow_link(self, address: str) -> bool:
         """Whether a worker's host can send far less than is usual."""
-        return self.outlet_nbytes_per_s(address) < SLOW_SHARE * self.usual_outlet_nbytes_per_s()
+        found = self._behind_slow_link.get(address)
+        if found is None:
+            least = SLOW_SHARE * self.usual_outlet_nbytes_per_s()
+            found = self.outlet_nbytes_per_s(address) < least
+            self._behind_slow_link[address] = found
+        return found
 
     def _some_of_each_host(self) -> list[End]:
         firsts: dict[str, End] = {}
