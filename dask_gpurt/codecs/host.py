@@ -21,7 +21,7 @@ import numpy as np
 from dask_gpurt.codecs import narrowing, planes
 from dask_gpurt.codecs.coders import compress, decompress, takes
 from dask_gpurt.codecs.port import Bytes, Codec
-from dask_gpurt.errors import ProtocolError
+from dask_gpurt.errors import DamagedError, ProtocolError
 
 _CRC = struct.Struct("<I")
 #: codec, item size, raw bytes
@@ -48,8 +48,10 @@ def opened(codec: int, name: str, payload: Any, raw_nbytes: int, itemsize: int) 
 
     Raises
     ------
+    DamagedError
+        It is not what was sent, or of another codec, length or item size.
     ProtocolError
-        It is cut short or damaged, or of another codec, length or item size.
+        It is cut short.
     """
     if len(payload) < _CRC.size:
         raise ProtocolError("encoded section cut short")
@@ -57,7 +59,7 @@ def opened(codec: int, name: str, payload: Any, raw_nbytes: int, itemsize: int) 
     (expected,) = _CRC.unpack(rest[: _CRC.size].tobytes())
     rest = rest[_CRC.size :]
     if _crc(codec, raw_nbytes, itemsize, (rest,)) != expected:
-        raise ProtocolError(f"section encoded with {name} is damaged")
+        raise DamagedError(f"a section encoded with {name} was damaged on its way")
     return rest
 
 

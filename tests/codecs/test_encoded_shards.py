@@ -18,7 +18,7 @@ from dask_gpurt.codecs.shards import (
     pack_table,
     unpack_table,
 )
-from dask_gpurt.errors import ProtocolError
+from dask_gpurt.errors import DamagedError, ProtocolError
 
 deterministic = settings(derandomize=True, max_examples=200)
 
@@ -192,7 +192,7 @@ def test_damaged_encoded_bytes_are_noticed(case, data):
     position = start + data.draw(st.integers(0, encoded.table[number].wire_nbytes - 1))
     whole = np.concatenate(encoded.parts)
     whole[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(ProtocolError):
+    with pytest.raises(DamagedError):
         decoded(encoded, buffer.nbytes, [whole])
 
 

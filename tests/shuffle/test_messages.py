@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dask_gpurt.codecs.shards import Encoded
+from dask_gpurt.codecs.host import HOST_CODECS
+from dask_gpurt.codecs.port import Section
+from dask_gpurt.codecs.shards import Encoded, encode_shard
 from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.frames.port import Packed
 from dask_gpurt.shuffle import messages
@@ -75,6 +77,26 @@ def test_damage_is_noticed(in_place):
     message.buffers[0][77] ^= 1
     with pytest.raises(DamagedError, match="input partition 3"):
         opened(message, in_place)
+
+
+@pytest.mark.parametrize("codec", HOST_CODECS)
+def test_damage_of_what_was_encoded_is_damage(codec):
+    """Not the error of a peer that makes no sense: that one is not asked for it again."""
+    values = np.arange(2000, dtype="<i8")
+
+    def encode(shard):
+        buffer = shard.packed.buffer
+        return encode_shard(buffer, [Section("i", 0, buffer.nbytes, 8)], [codec])
+
+    sent = replace(SHARDS[0], packed=Packed(values.view(np.uint8), 3))
+    message = messages.for_the_wire([sent], encode)
+    (encoded,) = message.buffers
+    assert encoded.nbytes < values.nbytes
+    np.testing.assert_array_equal(opened(message)[0].packed.buffer, values.view(np.uint8))
+    damaged = encoded.copy()
+    damaged[-1] ^= 1
+    with pytest.raises(DamagedError, match="damaged on its way"):
+        opened(replace(message, buffers=[damaged]))
 
 
 def test_no_more_is_made_room_for_than_was_announced():
