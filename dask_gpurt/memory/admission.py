@@ -52,6 +52,8 @@ class Admission:
         self._waiting: list[Claim] = []
         self._loading: list[Claim] = []
         self.running: set[Claim] = set()
+        #: Of those, the ones that seem to wait for others to end.
+        self._waiting_inside: set[Claim] = set()
         self._in_a_hurry = False
         #: Claims that were admitted although they did not fit.
         self.overcommitted = 0
@@ -92,6 +94,7 @@ class Admission:
             return
         claim.is_admitted = False
         self.running.discard(claim)
+        self._waiting_inside.discard(claim)
         if claim in self._loading:
             self._loading.remove(claim)
         self._residency.levels[claim.home].reserved_nbytes -= claim.output_nbytes
@@ -164,7 +167,8 @@ class Admission:
             self._residency.relieve(home, nbytes, spare=spare)
             # Room that a copy under way will make is not there yet.
             fits &= not level.shortage_nbytes(nbytes + level.leaving_nbytes)
-        stands_still = not self.running and not self._residency.is_writing
+        is_running = len(self.running) > len(self._waiting_inside)
+        stands_still = not is_running and not self._residency.is_writing
         if not fits and (stands_still or self._in_a_hurry):
             self._in_a_hurry = False
             self.overcommitted += 1
@@ -172,9 +176,16 @@ class Admission:
         return fits
 
     def hurry(self) -> bool:
-        """Admit the first claim next time whether or not it fits; False if none waits."""
-        self._in_a_hurry = bool(self._waiting)
-        return self._in_a_hurry
+        """Admit the first claim next time whether or not it fits; False if none waits.
+
+        What runs seems to wait for it. As long as it does, the next claim is admitted as soon as
+        the one before has ended: a task may wait for very many.
+        """
+        if not self._waiting:
+            return False
+        self._in_a_hurry = True
+        self._waiting_inside = set(self.running)
+        return True
 
     def _there(self, values: Iterable[Value]) -> Iterable[Value]:
         # A key may have been released, or made anew, since the claim was made.

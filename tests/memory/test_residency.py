@@ -330,6 +330,39 @@ def test_a_claim_waits_for_room_and_the_first_never_for_ever():
     assert admission.overcommitted == 1
 
 
+def test_what_a_task_waits_for_begins_one_after_the_other_once_patience_ran_out():
+    admission = Admission(two_levels(100))
+    outer = admission.ask("outer", [], 90, (0, 0))
+    inner = [admission.ask(number, [], 40, (1, number)) for number in range(3)]
+    assert outer.is_ready
+    assert admission.due() == []
+    assert admission.hurry()
+    for claim in inner:
+        assert admission.due() == [claim]
+        # One that is at work leaves room when it ends.
+        assert admission.due() == []
+        admission.end(claim)
+    assert not admission.hurry()
+    admission.end(outer)
+    # Nothing is remembered of those that are gone.
+    first = admission.ask("first", [], 90, (2, 0))
+    admission.ask("second", [], 90, (2, 1))
+    assert admission.running == {first}
+    assert admission.due() == []
+
+
+def test_what_was_let_in_may_itself_wait_for_others():
+    admission = Admission(two_levels(100))
+    claims = [admission.ask(number, [], 90, (0, number)) for number in range(4)]
+    for nested in claims[1:]:
+        assert admission.due() == []
+        assert admission.hurry()
+        assert admission.due() == [nested]
+    for claim in claims[::-1]:
+        admission.end(claim)
+    assert not admission.running
+
+
 def test_n_tasks_of_four_tenths_never_run_more_than_two_at_a_time():
     residency = two_levels(100)
     admission = Admission(residency)
