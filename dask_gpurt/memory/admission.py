@@ -52,7 +52,7 @@ class Admission:
         self._waiting: list[Claim] = []
         self._loading: list[Claim] = []
         self.running: set[Claim] = set()
-        #: Of those, the ones that seem to wait for others to end.
+        #: Of those, the ones that wait for others to end, or seem to.
         self._waiting_inside: set[Claim] = set()
         self._in_a_hurry = False
         #: Claims that were admitted although they did not fit.
@@ -186,6 +186,11 @@ class Admission:
         self._in_a_hurry = True
         self._waiting_inside = set(self.running)
         return True
+
+    def may_wait(self, claim: Claim) -> None:
+        """What runs may wait for others to end: these begin beside it, one after the other."""
+        if claim in self.running:
+            self._waiting_inside.add(claim)
 
     def _there(self, values: Iterable[Value]) -> Iterable[Value]:
         # A key may have been released, or made anew, since the claim was made.

@@ -188,6 +188,14 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         if waits or is_pressed:
             self.decide()
 
+    def may_wait(self, claim: Claim) -> None:
+        """The task of a claim may wait for others, which then must not wait for it."""
+        with self._lock:
+            self.admission.may_wait(claim)
+            waits = self.admission.n_waiting
+        if waits:
+            self.decide()
+
     def _rested(self, claim: Claim) -> None:
         with self._lock:
             self.residency.rested(claim.values)

@@ -169,6 +169,7 @@ class ManagedMemory:
             self.store,
             execute=self._execute,
             get_data=self._messages.get_data,
+            asks_for_client=lambda key: self._on_loop(partial(self._may_wait, key)),
             monitor=self._monitor,
         )
         self._looking: asyncio.Task[None] | None = None
@@ -244,6 +245,11 @@ class ManagedMemory:
             now_s = self._besides.ledger.clock()
             self._besides.ledger.add(Entry(COMPUTE, group, nbytes, now_s - took_s, now_s))
         return event
+
+    def _may_wait(self, key: Hashable) -> None:
+        """A task can hand in others and wait for them."""
+        if (claim := self._claims.get(key)) is not None:
+            self.store.may_wait(claim)
 
     def seceded(self, key: Hashable) -> None:
         """A task left its thread and may wait for others: it keeps no room."""

@@ -11,6 +11,8 @@ over where it is, and what is on disk when it goes is written there | |
 | `Worker.execute` | a task begins once its inputs are at home and its output has room, and not by
 reading from disk on the event loop | `StoreSwap.remove` |
 | handler `get_data` | values that are sent are read off the event loop | `StoreSwap.remove` |
+| `Worker._get_client`, `distributed.worker.thread_state` | a task that has a client may wait for
+others, which must not wait for it | `StoreSwap.remove` |
 | `WorkerMemoryManager._maybe_spill` | memory that the store does not know of shrinks its room;
 stock would write on the event loop | `StoreSwap.remove` |
 | `Worker.periodic_callbacks["memory_monitor"]` | whether that is called at all | |
@@ -48,6 +50,7 @@ from distributed.protocol.cuda import cuda_serialize
 from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
 from distributed.spill import SpillBuffer
+from distributed.worker import thread_state
 from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent, RescheduleEvent
 
 from dask_gpurt.memory.foresight import Outlook
@@ -104,6 +107,8 @@ class StoreSwap:
         Called in place of `Worker.execute`, with that as its first argument.
     get_data
         Called in place of the handler, with that as its first argument.
+    asks_for_client
+        Called in the thread of a task that gets itself a client, with its key.
     monitor
         Awaited with the process' memory in bytes, every
         `distributed.worker.memory.monitor-interval`.
@@ -116,17 +121,24 @@ class StoreSwap:
         *,
         execute: Callable[..., Awaitable[Any]],
         get_data: Callable[..., Awaitable[Any]],
+        asks_for_client: Callable[[Any], None],
         monitor: Callable[[int], Awaitable[None]],
     ) -> None:
         self._worker = worker
         self._stock_get_data = stock_get_data = worker.handlers["get_data"]
-        stock_execute = worker.execute
+        stock_execute, stock_get_client = worker.execute, worker._get_client
 
         async def gpurt_execute(key: Any, *, stimulus_id: str) -> Any:
             return await execute(stock_execute, key, stimulus_id=stimulus_id)
 
         async def gpurt_get_data(comm: Any, keys: Any, **kwargs: Any) -> Any:
             return await get_data(stock_get_data, comm, keys, **kwargs)
+
+        def gpurt_get_client(timeout: float | None = None) -> Any:
+            key = getattr(thread_state, "key", None)
+            if key is not None:
+                asks_for_client(key)
+            return stock_get_client(timeout)
 
         async def maybe_spill(worker: Worker, memory: int) -> None:
             await monitor(memory)
@@ -137,6 +149,7 @@ class StoreSwap:
         worker.execute = gpurt_execute  # type: ignore[method-assign]
         worker.get_data = gpurt_get_data  # type: ignore[method-assign, assignment]
         worker.handlers["get_data"] = gpurt_get_data
+        worker._get_client = gpurt_get_client  # type: ignore[method-assign]
         worker.memory_manager._maybe_spill = maybe_spill  # type: ignore[method-assign]
 
     def _put(self, store: MutableMapping[Any, Any]) -> None:
@@ -146,7 +159,7 @@ class StoreSwap:
     def remove(self, stock: MutableMapping[Any, Any]) -> None:
         """Give the stock methods back, and the worker a store that has what ours had."""
         self._put(stock)
-        for name in ("execute", "get_data"):
+        for name in ("execute", "get_data", "_get_client"):
             vars(self._worker).pop(name, None)
         vars(self._worker.memory_manager).pop("_maybe_spill", None)
         self._worker.handlers["get_data"] = self._stock_get_data

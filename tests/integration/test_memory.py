@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import pathlib
 import threading
@@ -15,7 +16,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask import delayed
-from distributed import Client, Event, LocalCluster, wait, worker_client
+from distributed import Client, Event, LocalCluster, get_client, wait, worker_client
 
 import dask_gpurt
 from dask_gpurt.memory.disk import DiskTier
@@ -342,6 +343,26 @@ def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
         first = client.submit(waits, key="waits-1", priority=10)
         second = client.submit(sets, key="sets-1")
         wait([first, second])
+
+
+def test_tasks_that_another_hands_in_and_waits_for_do_not_wait_for_it(monkeypatch):
+    """It did not leave its thread, and its input takes nearly all the room there is."""
+    monkeypatch.setattr("dask_gpurt.plugins.memory.PATIENCE_S", math.inf)
+
+    def made():
+        return np.ones(8 * MIB // 8)
+
+    def outer(held):
+        inner = get_client()
+        parts = [inner.submit(made, key=f"made-{n}") for n in range(1, 4)]
+        return sum(int(part.result().sum()) for part in parts) + held.nbytes
+
+    with cluster(n_workers=1, n_threads=2) as client:
+        # How large they are is learnt of the first.
+        client.submit(made, key="made-0").result()
+        held = client.submit(np.zeros, 18 * MIB // 8, key="held")
+        found = client.submit(outer, held).result(timeout=DEADLINE_S)
+        assert found == 3 * MIB + 18 * MIB
 
 
 class Measured:

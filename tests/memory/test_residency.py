@@ -351,6 +351,24 @@ def test_what_a_task_waits_for_begins_one_after_the_other_once_patience_ran_out(
     assert admission.due() == []
 
 
+def test_what_a_task_may_wait_for_begins_beside_it():
+    admission = Admission(two_levels(100))
+    outer = admission.ask("outer", [], 90, (0, 0))
+    inner = [admission.ask(number, [], 40, (1, number)) for number in range(2)]
+    admission.may_wait(outer)
+    assert admission.due() == [inner[0]]
+    assert admission.due() == []
+    admission.end(outer)
+    # One that is over is not told apart from those that run.
+    admission.may_wait(outer)
+    assert admission.due() == [inner[1]]
+    third = admission.ask("third", [], 90, (2, 0))
+    assert admission.due() == []
+    for claim in inner:
+        admission.end(claim)
+    assert admission.due() == [third]
+
+
 def test_what_was_let_in_may_itself_wait_for_others():
     admission = Admission(two_levels(100))
     claims = [admission.ask(number, [], 90, (0, number)) for number in range(4)]

@@ -7,7 +7,7 @@ import inspect
 from collections import UserDict
 from types import SimpleNamespace
 
-from distributed import Client, LocalCluster, Worker
+from distributed import Client, LocalCluster, Worker, get_client
 from distributed.core import _expects_comm
 from distributed.spill import SpillBuffer
 from distributed.worker_memory import WorkerMemoryManager
@@ -28,6 +28,19 @@ def test_a_task_is_run_by_calling_the_instance():
     # What `execute` reads from the store, it reads before it runs anything.
     source = inspect.getsource(Worker.execute)
     assert source.index("self.data[dkey]") < source.index("run_in_executor")
+
+
+def test_a_task_gets_itself_a_client_by_calling_the_instance():
+    assert list(inspect.signature(Worker._get_client).parameters) == ["self", "timeout"]
+    assert "worker._get_client(timeout=timeout)" in inspect.getsource(get_client)
+    # It is known which task that is.
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        LocalCluster(processes=False, **options) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        task = client.submit(lambda: memory_seams.thread_state.key, key="task")
+        assert task.result(DEADLINE_S) == "task"
 
 
 def test_values_are_sent_by_a_handler_that_takes_the_comm():
