@@ -7,6 +7,7 @@ when, is not decided here (`memory.residency`), nor who listens to what (`plugin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,8 @@ class StoreLevels:
             self._add(PinnedTier(self.pinned), USUAL_SHARE)
         if settings.compressed_nbytes:
             self._add(CompressedTier(settings.compressed_nbytes), USUAL_SHARE)
-        parent = settings.directory or worker.local_directory
+        # Whole, as Dask's own is: a task may change the working directory.
+        parent = os.path.abspath(os.path.expanduser(settings.directory or worker.local_directory))
         sweep(parent)
         self.disk = DiskTier(
             parent,

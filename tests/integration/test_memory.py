@@ -160,6 +160,24 @@ def files(client):
     ]
 
 
+@pytest.mark.parametrize("directory", ["values", "~/values"])
+def test_the_directory_stays_where_it_was_whatever_tasks_do(directory, tmp_path, monkeypatch):
+    """A task may change the working directory of its worker."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with cluster(**{"gpurt.memory.directory": directory}) as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert list((tmp_path / "values").glob("dask-gpurt-values-*/*"))
+        more = [client.compute(block(n)) for n in range(24)]
+        for number, value in enumerate(client.gather(parts)):
+            assert (value == number).all()
+        wait(more)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 @pytest.mark.parametrize("how", ["damaged", "deleted"])
 def test_a_value_whose_file_is_lost_is_computed_again(how):
     with cluster() as client:
