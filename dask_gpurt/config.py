@@ -302,6 +302,9 @@ def _choice(key: str) -> Any:
     section = schema()
     for name in key.split("."):
         section = section["properties"][name]
+    if value is None and "none" in section["enum"]:
+        # Dask makes that of the word in an environment variable.
+        return "none"
     if value not in section["enum"]:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be {' or '.join(section['enum'])}")
     return value

@@ -394,9 +394,10 @@ def test_words_that_yaml_reads_as_truth_values(value, means):
         assert config.read().topology.probe == means
 
 
-def test_a_word_that_is_no_choice():
-    with dask.config.set({"gpurt.topology.probe": "always"}):
-        with pytest.raises(ConfigError, match=r"gpurt\.topology\.probe is 'always'.*auto or on"):
+@pytest.mark.parametrize("value", ["always", None])
+def test_a_word_that_is_no_choice(value):
+    with dask.config.set({"gpurt.topology.probe": value}):
+        with pytest.raises(ConfigError, match=rf"gpurt\.topology\.probe is {value!r}.*auto or on"):
             config.read()
 
 
@@ -440,6 +441,21 @@ def test_environment_variables(warnings):
             devices=DeviceSettings(shape_launches=True),
         )
     assert warnings() == []
+
+
+WORDS = [
+    (key, word)
+    for key, entry in _schema_leaves(config.schema()).items()
+    for word in entry.get("enum", ())
+]
+
+
+@pytest.mark.parametrize(("key", "word"), WORDS)
+def test_every_word_can_be_said_in_the_environment(key, word):
+    """Dask makes other things than words of some, as of `none`."""
+    name = f"GPURT__{key}".replace(".", "__").replace("-", "_").upper()
+    with dask.config.set(gpurt=_environment(**{name: word})):
+        assert _leaves(config.read().to_plain())[key] == word
 
 
 @pytest.mark.parametrize("word", ["True", "TRUE", "yes", "on"])
