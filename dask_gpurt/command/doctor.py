@@ -49,7 +49,7 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
     n_problems = sum(finding.level == "problem" for finding in findings)
     if as_json:
         found = {"problems": n_problems, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found, indent=2, allow_nan=False))
     else:
         print(as_text(findings, n_problems))
     if failure is not None:

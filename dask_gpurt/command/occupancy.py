@@ -48,7 +48,7 @@ def show(
     if leave is not None:
         planned = plan(gpu.architecture, launch, leave, pending=True)
     if as_json:
-        print(json.dumps(_as_plain(gpu, launch, found, planned), indent=2))
+        print(json.dumps(_as_plain(gpu, launch, found, planned), indent=2, allow_nan=False))
     else:
         print(_as_text(gpu, launch, found, planned, leave))
     return 0

@@ -37,7 +37,7 @@ def as_dict(snapshot: Snapshot, wall_s: float, exit_code: int, notes: list[str])
 
 def write(report: dict[str, Any], path: Path) -> None:
     """Write the report as JSON."""
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def as_text(report: dict[str, Any]) -> str:

@@ -40,11 +40,11 @@ def show(
         raise ConnectError("which cluster? give --scheduler or --scheduler-file")
     with connected(address) as client:
         found = ask(client)
-    if placement:
-        placed = found.get("placement")
-        print(json.dumps(placed, indent=2) if as_json else placement_as_text(placed))
+    shown: Any = found.get("placement") if placement else found
+    if as_json:
+        print(json.dumps(shown, indent=2, allow_nan=False))
     else:
-        print(json.dumps(found, indent=2) if as_json else as_text(found))
+        print(placement_as_text(shown) if placement else as_text(shown))
     return 0
 
 

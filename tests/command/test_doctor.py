@@ -238,6 +238,16 @@ def test_status_of_an_enabled_cluster(
 
 
 @pytest.mark.cluster
+@pytest.mark.cluster
+def test_what_json_has_no_word_for_is_not_printed(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dask_gpurt.command.status.ask", lambda client: {"rate": float("inf")})
+    with pytest.raises(ValueError, match="JSON"):
+        show(scheduler_address(sides.enabled), None, as_json=True)
+    assert capsys.readouterr().out == ""
+
+
 def test_status_tells_of_each_shuffle_and_of_hot_partitions(
     sides: Sides, capsys: pytest.CaptureFixture[str]
 ) -> None:
