@@ -115,6 +115,16 @@ class LazyClient(str):
                 self._cluster.grace_s = 0.0
             self._close()
 
+    def forget(self) -> None:
+        """Be as new, in a process that was forked off: what was started is its parent's."""
+        self._lock = threading.Lock()
+        if self._own is not None:
+            # Nobody runs its loop here: Dask would wait for it as the process ends.
+            self._own.status = "closed"
+            if dask.config.get("scheduler", None) == "dask.distributed":
+                dask.config.set({"scheduler": self})
+        self._own = self._cluster = None
+
     def _close(self) -> None:
         client, cluster = self._own, self._cluster
         self._own = self._cluster = None

@@ -143,6 +143,11 @@ class Recorder:
         with self._lock:
             self._clients.discard(client)
 
+    def forget(self) -> None:
+        """Ask no client any more, in a process that was forked off: nobody runs their loops."""
+        self._lock = threading.Lock()
+        self._clients = weakref.WeakSet()
+
     async def read(self, client: Client, before: ClusterRecord | None = None) -> None:
         """Take in what a client's cluster says now; nothing, if it does not answer."""
         try:

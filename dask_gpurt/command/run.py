@@ -89,6 +89,10 @@ def run_script(
     else:
         lazy_client.install(lazy)
 
+    pid = os.getpid()
+    for one in (lazy, recorder):
+        os.register_at_fork(after_in_child=one.forget)
+
     # The module that runs until now keeps its globals only as long as somebody holds it.
     ours = sys.modules["__main__"]
     module = script.enter()
@@ -104,6 +108,9 @@ def run_script(
             stream.flush()
 
     def end() -> int | str | None:
+        if os.getpid() != pid:
+            # A child that the script forked: what there is to close and to report is its parent's.
+            return asked
         recorder.finish()
         lazy.close(at_once=asked == INTERRUPTED)
         progress.stop()

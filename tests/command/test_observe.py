@@ -90,6 +90,17 @@ def test_only_what_is_new_is_counted(sides: Sides) -> None:
     sides.enabled.sync(recorder.end, sides.enabled)
 
 
+@pytest.mark.cluster
+def test_clients_are_not_asked_in_a_process_that_was_forked_off(sides: Sides) -> None:
+    """Their loops have no threads there: whoever asks waits, as a cluster does that closes."""
+    recorder = Recorder(lambda: None, with_tasks=False)
+    sides.enabled.sync(recorder.begin, sides.enabled)
+    assert recorder.clients_of(sides.enabled.cluster) == [sides.enabled]
+    recorder.forget()
+    assert recorder.clients_of(sides.enabled.cluster) == []
+    sides.enabled.sync(recorder.end, sides.enabled)
+
+
 def test_a_client_that_fails_is_ignored() -> None:
     class Broken:
         scheduler = None

@@ -154,6 +154,36 @@ sys.exit(3)
     assert [one["workers"] for one in found["clusters"]] == [1]
 
 
+@pytest.mark.parametrize("code", ["5", "number() + 1"])
+def test_a_child_that_the_script_forks_ends_as_one_of_plain_python(shell: Shell, code: str) -> None:
+    """What its parent computes with is not the child's to close or to report."""
+    shell.write(
+        "script.py",
+        f"""
+import atexit, os, sys
+import dask
+
+def number():
+    return dask.delayed(int)(6).compute()
+
+print(number(), flush=True)
+child = os.fork()
+if child == 0:
+    atexit.register(print, "child ends")
+    sys.exit({code})
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+print(number() + 2)
+""",
+    )
+    outcome, found = shell.run("--n-workers", "1", "script.py")
+    ended = "7" if "number" in code else code
+    assert (outcome.code, outcome.out) == (0, f"6\nchild ends\n{ended}\n8\n"), outcome.err
+    assert "Traceback" not in outcome.err
+    assert outcome.err.count("dask gpurt: ") == 1
+    assert found["exit_code"] == 0
+    assert len(found["clusters"]) == 1
+
+
 def test_a_pool_is_waited_for_as_long_as_it_has_something_to_do() -> None:
     """Others of this process have ended, or are daemons; but for what pytest may have."""
     began, go_on = threading.Event(), threading.Event()
