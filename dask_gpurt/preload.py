@@ -25,8 +25,9 @@ logging.getLogger("distributed.preloading").addFilter(_is_about_others)
 
 
 def _flag_is_set() -> bool:
-    flag = dask.config.get("gpurt.enabled", False)
-    return str(flag).strip().lower() in ("true", "yes", "on", "1")
+    """Whether it says anything but off: of what it cannot mean, the settings' reader complains."""
+    flag = dask.config.get("gpurt.enabled", None)
+    return flag is not None and str(flag).strip().lower() not in ("false", "no", "off", "0")
 
 
 async def dask_setup(node: Any) -> None:

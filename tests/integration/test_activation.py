@@ -17,6 +17,7 @@ from distributed import Client, LocalCluster, Worker
 from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 
 import dask_gpurt
+from dask_gpurt import preload
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.plugins.scheduler import _switching_of
 from tests.conftest import stock_client
@@ -64,6 +65,12 @@ def cluster(tmp_path):
         yield started
 
 
+@pytest.mark.parametrize("value", [False, None, "no", "Off", 0, " false "])
+def test_words_that_leave_it_off(value):
+    with dask.config.set({"gpurt.enabled": value}):
+        assert not preload._flag_is_set()
+
+
 @pytest.mark.cluster
 class TestFlag:
     def test_environment(self, tmp_path):
@@ -92,6 +99,18 @@ class TestFlag:
         assert "RUNS 0 0 False" in done.stdout, done.stderr
         assert done.stderr.count("gpurt.shuffle.in-flight") == 1
         assert "Traceback" not in done.stderr
+
+    def test_wrong_flag_is_one_line_and_stock_runs(self, tmp_path):
+        done = run_program(PROGRAM.format(before=""), directory=tmp_path, **{ON: "ture"})
+        assert "RUNS 0 0 False" in done.stdout, done.stderr
+        assert done.stderr.count("gpurt.enabled is 'ture'; it may be true or false") == 1
+        assert "Traceback" not in done.stderr
+
+    def test_wrong_flag_refuses_work_if_strict(self, tmp_path):
+        env = {ON: "ture", "DASK_GPURT__STRICT": "true"}
+        done = run_program(PROGRAM.format(before=""), directory=tmp_path, **env)
+        assert "SUM" not in done.stdout
+        assert "StrictFallbackError: gpurt.enabled is 'ture'" in done.stderr
 
     def test_scheduler_s_own_configuration(self, cluster):
         cluster.scheduler(**{ON: "true"})
