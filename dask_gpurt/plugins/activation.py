@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed.protocol.pickle import dumps
@@ -31,6 +32,14 @@ def _scheduler(client: Client) -> Any:
     if client.scheduler is None:
         raise ActivationError("this client is not connected to a scheduler")
     return client.scheduler
+
+
+def _sync(client: Client, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a coroutine function on a client's loop."""
+    # One that is closed is told so here: its loop may be closed too.
+    if not client.asynchronous:
+        _scheduler(client)
+    return client.sync(function, client, *args)
 
 
 async def activate(client: Client, settings: config.Settings) -> None:
@@ -104,7 +113,7 @@ async def on_connect(client: Client) -> None:
 def enable(client: Client) -> Any:
     settings = config.read()
     seams.allow_work(client)
-    return client.sync(activate, client, settings)
+    return _sync(client, activate, settings)
 
 
 async def _disable(client: Client) -> None:
@@ -115,7 +124,7 @@ async def _disable(client: Client) -> None:
 
 
 def disable(client: Client) -> Any:
-    return client.sync(_disable, client)
+    return _sync(client, _disable)
 
 
 async def _knows_us(client: Client) -> bool:
@@ -156,7 +165,7 @@ async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
 
 
 def status(client: Client) -> Any:
-    return client.sync(_status, client)
+    return _sync(client, _status)
 
 
 async def machines(client: Client, probe: bool) -> dict[str, Any]:
@@ -196,4 +205,4 @@ async def _explain(client: Client, key: Any) -> dict[str, Any]:
 
 
 def explain(client: Client, key: Any) -> Any:
-    return client.sync(_explain, client, key)
+    return _sync(client, _explain, key)

@@ -387,13 +387,17 @@ def _leftovers(client):
     }
 
 
-@pytest.mark.parametrize("name", ["enable", "disable", "status", "explain"])
-def test_a_client_that_is_closed_is_told_so(name):
-    arguments = ("key",) if name == "explain" else ()
-    with stock_client(1) as client:
+@pytest.mark.parametrize("owns_loop", [False, True])
+def test_a_client_that_is_closed_is_told_so(owns_loop):
+    """Its loop may have been closed with it, and nothing can be asked there."""
+    with stock_client(1) as connected:
+        client = Client(connected.cluster.scheduler_address) if owns_loop else connected
         client.close()
+        for ask in (dask_gpurt.enable, dask_gpurt.disable, dask_gpurt.status):
+            with pytest.raises(ActivationError, match="not connected to a scheduler"):
+                ask(client)
         with pytest.raises(ActivationError, match="not connected to a scheduler"):
-            getattr(dask_gpurt, name)(client, *arguments)
+            dask_gpurt.explain(client, "key")
 
 
 def test_a_client_that_connects_does_not_ask_every_worker():
