@@ -8,7 +8,6 @@ not slower than left alone either, since the sums of each stage are then all bel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -95,16 +94,8 @@ class Decision:
     slowdown: float = 1.0
 
     def to_plain(self) -> dict[str, Any]:
-        """The same as plain values, for JSON: None for a rate of what took no time to measure."""
-        return asdict(self, dict_factory=_finite)
-
-
-def _finite(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON has no number that is not finite."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in pairs
-    }
+        """The same as plain values."""
+        return asdict(self)
 
 
 def decide(

@@ -6,7 +6,6 @@ anything on there.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import dask_gpurt
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected, silent
 from dask_gpurt.command.findings import Finding, Level, local_findings
+from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.report import advice, device_note, times
 
 _BAD_USAGE = 2
@@ -49,7 +49,7 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
     n_problems = sum(finding.level == "problem" for finding in findings)
     if as_json:
         found = {"problems": n_problems, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(found, indent=2, allow_nan=False))
+        print(to_json(found))
     else:
         print(as_text(findings, n_problems))
     if failure is not None:

@@ -5,10 +5,10 @@ Computed from the table of `devices.architectures`; no GPU is asked.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
+from dask_gpurt.command.json_text import to_json
 from dask_gpurt.devices.architectures import GPUS, Gpu, gpu_named
 from dask_gpurt.devices.occupancy import Launch, Limit, Occupancy, occupancy
 from dask_gpurt.devices.planner import Plan, Refusal, plan
@@ -48,7 +48,7 @@ def show(
     if leave is not None:
         planned = plan(gpu.architecture, launch, leave, pending=True)
     if as_json:
-        print(json.dumps(_as_plain(gpu, launch, found, planned), indent=2, allow_nan=False))
+        print(to_json(_as_plain(gpu, launch, found, planned)))
     else:
         print(_as_text(gpu, launch, found, planned, leave))
     return 0

@@ -6,7 +6,6 @@ here as well.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from dask.utils import format_bytes
 
 import dask_gpurt
+from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.observe import Snapshot
 
 
@@ -37,7 +37,7 @@ def as_dict(snapshot: Snapshot, wall_s: float, exit_code: int, notes: list[str])
 
 def write(report: dict[str, Any], path: Path) -> None:
     """Write the report as JSON."""
-    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(to_json(report) + "\n", encoding="utf-8")
 
 
 def as_text(report: dict[str, Any]) -> str:

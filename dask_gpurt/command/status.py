@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from dask.utils import format_bytes
 
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
+from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.report import device_note, times
 from dask_gpurt.metrics import MEANING
 from dask_gpurt.placement.explanation import REASONS
@@ -42,7 +42,7 @@ def show(
         found = ask(client)
     shown: Any = found.get("placement") if placement else found
     if as_json:
-        print(json.dumps(shown, indent=2, allow_nan=False))
+        print(to_json(shown))
     else:
         print(placement_as_text(shown) if placement else as_text(shown))
     return 0

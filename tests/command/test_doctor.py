@@ -238,16 +238,17 @@ def test_status_of_an_enabled_cluster(
 
 
 @pytest.mark.cluster
-@pytest.mark.cluster
-def test_what_json_has_no_word_for_is_not_printed(
+def test_what_json_has_no_word_for_is_null(
     sides: Sides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dask_gpurt.command.status.ask", lambda client: {"rate": float("inf")})
-    with pytest.raises(ValueError, match="JSON"):
-        show(scheduler_address(sides.enabled), None, as_json=True)
-    assert capsys.readouterr().out == ""
+    found = {"rates": [float("inf"), (1.5, float("nan"))], "n": 1, "on": True, "why": None}
+    monkeypatch.setattr("dask_gpurt.command.status.ask", lambda client: found)
+    show(scheduler_address(sides.enabled), None, as_json=True)
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed == {**found, "rates": [None, [1.5, None]]}
 
 
+@pytest.mark.cluster
 def test_status_tells_of_each_shuffle_and_of_hot_partitions(
     sides: Sides, capsys: pytest.CaptureFixture[str]
 ) -> None:
