@@ -3,23 +3,34 @@
 Dask starts workers with a trim threshold of 64 KiB, which also stops glibc from raising its mmap
 threshold by itself: every temporary above 128 KiB is then mapped, faulted in page by page and
 unmapped again. Hashing a column costs more than twice as much that way. While a run is active the
-thresholds are raised; when the last one ends they are put back and the free pages returned.
+thresholds are raised; when the last one ends the free pages are returned, and the thresholds are
+those of the environment again. Where that says nothing, glibc raised them by itself, which it never
+does again once anybody set one: then they stay where it would have raised them to in the end.
 
 Only glibc has these knobs; elsewhere nothing happens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 #: Largest value that glibc accepts on 64-bit machines.
 _LARGEST_MMAP_THRESHOLD = 32 << 20
+#: Where both thresholds stay if the environment sets anything that stops glibc from raising them.
 _DEFAULT_THRESHOLD = 128 << 10
+#: The environment's names and glibc's own of what stops it.
+_SETTINGS = {
+    "MALLOC_TRIM_THRESHOLD_": "glibc.malloc.trim_threshold",
+    "MALLOC_MMAP_THRESHOLD_": "glibc.malloc.mmap_threshold",
+    "MALLOC_TOP_PAD_": "glibc.malloc.top_pad",
+    "MALLOC_MMAP_MAX_": "glibc.malloc.mmap_max",
+}
 #: `mallopt` takes a C int, the environment a size.
 _LARGEST_INT = 2**31 - 1
 
@@ -50,22 +61,29 @@ class PageKeeper:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._mallopt is not None:
-                self._mallopt(
-                    _M_TRIM_THRESHOLD,
-                    _environment("MALLOC_TRIM_THRESHOLD_", _DEFAULT_THRESHOLD),
-                )
-                self._mallopt(
-                    _M_MMAP_THRESHOLD,
-                    _environment("MALLOC_MMAP_THRESHOLD_", _DEFAULT_THRESHOLD),
-                )
+                trim_nbytes, mmap_nbytes = _thresholds(os.environ)
+                self._mallopt(_M_TRIM_THRESHOLD, trim_nbytes)
+                self._mallopt(_M_MMAP_THRESHOLD, mmap_nbytes)
                 trim()
 
 
-def _environment(name: str, default: int) -> int:
-    try:
-        return min(int(os.environ[name]), _LARGEST_INT)
-    except (KeyError, ValueError):
-        return default
+def _thresholds(environment: Mapping[str, str]) -> tuple[int, int]:
+    """For trimming and for mapping, as they are without a run."""
+    tunables = dict(
+        one.split("=", 1) for one in environment.get("GLIBC_TUNABLES", "").split(":") if "=" in one
+    )
+    found = {}
+    for name, tunable in _SETTINGS.items():
+        with contextlib.suppress(KeyError, ValueError):
+            found[name] = min(int(tunables.get(tunable) or environment[name]), _LARGEST_INT)
+    trim_nbytes, mmap_nbytes = _DEFAULT_THRESHOLD, _DEFAULT_THRESHOLD
+    if not found:
+        # glibc trims at twice the largest block that it ever mapped and freed.
+        trim_nbytes, mmap_nbytes = 2 * _LARGEST_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD
+    return (
+        found.get("MALLOC_TRIM_THRESHOLD_", trim_nbytes),
+        found.get("MALLOC_MMAP_THRESHOLD_", mmap_nbytes),
+    )
 
 
 def _glibc_mallopt() -> Callable[[int, int], int] | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +15,7 @@ from dask_gpurt.devices.malloc import PageKeeper
 TRIM, MMAP = -1, -3  # as in malloc.h
 MIB = 1 << 20
 
+ALL_THAT_COUNTS = [*malloc._SETTINGS, "GLIBC_TUNABLES"]
 RAISED = [(MMAP, 32 * MIB), (TRIM, 100 * MIB)]
 
 
@@ -32,8 +36,8 @@ class FakeMallopt:
 @pytest.fixture
 def mallopt(monkeypatch):
     """In an environment that sets no thresholds, and with trims among the calls."""
-    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    for name in ALL_THAT_COUNTS:
+        monkeypatch.delenv(name, raising=False)
     mallopt = FakeMallopt()
     monkeypatch.setattr(malloc, "trim", lambda: mallopt.calls.append("trim"))
     return mallopt
@@ -49,24 +53,43 @@ def test_the_first_user_raises_both_thresholds(mallopt):
     assert sorted(mallopt.taken()) == sorted(RAISED)
 
 
-def test_the_last_user_puts_the_defaults_back_and_then_trims(mallopt):
+def test_the_last_user_leaves_what_glibc_would_have_and_then_trims(mallopt):
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
     mallopt.taken()
     keeper.release()
     *thresholds, last = mallopt.taken()
-    assert sorted(thresholds) == [(MMAP, 128 << 10), (TRIM, 128 << 10)]
+    assert sorted(thresholds) == [(MMAP, 32 * MIB), (TRIM, 64 * MIB)]
     assert last == "trim"
 
 
-def test_the_environments_thresholds_are_put_back(mallopt, monkeypatch):
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")
+@pytest.mark.parametrize(
+    "environment, trim, mmap",
+    [
+        ({"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "262144"}, 65536, 262144),
+        ({"MALLOC_TRIM_THRESHOLD_": "65536"}, 65536, 128 << 10),
+        ({"MALLOC_MMAP_THRESHOLD_": "262144"}, 128 << 10, 262144),
+        ({"MALLOC_TOP_PAD_": "4096"}, 128 << 10, 128 << 10),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=9"}, 128 << 10, 128 << 10),
+        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}, 64 * MIB, 32 * MIB),
+        (
+            {
+                "GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=4096",
+                "MALLOC_TRIM_THRESHOLD_": "65536",
+            },
+            4096,
+            128 << 10,
+        ),
+    ],
+)
+def test_what_the_environment_says_is_put_back(mallopt, monkeypatch, environment, trim, mmap):
+    for name, said in environment.items():
+        monkeypatch.setenv(name, said)
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
     assert sorted(mallopt.taken()) == sorted(RAISED)
     keeper.release()
-    assert sorted(mallopt.taken()[:-1]) == [(MMAP, 262144), (TRIM, 65536)]
+    assert sorted(mallopt.taken()[:-1]) == [(MMAP, mmap), (TRIM, trim)]
 
 
 def test_only_the_first_and_the_last_of_several_users_are_told(mallopt):
@@ -98,7 +121,7 @@ def test_an_environment_that_makes_no_sense_counts_as_none(mallopt, monkeypatch,
     keeper.acquire()
     mallopt.taken()
     keeper.release()
-    assert (TRIM, 128 << 10) in mallopt.taken()
+    assert (TRIM, 64 * MIB) in mallopt.taken()
 
 
 def test_values_fit_into_a_c_int(mallopt):
@@ -169,6 +192,38 @@ def test_glibc_is_found_by_itself(monkeypatch):
     assert sorted(calls) == sorted(RAISED)
     keeper.release()
     assert calls[-1] == ("malloc_trim", 0)
+
+
+FAULTS = """
+import resource
+from dask_gpurt.devices.malloc import PageKeeper
+
+
+def faults():
+    for _ in range(3):
+        bytearray(8 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        bytearray(b"1") * (8 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+before = faults()
+keeper = PageKeeper(100 << 20)
+keeper.acquire()
+keeper.release()
+print(before, faults())
+"""
+
+
+def test_memory_is_used_again_after_the_last_user_as_before_the_first():
+    """Mapped afresh, 20 times 8 MiB are more than 40000 faults."""
+    environment = {key: on for key, on in os.environ.items() if key not in ALL_THAT_COUNTS}
+    ran = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, check=True, env=environment
+    )
+    before, after = map(int, ran.stdout.split())
+    assert after < before + 10_000
 
 
 def test_the_real_allocator_goes_on_working():
