@@ -92,6 +92,8 @@ class WorkerState:
         self._choosers: dict[Mode, Chooser] = {}
         self._lanes: ShuffleLanes | None = None
         self._cooling: asyncio.TimerHandle | None = None
+        #: Closes links that runs made after the runtime was taken off.
+        self._unlinking: asyncio.Task[None] | None = None
         #: The runtime is on here. Off, nothing is kept for a next run.
         self.is_attached = True
         #: What an output task read, by its key, until its result is safe.
@@ -172,6 +174,8 @@ class WorkerState:
                 self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
             else:
                 self.cool_down()
+                # Nobody else does: those that there were before are closed already.
+                self._unlinking = asyncio.create_task(self.links.close())
 
     def detach(self) -> None:
         """The runtime is taken off: keep nothing for runs that will not come. On the loop."""
@@ -213,8 +217,11 @@ class WorkerState:
             "efficiency": found.efficiency,
         }
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """The worker is closed. Dask calls this of what extends it."""
+        if self._unlinking is not None:
+            await self._unlinking
+        await self.links.close()
         self.links.end()
 
     def report(self) -> dict[str, Any]:

@@ -17,7 +17,10 @@ import dask_gpurt
 from dask_gpurt.plugins import links
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.transport import shared
+from tests.conftest import stock_client
+from tests.failure.gates import Gate, before, from_call, pass_gate
 from tests.integration.comparing import collection, partitions, runs
+from tests.integration.test_memory import until
 
 ROWS = 40_000  # shards that are large enough to be handed over in shared memory
 
@@ -110,6 +113,55 @@ def test_peers_out_of_view_take_ucx(ucx, client, monkeypatch):
     names, reasons = paths(client)
     assert names == {"ucx"}
     assert all("not in view" in reason["shared"] for reason in reasons)
+
+
+@pytest.fixture
+def engines(ucx, monkeypatch):
+    """All that were ever started in this process."""
+    started = []
+    start = links.UcxEngine.start
+
+    async def start_and_note(*args):
+        started.append(await start(*args))
+        return started[-1]
+
+    monkeypatch.setattr(links.UcxEngine, "start", start_and_note)
+    return started
+
+
+def are_closed(engines):
+    return all(engine.report()["is_closed"] for engine in engines)
+
+
+def test_the_last_run_after_disable_leaves_no_ucx(engines, client):
+    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
+        dask_gpurt.enable(client)
+    with Gate() as gate, dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        for worker in client.cluster.workers.values():
+            before(worker, "transfer", from_call(2, lambda: pass_gate(gate.path)))
+        parts = client.compute(inputs().shuffle("key", npartitions=4).to_delayed())
+        gate.wait_for()
+        n_before = len(engines)
+        dask_gpurt.disable(client)
+        gate.open()
+        assert_right(client.gather(parts))
+    del parts
+    assert len(engines) > n_before
+    until(lambda: are_closed(engines))
+
+
+def test_a_worker_that_closes_leaves_no_ucx(engines):
+    """Also of a shuffle that the runtime was taken off from, and that did not end before."""
+    with stock_client(1) as client:
+        dask_gpurt.enable(client)
+
+        async def link(dask_worker):
+            await state_of(dask_worker).links._ucx()
+
+        dask_gpurt.disable(client)
+        client.run(link)
+        assert not are_closed(engines)
+    assert are_closed(engines)
 
 
 def test_ucx_without_ucxx_is_an_error_that_says_so(client, monkeypatch):
