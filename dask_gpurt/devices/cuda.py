@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from dask_gpurt.devices.cuda_driver import Driver
-from dask_gpurt.devices.cuda_ledger import DeviceTimes
+from dask_gpurt.devices.cuda_ledger import DeviceTimes, taken_done
 from dask_gpurt.devices.ledger import Ledger
 from dask_gpurt.devices.ordering import HazardError
 from dask_gpurt.devices.pool import Buffer as Bytes
@@ -38,6 +38,9 @@ from dask_gpurt.devices.spans import (
     require_same_length,
     require_writable,
 )
+
+#: So much may wait for its end before all of it is looked at: each look costs up to a microsecond.
+_FEW_WAITING = 64
 
 
 class CudaEvent:
@@ -171,7 +174,9 @@ class CudaStream:
         return times.timed(self.handle, self.name, engine.value, nbytes)
 
     def _takes_work(self, nbytes: int = 1) -> bool:
-        self.device._require_open()
+        with self.device._lock:
+            self.device._require_open()
+            self.device._tidy_briefly()
         return self.error is None and nbytes > 0
 
 
@@ -186,8 +191,8 @@ class CudaDevice:
         Most that can be allocated here at a time. Others of the process allocate as well, so it is
         less than the device has.
     ledger
-        Where to enter what was done, as soon as the next call to the device finds it done. It costs
-        two events for each piece of work.
+        Where to enter what was done, with the next call to the device. What was done before older
+        work on another stream may be entered some calls later. It costs two events for each piece.
 
     Attributes
     ----------
@@ -212,9 +217,11 @@ class CudaDevice:
         #: memory to others while work on it is queued.
         self._allocations: set[_Allocation] = set()
         #: Memory whose freeing is queued, oldest first, and when that is done.
-        self._freeing: list[tuple[_Allocation, Any]] = []
+        self._freeing: deque[tuple[_Allocation, Any]] = deque()
         #: Host memory that copies use, and when they are done.
-        self._held: list[tuple[list[Bytes], Any]] = []
+        self._held: deque[tuple[list[Bytes], Any]] = deque()
+        #: All that waits is looked at when there is so much of it.
+        self._most_waiting = _FEW_WAITING
         self._on_full: OnFull | None = None
         # A deque: arrays die wherever the garbage collector runs, so nothing that happens then may
         # take the lock.
@@ -283,6 +290,7 @@ class CudaDevice:
             if buffer.allocation.is_freed:
                 raise HazardError("memory is freed that was freed before")
             self._queue_free(buffer.allocation, mine)
+            self._tidy_briefly()
 
     def _queue_free(self, allocation: _Allocation, stream: CudaStream) -> None:
         # Let go of by the host after the event, instead of in stream order: pools know the stream
@@ -298,25 +306,37 @@ class CudaDevice:
         """
         self._dead.append((buffer, stream, list(events)))
 
-    def _tidy(self) -> None:
-        """Let go of what is not used any more. The lock is held."""
+    def _tidy(self, is_brief: bool = False) -> None:
+        """Let go of what is not used any more, as `taken_done` finds it. The lock is held."""
         while self._dead and not self._is_closed:
             buffer, stream, events = self._dead.popleft()
             for event in events:
                 self.driver.make_wait(stream.handle, event.handle)
             if not buffer.allocation.is_freed:
                 self._queue_free(buffer.allocation, stream)
-        still = []
-        for allocation, event in self._freeing:
-            if self.driver.is_done(event):
-                allocation.memory = None
-                self._used_nbytes -= allocation.nbytes
-            else:
-                still.append((allocation, event))
-        self._freeing = still
-        self._held = [held for held in self._held if not self.driver.is_done(held[1])]
+        for allocation in taken_done(self.driver, self._freeing, is_brief):
+            allocation.memory = None
+            self._used_nbytes -= allocation.nbytes
+        for held in taken_done(self.driver, self._held, is_brief):
+            held.clear()
         if self.times is not None:
-            self.times.collect()
+            self.times.collect(is_brief)
+
+    def _tidy_briefly(self) -> None:
+        """For calls that are to cost little. The lock is held.
+
+        All that waits is looked at only where there is twice as much as the last time left: behind
+        one stream that does not get on, work that others have done must not pile up.
+        """
+        if self._n_waiting() < self._most_waiting:
+            self._tidy(is_brief=True)
+        else:
+            self._tidy()
+            self._most_waiting = max(_FEW_WAITING, 2 * self._n_waiting())
+
+    def _n_waiting(self) -> int:
+        n_timed = len(self.times) if self.times is not None else 0
+        return len(self._freeing) + len(self._held) + n_timed
 
     # ------------------------------------------------------------------ work
 
@@ -349,7 +369,7 @@ class CudaDevice:
             if stream.held:
                 self._held.append((stream.held, event.handle))
                 stream.held = []
-                self._tidy()
+            self._tidy_briefly()
             return event
 
     def _make_wait(self, stream: CudaStream, event: Event) -> None:
@@ -359,6 +379,7 @@ class CudaDevice:
             self._require_open()
             self.driver.make_wait(stream.handle, event.handle)
             stream.error = stream.error or event.error
+            self._tidy_briefly()
 
     def _hold(self, stream: CudaStream, data: Bytes) -> None:
         """CUDA does not keep host memory alive, and nobody has to who only queues a copy.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dask_gpurt.devices.cuda_driver import Driver
 from dask_gpurt.devices.ledger import Entry, Ledger
@@ -21,6 +21,8 @@ from dask_gpurt.devices.ledger import Entry, Ledger
 #: for a few microseconds, after hours for nothing.
 _FAR_S = 60.0
 
+T = TypeVar("T")
+
 
 class _Piece(NamedTuple):
     lane: str
@@ -28,6 +30,25 @@ class _Piece(NamedTuple):
     nbytes: int
     began: Any
     ended: Any
+
+
+def taken_done(driver: Driver, waiting: deque[tuple[T, Any]], is_brief: bool) -> Iterator[T]:
+    """What waits for an event that is done, oldest first, and no longer does.
+
+    Parameters
+    ----------
+    waiting
+        With their events. Others may append meanwhile, none may take.
+    is_brief
+        Look no further than the oldest that is not done.
+    """
+    for _ in range(len(waiting)):
+        if driver.is_done(waiting[0][1]):
+            yield waiting.popleft()[0]
+        elif is_brief:
+            return
+        else:
+            waiting.rotate(-1)
 
 
 class DeviceTimes:
@@ -47,7 +68,11 @@ class DeviceTimes:
         #: By the ledger's clock.
         self._zero_s = ledger.clock()
         # A deque: streams are used by many threads.
-        self._pieces: deque[_Piece] = deque()
+        self._pieces: deque[tuple[_Piece, Any]] = deque()
+
+    def __len__(self) -> int:
+        """Pieces that are not entered yet."""
+        return len(self._pieces)
 
     @contextlib.contextmanager
     def timed(self, stream: Any, lane: str, path: str, nbytes: int = 0) -> Iterator[None]:
@@ -55,15 +80,11 @@ class DeviceTimes:
         began = self._driver.record(stream, timed=True)
         yield
         ended = self._driver.record(stream, timed=True)
-        self._pieces.append(_Piece(lane, path, nbytes, began, ended))
+        self._pieces.append((_Piece(lane, path, nbytes, began, ended), ended))
 
-    def collect(self) -> None:
-        """Enter what is done by now; by one thread at a time."""
-        for _ in range(len(self._pieces)):
-            piece = self._pieces.popleft()
-            if not self._driver.is_done(piece.ended):
-                self._pieces.append(piece)
-                continue
+    def collect(self, is_brief: bool = False) -> None:
+        """Enter what is done by now, as `taken_done` finds it; by one thread at a time."""
+        for piece in taken_done(self._driver, self._pieces, is_brief):
             since_s = self._driver.seconds_between(self._zero, piece.began)
             start_s = self._zero_s + since_s
             took_s = self._driver.seconds_between(piece.began, piece.ended)

@@ -198,7 +198,84 @@ def test_and_no_longer(device, stream):
     stream.to_device(buffer, noise(10))
     stream.synchronize()
     assert device.used_nbytes == 10
-    assert (stream.held, device._held) == ([], [])
+    assert not stream.held
+    assert not device._held
+
+
+CALLS = {
+    "launch": lambda stream, buffer: stream.launch(double, writes=[buffer]),
+    "copy": lambda stream, buffer: stream.on_device(buffer.part(0, 5), buffer.part(5, 5)),
+    "record": lambda stream, buffer: stream.record(),
+    "wait": lambda stream, buffer: stream.wait(stream.record()),
+    "free": lambda stream, buffer: buffer.free(stream),
+    "allocate": lambda stream, buffer: stream.device.allocate(10, stream),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_whatever_is_called_next_lets_go_of_what_is_over(call):
+    device, ledger = timed()
+    stream = device.stream("only")
+    buffer = device.allocate(10, stream)
+    values = noise(10)
+    alive = weakref.ref(values)
+    stream.to_device(buffer, values)
+    array = DeviceArray.from_host(noise(10, 1), device, stream)
+    freed = weakref.ref(array.buffer.allocation)
+    stream.synchronize()
+    del values, array
+    gc.collect()
+    assert alive() is not None
+    assert device._dead
+    call(stream, buffer)
+    assert alive() is None
+    assert not device._dead
+    assert [entry.nbytes for entry in ledger.entries()] == [10, 10]
+    # To free it, its stream has to get there first.
+    stream.synchronize()
+    stream.record()
+    assert freed() is None
+    device.close()
+
+
+def test_what_is_done_does_not_pile_up_behind_what_is_not(monkeypatch):
+    device, ledger = timed()
+    slow, fast = device.stream("slow"), device.stream("fast")
+    buffers = [device.allocate(10, stream) for stream in (slow, fast)]
+    queued = []
+    record = device.driver.record
+
+    def noted(stream, timed=False):
+        event = record(stream, timed)
+        if stream is slow.handle:
+            queued.append(event)
+        return event
+
+    monkeypatch.setattr(device.driver, "record", noted)
+    monkeypatch.setattr(
+        device.driver, "is_done", lambda event: event not in queued and event.is_done()
+    )
+    slow.launch(double, writes=[buffers[0]])
+    for _ in range(1000):
+        fast.launch(double, writes=[buffers[1]])
+        fast.synchronize()
+    entries = ledger.entries()
+    assert {entry.lane for entry in entries} == {"fast"}
+    assert len(entries) > 900
+    device.close()
+
+
+def test_many_that_wait_are_not_looked_at_one_by_one(device, stream, monkeypatch):
+    """A launch must not take the longer the more is queued before it."""
+    buffer = device.allocate(10, stream)
+    for _ in range(1000):
+        stream.to_device(buffer, noise(10))
+        stream.record()
+    asked = []
+    monkeypatch.setattr(device.driver, "is_done", lambda event: bool(asked.append(event)))
+    for _ in range(100):
+        stream.launch(double, writes=[buffer])
+    assert len(asked) == 100
 
 
 def test_an_event_of_another_thread_does_not_let_go_of_it(device, stream, monkeypatch):
