@@ -226,7 +226,7 @@ class Links:
         if requires_encryption(self._worker):
             raise RefusedError("the cluster's connections are encrypted, and UCX's are not")
         if self._engine is None or (self._engine.done() and self._engine.exception()):
-            self._engine = asyncio.create_task(UcxEngine.start(_ip_of(self._worker)))
+            self._engine = asyncio.create_task(_engine_of(self._worker))
         try:
             return await asyncio.shield(self._engine)
         except TransportError as error:
@@ -402,9 +402,31 @@ def came_inside(payload: Any) -> bool:
     return not isinstance(payload, Mapping)
 
 
-def _ip_of(worker: Worker) -> str:
-    """Address that peers reach this worker at; workers inside one process need none."""
+async def _engine_of(worker: Worker) -> UcxEngine:
+    return await UcxEngine.start(await _ip_of(worker))
+
+
+async def _ip_of(worker: Worker) -> str:
+    """Address that peers reach this worker at; workers inside one process need none.
+
+    Raises
+    ------
+    RefusedError
+        It is known by a name that has no address here.
+    """
+    name = worker.ip
     try:
-        return str(ipaddress.ip_address(worker.ip))
+        return str(ipaddress.ip_address(name))
     except ValueError:
-        return "127.0.0.1"
+        if worker.address.startswith("inproc://"):
+            return "127.0.0.1"
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(name, None)
+    except (OSError, UnicodeError) as error:
+        raise RefusedError(
+            f"UCX needs an IP address, and {name!r} has none at {worker.address}: {error}"
+        ) from error
+    addresses = [str(where[0]) for *_, where in found]
+    # On many systems a host knows its own name as one of its loopback's, where no peer reaches it.
+    reached = (one for one in addresses if not ipaddress.ip_address(one).is_loopback)
+    return next(reached, addresses[0])

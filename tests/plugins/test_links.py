@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.pages import SharedPages
 from dask_gpurt.devices.pool import HostPool
-from dask_gpurt.errors import ProtocolError
+from dask_gpurt.errors import ConfigError, ProtocolError
 from dask_gpurt.plugins.links import LEAST_BESIDE_NBYTES, Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
@@ -29,13 +30,13 @@ async def compose(path):
     return Message(b"", [])
 
 
-def with_links(test):
-    """Run a coroutine function with links of a worker on its loop."""
+def with_links(test, **more):
+    """Run a coroutine function with links of a worker, with more attributes, on its loop."""
 
     async def main():
         loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
         rpc = SimpleNamespace(available={}, occupied={})
-        links = Links(SimpleNamespace(loop=loop, rpc=rpc), 0)
+        links = Links(SimpleNamespace(loop=loop, rpc=rpc, **more), 0)
         if links._lender is None:
             pytest.skip("no files in memory here, and so nothing is asked of a peer")
         try:
@@ -211,3 +212,111 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
         with_links(test)
     finally:
         may_go_on.set()
+
+
+# ------------------------------------------------------------------ where peers reach our engine
+
+NAMED = {"address": "tcp://worker-3:4567", "ip": "worker-3"}
+OPEN = SimpleNamespace(require_encryption=False)
+
+
+class Engine:
+    """Of the address that it was started with."""
+
+    takes_device_memory = False
+
+    def __init__(self, host):
+        self.descriptor = {"host": host}
+
+    @classmethod
+    async def start(cls, host):
+        return cls(host)
+
+    async def close(self, deadline_s):
+        pass
+
+
+def resolving(monkeypatch, *addresses, error=None):
+    """Answers of a resolver; returns the names it was asked for, and in which threads."""
+    asked = []
+
+    def getaddrinfo(name, *args, **kwargs):
+        asked.append((name, threading.current_thread()))
+        if error is not None:
+            raise error
+        return [(None, None, None, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("dask_gpurt.plugins.links.UcxEngine", Engine)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "addresses, host",
+    [
+        (["10.0.0.3", "10.0.0.4"], "10.0.0.3"),
+        (["127.0.1.1", "fd00::3"], "fd00::3"),
+        (["127.0.1.1"], "127.0.1.1"),
+    ],
+)
+def test_a_worker_that_is_known_by_a_name_is_reached_at_its_address(monkeypatch, addresses, host):
+    asked = resolving(monkeypatch, *addresses)
+
+    async def test(links):
+        answer = await links.accept({"ucx": {}})
+        assert answer["ours"]["host"] == host
+        ((name, thread),) = asked
+        assert name == "worker-3"
+        assert thread is not threading.current_thread(), "the loop waits for a resolver"
+
+    with_links(test, security=OPEN, **NAMED)
+
+
+@pytest.mark.parametrize(
+    "address, ip, host",
+    [
+        ("tcp://10.0.0.3:4567", "10.0.0.3", "10.0.0.3"),
+        ("tcp://[fd00::3]:4567", "fd00::3", "fd00::3"),
+        ("inproc://somewhere/1/2", "somewhere", "127.0.0.1"),
+    ],
+)
+def test_others_need_no_resolver(monkeypatch, address, ip, host):
+    asked = resolving(monkeypatch, error=AssertionError("not to be asked"))
+
+    async def test(links):
+        assert (await links.accept({"ucx": {}}))["ours"]["host"] == host
+        assert asked == []
+
+    with_links(test, security=OPEN, address=address, ip=ip)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        UnicodeError("label empty or too long"),
+    ],
+)
+def test_a_name_that_has_no_address_is_a_reason_to_go_another_way(monkeypatch, error):
+    resolving(monkeypatch, error=error)
+
+    async def test(links):
+        refused = (await links.accept({"ucx": {}}))["why_not"]
+        assert "'worker-3' has none" in refused
+        assert str(error) in refused
+
+        async def call(data):
+            if "offers" in data:
+                return {"ours": None, "why_not": "out of view"}
+            return {"status": "OK"}
+
+        await links.deliver("peer", "auto", compose, call)
+        (path,) = links.report().values()
+        assert (path["path"], path["why_not"]["ucx"]) == ("comm", refused)
+        with pytest.raises(ConfigError, match="'worker-3' has none"):
+            await links.deliver("peer", "ucx", compose, call)
+        # It may have one later.
+        resolving(monkeypatch, "10.0.0.3")
+        assert (await links.accept({"ucx": {}}))["ours"]["host"] == "10.0.0.3"
+
+    with_links(test, security=OPEN, **NAMED)
