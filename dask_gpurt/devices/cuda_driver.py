@@ -78,6 +78,9 @@ class Driver(Protocol):
         It must live until nothing is queued on it.
         """
 
+    def is_elsewhere(self, memory: Any) -> bool:
+        """Whether somebody else's memory is known to be of another device."""
+
     def copy_in(self, stream: Any, memory: Any, start: int, source: Bytes) -> None:
         """Queue a copy. Host memory that is pinned has to live until it is done."""
 
@@ -189,6 +192,12 @@ class CupyDriver:
     def borrow(self, memory: Any) -> Any:
         address, _ = memory.__cuda_array_interface__["data"]
         return _Borrowed(address)
+
+    def is_elsewhere(self, memory: Any) -> bool:
+        address, _ = memory.__cuda_array_interface__["data"]
+        # Below 0 where CUDA knows of no device, as of memory of the system.
+        number: int = self._runtime.pointerGetAttributes(address).device
+        return number >= 0 and number != self.number
 
     def copy_in(self, stream: Any, memory: Any, start: int, source: Bytes) -> None:
         self._copy(memory.ptr + start, source.ctypes.data, source.nbytes, "HostToDevice", stream)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.cuda_driver import Driver
 from dask_gpurt.devices.port import Device, Priority
+from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.frames.values import Flat, flatten, restore
 from dask_gpurt.memory.port import Packing
 
@@ -83,8 +84,17 @@ class LibraryCopies:
         return self.driver.computing(self.driver.default_stream)
 
     def to_host(self, pieces: Iterable[Any]) -> list[npt.NDArray[np.uint8]]:
-        """Copies of memory of any library."""
+        """Copies of memory of any library.
+
+        Raises
+        ------
+        ValueRefusedError
+            It is another device's, whose default stream nothing here waits for.
+        """
         driver, stream = self.driver, self._out
+        pieces = list(pieces)
+        if any(piece.nbytes and driver.is_elsewhere(piece) for piece in pieces):
+            raise ValueRefusedError("it is on another GPU")
         driver.make_wait(stream, driver.record(driver.default_stream))
         copies = []
         for piece in pieces:

@@ -33,6 +33,8 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 #: The one kind of value that Dask is not asked about: its way with CuPy's arrays needs Numba, which
 #: CuPy does not bring.
 _CUPY = "cupy.ndarray"
+#: The GPU that is used, as CUDA counts those that the process sees.
+_NUMBER = 0
 #: `CUDA_VISIBLE_DEVICES` of a process that is to see none.
 _NO_GPU = ("", "-1", "nodevfiles", "none", "void")
 
@@ -170,7 +172,7 @@ def open_driver() -> Driver:
     RuntimeError
         There is none.
     """
-    return CupyDriver()
+    return CupyDriver(_NUMBER)
 
 
 def is_on_device(value: Any) -> bool:
@@ -188,9 +190,12 @@ def take_apart(value: Any) -> tuple[Any, Sequence[Any]]:
     Raises
     ------
     ValueRefusedError
-        Its library moves it by itself.
+        Its library moves it by itself, or it is on another GPU.
     """
     if _name_of(value) == _CUPY:
+        if value.device.id != _NUMBER:
+            # One with gaps would be copied from there first.
+            raise ValueRefusedError("it is on another GPU")
         from dask_gpurt.frames import cupy_
 
         header, memory = cupy_.take_apart(value)

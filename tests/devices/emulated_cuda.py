@@ -130,6 +130,9 @@ class EmulatedCuda:
     def borrow(self, memory):
         return memory.memory
 
+    def is_elsewhere(self, memory):
+        return memory.memory.driver is not self
+
     def copy_in(self, stream, memory, start, source):
         assert source.nbytes
         alive = weakref.ref(source)

@@ -32,6 +32,7 @@ class Runtime:
         self.current = 0
         self.n_devices = 2
         self.copies = []
+        self.device_of = {}
 
     def getDeviceCount(self):
         if self.n_devices == 0:
@@ -40,6 +41,9 @@ class Runtime:
 
     def getDeviceProperties(self, device):
         return {"name": b"Stand-in", "totalGlobalMem": 1 << 30}
+
+    def pointerGetAttributes(self, ptr):
+        return types.SimpleNamespace(device=self.device_of[ptr])
 
     def memcpyAsync(self, dst, src, size, kind, stream):
         self.copies.append((size, kind, stream))
@@ -255,6 +259,15 @@ def test_memory_of_other_libraries_is_copied(cupy):
     np.testing.assert_array_equal(out, theirs.array[20:50])
 
 
+@pytest.mark.parametrize("number, is_elsewhere", [(0, True), (1, False), (-2, False)])
+def test_memory_of_another_device_is_told(cupy, number, is_elsewhere):
+    """CUDA knows of no device of what the system allocated: that is for all of them."""
+    driver = CupyDriver(1)
+    driver._runtime.device_of[4096] = number
+    memory = types.SimpleNamespace(__cuda_array_interface__={"data": (4096, False)})
+    assert driver.is_elsewhere(memory) == is_elsewhere
+
+
 def test_facts_of_the_device(cupy):
     driver = CupyDriver(1)
     assert (driver.name, driver.total_nbytes, driver.number) == ("Stand-in", 1 << 30, 1)
@@ -283,6 +296,7 @@ SIGNATURES = {
     "runtime.memcpyAsync": "dst, src, size, kind, stream",
     "runtime.getDeviceProperties": "device",
     "runtime.getDeviceCount": "",
+    "runtime.pointerGetAttributes": "ptr",
     "Stream.__init__": "self, null, non_blocking, ptds, priority",
     "Stream.record": "self, event",
     "Stream.wait_event": "self, event",

@@ -166,6 +166,18 @@ def test_what_a_library_keeps_to_itself_stays_without_a_word(setup, caplog):
     assert not caplog.messages
 
 
+def test_a_value_of_another_gpu_stays_there_without_a_word(setup, caplog):
+    """It may still be computed, on a stream that no copy of this one waits for."""
+    other = Gpu(1000)
+    setup.store[0] = value = other.full(5, 200)
+    assert not setup.store.make_room(DEVICE, 200)
+    assert setup.store.explain(0)["refused_by"] == ["pinned", "disk"]
+    assert setup.store[0] is value
+    np.testing.assert_array_equal(value.to_host(), np.full(200, 5, np.uint8))
+    assert not caplog.messages
+    other.host.close()
+
+
 # ------------------------------------------------------------------ allocations
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 from distributed.protocol import cuda
 
+from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.plugins.memory_seams import is_on_device
-from dask_gpurt.plugins.store_device import Facts, local_facts, why_none
+from dask_gpurt.plugins.store_device import Facts, local_facts, take_apart, why_none
 from tests.memory.emulated_gpu import Gpu
 
 
@@ -76,6 +79,18 @@ def test_a_library_that_cannot_be_imported_has_no_values():
         raise ImportError("libcuda.so.1")
 
     assert not is_on_device(lost())
+
+
+@pytest.mark.parametrize("number, is_refused", [(0, False), (1, True)])
+def test_arrays_of_cupys_on_another_gpu_are_refused(monkeypatch, number, is_refused):
+    taken = []
+    frames = SimpleNamespace(take_apart=lambda value: (taken.append(value), "memory"))
+    monkeypatch.setitem(sys.modules, "dask_gpurt.frames.cupy_", frames)
+    monkeypatch.setattr("dask_gpurt.frames.cupy_", frames, raising=False)
+    array = type("ndarray", (), {"__module__": "cupy", "device": SimpleNamespace(id=number)})()
+    with pytest.raises(ValueRefusedError) if is_refused else nullcontext():
+        take_apart(array)
+    assert taken == ([] if is_refused else [array])
 
 
 def test_dask_takes_a_value_apart_and_puts_it_together():
