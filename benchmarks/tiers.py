@@ -2,9 +2,11 @@
 
 Every run of a case is a process of its own with a cluster of its own, as memory that a process
 once had tends to stay with it, and so that a run which hangs can be ended. Stock and enabled take
-turns. A run that does not finish, or fails, is a result too: stock Dask loses workers on some of
-these. Reads are often served from the page cache, so bytes say more than seconds on a machine that
-has much more memory than the workers may use.
+turns, with a rest before each: what a run has freed, a virtual machine may hand back to its host
+for a minute, and every two seconds nobody has a core for up to 0.3 s then. A run that does not
+finish, or fails, is a result too: stock Dask loses workers on some of these. Reads are often served
+from the page cache, so bytes say more than seconds on a machine that has much more memory than the
+workers may use.
 """
 
 from __future__ import annotations
@@ -195,6 +197,7 @@ def run_here(case: Case, enabled: bool, scale: float, deadline_s: float) -> dict
 def run_apart(case: Case, side: str, options: argparse.Namespace) -> dict[str, Any]:
     """One run in a process of its own, ended with all of its workers if it hangs."""
     os.sync()
+    time.sleep(options.rest)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "report.json")
         command = [sys.executable, "-m", "benchmarks.tiers", "--child", side, path]
@@ -293,6 +296,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.set_defaults(repeats=3)
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds a run may take")
+    parser.add_argument("--rest", type=float, default=60.0, help="seconds before each run")
     parser.add_argument("--child", nargs=2, metavar=("SIDE", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = [case for case in CASES if not options.only or options.only in case.name]
