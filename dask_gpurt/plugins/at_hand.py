@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from distributed.collections import HeapSet
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
 LITTLE_SHARE = 0.1
 #: Inputs of less are read at once; their order is not worth a look.
 LEAST_NBYTES = 1 << 20
-#: With nothing at hand, the queue is not looked through again for so many tasks.
+#: Tasks of the queue that are looked at, a few microseconds each.
+MAX_LOOKED_AT = 2_000
+#: With nothing at hand, the queue is not looked through again for so many tasks; more, if it took
+#: long.
 TASKS_BETWEEN = 8
+LOOKED_AT_PER_TASK = 64
 #: A priority begins with what the tasks of a graph have in common: what its user said, and when it
 #: was submitted. Then comes the number of the task in the graph, and that of its message.
 _OF_GRAPH = 2
@@ -73,7 +78,8 @@ class AtHand:
         #: Tasks of one name and graph whose inputs were at hand when the queue was looked through.
         self._found: deque[Any] = deque()
         self._of: Any = None
-        self._looked = -TASKS_BETWEEN
+        #: Tasks that had begun when the next look through the queue is due.
+        self._next_look = 0
         #: Keys of tasks that left the queue and have not begun. When they do, their inputs are
         #: claimed; until then nothing else says that these are needed, and at once.
         self.leaving: set[Hashable] = set()
@@ -120,12 +126,12 @@ class AtHand:
             return None
         kind = _kind(first)
         n_begun = self._state.executed_count
-        if kind != self._of or (not self._found and n_begun - self._looked >= TASKS_BETWEEN):
-            self._of, self._looked = kind, n_begun
+        if kind != self._of or (not self._found and n_begun >= self._next_look):
+            looked_at = list(islice(self._state.ready.sorted(), MAX_LOOKED_AT))
+            self._of = kind
+            self._next_look = n_begun + max(TASKS_BETWEEN, len(looked_at) // LOOKED_AT_PER_TASK)
             self._found = deque(
-                task
-                for task in self._state.ready.sorted()
-                if _kind(task) == kind and self._is_at_hand(task)
+                task for task in looked_at if _kind(task) == kind and self._is_at_hand(task)
             )
         while self._found:
             task = self._found.popleft()

@@ -15,7 +15,13 @@ from distributed.collections import HeapSet
 from distributed.worker_state_machine import TaskState, WorkerState
 
 import dask_gpurt
-from dask_gpurt.plugins.at_hand import LEAST_NBYTES, TASKS_BETWEEN, AtHand
+from dask_gpurt.plugins.at_hand import (
+    LEAST_NBYTES,
+    LOOKED_AT_PER_TASK,
+    MAX_LOOKED_AT,
+    TASKS_BETWEEN,
+    AtHand,
+)
 from tests.failure.gates import Gate, pass_gate
 from tests.integration.test_memory import cluster, stores
 
@@ -134,6 +140,24 @@ def test_the_queue_is_not_looked_through_for_every_task() -> None:
     queue.state.ready = CountingReady(queue.state.ready, counting)
     queue.order()
     assert looks == 2
+
+
+def test_no_more_is_looked_at_where_very_many_are_queued() -> None:
+    n, n_popped = 5 * MAX_LOOKED_AT, 100
+    queue = Queue(*totals(n), cold=set())
+    asked = 0
+
+    class Cold(set[str]):
+        def __contains__(self, key: object) -> bool:
+            nonlocal asked
+            asked += 1
+            return True
+
+    queue.at_hand._is_cold = Cold().__contains__
+    assert [queue.pop().number for _ in range(n_popped)] == list(range(n_popped))
+    # The first ones, and besides those of each look.
+    n_looks = -(-n_popped * LOOKED_AT_PER_TASK // MAX_LOOKED_AT)
+    assert asked <= n_popped + n_looks * MAX_LOOKED_AT
 
 
 class CountingReady:
