@@ -115,3 +115,19 @@ class Outlook(Generic[Task]):
             return own
         # By then this worker has done as many tasks, or all that it has.
         return max(own, reachable(self._queue[min(n_before, len(self._queue) - 1)]))
+
+
+class Pace:
+    """Has those that ask rest, so that answering takes no more than a share of one's time.
+
+    Each answer is paid for by a time in which nobody should ask, one after the other.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._paid_until_s = 0.0
+
+    def rest_s(self, took_s: float, now_s: float) -> float:
+        """Seconds in which whoever was just answered should not ask again."""
+        self._paid_until_s = max(self._paid_until_s, now_s) + took_s / self._share
+        return self._paid_until_s - now_s

@@ -54,6 +54,8 @@ WARN_S = 3.0
 TASKS_AHEAD = 8
 #: A worker under pressure asks the scheduler about this many values at a time.
 MAX_ASKED = 5_000
+#: Share of the loop's time in which it may find out which.
+ASKING_SHARE = 0.05
 #: Where Dask does not look at the process' memory, the store is looked after this often.
 LOOK_INTERVAL_S = 0.1
 #: Longest wait for a disk when a worker closes.
@@ -121,6 +123,7 @@ class ManagedMemory:
         self._sizes = Sizes()
         self._hints: dict[Hashable, Any] = {}
         self._asking: asyncio.Task[None] | None = None
+        self._ask_from_s = 0.0
         self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
         self._relieved_at = self._moved_at = self._loop.time()
         self._complaints = Complaints()
@@ -287,14 +290,17 @@ class ManagedMemory:
 
     async def _ask_ahead(self) -> None:
         """Ask the scheduler when values are needed that nothing here waits for."""
+        began = self._loop.time()
         unknown = (key for key in self.store if not memory_seams.local_users(self._worker, key))
         keys = list(islice(unknown, MAX_ASKED))
+        rest_s = (self._loop.time() - began) / ASKING_SHARE
         try:
-            uses = await self._worker.scheduler.gpurt_next_uses(
+            uses, schedulers_rest_s = await self._worker.scheduler.gpurt_next_uses(
                 keys=keys, worker=self._worker.address
             )
         except OSError:
             return  # the scheduler is gone or busy; there is a next time
+        self._ask_from_s = self._loop.time() + max(rest_s, schedulers_rest_s)
         self._hints = {
             key: tuple(use) for key, use in zip(keys, uses, strict=True) if use is not None
         }
@@ -356,7 +362,8 @@ class ManagedMemory:
         self.store.decide()
         if self._n_over >= SAMPLES:
             self._let_go(process_nbytes)
-        if self.store.has_cold and (self._asking is None or self._asking.done()):
+        is_asking = self._asking is not None and not self._asking.done()
+        if self.store.has_cold and not is_asking and now >= self._ask_from_s:
             self._asking = asyncio.create_task(self._ask_ahead(), name="gpurt-next-uses")
 
     def _look_at_reads(self, now: float) -> None:

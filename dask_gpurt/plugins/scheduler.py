@@ -12,6 +12,7 @@ import logging
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ from distributed.protocol.pickle import dumps
 import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import StrictFallbackError
+from dask_gpurt.memory.foresight import Pace
 from dask_gpurt.plugins import memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.asking import Answers, ask
@@ -40,6 +42,8 @@ logger = logging.getLogger("dask_gpurt")
 JOIN_TIMEOUT_S = 10.0
 #: How long a worker may take to say what it has done, or where something is.
 ANSWER_DEADLINE_S = 5.0
+#: Share of the scheduler's time in which it may tell workers when their values are needed.
+TELLING_SHARE = 0.1
 #: Shuffles whose skew is remembered, for when they start over.
 MAX_SKETCHES = 256
 
@@ -90,6 +94,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.runs: Counter[str] = Counter()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self._sketches: OrderedDict[str, list[int]] = OrderedDict()
+        self._pace = Pace(TELLING_SHARE)
         self._all_reported = asyncio.Condition()
         self.placement: Placement | None = None
         self.machines = Machines(scheduler, self.ready)
@@ -363,9 +368,15 @@ class GpurtScheduler(SchedulerPlugin):
             self._sketches.popitem(last=False)
         return None
 
-    async def next_uses(self, keys: list[Any], worker: str) -> list[Any]:
-        """Handler: when values are needed next, for a worker that runs short of memory."""
-        return memory_seams.next_uses(self.scheduler, keys, worker)
+    async def next_uses(self, keys: list[Any], worker: str) -> tuple[list[Any], float]:
+        """Handler: when values are needed next, for a worker that runs short of memory.
+
+        And for how many seconds it should not ask again: all may run short of it at a time.
+        """
+        began = monotonic()
+        uses = memory_seams.next_uses(self.scheduler, keys, worker)
+        now = monotonic()
+        return uses, self._pace.rest_s(now - began, now)
 
     def _obstacle(self, stock: seams.ShuffleSpec[Any]) -> tuple[str, str | None]:
         if isinstance(stock, seams.ArrayRechunkSpec):

@@ -275,9 +275,10 @@ def test_dasks_fine_metrics_know_what_was_written_and_read():
         (worker,) = client.cluster.workers.values()
         # What lanes did is told with the next look of the monitor.
         until(
-            lambda: (
-                worker.digests_total.get(("memory-monitor", "disk-write", "bytes"))
-                == worker.data.cumulative_metrics["disk-write", "bytes"]
+            lambda: all(
+                worker.digests_total.get(("memory-monitor", way, "bytes"))
+                == worker.data.cumulative_metrics[way, "bytes"]
+                for way in ("disk-write", "disk-read")
             )
         )
         assert worker.digests_total["memory-monitor", "disk-read", "seconds"] > 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+
 import pytest
 
 from dask_gpurt.memory import foresight
-from dask_gpurt.memory.foresight import Outlook, reachable
+from dask_gpurt.memory.foresight import Outlook, Pace, reachable
 
 
 class Graph:
@@ -143,3 +145,19 @@ def test_a_question_too_large_is_answered_from_what_is_known(monkeypatch):
 def test_the_answer_is_the_same_in_any_order_of_questions(waits):
     graph = Graph("a", a=(1, ""), b=(2, "a"), c=(3, waits))
     assert graph.outlook.use("c") > reachable((0, 1000))
+
+
+def test_answers_take_no_more_than_a_share_of_the_time_however_many_ask():
+    pace = Pace(0.1)
+    assert pace.rest_s(0.02, 100.0) == pytest.approx(0.2)
+    # Who comes in between rests until the one before may ask again, and as long as is its own.
+    assert pace.rest_s(0.01, 100.1) == pytest.approx(0.2)
+    # What was not asked is not saved up.
+    assert pace.rest_s(0.01, 200.0) == pytest.approx(0.1)
+    pace, due_s, taken_s = Pace(0.1), [0.0] * 50, 0.0
+    while due_s[0] < 60.0:
+        now_s = heapq.heappop(due_s)
+        taken_s += 0.02
+        heapq.heappush(due_s, now_s + pace.rest_s(0.02, now_s))
+    # After a first round, in which nobody had asked before.
+    assert 5.0 < taken_s < 0.1 * 60 + 50 * 0.02
