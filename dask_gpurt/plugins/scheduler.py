@@ -143,7 +143,7 @@ class GpurtScheduler(SchedulerPlugin):
                 f"{dask_gpurt.__version__}, the client {self.version}; "
                 f"run `pip install dask-gpurt=={self.version}` there"
             )
-        return seams.unsupported_reason()
+        return seams.unsupported_reason() or seams.lacks_shuffles(self.scheduler)
 
     async def configure(self, settings: dict[str, Any], version: str) -> str | None:
         """Handler: another client with the flag came; its settings hold for runs to come.

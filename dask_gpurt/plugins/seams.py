@@ -114,6 +114,13 @@ def unsupported_reason(version: str | None = None) -> str | None:
     )
 
 
+def lacks_shuffles(scheduler: Scheduler) -> str | None:
+    """Why there are no shuffles on this scheduler to take over, or None where there are."""
+    if "shuffle" in scheduler.plugins:
+        return None
+    return "the scheduler was started without distributed's shuffle extension"
+
+
 #: States of a task on the scheduler that is wanted and has no result.
 _TO_RUN = frozenset({"waiting", "queued", "no-worker", "processing"})
 

@@ -511,6 +511,22 @@ async def test_who_joins_while_it_is_switched_off_is_heard(c, s, a, b):
     assert handlers(s) == {"gpurt_status"}
 
 
+@gen_cluster(
+    client=True,
+    nthreads=[("", 1)],
+    scheduler_kwargs={"extensions": {}},
+    worker_kwargs={"extensions": {}},
+    timeout=8,
+)
+async def test_a_scheduler_without_extensions_is_left_to_stock(c, s, a):
+    """Nobody waits for a runtime that cannot come."""
+    for _ in range(2):
+        with pytest.raises(ActivationError, match="without distributed's shuffle extension"):
+            await dask_gpurt.enable(c)
+    assert not (await dask_gpurt.status(c))["active"]
+    assert await c.submit(sum, [1, 2]) == 3
+
+
 def handlers(s):
     return {name for name in s.handlers if name.startswith("gpurt_")}
 
