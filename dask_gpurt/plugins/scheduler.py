@@ -81,7 +81,12 @@ class GpurtScheduler(SchedulerPlugin):
         async with _switching_of(scheduler):
             # The scheduler, too, leaves it at the first: it looks before it calls this, and after.
             if NAME not in scheduler.plugins:
-                await self._start(scheduler)
+                self._opened = asyncio.Event()
+                try:
+                    await self._start(scheduler)
+                finally:
+                    # Also where that failed: clients that come wait to be told what is on here.
+                    self._opened.set()
 
     async def _start(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -98,16 +103,13 @@ class GpurtScheduler(SchedulerPlugin):
         self._all_reported = asyncio.Condition()
         self.placement: Placement | None = None
         self.machines = Machines(scheduler, self.ready)
-        self._opened = asyncio.Event()
         scheduler.handlers["gpurt_status"] = self.status
         try:
             await self.machines.configure(self.settings.topology)
         except BaseException:
             del scheduler.handlers["gpurt_status"]
-            self._opened.set()
             raise
         if self.inactive_reason is not None:
-            self._opened.set()
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
         self._place()

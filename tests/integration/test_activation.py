@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from unittest.mock import patch
 
 import dask
 import pandas as pd
@@ -522,6 +523,15 @@ async def test_a_scheduler_without_extensions_is_left_to_stock(c, s, a):
     """Nobody waits for a runtime that cannot come."""
     for _ in range(2):
         with pytest.raises(ActivationError, match="without distributed's shuffle extension"):
+            await dask_gpurt.enable(c)
+    assert not (await dask_gpurt.status(c))["active"]
+    assert await c.submit(sum, [1, 2]) == 3
+
+
+@gen_cluster(client=True, nthreads=[("", 1)], timeout=8)
+async def test_nobody_waits_for_what_could_not_be_switched_on(c, s, a):
+    with patch("dask_gpurt.plugins.seams.SpecSwap", side_effect=KeyError("moved")):
+        with pytest.raises(KeyError, match="moved"):
             await dask_gpurt.enable(c)
     assert not (await dask_gpurt.status(c))["active"]
     assert await c.submit(sum, [1, 2]) == 3
