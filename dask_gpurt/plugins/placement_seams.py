@@ -80,7 +80,7 @@ def _least_busy(scheduler: Scheduler) -> WorkerState | None:
     spare, idle = scheduler.idle_task_count, scheduler.idle
     if not spare:
         return None
-    for some in (spare, idle.values()) if idle else (spare,):
+    for some in (spare, idle.values()):
         for ws in islice(some, _GLANCE):
             if not ws.processing and ws in spare:
                 return ws

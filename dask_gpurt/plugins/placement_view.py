@@ -115,19 +115,14 @@ class PlacementView:
             ws = known.get(address)
             if ws is None:
                 continue
-            nthreads, nbytes = ws.nthreads, ws.nbytes
             n_tasks = len(ws.processing)
             slowness = self.slowness(ws)
-            waited_s = 0.0
-            if n_tasks:
-                waited_s = self.busy_s(ws, slowness) - lasting_s * nthreads
-            limit = ws.memory_limit
             terms = (
                 address,
-                nthreads,
-                waited_s if waited_s > 0.0 else 0.0,
-                nbytes,
-                limit * SPILL_FROM - nbytes if limit else inf,
+                ws.nthreads,
+                self.ahead_s(ws, lasting_s, slowness) if n_tasks else 0.0,
+                ws.nbytes,
+                self.room_nbytes(ws),
                 _WITH_GPU if address in with_gpu else (),
                 arrivals.receiving_s(ws) if address in arrivals.by_worker else 0.0,
                 n_tasks,
@@ -154,7 +149,9 @@ class PlacementView:
     def keeps_waiting(self, ws: WorkerState) -> bool:
         """Whether what a worker is given now has to wait for what it was given before."""
         # Without a queue, whatever it has to do is in the way.
-        return bool(ws.processing) and (not self._scheduler.queued or self.ahead_s(ws) > 0)
+        return bool(ws.processing) and (
+            not self._scheduler.queued or self.ahead_s(ws, self.queue_lasts_s()) > 0
+        )
 
     @staticmethod
     def room_nbytes(ws: WorkerState) -> float:
@@ -175,14 +172,13 @@ class PlacementView:
         is_idle = not ws.processing
         self.speeds.ended(ws.address, ts.group.name, seconds, self._clock(), is_idle=is_idle)
 
-    def ahead_s(self, ws: WorkerState, slowness: float = 1.0) -> float:
+    def ahead_s(self, ws: WorkerState, lasting_s: float, slowness: float = 1.0) -> float:
         """Seconds of computing ahead of what a worker is given now, beyond what is made up for.
 
         As long as the scheduler has tasks in its queue, a worker that has much to do is given
         fewer of them, and a worker that has little is given more. Only what it has to do after
-        the queue has run dry keeps anybody waiting.
+        the queue has run dry, after `lasting_s`, keeps anybody waiting.
         """
-        lasting_s = self.queue_lasts_s()
         return max(0.0, self.busy_s(ws, slowness) - lasting_s * ws.nthreads)
 
     def queue_lasts_s(self) -> float:
