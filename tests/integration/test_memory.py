@@ -568,6 +568,30 @@ def test_a_worker_with_dasks_own_store_explains_nothing():
         assert dask_gpurt.explain(client, future)["memory"] == {}
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_the_store_of_dask_cuda_is_replaced_only_when_asked(is_replaced):
+    # Which library a store is of is told by where its class is from.
+    kind = type("DeviceHostFile", (dict,), {"__module__": "dask_cuda.device_host_file"})
+    options = {"n_workers": 1, "processes": False, "protocol": "tcp://", "dashboard_address": ":0"}
+    settings = {**MANAGED_ALONE, "gpurt.memory.replace-dask-cuda": is_replaced}
+    with (
+        dask.config.set(settings),
+        LocalCluster(data=kind, memory_limit=32 * MIB, **options) as local,
+        Client(local) as client,
+    ):
+        (worker,) = local.workers.values()
+        before = client.submit(sum, [1, 2], key="before")
+        wait(before)
+        dask_gpurt.enable(client)
+        (reported,) = dask_gpurt.status(client)["workers"].values()
+        assert ("dask-cuda's store" in str(reported["unmanaged"])) is not is_replaced
+        assert (type(worker.data) is kind) is not is_replaced
+        assert before.result() == 3
+        dask_gpurt.disable(client)
+        assert type(worker.data) is kind
+        assert worker.data["before"] == 3
+
+
 def test_what_shrinks_stays_in_memory_where_a_tier_for_it_is_asked_for():
     with cluster(**{"gpurt.memory.compressed": "4 MiB"}) as client:
         parts = [client.compute(block(n)) for n in range(24)]
