@@ -1,9 +1,9 @@
 """Numbers of the output partitions that rows belong to, from the columns a shuffle is on.
 
 Dask hashes whole columns: a dozen operations, each of which reads and writes all rows and takes
-memory for them. Here a block of rows goes through all of them before the next, and stays in the
-processor's cache. The hash of a value is pandas' own; how the hashes of several columns become one
-is written out below, and compared with what Dask makes of it before it is used.
+memory for them. Here a block of rows goes through all of them before the next, in place, and stays
+in the processor's cache. The hash of a value, and how the hashes of several columns become one, are
+written out below, and compared with what Dask makes of them before they are used.
 
 Numbers alone: strings, categories and times are hashed by Dask, as without us. Dask is made to ask
 here by `plugins.frame_seams`.
@@ -25,7 +25,16 @@ Column = npt.NDArray[Any]
 BLOCK_ROWS = 1 << 15
 
 #: As of the hash of a tuple, which is how pandas combines the columns of a row.
-_START, _FACTOR, _FACTOR_STEP, _END = 0x345678, 1000003, 82520, 97531
+_START, _FACTOR, _FACTOR_STEP, _END = 0x345678, 1000003, 82520, np.uint64(97531)
+#: As of the hash of a number: the finisher of SplitMix64, in the variant that pandas uses.
+_STEPS = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+    (np.uint64(31), None),
+)
+_ONE = np.uint64(1)
+#: Whether both zeros have one hash, and all bit patterns of NaN: not in older versions of pandas.
+_EQUALS_MEET = bool(np.equal(*hash_array(np.array([0.0, -0.0]))))
 
 
 def partition_numbers(columns: Sequence[Column], n_partitions: int) -> Column:
@@ -45,25 +54,45 @@ def partition_numbers(columns: Sequence[Column], n_partitions: int) -> Column:
     """
     n_rows = len(columns[0])
     numbers = np.empty(n_rows, dtype=np.min_scalar_type(-n_partitions - 1))
-    combined = np.empty(min(n_rows, BLOCK_ROWS), dtype=np.uint64)
-    whole = np.empty_like(combined)
+    scratch = np.empty((3, min(n_rows, BLOCK_ROWS)), dtype=np.uint64)
     divisor = np.uint64(n_partitions)
+    is_power_of_two = n_partitions & (n_partitions - 1) == 0
     for begin in range(0, n_rows, BLOCK_ROWS):
         end = min(begin + BLOCK_ROWS, n_rows)
-        hashes, quotients = combined[: end - begin], whole[: end - begin]
-        hashes.fill(_START)
+        combined, hashes, spare = scratch[:, : end - begin]
+        combined.fill(_START)
         factor = _FACTOR
         for number, column in enumerate(columns):
-            hashes ^= hash_array(column[begin:end].astype(np.float64, copy=False))
-            hashes *= np.uint64(factor)
+            floats = hashes.view(np.float64)
+            np.copyto(floats, column[begin:end])
+            if _EQUALS_MEET and column.dtype.kind == "f":
+                floats += 0.0
+                missing = np.isnan(floats)
+                if missing.any():
+                    floats[missing] = np.nan
+            _mix(hashes, spare)
+            combined ^= hashes
+            combined *= np.uint64(factor)
             factor += _FACTOR_STEP + 2 * (len(columns) - number)
-        hashes += np.uint64(_END)
-        # Several times as fast as the remainder, which NumPy takes one element at a time.
-        np.floor_divide(hashes, divisor, out=quotients)
-        quotients *= divisor
-        hashes -= quotients
-        numbers[begin:end] = hashes
+        combined += _END
+        if is_power_of_two:
+            combined &= divisor - _ONE
+        else:
+            # Several times as fast as the remainder, which NumPy takes one element at a time.
+            np.floor_divide(combined, divisor, out=spare)
+            spare *= divisor
+            combined -= spare
+        numbers[begin:end] = combined
     return numbers
+
+
+def _mix(values: Column, spare: Column) -> None:
+    """Hash 64-bit values in place, as pandas does in whole columns."""
+    for shift, factor in _STEPS:
+        np.right_shift(values, shift, out=spare)
+        values ^= spare
+        if factor is not None:
+            values *= factor
 
 
 def columns_to_hash(frame: Any, index: Any, meta: pd.DataFrame) -> list[Column] | None:

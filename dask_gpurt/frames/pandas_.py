@@ -29,7 +29,7 @@ from dask_gpurt.frames.columns import (
     decompose_index,
     np_or_extension,
 )
-from dask_gpurt.frames.gather import Rows, gather_into, group_rows
+from dask_gpurt.frames.gather import Rows, gather_columns, group_rows
 from dask_gpurt.frames.joining import (
     frame_of_blocks,
     join_arrow,
@@ -150,11 +150,16 @@ class PandasPartition:
                 held += int(self._objects_nbytes * n_rows)
                 regions.append(self.layout.regions(buffer, n_rows))
                 shards.append(PandasBody(self.layout, n_rows, regions[-1], batch, objects, held))
-        for number, group in enumerate(self.layout.groups):
-            for position, (column, part) in enumerate(group.members):
-                values = self._columns[column].parts[part]
-                for selection, views in zip(selections, regions, strict=True):
-                    gather_into(values, selection.rows, views[number][position])
+        gather_columns(
+            (
+                (self._columns[column].parts[part], [views[number][position] for views in regions])
+                for number, group in enumerate(self.layout.groups)
+                for position, (column, part) in enumerate(group.members)
+            ),
+            [selection.rows for selection in selections],
+            self._n_rows,
+            ascending=all(selection.ascending for selection in selections),
+        )
         return shards
 
     def _gather_arrow(self, selections: Sequence[Selection]) -> list[pa.RecordBatch | None]:

@@ -133,11 +133,14 @@ class Selection:
     ----------
     rows
         Numbers of rows: an array of the adapter's library, or of NumPy.
+    ascending
+        Whether the numbers ascend, as those of one slot do.
     """
 
     rows: Any
     leaves: bool
     empty: Empty = fresh
+    ascending: bool = False
 
 
 class Slots(Protocol):

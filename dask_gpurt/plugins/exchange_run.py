@@ -99,7 +99,7 @@ class ExchangeRun:
         self._over = asyncio.Event()
         self._last_report: dict[str, Any] | None = None
         self._worker = worker
-        self._overlap = settings.overlap
+        self._settings = settings
         self._state = state
         self._plan = plan
         self._store = ShardStore(
@@ -117,7 +117,7 @@ class ExchangeRun:
             self._send,
             event_loop(worker),
             limit_nbytes=settings.in_flight_nbytes,
-            message_nbytes=settings.message_nbytes,
+            message_nbytes=self._message_nbytes,
         )
         self._courier = Courier(self, worker, settings, adapter)
         self._received_nbytes = 0
@@ -185,7 +185,7 @@ class ExchangeRun:
         ):
             for address, shards in outgoing.items():
                 self._outbox.put(address, shards)
-            if not self._overlap:
+            if not self._settings.overlap:
                 sync(self._worker.loop, self._outbox.flush)
         self.make_room()
 
@@ -238,6 +238,12 @@ class ExchangeRun:
     def outgoing_memory(self, nbytes: int) -> Buffer:
         """Memory for a shard that leaves, where peers of this host can read it."""
         return self._tenant.empty(self._state.links.outgoing, nbytes, "outgoing")
+
+    def _message_nbytes(self, address: str) -> int:
+        if self._state.links.stays_on_host(address, self._settings.transport):
+            # It carries places and no bytes: what it costs does not depend on how much they say.
+            return self._settings.in_flight_nbytes
+        return self._settings.message_nbytes
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()

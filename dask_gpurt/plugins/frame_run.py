@@ -185,7 +185,8 @@ class FrameRun(ExchangeRun):
             b = a + len(header.rows_per_slot)
             wanted.append((worker, header))
             leaves = worker != self.local_address
-            selections.append(Selection(rows[before[a] : before[b]], leaves, empty))
+            mine = rows[before[a] : before[b]]
+            selections.append(Selection(mine, leaves, empty, ascending=b - a == 1))
         for (worker, header), made in zip(wanted, opened.gather(selections), strict=True):
             yield worker, header, made
 

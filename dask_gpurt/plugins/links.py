@@ -339,12 +339,16 @@ class Links:
 
     # ------------------------------------------------------------------ life
 
+    def stays_on_host(self, address: str, transport: str) -> bool:
+        """Whether the path to a peer is known, and leads through this host's memory."""
+        path = _found(self._paths.get((address, transport)))
+        return path is not None and path.is_local
+
     def report(self) -> dict[str, Any]:
         """Path to each peer, for `status`."""
         found = {}
         for (address, _), task in self._paths.items():
-            if task.done() and not task.cancelled() and not task.exception():
-                path = task.result()
+            if (path := _found(task)) is not None:
                 found[address] = {
                     "path": path.name,
                     "why_not": path.why_not,
@@ -374,6 +378,13 @@ class Links:
     def end(self) -> None:
         """The worker is closed, and no peer reads from it any more."""
         self.outgoing.close()
+
+
+def _found(task: asyncio.Task[Path] | None) -> Path | None:
+    """The path that was looked for, if it was found."""
+    if task is None or not task.done() or task.cancelled() or task.exception():
+        return None
+    return task.result()
 
 
 async def _accepted(call: Call, name: str, offer: Any) -> Any:

@@ -46,7 +46,7 @@ class Outbox(Generic[T]):
     limit_nbytes
         A producer waits while a peer has this much waiting.
     message_nbytes
-        A message is closed once it reaches this size.
+        Size at which a message to a peer is closed.
     concurrency
         Messages under way to one peer at a time. Two hide the wait for the acknowledgement.
     """
@@ -57,7 +57,7 @@ class Outbox(Generic[T]):
         loop: asyncio.AbstractEventLoop,
         *,
         limit_nbytes: int,
-        message_nbytes: int,
+        message_nbytes: Callable[[str], int],
         concurrency: int = 2,
     ) -> None:
         self._send = send
@@ -173,9 +173,9 @@ class Outbox(Generic[T]):
     async def _send_all(self, name: str, peer: _Peer[T]) -> None:
         while True:
             message: list[T] = []
-            message_nbytes = 0
+            message_nbytes, limit_nbytes = 0, self._message_nbytes(name)
             with self._changed:
-                while peer.waiting and message_nbytes < self._message_nbytes:
+                while peer.waiting and message_nbytes < limit_nbytes:
                     shard = peer.waiting.popleft()
                     message.append(shard)
                     message_nbytes += shard.nbytes

@@ -13,9 +13,8 @@ from distributed.shuffle._arrow import convert_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.frames import gather, joining
+from dask_gpurt.frames import joining
 from dask_gpurt.frames.columns import decompose_index
-from dask_gpurt.frames.gather import Counting, gather_into, group_rows
 from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.pandas_ import PandasFrames
 from dask_gpurt.frames.port import Piece, Selection
@@ -113,52 +112,6 @@ class TestManyShapesOfOneColumn:
         monkeypatch.setattr(joining, "create_dataframe_from_blocks", None)
         suite = TestMixed()
         suite.test_pieces_keep_their_order_and_their_bounds()
-
-
-@given(st.lists(st.integers(-1, 6), max_size=300))
-def test_group_rows_is_a_stable_sort(slots):
-    codes = np.array(slots, dtype=np.intp)
-    rows, offsets = group_rows(codes, 7)
-    for slot in range(7):
-        assert rows[offsets[slot] : offsets[slot + 1]].tolist() == [
-            row for row, code in enumerate(slots) if code == slot
-        ]
-
-
-@pytest.mark.parametrize("n_slots", [7, 70_000])
-def test_group_rows_without_pandas_kernel(monkeypatch, n_slots):
-    codes = np.random.default_rng(0).integers(-1, n_slots, 5_000)
-    fast = group_rows(codes, n_slots)
-    monkeypatch.setattr(gather, "_GROUPSORT", None)
-    slow = group_rows(codes, n_slots)
-    for one, other in zip(fast, slow, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize(
-    "dtype", ["i1", "u2", "i4", "f2", "f4", "f8", "?", "c8", "c16", "M8[ns]", ">i8", ">f4"]
-)
-@pytest.mark.parametrize("kernels", [True, False])
-def test_gather_into(monkeypatch, dtype, kernels):
-    if not kernels:
-        monkeypatch.setattr(gather, "_TAKE", {})
-    rng = np.random.default_rng(0)
-    values = rng.integers(0, 100, (2, 50)).astype(dtype)
-    values.flags.writeable = False
-    rows = rng.integers(0, 50, 20)
-    for source in (values[0], values[:, 3], values[0, ::2]):
-        chosen = rows % len(source)
-        out = np.zeros(20, dtype=dtype)
-        gather_into(source, chosen, out)
-        np.testing.assert_array_equal(out, source[chosen])
-
-
-@pytest.mark.parametrize(("start", "step"), [(0, 1), (5, 1), (7, 3), (10, -2)])
-def test_gather_from_counting(start, step):
-    rows = np.array([4, 0, 2])
-    out = np.zeros(3, dtype=np.int64)
-    gather_into(Counting(start, step), rows, out)
-    assert out.tolist() == [start + step * row for row in (4, 0, 2)]
 
 
 @given(st.binary(max_size=80))

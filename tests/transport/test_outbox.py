@@ -38,11 +38,18 @@ class WatchedCondition(threading.Condition):
         return super().wait(timeout)
 
 
+def always(nbytes):
+    """Messages of one size for every peer."""
+    return lambda peer: nbytes
+
+
 class Post:
     """An outbox on the running loop, and peers whose gates the test opens and shuts."""
 
     def __init__(self, **options):
         options = {"limit_nbytes": 1 << 20, "message_nbytes": 1 << 20, "concurrency": 1} | options
+        if not callable(size := options["message_nbytes"]):
+            options["message_nbytes"] = always(size)
         self.outbox = Outbox(self._send, asyncio.get_running_loop(), **options)
         self.outbox._changed = WatchedCondition()  # the one place where a wait can be seen
         self.gates = defaultdict(asyncio.Event)
@@ -150,7 +157,9 @@ def test_send_runs_on_the_loop():
         threads.append(threading.get_ident())
 
     async def scenario():
-        outbox = Outbox(send, asyncio.get_running_loop(), limit_nbytes=100, message_nbytes=100)
+        outbox = Outbox(
+            send, asyncio.get_running_loop(), limit_nbytes=100, message_nbytes=always(100)
+        )
         await asyncio.to_thread(outbox.put, "a", [Item(1)])
         await outbox.flush()
         assert threads == [threading.get_ident()]
@@ -205,6 +214,21 @@ def test_a_message_is_closed_once_it_reaches_its_size():
             ["5: 5", "6: 1000"],
             ["7: 2"],
         ]
+
+    _run(scenario)
+
+
+def test_each_peer_has_a_size_of_its_own():
+    async def scenario():
+        post = Post(message_nbytes={"near": 1000, "far": 20}.__getitem__)
+        for peer in ("near", "far"):
+            await post.put(peer, Item(0, 1))
+            await post.until_started(peer, 1)
+            await post.put(peer, *(Item(number, 10) for number in range(1, 5)))
+        post.open("near", "far")
+        await post.outbox.flush()
+        assert post.arrived["near"] == [[0], [1, 2, 3, 4]]
+        assert post.arrived["far"] == [[0], [1, 2], [3, 4]]
 
     _run(scenario)
 
@@ -274,7 +298,7 @@ def test_a_put_in_the_moment_a_sender_ends_is_not_forgotten():
             send,
             asyncio.get_running_loop(),
             limit_nbytes=100,
-            message_nbytes=100,
+            message_nbytes=always(100),
             concurrency=1,
         )
         outbox.put("a", [Last("early")])
@@ -307,7 +331,7 @@ def test_shards_are_let_go_once_they_are_delivered():
             send,
             asyncio.get_running_loop(),
             limit_nbytes=100,
-            message_nbytes=10,
+            message_nbytes=always(10),
             concurrency=1,
         )
         outbox.put("a", [Tracked(1), Tracked(2), Tracked(3)])
@@ -714,7 +738,9 @@ def test_closing_waits_until_the_senders_are_gone():
                 await asyncio.sleep(0)
                 cleaned_up.append(peer)
 
-        outbox = Outbox(send, asyncio.get_running_loop(), limit_nbytes=100, message_nbytes=100)
+        outbox = Outbox(
+            send, asyncio.get_running_loop(), limit_nbytes=100, message_nbytes=always(100)
+        )
         outbox.put("a", [Item(1)])
         outbox.put("b", [Item(2)])
         await _settle()
@@ -731,7 +757,7 @@ def test_producers_may_meet_new_peers_meanwhile(method):
 
     async def scenario():
         loop = asyncio.get_running_loop()
-        outbox = Outbox(send, loop, limit_nbytes=100, message_nbytes=100)
+        outbox = Outbox(send, loop, limit_nbytes=100, message_nbytes=always(100))
         begun, stop = threading.Event(), threading.Event()
 
         def produce():
