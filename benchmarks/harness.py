@@ -3,7 +3,8 @@
 How noise is handled: both clusters live for the whole run, inputs are in memory on both, each
 workload is run once untimed on both, then stock and enabled take turns, the one that goes first
 alternating, and medians are compared. Before each run what the last one left for the disk is
-written: stock shuffles through files, and the kernel would write them on the other side's time.
+written, as stock shuffles through files, and workers are given time to clear up, which they do when
+the client has its result already: the kernel and they would do it on the other side's time.
 A single time means nothing on a shared machine; the ratio
 of medians of interleaved runs does.
 """
@@ -31,6 +32,9 @@ import pyarrow as pa
 from distributed import Client, LocalCluster, wait
 
 import dask_gpurt
+
+#: After each run. Nobody tells when workers have given their memory back.
+REST_S = 2.0
 
 
 @dataclass
@@ -163,6 +167,7 @@ def settle(client: Client) -> None:
     """Wait until the cluster has let go of the last result, and the disk has what it wrote."""
     idle(client)
     os.sync()
+    time.sleep(REST_S)
 
 
 def idle(client: Client) -> None:
