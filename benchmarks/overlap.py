@@ -2,10 +2,11 @@
 
 A program like TPC-H's query 9 without its filter, which would leave nothing to send: lineitem is
 joined with partsupp and with orders, each by a shuffle of both sides, and every joined partition is
-computed with. It runs with `gpurt.shuffle.overlap` on, off, and on stock Dask, on three clusters
-over the same hosts (`benchmarks.hosts`), which take turns. Every worker has one thread. The tables
-are in memory, in partitions of a few megabytes: what overlaps with the sending of one partition is
-the work on the next.
+computed with. It runs with `gpurt.shuffle.overlap` on and off in turns, on one cluster over two
+hosts (`benchmarks.hosts`): the workers of others, which wait for their turn, would still take some
+of the processors, and do so from the side that uses them best. Stock Dask follows, on a cluster of
+its own. Every worker has one thread. The tables are in memory, in partitions of a few megabytes:
+what overlaps with the sending of one partition is the work on the next.
 
 Off, a task that hands a partition in ends when its receivers have all of it. What stays side by
 side even then is that a worker takes in and decodes what its peer sends while it computes itself.
@@ -16,7 +17,6 @@ gone on at the same time did: (sum of parts - measured) / (sum of parts - longes
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import sys
@@ -44,11 +44,7 @@ SETTINGS = {
     "gpurt.shuffle.transport": "comm",
     "dataframe.shuffle.method": "p2p",
 }
-SIDES: dict[str, dict[str, Any]] = {
-    "on": {"gpurt.shuffle.overlap": True},
-    "off": {"gpurt.shuffle.overlap": False},
-    "stock": {},
-}
+OVERLAP = {"on": True, "off": False}
 #: Of one run of the program.
 N_SHUFFLES = 4
 N_PARTITIONS = {"lineitem": 32, "partsupp": 8, "orders": 16}
@@ -126,15 +122,21 @@ def run_once(client: Client, inputs: dict[str, dd.DataFrame]) -> dict[str, Any]:
     }
 
 
-def hold(client: Client, directory: Path) -> dict[str, dd.DataFrame]:
+def split(directory: Path, into: Path) -> None:
+    """Write each table as the files that its partitions are read from."""
+    for name, columns in COLUMNS.items():
+        table = dd.read_parquet(directory / name, columns=columns)
+        table.repartition(npartitions=N_PARTITIONS[name]).to_parquet(into / name)
+
+
+def read(files: Path) -> dict[str, dd.DataFrame]:
+    return {name: dd.read_parquet(files / name) for name in COLUMNS}
+
+
+def hold(client: Client, files: Path) -> dict[str, dd.DataFrame]:
     """The tables in the memory of the workers."""
     with client.as_current():
-        tables = {
-            name: dd.read_parquet(directory / name, columns=columns).repartition(
-                npartitions=N_PARTITIONS[name]
-            )
-            for name, columns in COLUMNS.items()
-        }
+        tables = read(files)
         held = dict(zip(tables, client.persist(list(tables.values())), strict=True))
         wait(list(held.values()))
     return held
@@ -169,22 +171,26 @@ def sent(client: Client) -> str:
     return f"sent {sent_nbytes:,} B, {wire_nbytes / max(sent_nbytes, 1):.0%} of it on the wire"
 
 
-def compare(
-    sides: dict[str, tuple[Client, dict[str, dd.DataFrame]]], repeats: int
+def in_turns(
+    client: Client, inputs: dict[str, dd.DataFrame], repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run on all sides in turns, the order alternating, after a run of each that is not counted."""
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    order = list(sides)
-    for side in order:
-        run_once(*sides[side])
-    for number in range(repeats):
+    """Run with overlap and without, the order alternating. The first run of each is not counted."""
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in OVERLAP}
+    wire = {}
+    order = list(OVERLAP)
+    for number in range(repeats + 1):
         for side in order:
-            runs[side].append(run_once(*sides[side]))
+            with dask.config.set({"gpurt.shuffle.overlap": OVERLAP[side]}):
+                dask_gpurt.enable(client)
+            run = run_once(client, inputs)
+            wire[side] = sent(client)
+            if number:
+                runs[side].append(run)
         order.reverse()
-        print(f"  {number + 1}/{repeats}", file=sys.stderr, flush=True)
-    for side, (client, _) in sides.items():
-        text = line(side, runs[side], median(runs["off"], "seconds"))
-        print(text if side == "stock" else f"{text}  {sent(client)}", flush=True)
+        print(f"  {number}/{repeats}", file=sys.stderr, flush=True)
+    off_s = median(runs["off"], "seconds")
+    for side in runs:
+        print(f"{line(side, runs[side], off_s)}  {wire[side]}", flush=True)
     return runs
 
 
@@ -193,19 +199,15 @@ def main() -> None:
     parser.add_argument("--compression", default="auto", help="gpurt.shuffle.compression")
     options = parser.parse_args()
     directory = make_tpch(options.scale)
-    sides: dict[str, tuple[Client, dict[str, dd.DataFrame]]] = {}
-    with contextlib.ExitStack() as stack:
-        names = stack.enter_context(hosts(2))
-        for side, settings in SIDES.items():
-            client = stack.enter_context(cluster(names))
-            if side != "stock":
-                more = {**SETTINGS, **settings, "gpurt.shuffle.compression": options.compression}
-                with dask.config.set(more):
-                    dask_gpurt.enable(client)
-            sides[side] = client, hold(client, directory)
+    with hosts(2) as names:
         shape(names, RATE)
-        runs = compare(sides, options.repeats)
-        sides.clear()
+        settings = {**SETTINGS, "gpurt.shuffle.compression": options.compression}
+        with cluster(names) as client, dask.config.set(settings):
+            runs = in_turns(client, hold(client, directory), options.repeats)
+        with cluster(names) as client:
+            inputs = hold(client, directory)
+            runs["stock"] = [run_once(client, inputs) for _ in range(options.repeats + 1)][1:]
+            print(line("stock", runs["stock"], median(runs["off"], "seconds")), flush=True)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"machine": machine(), "rate": RATE, "overlap": runs}, file, indent=1)

@@ -9,7 +9,7 @@ not slower than left alone either, since the sums of each stage are then all bel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dask_gpurt.codecs.port import RAW
@@ -38,12 +38,15 @@ class Trial:
     encode_rate: float
     decode_rate: float
 
-    def predicted_s(self, nbytes: int, bandwidth: float) -> float:
-        """Seconds to move so many raw bytes over a link of `bandwidth` bytes a second."""
+    def predicted_s(self, nbytes: int, bandwidth: float, slowdown: float) -> float:
+        """Seconds to move so many raw bytes over a link of `bandwidth` bytes a second.
+
+        `slowdown` is how many times longer than on the sample the codec takes.
+        """
         return max(
-            nbytes / self.encode_rate,
+            nbytes * slowdown / self.encode_rate,
             nbytes / (self.ratio * bandwidth),
-            nbytes / self.decode_rate,
+            nbytes * slowdown / self.decode_rate,
         )
 
 
@@ -69,11 +72,8 @@ class Decision:
     link, bandwidth
         Where it goes; bytes a second, None if not known.
     slowdown
-        How many times slower than on samples codecs were on whole shards lately; rates of the
-        candidates are divided by it.
-    none_s
-        Predicted seconds without compression, None if the bandwidth is not known.
-    candidates
+        How many times slower than on samples codecs were on whole shards lately.
+    trials
         Every codec that was tried.
     codec, choice
         Number and name of what was chosen; `RAW` and `none` for no compression.
@@ -86,16 +86,39 @@ class Decision:
     nbytes: int
     link: str
     bandwidth: float | None
-    none_s: float | None
-    candidates: tuple[Candidate, ...]
+    trials: Sequence[Trial]
     codec: int
     choice: str
     reason: str
     slowdown: float = 1.0
 
+    @property
+    def none_s(self) -> float | None:
+        """Predicted seconds without compression, None if the bandwidth is not known."""
+        return self.nbytes / self.bandwidth if self.bandwidth else None
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every codec that was tried, with its rates as they are now, and what they mean."""
+        # Made for those who ask: decisions are made for each section every few shards.
+        return tuple(
+            Candidate(
+                t.name,
+                t.ratio,
+                t.encode_rate / self.slowdown,
+                t.decode_rate / self.slowdown,
+                t.predicted_s(self.nbytes, self.bandwidth, self.slowdown)
+                if self.bandwidth
+                else None,
+            )
+            for t in self.trials
+        )
+
     def to_plain(self) -> dict[str, Any]:
         """The same as plain values."""
-        return asdict(self)
+        plain = {name: value for name, value in vars(self).items() if name != "trials"}
+        candidates = [asdict(candidate) for candidate in self.candidates]
+        return {**plain, "none_s": self.none_s, "candidates": candidates}
 
 
 def decide(
@@ -121,14 +144,6 @@ def decide(
     section, itemsize, nbytes, link, bandwidth, slowdown
         As in `Decision`.
     """
-    trials = [
-        replace(
-            trial,
-            encode_rate=trial.encode_rate / slowdown,
-            decode_rate=trial.decode_rate / slowdown,
-        )
-        for trial in trials
-    ]
     codec, choice = RAW, "none"
     shrinking = [t for t in trials if t.ratio > 1 and mode in ("auto", t.coder)]
     if mode == "none":
@@ -142,43 +157,30 @@ def decide(
     elif not bandwidth:
         reason = "the link has not been measured yet"
     else:
-        none_s = nbytes / bandwidth
-        paying = [t for t in shrinking if t.predicted_s(nbytes, bandwidth) < none_s]
-        if paying:
+        reason = "no codec makes it smaller"
+        if shrinking:
             # Where the link is what takes longest, several may predict the same: then the one
             # that leaves most of the processor to others.
             best = min(
-                paying,
+                shrinking,
                 key=lambda t: (
-                    t.predicted_s(nbytes, bandwidth),
+                    t.predicted_s(nbytes, bandwidth, slowdown),
                     1 / t.encode_rate + 1 / t.decode_rate,
                 ),
             )
-            codec, choice = best.codec, best.name
-            share = best.predicted_s(nbytes, bandwidth) / none_s
-            reason = f"predicted to take {share:.0%} of the time that raw bytes take"
-        elif shrinking:
-            reason = "every codec that makes it smaller takes longer than the link saves"
-        else:
-            reason = "no codec makes it smaller"
-    candidates = tuple(
-        Candidate(
-            t.name,
-            t.ratio,
-            t.encode_rate,
-            t.decode_rate,
-            t.predicted_s(nbytes, bandwidth) if bandwidth else None,
-        )
-        for t in trials
-    )
+            share = best.predicted_s(nbytes, bandwidth, slowdown) * bandwidth / nbytes
+            if share < 1:
+                codec, choice = best.codec, best.name
+                reason = f"predicted to take {share:.0%} of the time that raw bytes take"
+            else:
+                reason = "every codec that makes it smaller takes longer than the link saves"
     return Decision(
         section=section,
         itemsize=itemsize,
         nbytes=nbytes,
         link=link,
         bandwidth=bandwidth,
-        none_s=nbytes / bandwidth if bandwidth else None,
-        candidates=candidates,
+        trials=trials,
         codec=codec,
         choice=choice,
         reason=reason,
