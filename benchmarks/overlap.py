@@ -5,8 +5,9 @@ joined with partsupp and with orders, each by a shuffle of both sides, and every
 computed with. It runs with `gpurt.shuffle.overlap` on and off in turns, on one cluster over two
 hosts (`benchmarks.hosts`): the workers of others, which wait for their turn, would still take some
 of the processors, and do so from the side that uses them best. Stock Dask follows, on a cluster of
-its own. Every worker has one thread. The tables are in memory, in partitions of a few megabytes:
-what overlaps with the sending of one partition is the work on the next.
+its own. Every worker has one thread. The tables are in memory, and then once more in files, in
+partitions of a few megabytes: what overlaps with the sending of one partition is the work on the
+next.
 
 Off, a task that hands a partition in ends when its receivers have all of it. What stays side by
 side even then is that a worker takes in and decodes what its peer sends while it computes itself.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -129,14 +131,16 @@ def split(directory: Path, into: Path) -> None:
         table.repartition(npartitions=N_PARTITIONS[name]).to_parquet(into / name)
 
 
-def read(files: Path) -> dict[str, dd.DataFrame]:
-    return {name: dd.read_parquet(files / name) for name in COLUMNS}
+def read(client: Client, files: Path) -> dict[str, dd.DataFrame]:
+    """The tables as they lie in their files."""
+    with client.as_current():
+        return {name: dd.read_parquet(files / name) for name in COLUMNS}
 
 
 def hold(client: Client, files: Path) -> dict[str, dd.DataFrame]:
     """The tables in the memory of the workers."""
+    tables = read(client, files)
     with client.as_current():
-        tables = read(files)
         held = dict(zip(tables, client.persist(list(tables.values())), strict=True))
         wait(list(held.values()))
     return held
@@ -198,19 +202,25 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--compression", default="auto", help="gpurt.shuffle.compression")
     options = parser.parse_args()
-    directory = make_tpch(options.scale)
-    with hosts(2) as names:
+    settings = {**SETTINGS, "gpurt.shuffle.compression": options.compression}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    with tempfile.TemporaryDirectory() as folder, hosts(2) as names:
+        files = Path(folder)
+        split(make_tpch(options.scale), files)
         shape(names, RATE)
-        settings = {**SETTINGS, "gpurt.shuffle.compression": options.compression}
-        with cluster(names) as client, dask.config.set(settings):
-            runs = in_turns(client, hold(client, directory), options.repeats)
-        with cluster(names) as client:
-            inputs = hold(client, directory)
-            runs["stock"] = [run_once(client, inputs) for _ in range(options.repeats + 1)][1:]
-            print(line("stock", runs["stock"], median(runs["off"], "seconds")), flush=True)
+        for where, tables in {"in memory": hold, "in files": read}.items():
+            if options.only and options.only not in where:
+                continue
+            print(f"tables {where}", flush=True)
+            with cluster(names) as client, dask.config.set(settings):
+                runs = found[where] = in_turns(client, tables(client, files), options.repeats)
+            with cluster(names) as client:
+                inputs = tables(client, files)
+                runs["stock"] = [run_once(client, inputs) for _ in range(options.repeats + 1)][1:]
+                print(line("stock", runs["stock"], median(runs["off"], "seconds")), flush=True)
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"machine": machine(), "rate": RATE, "overlap": runs}, file, indent=1)
+            json.dump({"machine": machine(), "rate": RATE, "overlap": found}, file, indent=1)
 
 
 if __name__ == "__main__":
