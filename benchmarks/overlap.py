@@ -3,11 +3,10 @@
 A program like TPC-H's query 9 without its filter, which would leave nothing to send: lineitem is
 joined with partsupp and with orders, each by a shuffle of both sides, and every joined partition is
 computed with. It runs with `gpurt.shuffle.overlap` on and off in turns, on one cluster over two
-hosts (`benchmarks.hosts`): the workers of others, which wait for their turn, would still take some
-of the processors, and do so from the side that uses them best. Stock Dask follows, on a cluster of
-its own. Every worker has one thread. The tables are in memory, and then once more in files, in
-partitions of a few megabytes: what overlaps with the sending of one partition is the work on the
-next.
+hosts (`benchmarks.hosts`): idle workers of a second one would take time of the two cores, of which
+the side that overlaps has least to spare. Stock Dask follows, on a cluster of its own. Every worker
+has one thread. The tables are in memory, and then once more in files, in partitions of a few
+megabytes: what overlaps with the sending of one partition is the work on the next.
 
 Off, a task that hands a partition in ends when its receivers have all of it. What stays side by
 side even then is that a worker takes in and decodes what its peer sends while it computes itself.
@@ -32,7 +31,7 @@ import pandas as pd
 from distributed import Client, Worker, wait
 
 import dask_gpurt
-from benchmarks.harness import arguments, machine, persisting_s
+from benchmarks.harness import arguments, machine, settle
 from benchmarks.hosts import cluster, hosts, shape
 from dask_gpurt.demo.tpch_data import make_tpch
 from dask_gpurt.devices.ledger import Entry, overlap
@@ -102,14 +101,19 @@ def processor_s(client: Client) -> float:
 
 def run_once(client: Client, inputs: dict[str, dd.DataFrame]) -> dict[str, Any]:
     """Seconds, and what the workers' ledgers say about them."""
-    used_s, began_s = processor_s(client), time.perf_counter()
     with client.as_current(), dask.config.set(SETTINGS):
-        seconds = persisting_s(client, query(inputs))
+        collection = query(inputs)
+        used_s, began_s = processor_s(client), time.perf_counter()
+        result = client.persist(collection)
+        wait(result)
+        seconds = time.perf_counter() - began_s
     used_s = processor_s(client) - used_s
     found = [
         overlap((Entry(*one) for one in entries), seconds)
         for entries in client.run(entries_since, began_s=began_s).values()
     ]
+    del result
+    settle(client)
     parts: dict[str, float] = {}
     for one in found:
         for lane, busy_s in one.parts_s.items():

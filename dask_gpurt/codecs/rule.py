@@ -159,6 +159,7 @@ def decide(
     else:
         reason = "no codec makes it smaller"
         if shrinking:
+            none_s = nbytes / bandwidth
             # Where the link is what takes longest, several may predict the same: then the one
             # that leaves most of the processor to others.
             best = min(
@@ -168,10 +169,10 @@ def decide(
                     1 / t.encode_rate + 1 / t.decode_rate,
                 ),
             )
-            share = best.predicted_s(nbytes, bandwidth, slowdown) * bandwidth / nbytes
-            if share < 1:
+            best_s = best.predicted_s(nbytes, bandwidth, slowdown)
+            if best_s < none_s:
                 codec, choice = best.codec, best.name
-                reason = f"predicted to take {share:.0%} of the time that raw bytes take"
+                reason = f"predicted to take {best_s / none_s:.0%} of the time that raw bytes take"
             else:
                 reason = "every codec that makes it smaller takes longer than the link saves"
     return Decision(

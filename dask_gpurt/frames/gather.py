@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 Rows = npt.NDArray[np.intp]
 _Gather = Callable[[Rows, npt.NDArray[Any]], object]
+_Prepared = tuple[_Gather, npt.NDArray[Any] | None, Sequence[npt.NDArray[Any]]]
 
 try:
     from pandas._libs import algos as _algos
@@ -126,11 +127,16 @@ def gather_columns(
     ascending
         Whether the numbers of each selection ascend. Only then are there blocks.
     """
-    prepared = [_prepared(values, outs) for values, outs in columns]
-    for begin, end, pieces in _blocks(rows_of, n_rows, ascending):
+    blocks = list(_blocks(rows_of, n_rows, ascending))
+    prepared: Iterable[_Prepared] = (_prepared(values, outs) for values, outs in columns)
+    if len(blocks) > 1:
+        # What is prepared takes memory, which adds up where there are thousands of columns.
+        prepared = list(prepared)
+    for begin, end, pieces in blocks:
         for gather, source, outs in prepared:
             if source is not None and end - begin in _READ_AHEAD_ROWS:
-                source[begin : end : max(1, _LINE_NBYTES // source.itemsize)].max()
+                # For the cache alone: a value of each line.
+                source[begin : end : max(1, _LINE_NBYTES // (abs(source.strides[0]) or 1))].max()
             for which, first, last in pieces:
                 gather(rows_of[which][first:last], outs[which][first:last])
 
@@ -150,9 +156,7 @@ def _blocks(
         yield begin, end, [piece for piece in pieces if piece[1] < piece[2]]
 
 
-def _prepared(
-    values: Values, outs: Sequence[npt.NDArray[Any]]
-) -> tuple[_Gather, npt.NDArray[Any] | None, Sequence[npt.NDArray[Any]]]:
+def _prepared(values: Values, outs: Sequence[npt.NDArray[Any]]) -> _Prepared:
     """What gathers from a column, what of it is worth being read ahead, and where to write."""
     if isinstance(values, Counting):
         return partial(_count, values), None, outs

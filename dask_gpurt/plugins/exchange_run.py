@@ -119,6 +119,7 @@ class ExchangeRun:
             limit_nbytes=settings.in_flight_nbytes,
             message_nbytes=self._message_nbytes,
         )
+        self._data_is_on_device = adapter.landing is not None
         self._courier = Courier(self, worker, settings, adapter)
         self._received_nbytes = 0
         self._sent_nbytes = 0
@@ -240,10 +241,14 @@ class ExchangeRun:
         return self._tenant.empty(self._state.links.outgoing, nbytes, "outgoing")
 
     def _message_nbytes(self, address: str) -> int:
+        size = self._settings.message_nbytes
+        if self._data_is_on_device:
+            return size
         if self._state.links.stays_on_host(address, self._settings.transport):
-            # It carries places and no bytes: what it costs does not depend on how much they say.
-            return self._settings.in_flight_nbytes
-        return self._settings.message_nbytes
+            # It says where bytes are, mostly: larger ones cost little more. Not larger still, as
+            # the receiver takes memory for all of one before it is counted as shards.
+            return 2 * size
+        return size
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()

@@ -141,3 +141,20 @@ def test_agreement_is_found_out():
     # As a pandas would number that tells zeros, or NaNs, apart in another way.
     assert not agrees_with(lambda frame, n: partitioning_index(frame.fillna(0.0), n))
     assert not agrees_with(lambda frame, n: partitioning_index(frame, n).astype(np.int64))
+
+
+@pytest.mark.filterwarnings("error")
+def test_floats_of_every_kind_meet_as_they_do_in_dask():
+    """Signalling NaNs, as R has them for missing values, zeros of both signs, the least numbers."""
+    bits = [
+        0x7FF00000000007A2,
+        0xFFF0000000000001,
+        0x7FF8000000000000,
+        1 << 63,
+        0,
+        1,
+        (1 << 63) + 1,
+    ]
+    column = np.array(bits, dtype=np.uint64).view(np.float64)
+    expected = stock_numbers(pd.DataFrame({"a": column}), 1000)
+    assert partition_numbers([column], 1000).tolist() == expected.tolist()
