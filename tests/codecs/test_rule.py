@@ -116,3 +116,10 @@ def test_a_link_that_is_not_known_gets_raw_bytes(bandwidth):
     assert decision.codec == RAW
     assert "measured" in decision.reason
     assert json.loads(json.dumps(decision.to_plain(), allow_nan=False))["none_s"] is None
+
+
+def test_what_takes_as_long_as_raw_bytes_is_left_alone():
+    """Also where the share of the time would be rounded to a little less than all of it."""
+    for nbytes in range(1, 2000, 7):
+        tie = Trial(1, "one", "lz4", ratio=2.0, encode_rate=7e6, decode_rate=1e9)
+        assert decided([tie], 7e6, nbytes=nbytes).codec == RAW
