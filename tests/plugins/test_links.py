@@ -14,8 +14,8 @@ import pytest
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.pages import SharedPages
 from dask_gpurt.devices.pool import HostPool
-from dask_gpurt.errors import ConfigError, ProtocolError
-from dask_gpurt.plugins.links import LEAST_BESIDE_NBYTES, Links
+from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError
+from dask_gpurt.plugins.links import DAMAGED, LEAST_BESIDE_NBYTES, Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
 
@@ -320,3 +320,42 @@ def test_a_name_that_has_no_address_is_a_reason_to_go_another_way(monkeypatch, e
         assert (await links.accept({"ucx": {}}))["ours"]["host"] == "10.0.0.3"
 
     with_links(test, security=OPEN, **NAMED)
+
+
+@pytest.mark.parametrize("n_damaged", [1, 2, 3])
+def test_a_message_that_arrives_damaged_three_times_is_a_clear_error(n_damaged):
+    async def test(links):
+        sent = []
+
+        async def call(data):
+            if "offers" in data:
+                return {"status": "OK", "ours": None, "why_not": None}
+            sent.append(data)
+            return {"status": DAMAGED if len(sent) <= n_damaged else "OK"}
+
+        delivery = links.deliver("tcp://peer:1", "auto", compose, call)
+        if n_damaged < 3:
+            await delivery
+            assert len(sent) == n_damaged + 1
+            return
+        with pytest.raises(DamagedError, match="3 times in a row a message to tcp://peer:1"):
+            await delivery
+        assert len(sent) == 3
+
+    with_links(test)
+
+
+@pytest.mark.parametrize(
+    ("transport", "stays"), [("auto", True), ("comm", False), ("device", False)]
+)
+def test_a_path_inside_the_host_is_known_once_it_was_found(transport, stays):
+    async def test(links):
+        async def call(data):
+            return {"status": "OK", "ours": None, "why_not": None}
+
+        assert not links.stays_on_host("peer", "auto")
+        await links.deliver("peer", "auto", compose, call)
+        assert links.stays_on_host("peer", transport) is stays
+        assert not links.stays_on_host("another", transport)
+
+    with_links(test)
