@@ -241,14 +241,12 @@ class ExchangeRun:
         return self._tenant.empty(self._state.links.outgoing, nbytes, "outgoing")
 
     def _message_nbytes(self, address: str) -> int:
-        size = self._settings.message_nbytes
-        if self._data_is_on_device:
-            return size
-        if self._state.links.stays_on_host(address, self._settings.transport):
-            # It says where bytes are, mostly: larger ones cost little more. Not larger still, as
-            # the receiver takes memory for all of one before it is counted as shards.
-            return 2 * size
-        return size
+        settings, links = self._settings, self._state.links
+        if self._data_is_on_device or not links.stays_on_host(address, settings.transport):
+            return settings.message_nbytes
+        # It says where bytes are, mostly: larger ones cost little more. Not larger still, as the
+        # receiver takes memory for all of one before it is counted as shards.
+        return 2 * settings.message_nbytes
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()

@@ -13,7 +13,7 @@ import contextlib
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt.transport")
 
+T = TypeVar("T")
 Buffer = npt.NDArray[np.uint8]
 #: Makes a call that moves so many bytes, in a thread.
 Beside = Callable[[int, Callable[[], None]], Awaitable[None]]
@@ -140,6 +141,11 @@ class Links:
             f"{_MAX_ATTEMPTS} times in a row a message to {address} arrived damaged: the network "
             "or the memory of one of the two hosts is at fault"
         )
+
+    def stays_on_host(self, address: str, transport: str) -> bool:
+        """Whether the path to a peer is known, and leads through this host's memory."""
+        path = _found(self._paths.get((address, transport)))
+        return path is not None and path.is_local
 
     def _forget(self, address: str, transport: str) -> None:
         self._paths.pop((address, transport), None)
@@ -255,10 +261,8 @@ class Links:
         """Whether the payload of a message can be written to the memory of a device."""
         if not isinstance(payload, Mapping) or payload["by"] != "ucx":
             return False
-        engine = self._engine
-        if engine is None or not engine.done() or engine.cancelled() or engine.exception():
-            return False
-        return engine.result().takes_device_memory
+        engine = _found(self._engine)
+        return engine is not None and engine.takes_device_memory
 
     async def fetch(
         self,
@@ -339,11 +343,6 @@ class Links:
 
     # ------------------------------------------------------------------ life
 
-    def stays_on_host(self, address: str, transport: str) -> bool:
-        """Whether the path to a peer is known, and leads through this host's memory."""
-        path = _found(self._paths.get((address, transport)))
-        return path is not None and path.is_local
-
     def report(self) -> dict[str, Any]:
         """Path to each peer, for `status`."""
         found = {}
@@ -380,8 +379,8 @@ class Links:
         self.outgoing.close()
 
 
-def _found(task: asyncio.Task[Path] | None) -> Path | None:
-    """The path that was looked for, if it was found."""
+def _found(task: asyncio.Task[T] | None) -> T | None:
+    """What a task has come back with, if it has and did not fail."""
     if task is None or not task.done() or task.cancelled() or task.exception():
         return None
     return task.result()
