@@ -25,7 +25,12 @@ def hold_up(began, go_on):
 
 @pytest.fixture(scope="module")
 def cluster():
-    settings = {"gpurt.enabled": True, "gpurt.topology.probe": "off"}
+    settings = {
+        "gpurt.enabled": True,
+        "gpurt.topology.probe": "off",
+        # Every two seconds it takes away what more than one worker holds.
+        "distributed.scheduler.active-memory-manager.start": False,
+    }
     with (
         dask.config.set(settings),
         LocalCluster(2, threads_per_worker=1, dashboard_address=":0") as cluster,
