@@ -42,7 +42,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "frames": (set(), FRAMES | {"cudf", "cupy", "pylibcudf", "rmm"}, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
     "codecs": ({"errors"}, {"cudf", "numpy", "nvidia", "pyarrow"}, {"threading", "time"}),
-    "transport": ({"errors"}, {"cuda", "numpy", "ucxx"}, {"asyncio", "os", "threading"}),
+    # Sockets: only to ask the kernel of those that UCX made.
+    "transport": ({"errors"}, {"cuda", "numpy", "ucxx"}, {"asyncio", "os", "socket", "threading"}),
     "shuffle": (
         {"codecs", "errors", "frames", "metrics", "transport"},
         {"numpy"},

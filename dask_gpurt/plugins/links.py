@@ -31,6 +31,7 @@ from dask_gpurt.plugins.paths import (
 )
 from dask_gpurt.plugins.seams import event_loop, requires_encryption
 from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower, Lender
 from dask_gpurt.transport.ucx import UcxEngine
 
@@ -217,7 +218,8 @@ class Links:
             and bool(theirs.get("takes_device_memory"))
             and address not in self._device_failures
         )
-        return UcxPath(engine, peer, address, why_not, both)
+        readings = HostReadings(str(theirs["host"]), _ports_of(self._worker.address, address))
+        return UcxPath(engine, peer, address, why_not, both, readings)
 
     async def _link_device(self, address: str, why_not: dict[str, str], call: Call) -> Path:
         if address in self._device_failures:
@@ -410,6 +412,12 @@ def _viewed(part: Any, nbytes: int) -> Buffer:
 def came_inside(payload: Any) -> bool:
     """Whether a payload came with its message, and not beside it."""
     return not isinstance(payload, Mapping)
+
+
+def _ports_of(*addresses: str) -> set[int]:
+    """Where workers listen; those inside one process do at no port."""
+    ports = (address.rpartition(":")[2] for address in addresses)
+    return {int(port) for port in ports if port.isdigit()}
 
 
 async def _engine_of(worker: Worker) -> UcxEngine:

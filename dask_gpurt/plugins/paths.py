@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.plugins.seams import delivered, to_serialize
 from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.rate import LinkRate
 from dask_gpurt.transport.shared import Lender
 
@@ -91,12 +92,12 @@ class UcxPath:
     ----------
     takes_device_memory
         UCX at both ends knows the memory of devices.
+    readings
+        Of this process's connections to the peer's host, if UCX is using TCP.
     """
 
     name = "ucx"
     is_local = False
-    #: UCX does not say what a link carries, and is there for fast ones.
-    bandwidth = None
 
     def __init__(
         self,
@@ -105,12 +106,20 @@ class UcxPath:
         address: str,
         why_not: dict[str, str],
         takes_device_memory: bool,
+        readings: HostReadings,
     ) -> None:
         self.address = address
         self.why_not = why_not
         self.takes_device_memory = takes_device_memory
         self._engine = engine
         self._peer = peer
+        self._readings = readings
+        self._rate = LinkRate()
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second where UCX is using TCP; None if not known, and where it is not."""
+        return self._rate.bandwidth
 
     async def carry(self, message: Message, call: Call) -> Answer:
         number = self._engine.next_number()
@@ -129,6 +138,7 @@ class UcxPath:
                 answer = await answering
                 if answer["status"] == "OK":
                     await sending
+                    self._rate.add(self._readings.after(sum(map(len, buffers))))
                 return answer
             finally:
                 answering.cancel()

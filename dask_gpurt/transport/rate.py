@@ -16,12 +16,14 @@ from collections import deque
 _N_READINGS = 16
 _N_ENOUGH = 3
 
-#: In Linux's `struct tcp_info`: the flag for a rate that the application held down, and the rate.
+#: In Linux's `struct tcp_info`: the flag for a rate that the application held down, the bytes that
+#: were acknowledged, and the rate.
 _APP_LIMITED = 7
-_DELIVERY_RATE = struct.Struct("=Q")
+_NUMBER = struct.Struct("=Q")
+_ACKED_FROM = 120
 _DELIVERY_RATE_FROM = 160
 #: Bytes of it that are wanted.
-TCP_INFO_NBYTES = _DELIVERY_RATE_FROM + _DELIVERY_RATE.size
+TCP_INFO_NBYTES = _DELIVERY_RATE_FROM + _NUMBER.size
 
 
 def delivery_rate(tcp_info: bytes) -> int | None:
@@ -34,8 +36,16 @@ def delivery_rate(tcp_info: bytes) -> int | None:
     """
     if len(tcp_info) < TCP_INFO_NBYTES or tcp_info[_APP_LIMITED] & 1:
         return None
-    (rate,) = _DELIVERY_RATE.unpack_from(tcp_info, _DELIVERY_RATE_FROM)
+    (rate,) = _NUMBER.unpack_from(tcp_info, _DELIVERY_RATE_FROM)
     return rate or None
+
+
+def acked_nbytes(tcp_info: bytes) -> int:
+    """Bytes that a connection has brought to its other end, 0 where the kernel does not say."""
+    if len(tcp_info) < TCP_INFO_NBYTES:
+        return 0
+    (nbytes,) = _NUMBER.unpack_from(tcp_info, _ACKED_FROM)
+    return int(nbytes)
 
 
 class LinkRate:

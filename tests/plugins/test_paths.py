@@ -1,0 +1,67 @@
+"""A path over UCX knows what its link carries once the kernel has said so a few times."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from dask_gpurt.plugins.paths import UcxPath
+from dask_gpurt.shuffle.messages import Message
+
+
+class Engine:
+    """Sends whatever it is given."""
+
+    token = "sender"
+
+    def next_number(self):
+        return 0
+
+    async def send(self, peer, number, buffers, deadline_s):
+        pass
+
+
+class Readings:
+    """Of a connection on which each message has the next of these rates."""
+
+    def __init__(self, *rates):
+        self.rates = list(rates)
+        self.asked = []
+
+    def after(self, nbytes):
+        self.asked.append(nbytes)
+        return self.rates.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "bandwidth"),
+    [((90, 100, 100, 100), 100), ((None, 90, None, 100), None), ((None,) * 4, None)],
+)
+def test_bandwidth_is_what_the_kernel_says(rates, bandwidth):
+    readings = Readings(*rates)
+    path = UcxPath(Engine(), "receiver", "tcp://a:1", {}, False, readings)
+    message = Message(b"", [np.zeros(3, np.uint8), np.zeros(4, np.uint8)])
+
+    async def taken(data):
+        return {"status": "OK"}
+
+    async def carry_all():
+        for _ in rates:
+            await path.carry(message, taken)
+
+    asyncio.run(carry_all())
+    assert path.bandwidth == bandwidth
+    assert readings.asked == [7] * 4
+
+
+def test_a_message_that_was_not_taken_says_nothing():
+    path = UcxPath(Engine(), "receiver", "tcp://a:1", {}, False, Readings())
+
+    async def refused(data):
+        return {"status": "relink"}
+
+    answer = asyncio.run(path.carry(Message(b"", []), refused))
+    assert answer["status"] == "relink"
+    assert path.bandwidth is None
