@@ -5,12 +5,14 @@ and what came of them is copied back. A payload is a CRC-32 as those of the host
 (`codecs.host`), then nvCOMP's own format, chunk by chunk. nvCOMP is not free software and is not
 installed by itself; it is loaded at the first call.
 
-Nothing chooses these yet: a peer would have to say that it can decode them.
+They are for peers that say that they can decode them. Whether they are used is decided as for any
+other codec, by what they do with a sample here and now, copies to the device and back included.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ _ALGORITHMS = {"lz4": "LZ4", "zstd": "Zstd"}
 #: Chunks are coded beside each other: smaller ones fill the device, larger ones compress better.
 #: nvCOMP's default.
 _CHUNK_NBYTES = 64 << 10
+
+#: A process that uses a device has loaded one of these.
+_DEVICE_LIBRARIES = {"cudf", "cupy", "rmm"}
 
 _of_thread = threading.local()
 
@@ -49,13 +54,18 @@ class NvcompCodec:
     def encode(self, raw: Bytes, itemsize: int) -> list[Bytes] | None:
         if not raw.nbytes:
             return None
-        encoded = _coder(self.coder).encode(_on_device(raw))
-        return sealed(self.id, raw.nbytes, itemsize, [_on_host(encoded)])
+        try:
+            encoded = _on_host(_coder(self.coder).encode(_on_device(raw)))
+        except RuntimeError:
+            return None  # a device that has no room is no reason not to send
+        return sealed(self.id, raw.nbytes, itemsize, [encoded])
 
     def decode_into(self, payload: Any, out: Bytes, itemsize: int) -> None:
         if not 1 <= itemsize <= 255:
             raise ProtocolError(f"{self.name} does not encode items of {itemsize} bytes")
         body = opened(self.id, self.name, payload, out.nbytes, itemsize)
+        if self.id not in usable():
+            raise ProtocolError(f"there is no {self.name} here, which nobody said there was")
         coder = _coder(self.coder)
         try:
             source = _on_device(body)
@@ -75,6 +85,25 @@ class NvcompCodec:
 NVCOMP_CODECS: Mapping[int, Codec] = {
     codec.id: codec for codec in (NvcompCodec(128, "lz4"), NvcompCodec(129, "zstd"))
 }
+
+
+def usable() -> Mapping[int, Codec]:
+    """Those of them that work here: all, or none without nvCOMP or a device.
+
+    Not on an event loop: it loads nvCOMP.
+    """
+    # A context of CUDA takes seconds and hundreds of megabytes: a process that has done without a
+    # device goes on doing so.
+    return _usable() if _DEVICE_LIBRARIES & sys.modules.keys() else {}
+
+
+@cache
+def _usable() -> Mapping[int, Codec]:
+    try:
+        _on_device(np.zeros(1, dtype=np.uint8))
+    except (ImportError, OSError, RuntimeError):
+        return {}
+    return NVCOMP_CODECS
 
 
 @cache

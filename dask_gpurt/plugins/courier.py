@@ -185,8 +185,13 @@ class Courier:
         return opened()
 
     def _staged(self, path: Path, shards: Sequence[Outgoing]) -> list[Outgoing]:
-        """Shards with those copied to the host that cannot leave from the device on this path."""
-        is_taken = path.takes_device_memory and self._settings.compression in ("auto", "none")
+        """Shards with those copied to the host that shall not leave from the device on this path."""
+        compression = self._settings.compression
+        # On a link of TCP, whose bandwidth is known, UCX has them copied to the host as well; there
+        # it can be seen whether a codec pays.
+        is_taken = path.takes_device_memory and (
+            compression == "none" or (compression == "auto" and path.bandwidth is None)
+        )
         return [
             shard
             if is_taken and shard.nbytes >= LEAST_DEVICE_NBYTES
@@ -197,7 +202,7 @@ class Courier:
     def _encode(self, path: Path, shard: Outgoing) -> Encoded:
         key, packed = shard.header.layout_key, shard.packed
         link, bandwidth = path.address, path.bandwidth
-        chooser = self._state.chooser(self._settings.compression)
+        chooser = self._state.chooser(self._settings.compression, path.device_codecs)
         if not chooser.may_pay(key, packed.buffer.nbytes, link, bandwidth):
             return Encoded((packed.buffer,), ())
         sections = joined(self._adapter.sections(key, packed))

@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from dask_gpurt.codecs import nvcomp
 from dask_gpurt.devices.pages import SharedPages
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError, TransportError
@@ -199,6 +200,8 @@ class Links:
                     f"{why_not['ucx']}"
                 )
             path = CommPath(self._worker, address, why_not)
+        if not path.is_local:
+            path.device_codecs = await _device_codecs_with(call)
         logger.debug("shuffle bytes to %s go by %s %s", address, path.name, path.why_not or "")
         return path
 
@@ -253,6 +256,8 @@ class Links:
                 engine = await self._ucx()
                 known = {"takes_device_memory": engine.takes_device_memory}
                 ours = {**engine.descriptor, **known}
+            elif name == "codecs":
+                ours = sorted(await asyncio.to_thread(nvcomp.usable))
             else:
                 raise RefusedError(f"no path of that name: {name!r}")
             return {"status": "OK", "ours": ours, "why_not": None}
@@ -394,6 +399,20 @@ async def _accepted(call: Call, name: str, offer: Any) -> Any:
     if answer["why_not"] is not None:
         raise RefusedError(answer["why_not"])
     return answer["ours"]
+
+
+async def _device_codecs_with(call: Call) -> Set[int]:
+    """Numbers of codecs of devices that this worker and a peer have."""
+    ours = (await asyncio.to_thread(nvcomp.usable)).keys()
+    if not ours:
+        return frozenset()
+    try:
+        theirs = await _accepted(call, "codecs", None)
+    except RefusedError:
+        return frozenset()  # it does not know the question
+    if not isinstance(theirs, (list, tuple)):
+        raise ProtocolError(f"codecs {theirs!r}")
+    return frozenset(number for number in ours if number in theirs)
 
 
 def _pairs(parts: Sequence[Any], lengths: Sequence[int]) -> list[tuple[Any, int]]:

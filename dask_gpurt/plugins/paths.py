@@ -7,7 +7,7 @@ Control messages always go through Dask's own connections; what differs is where
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.plugins.seams import delivered, to_serialize
@@ -39,6 +39,8 @@ class CommPath:
         Of the peer.
     why_not
         Reason for each better path that is not taken.
+    device_codecs
+        Numbers of codecs of devices that both ends have.
     """
 
     name = "comm"
@@ -46,6 +48,7 @@ class CommPath:
     is_local = False
     #: Whether buffers may lie in the memory of a device, at both ends.
     takes_device_memory = False
+    device_codecs: Set[int] = frozenset()
 
     def __init__(self, worker: Worker, address: str, why_not: dict[str, str]) -> None:
         self.address = address
@@ -71,6 +74,7 @@ class SharedPath:
     name = "shared"
     is_local = True
     takes_device_memory = False
+    device_codecs: Set[int] = frozenset()
     bandwidth = None
 
     def __init__(self, lender: Lender, address: str, why_not: dict[str, str]) -> None:
@@ -98,6 +102,7 @@ class UcxPath:
 
     name = "ucx"
     is_local = False
+    device_codecs: Set[int] = frozenset()
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 import dask_gpurt
 from dask_gpurt.codecs.chooser import Chooser
+from dask_gpurt.codecs.host import HOST_CODECS
+from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.codecs.rule import Mode
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.devices.lanes import Lane
@@ -89,7 +91,7 @@ class WorkerState:
         self._row_numbers = RowNumbers()
         self._runs: set[ExchangeRun] = set()
         self._past_runs: deque[dict[str, Any]] = deque(maxlen=N_REPORTED)
-        self._choosers: dict[Mode, Chooser] = {}
+        self._choosers: dict[tuple[Mode, Set[int]], Chooser] = {}
         self._lanes: ShuffleLanes | None = None
         self._cooling: asyncio.TimerHandle | None = None
         #: Closes links that runs made after the runtime was taken off.
@@ -140,11 +142,19 @@ class WorkerState:
 
         return int(MEMORY_LIMIT)
 
-    def chooser(self, mode: Mode) -> Chooser:
-        """Chooses codecs; what it learnt in one run serves for the next."""
-        found = self._choosers.get(mode)
+    def chooser(self, mode: Mode, device_codecs: Set[int] = frozenset()) -> Chooser:
+        """Chooses codecs; what it learnt in one run serves for the next.
+
+        Parameters
+        ----------
+        device_codecs
+            Numbers of codecs of devices to choose from, besides those of the host.
+        """
+        found = self._choosers.get((mode, device_codecs))
         if found is None:
-            found = self._choosers.setdefault(mode, Chooser(mode))
+            more = {number: NVCOMP_CODECS[number] for number in device_codecs}
+            made = Chooser(mode, {**HOST_CODECS, **more})
+            found = self._choosers.setdefault((mode, device_codecs), made)
         return found
 
     @property

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dask_gpurt.codecs.host import HOST_CODECS
+from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.codecs.shards import Encoded, decode_shard, pack_table, unpack_table
 from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.frames.port import Packed
@@ -23,6 +25,7 @@ from dask_gpurt.transport import wire
 Buffer = npt.NDArray[np.uint8]
 #: Shard to what travels for it.
 Encode = Callable[["Outgoing"], Encoded]
+_CODECS = {**HOST_CODECS, **NVCOMP_CODECS}
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def opened(
         position += len(parts)
         if header.table:
             buffer = empty(header)
-            decode_shard(parts, unpack_table(header.table), buffer)
+            decode_shard(parts, unpack_table(header.table), buffer, _CODECS)
         elif in_place:
             (buffer,) = parts
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import sys
 import threading
 
 import numpy as np
@@ -78,10 +80,21 @@ class Library:
         return Array(array)
 
 
-@pytest.fixture(autouse=True)
-def library(monkeypatch):
+@contextlib.contextmanager
+def emulated(monkeypatch):
+    """This process uses a device and has nvCOMP for it."""
     monkeypatch.setattr(nvcomp, "_library", Library)
     monkeypatch.setattr(nvcomp, "_of_thread", threading.local())
+    monkeypatch.setitem(sys.modules, "cupy", sys.modules.get("cupy"))
+    nvcomp._usable.cache_clear()
+    yield
+    nvcomp._usable.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    with emulated(monkeypatch):
+        yield
 
 
 class TestLz4(CodecSuite):
@@ -112,6 +125,35 @@ def test_a_thread_makes_one_coder_for_itself():
     thread.start()
     thread.join()
     assert Codec.n_made == before + 2
+
+
+def test_a_process_without_a_device_does_not_begin_to_use_one(monkeypatch):
+    assert nvcomp.usable() == NVCOMP_CODECS
+    for name in ("cudf", "cupy", "rmm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert nvcomp.usable() == {}
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
+def test_without_nvcomp_or_a_device_there_are_none(monkeypatch, error):
+    payload = np.concatenate(NVCOMP_CODECS[128].encode(np.zeros(1000, np.uint8), 1))
+
+    def missing():
+        raise error
+
+    monkeypatch.setattr(nvcomp, "_library", missing)
+    nvcomp._usable.cache_clear()
+    assert nvcomp.usable() == {}
+    with pytest.raises(ProtocolError, match="no nvcomp lz4 here"):
+        NVCOMP_CODECS[128].decode_into(payload, np.empty(1000, np.uint8), 1)
+
+
+def test_a_device_without_room_leaves_bytes_as_they_are(monkeypatch):
+    def full(self, array):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Codec, "encode", full)
+    assert NVCOMP_CODECS[128].encode(np.zeros(1000, np.uint8), 1) is None
 
 
 def test_a_length_that_is_not_the_announced_one_is_refused_before_it_is_allocated(monkeypatch):

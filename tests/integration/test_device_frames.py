@@ -22,6 +22,7 @@ from dask_gpurt.frames.device_frames import DeviceFrames
 from dask_gpurt.plugins.array_run import DEVICE_ARRAYS
 from dask_gpurt.plugins.frame_run import ADAPTERS
 from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.frames.emulated_device import (
@@ -94,9 +95,13 @@ def device(monkeypatch):
 
 @pytest.fixture
 def knows_devices(monkeypatch):
-    """UCX that says it knows device memory; that of the emulated device it can read and write."""
+    """UCX that says it knows device memory; that of the emulated device it can read and write.
+
+    Faster than by TCP, as where there are devices.
+    """
     pytest.importorskip("ucxx", reason="the ucx extra is not installed")
     monkeypatch.setattr(UcxEngine, "takes_device_memory", True)
+    monkeypatch.setattr(HostReadings, "after", lambda readings, nbytes: None)
 
 
 def assert_same_as_stock(client):
@@ -204,6 +209,24 @@ def test_compression_that_was_asked_for_is_done_on_the_host(client, device, know
     with dask.config.set({"gpurt.shuffle.compression": "zstd"}):
         assert_same_as_stock(client)
     assert device.copied_nbytes >= sent_nbytes(client)
+
+
+def test_on_a_slow_link_it_is_seen_on_the_host_whether_it_pays(
+    client, device, knows_devices, monkeypatch
+):
+    monkeypatch.setattr(HostReadings, "after", lambda readings, nbytes: 1_000_000)
+    device.marks_nbytes *= 2
+    expected = partitions(client, shuffled())
+    with dask.config.set({"gpurt.shuffle.message-size": "1 B"}):
+        dask_gpurt.enable(client)
+    assert_same_partitions(partitions(client, shuffled()), expected)
+    # In its first messages nothing is known of a link.
+    first_nbytes = sent_nbytes(client)
+    assert device.copied_nbytes < 0.1 * first_nbytes
+    assert_same_partitions(partitions(client, shuffled()), expected)
+    shuffle = dask_gpurt.status(client)["shuffles"][-1]
+    assert shuffle["wire_nbytes"] < 0.8 * shuffle["sent_nbytes"]
+    assert device.copied_nbytes >= sent_nbytes(client) - first_nbytes
 
 
 def test_shards_of_a_device_are_spilled(client, device, knows_devices):

@@ -14,9 +14,10 @@ from distributed import Client, LocalCluster
 from distributed.security import Security
 
 import dask_gpurt
-from dask_gpurt.plugins import links
+from dask_gpurt.plugins import links, worker
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.transport import shared
+from tests.codecs.test_nvcomp import emulated
 from tests.conftest import stock_client
 from tests.failure.gates import Gate, before, from_call, pass_gate
 from tests.integration.comparing import collection, partitions, runs
@@ -81,6 +82,26 @@ def test_comm_uses_dask_s_connections_alone(client):
         dask_gpurt.enable(client)
     assert_right(shuffled(client))
     assert paths(client) == ({"comm"}, [{}, {}])
+
+
+@pytest.fixture
+def nvcomp_alone(monkeypatch):
+    """An emulated device with codecs, and no codecs but those."""
+    monkeypatch.setattr(worker, "HOST_CODECS", {})
+    with emulated(monkeypatch):
+        yield
+
+
+def test_codecs_of_devices_serve_peers_that_have_them_too(client, nvcomp_alone):
+    settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": "zstd"}
+    with dask.config.set(settings):
+        dask_gpurt.enable(client)
+    assert_right(shuffled(client))
+    found = dask_gpurt.status(client)
+    choices = [one["choice"] for worker in found["workers"].values() for one in worker["codecs"]]
+    assert "nvcomp zstd" in choices
+    assert set(choices) <= {"nvcomp zstd", "none"}
+    assert 0 < found["shuffles"][-1]["wire_nbytes"] < found["shuffles"][-1]["sent_nbytes"]
 
 
 @pytest.fixture

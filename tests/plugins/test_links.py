@@ -18,6 +18,7 @@ from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError
 from dask_gpurt.plugins.links import DAMAGED, LEAST_BESIDE_NBYTES, Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
+from tests.codecs.test_nvcomp import emulated
 
 DEADLINE_S = 20.0
 
@@ -212,6 +213,58 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
         with_links(test)
     finally:
         may_go_on.set()
+
+
+# ------------------------------------------------------------------ codecs of devices
+
+
+def asked_of(answer):
+    """What a peer with this answer is asked for, and the codecs that come of it."""
+    asked = []
+
+    async def test(links):
+        async def call(data):
+            asked.extend(data.get("offers", {}))
+            return {"status": "OK", "ours": answer, "why_not": None if answer else "unknown"}
+
+        await links.deliver("peer", "comm", composed, call)
+
+    found = []
+
+    async def composed(path):
+        found.append(path.device_codecs)
+        return await compose(path)
+
+    with_links(test)
+    return asked, found[0]
+
+
+@pytest.mark.parametrize(
+    "theirs, both", [([128, 129], {128, 129}), ([129, 200], {129}), ([], set()), (None, set())]
+)
+def test_codecs_of_devices_are_used_where_both_have_them(monkeypatch, theirs, both):
+    with emulated(monkeypatch):
+        assert asked_of(theirs) == (["codecs"], both)
+
+
+def test_a_peer_without_codecs_of_devices_asks_nothing():
+    assert asked_of([128]) == ([], set())
+
+
+def test_a_peer_that_answers_something_else_is_an_error(monkeypatch):
+    with emulated(monkeypatch), pytest.raises(ProtocolError, match="codecs 7"):
+        asked_of(7)
+
+
+def test_a_worker_says_which_codecs_of_devices_it_has(monkeypatch):
+    async def test(links):
+        said.append((await links.accept({"codecs": None}))["ours"])
+
+    said = []
+    with_links(test)
+    with emulated(monkeypatch):
+        with_links(test)
+    assert said == [[], [128, 129]]
 
 
 # ------------------------------------------------------------------ where peers reach our engine
