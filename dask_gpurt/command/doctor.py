@@ -209,6 +209,8 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
     links = [
         link for report in found["workers"].values() if report for link in report["links"].values()
     ]
+    if not links:
+        return _ways_there_are(found)
     findings = []
     for name, text in _PATHS.items():
         taken = [link for link in links if link["path"] == name]
@@ -219,6 +221,22 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
         reasons = Counter(reason for link in taken for reason in link["why_not"].items())
         for (better, why), count in reasons.most_common():
             text = f"{count} of them not {_PATHS[better]}: {why}"
+            remedy = _UCX_REMEDY if "without ucxx" in why else ""
+            findings.append(Finding("note", "links", text, remedy))
+    return findings
+
+
+def _ways_there_are(found: Mapping[str, Any]) -> list[Finding]:
+    """What workers have for an exchange. Which of it a pair takes is seen when it has to."""
+    reports = [report for report in found["workers"].values() if report]
+    findings = []
+    for name in ("shared", "ucx"):
+        lacking = Counter(why for report in reports if (why := report["lacks"].get(name)))
+        if not lacking and reports:
+            text = f"all workers can exchange {_PATHS[name]}"
+            findings.append(Finding("ok", "links", text))
+        for why, count in lacking.most_common():
+            text = f"{count} of {len(reports)} workers cannot exchange {_PATHS[name]}: {why}"
             remedy = _UCX_REMEDY if "without ucxx" in why else ""
             findings.append(Finding("note", "links", text, remedy))
     return findings

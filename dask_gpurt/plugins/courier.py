@@ -185,7 +185,7 @@ class Courier:
         return opened()
 
     def _staged(self, path: Path, shards: Sequence[Outgoing]) -> list[Outgoing]:
-        """Shards with those copied to the host that shall not leave from the device on this path."""
+        """Shards with those copied to the host that do not leave from the device on this path."""
         compression = self._settings.compression
         # On a link of TCP, whose bandwidth is known, UCX has them copied to the host as well; there
         # it can be seen whether a codec pays.

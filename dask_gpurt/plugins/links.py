@@ -32,6 +32,7 @@ from dask_gpurt.plugins.paths import (
 )
 from dask_gpurt.plugins.seams import event_loop, requires_encryption
 from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.transport import ucx
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower, Lender
 from dask_gpurt.transport.ucx import UcxEngine
@@ -62,6 +63,9 @@ DEVICE = "device"
 LEAST_BESIDE_NBYTES = 1 << 20
 #: How long a new link over UCX, or the end of all of them, may take.
 _LINK_DEADLINE_S = 10.0
+
+
+_ENCRYPTED = "the cluster's connections are encrypted, and UCX's are not"
 
 
 class RefusedError(TransportError):
@@ -235,7 +239,7 @@ class Links:
 
     async def _ucx(self) -> UcxEngine:
         if requires_encryption(self._worker):
-            raise RefusedError("the cluster's connections are encrypted, and UCX's are not")
+            raise RefusedError(_ENCRYPTED)
         if self._engine is None or (self._engine.done() and self._engine.exception()):
             self._engine = asyncio.create_task(_engine_of(self._worker))
         try:
@@ -361,6 +365,17 @@ class Links:
                     "bandwidth": path.bandwidth,
                 }
         return found
+
+    def lacks(self) -> dict[str, str]:
+        """Paths that this worker does not have, whatever its peers have, and why. Loads nothing."""
+        engine = self._engine
+        failed = engine is not None and engine.done() and engine.exception()
+        why_not = {
+            "shared": self._no_memory,
+            "ucx": (_ENCRYPTED if requires_encryption(self._worker) else ucx.why_not())
+            or (str(failed) if failed else ""),
+        }
+        return {name: reason for name, reason in why_not.items() if reason}
 
     def cool_down(self) -> None:
         """Give back memory that was only kept warm, ours and that of peers."""

@@ -240,6 +240,7 @@ class WorkerState:
             "counters": self.counters.snapshot(),
             "lanes": self._overlap(),
             "links": self.links.report(),
+            "lacks": self.links.lacks(),
             "codecs": [
                 decision.to_plain()
                 for chooser in self._choosers.values()

@@ -13,6 +13,7 @@ travel elsewhere. UCX is optional: without the package `ucxx` an engine does not
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -233,6 +234,13 @@ class UcxEngine:
         finally:
             if give_up is not None and future.cancelled():
                 self._thread.call(partial(give_up, future))
+
+
+def why_not() -> str | None:
+    """Why no engine can start here, as far as can be said without loading UCX."""
+    if importlib.util.find_spec("ucxx") is None:
+        return "no UCX without ucxx (dask-gpurt[ucx] installs it)"
+    return None
 
 
 def _checked(number: int, buffers: Sequence[Any]) -> list[Buffer]:

@@ -405,12 +405,27 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
     assert [bool(remedy) for _, remedy in said] == [False, False, False, True, False]
 
 
+def test_before_a_shuffle_the_ways_that_there_are() -> None:
+    report: dict[str, Any] = {"memory": None, "unmanaged": "it"}
+    lacks = {"shared": "no files in memory", "ucx": "without ucxx"}
+    assert said_of(report, "links") == [
+        ("ok", "all workers can exchange in shared memory", ""),
+        ("ok", "all workers can exchange over UCX", ""),
+    ]
+    (level, text, remedy), *rest = said_of({**report, "lacks": lacks}, "links")
+    assert (level, remedy) == ("note", "")
+    assert text == "1 of 1 workers cannot exchange in shared memory: no files in memory"
+    ((level, text, remedy),) = rest
+    assert (level, text) == ("note", "1 of 1 workers cannot exchange over UCX: without ucxx")
+    assert "install the ucx extra" in remedy
+
+
 def said_of(report: dict[str, Any], what: str) -> list[tuple[str, str, str]]:
     told = cluster_findings(
         {
             "scheduler": "tcp://s",
             "active": True,
-            "workers": {"tcp://a": {"version": "0.0.1", "links": {}, **report}},
+            "workers": {"tcp://a": {"version": "0.0.1", "links": {}, "lacks": {}, **report}},
             "not_ready": {},
             "fallbacks": [],
             "versions": {"client": {}, "scheduler": {}, "workers": {}},

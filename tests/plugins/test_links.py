@@ -14,7 +14,7 @@ import pytest
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.pages import SharedPages
 from dask_gpurt.devices.pool import HostPool
-from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError
+from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError, TransportError
 from dask_gpurt.plugins.links import DAMAGED, LEAST_BESIDE_NBYTES, Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
@@ -213,6 +213,45 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
         with_links(test)
     finally:
         may_go_on.set()
+
+
+# ------------------------------------------------------------------ before anything is sent
+
+
+@pytest.mark.parametrize(
+    "encrypted, missing, start, lacks",
+    [
+        (False, None, None, {}),
+        (False, "no UCX without ucxx", None, {"ucx": "no UCX without ucxx"}),
+        (True, None, None, {"ucx": "the cluster's connections are encrypted, and UCX's are not"}),
+        (False, None, TransportError("no device"), {"ucx": "no device"}),
+    ],
+)
+def test_what_a_worker_lacks_is_known_without_a_peer(monkeypatch, encrypted, missing, start, lacks):
+    resolving(monkeypatch)
+    monkeypatch.setattr("dask_gpurt.plugins.links.ucx.why_not", lambda: missing)
+
+    async def fail(host):
+        raise start
+
+    async def test(links):
+        if start is not None:
+            monkeypatch.setattr(Engine, "start", fail)
+            assert (await links.accept({"ucx": {}}))["ours"] is None
+        assert links.lacks() == lacks
+
+    security = SimpleNamespace(require_encryption=encrypted)
+    with_links(test, security=security, address="tcp://10.0.0.3:4567", ip="10.0.0.3")
+
+
+def test_memory_that_a_worker_cannot_share_is_something_it_lacks(monkeypatch):
+    def no_files():
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("dask_gpurt.plugins.links.SharedPages", no_files)
+    worker = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=None), address="tcp://a:1")
+    links = Links(SimpleNamespace(**vars(worker), security=OPEN), 0)
+    assert links.lacks()["shared"] == "no files in memory here (Function not implemented)"
 
 
 # ------------------------------------------------------------------ codecs of devices
