@@ -29,7 +29,7 @@ class RunFigures:
         self._about = {"id": shuffle_id, "run": run_id, "kind": kind, "began_s": began_s}
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(
-            ("rows_in", "local_nbytes", "sent_nbytes", "wire_nbytes", "messages"), 0
+            ("rows_in", "local_nbytes", "sent_nbytes", "raw_nbytes", "wire_nbytes", "messages"), 0
         )
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._links: dict[str, list[float]] = {}
@@ -44,10 +44,16 @@ class RunFigures:
         with self._lock:
             self._seconds[phase] += seconds
 
-    def sent(self, peer: str, nbytes: int, wire_nbytes: int, seconds: float) -> None:
-        """A message was answered: `nbytes` of shards, for which `wire_nbytes` left this host."""
+    def sent(
+        self, peer: str, nbytes: int, raw_nbytes: int, wire_nbytes: int, seconds: float
+    ) -> None:
+        """A message was answered: `nbytes` of shards.
+
+        `raw_nbytes` of these had to leave this host, and `wire_nbytes` left it for them.
+        """
         with self._lock:
             self._counts["sent_nbytes"] += nbytes
+            self._counts["raw_nbytes"] += raw_nbytes
             self._counts["wire_nbytes"] += wire_nbytes
             self._counts["messages"] += 1
             self._seconds["send"] += seconds
@@ -82,10 +88,10 @@ def summarised(reports: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[
     Returns
     -------
     list of dict
-        `rows`, `nbytes` (on the way to an owner, on any worker), `sent_nbytes`, `wire_nbytes`,
-        `seconds` by phase (summed over workers), `busiest_link` (from, to, bytes of shards,
-        seconds), `skew` (rows of the most loaded worker over the mean), `fullest` partitions with
-        their rows.
+        `rows`, `nbytes` (on the way to an owner, on any worker), `sent_nbytes`, `raw_nbytes` of
+        these that had to leave their host, `wire_nbytes` that left it for them, `seconds` by phase
+        (summed over workers), `busiest_link` (from, to, bytes of shards, seconds), `skew` (rows of
+        the most loaded worker over the mean), `fullest` partitions with their rows.
     """
     runs: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     for worker, snapshots in reports.items():
@@ -118,6 +124,7 @@ def _summary(of_worker: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "rows": total("rows_in"),
         "nbytes": total("local_nbytes") + total("sent_nbytes"),
         "sent_nbytes": total("sent_nbytes"),
+        "raw_nbytes": total("raw_nbytes"),
         "wire_nbytes": total("wire_nbytes"),
         "messages": total("messages"),
         "seconds": {phase: sum(one["seconds"][phase] for one in all_of_it) for phase in PHASES},

@@ -17,12 +17,13 @@ def test_what_is_added_is_reported():
     one.add(rows_in=5)
     one.spent("partition", 0.5)
     one.spent("partition", 0.25)
-    one.sent("b", nbytes=1000, wire_nbytes=400, seconds=2.0)
-    one.sent("b", nbytes=1000, wire_nbytes=500, seconds=1.0)
+    one.sent("b", nbytes=1000, raw_nbytes=1000, wire_nbytes=400, seconds=2.0)
+    one.sent("b", nbytes=1000, raw_nbytes=0, wire_nbytes=0, seconds=1.0)
     said = one.snapshot({0: 7, 1: 2})
     assert said["rows_in"] == 15
     assert said["local_nbytes"] == 100
-    assert (said["sent_nbytes"], said["wire_nbytes"], said["messages"]) == (2000, 900, 2)
+    assert (said["sent_nbytes"], said["messages"]) == (2000, 2)
+    assert (said["raw_nbytes"], said["wire_nbytes"]) == (1000, 400)
     assert said["seconds"] == {**dict.fromkeys(PHASES, 0.0), "partition": 0.75, "send": 3.0}
     assert said["links"] == {"b": (2000, 3.0)}
     assert said["rows_owned"] == 9
@@ -39,14 +40,15 @@ def test_workers_are_summed_and_the_busiest_link_is_named():
     a, b = figures(), figures(began_s=9.0)
     a.add(rows_in=10, local_nbytes=100)
     b.add(rows_in=30, local_nbytes=300)
-    a.sent("b", nbytes=10, wire_nbytes=10, seconds=1.0)
-    b.sent("a", nbytes=50, wire_nbytes=20, seconds=1.0)
-    b.sent("c", nbytes=30, wire_nbytes=30, seconds=1.5)
+    a.sent("b", nbytes=10, raw_nbytes=10, wire_nbytes=10, seconds=1.0)
+    b.sent("a", nbytes=50, raw_nbytes=50, wire_nbytes=20, seconds=1.0)
+    b.sent("c", nbytes=30, raw_nbytes=0, wire_nbytes=0, seconds=1.5)
     reports = {"a": [a.snapshot({0: 10})], "b": [b.snapshot({1: 20, 2: 10})], "c": []}
     (one,) = summarised(reports)
     assert one["rows"] == 40
     assert one["nbytes"] == 490
-    assert (one["sent_nbytes"], one["wire_nbytes"], one["messages"]) == (90, 60, 3)
+    assert (one["sent_nbytes"], one["messages"]) == (90, 3)
+    assert (one["raw_nbytes"], one["wire_nbytes"]) == (60, 30)
     assert one["seconds"]["send"] == 3.5
     assert one["busiest_link"] == ("b", "a", 50, 1.0)
     assert one["began_s"] == 9.0
