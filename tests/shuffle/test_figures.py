@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from dask_gpurt.shuffle.figures import PHASES, RunFigures, summarised
@@ -56,6 +58,35 @@ def test_workers_are_summed_and_the_busiest_link_is_named():
     assert one["fullest"] == [("1", 20), ("0", 10), ("2", 10)]
 
 
+def skewed(**rows_of_worker):
+    """Summary of a run whose workers own partitions of so many rows."""
+    numbers = itertools.count()
+    said = {
+        worker: [figures().snapshot({next(numbers): n for n in rows})]
+        for worker, rows in rows_of_worker.items()
+    }
+    (one,) = summarised(said)
+    return one
+
+
+def test_a_hot_partition_is_told_from_where_owners_are_chosen_anew():
+    """A worker that has a third more than the mean because of one key is worth a word."""
+    one = skewed(a=[120], b=[20] * 4, c=[20] * 4, d=[20] * 4)
+    assert one["skew"] == pytest.approx(120 / 90)
+    assert one["hot"] == [("0", 120)]
+    assert one["mean_rows"] == pytest.approx(360 / 13)
+    even = skewed(a=[96], b=[22] * 4, c=[22] * 4, d=[22] * 4)
+    assert even["skew"] < 1.2
+    assert (even["fullest"][0], even["hot"]) == (("0", 96), [])
+
+
+def test_partitions_that_are_as_full_as_others_are_not_hot():
+    """Five equal ones on four workers: there is skew, and no key to look for."""
+    one = skewed(a=[10, 10], b=[10], c=[10], d=[11])
+    assert one["skew"] > 1.5
+    assert one["hot"] == []
+
+
 def test_workers_without_partitions_do_not_count_as_unloaded():
     """More workers than partitions: the mean is over those that could have had some."""
     reports = {"a": [figures().snapshot({0: 10})], "b": [figures().snapshot({})]}
@@ -65,7 +96,7 @@ def test_workers_without_partitions_do_not_count_as_unloaded():
 def test_a_run_without_rows_or_messages():
     (one,) = summarised({"a": [figures().snapshot({})]})
     assert one["skew"] == 1.0
-    assert one["busiest_link"] is None
+    assert (one["busiest_link"], one["hot"], one["mean_rows"]) == (None, [], 0.0)
 
 
 def test_runs_are_apart_and_in_order():
