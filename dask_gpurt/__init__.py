@@ -58,7 +58,7 @@ def status(client: Client) -> Any:
         stock places; `totals` over all workers (bytes, as `dask_gpurt.metrics.MEANING` explains
         them);
         `shuffles`, the last runs on our data plane, each with its rows, bytes, seconds by phase,
-        busiest link and skew (see `dask_gpurt.shuffle.figures.summarised`).
+        busiest link, skew and hot partitions (see `dask_gpurt.shuffle.figures.summarised`).
     """
     from dask_gpurt.plugins import activation
 

@@ -76,7 +76,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "transport",
         },
         # Tornado: the loop of a simulation has to be one that distributed's callbacks know.
-        DASK | {"numpy", "packaging", "psutil", "pynvml", "tornado"},
+        DASK | {"numpy", "packaging", "prometheus_client", "psutil", "pynvml", "tornado"},
         IMPURE,
     ),
     "preload": ({"errors", "plugins"}, {"dask"}, {"logging"}),
@@ -111,6 +111,7 @@ ONLY_IN = {
     # One module knows a library of devices, and whoever asks for that module has it.
     "cudf": {"frames/cudf_.py", "codecs/nvcomp.py"},
     "nvidia": {"codecs/nvcomp.py"},
+    "prometheus_client": {"plugins/prometheus_seams.py"},
     "pylibcudf": {"frames/cudf_.py"},
     "pynvml": {"plugins/machine_report.py"},
     "rmm": {"devices/cuda_driver.py", "devices/cuda_memory.py", "frames/cudf_.py"},

@@ -134,6 +134,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "data": lambda one: format_bytes(one["nbytes"]),
     "sent": lambda one: format_bytes(one["sent_nbytes"]),
     "on the wire": lambda one: format_bytes(one["wire_nbytes"]),
+    "codec ratio": lambda one: _ratio(one),
     "partition": lambda one: f"{one['seconds']['partition']:.2f} s",
     "send": lambda one: f"{one['seconds']['send']:.2f} s",
     "receive": lambda one: f"{one['seconds']['receive']:.2f} s",
@@ -141,8 +142,11 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "busiest link": lambda one: _link(one["busiest_link"]),
     "skew": lambda one: f"{one['skew']:.2f}",
 }
-#: Fullest partitions are named from this skew on.
-_NOTABLE_SKEW = 1.5
+
+
+def _ratio(one: dict[str, Any]) -> str:
+    """What codecs are worth, of what left its host."""
+    return f"{one['raw_nbytes'] / one['wire_nbytes']:.2f}" if one["wire_nbytes"] else "-"
 
 
 def _link(link: Sequence[Any] | None) -> str:
@@ -157,10 +161,11 @@ def _shuffles(shuffles: list[dict[str, Any]]) -> list[str]:
     rows = [[content(one) for content in _COLUMNS.values()] for one in shuffles]
     lines = _table(list(_COLUMNS), rows)
     for one in shuffles:
-        if one["skew"] >= _NOTABLE_SKEW:
-            fullest = ", ".join(f"{name} ({rows:,} rows)" for name, rows in one["fullest"])
+        if one["hot"]:
+            hot = ", ".join(f"{name} ({rows:,} rows)" for name, rows in one["hot"])
             lines.append(
-                f"  {_COLUMNS['shuffle'](one)}: the fullest output partitions are {fullest}"
+                f"  {_COLUMNS['shuffle'](one)}: the fullest output partitions are {hot};"
+                f" the mean is {one['mean_rows']:,.0f} rows"
             )
     return lines
 

@@ -32,7 +32,7 @@ from dask_gpurt.errors import (
 )
 from dask_gpurt.frames.port import BodyAdapter, Empty, Packed, Piece
 from dask_gpurt.plugins.courier import Courier
-from dask_gpurt.plugins.fine_metrics import FineMetrics, amount, disk_io
+from dask_gpurt.plugins.fine_metrics import FineMetrics, amount, disk_io, left_host
 from dask_gpurt.plugins.links import DAMAGED, RELINK
 from dask_gpurt.plugins.seams import (
     P2PConsistencyError,
@@ -258,8 +258,10 @@ class ExchangeRun:
             with context_meter.meter("process"), context_meter.meter("send"):
                 message = await self._courier.send(address, shards)
             amount("process", nbytes)
+            left_host(message.raw_nbytes, message.wire_nbytes)
+        seconds = time.perf_counter() - began
         self._sent_nbytes += nbytes
-        self.figures.sent(address, nbytes, message.wire_nbytes, time.perf_counter() - began)
+        self.figures.sent(address, nbytes, message.raw_nbytes, message.wire_nbytes, seconds)
         self._state.counters.add(sent_nbytes=nbytes, messages=1)
 
     async def receive(self, data: Any) -> dict[str, Any]:

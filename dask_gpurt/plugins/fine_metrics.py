@@ -1,8 +1,10 @@
 """What Dask's fine performance metrics are told of a run: the labels that a stock run has.
 
-Spans, the dashboard and Prometheus read them. What happens inside a task is told twice, under the
-task (`execute`) and under the shuffle (`p2p`, `foreground`); what happens behind tasks under the
-shuffle alone. The process-wide counters are `metrics`, figures of one run `shuffle.figures`.
+Spans read them, and the scheduler's sums of all workers. What happens inside a task is told twice,
+under the task (`execute`), which is what the dashboard draws, and under the shuffle (`p2p`,
+`foreground`); what happens behind tasks under the shuffle alone. To Prometheus stock shows none of
+them, and `prometheus_seams` those of shuffles. The process-wide counters are `metrics`, figures of
+one run `shuffle.figures`.
 """
 
 from __future__ import annotations
@@ -69,6 +71,17 @@ def amount(label: str, nbytes: int, count: int = 1) -> None:
     """Add bytes, and how many things they are, to the metrics of the current context."""
     context_meter.digest_metric(label, nbytes, "bytes")
     context_meter.digest_metric(label, count, "count")
+
+
+def left_host(raw_nbytes: int, wire_nbytes: int) -> None:
+    """`amount` of a message before and after it was encoded; nothing if it stayed on its host.
+
+    Told once for a message, however often it was sent: the first over the second is what codecs
+    are worth. They are amounts of what stock has seconds of.
+    """
+    if wire_nbytes:
+        amount("compress", raw_nbytes)
+        amount("send", wire_nbytes)
 
 
 def disk_io(label: str, nbytes: int) -> None:

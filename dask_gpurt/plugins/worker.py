@@ -36,6 +36,7 @@ from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.links import Links
 from dask_gpurt.plugins.machine_report import MachineReport
 from dask_gpurt.plugins.memory import ManagedMemory, obstacle
+from dask_gpurt.plugins.prometheus_seams import ShownShuffles
 from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 
@@ -323,6 +324,7 @@ class Attachment:
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
         self._gathering = Gathering(worker)
+        self._shown = ShownShuffles(worker)
         # At the end: everything that the runtime needs is imported.
         self._set_apart = SetApart(worker)
 
@@ -342,6 +344,7 @@ class Attachment:
         self._reads.end()
         self._turns.end()
         self._gathering.remove()
+        self._shown.end()
         self._lookup.remove()
         for name in self._handlers:
             self._worker.handlers.pop(name, None)

@@ -14,8 +14,9 @@ import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 
-#: Ranges stay up to this many times the mean load: a sample is not all of the data.
-_TOLERATED = 1.2
+#: Ranges stay up to this many times the mean load: a sample is not all of the data. What is beyond
+#: it when all of the data came is told.
+TOLERATED = 1.2
 
 
 def by_range(n_partitions: int, workers: Sequence[str]) -> dict[int, str]:
@@ -44,7 +45,7 @@ def owners(rows: tuple[int, ...], workers: tuple[str, ...]) -> dict[int, str]:
     """
     ranges = by_range(len(rows), workers)
     mean = sum(rows) / len(workers)
-    if max(load(rows, ranges).values(), default=0) <= _TOLERATED * mean:
+    if max(load(rows, ranges).values(), default=0) <= TOLERATED * mean:
         return ranges
     # Partitions that the sample says nothing of are spread evenly: every partition counts a little.
     weight = mean / (1000 * len(rows))

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dask_gpurt.shuffle.balance import TOLERATED
+
 #: What a worker's threads and event loop spend a run's time on.
 PHASES: dict[str, str] = {
     "partition": "taking input partitions apart",
@@ -29,7 +31,7 @@ class RunFigures:
         self._about = {"id": shuffle_id, "run": run_id, "kind": kind, "began_s": began_s}
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(
-            ("rows_in", "local_nbytes", "sent_nbytes", "wire_nbytes", "messages"), 0
+            ("rows_in", "local_nbytes", "sent_nbytes", "raw_nbytes", "wire_nbytes", "messages"), 0
         )
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._links: dict[str, list[float]] = {}
@@ -44,10 +46,16 @@ class RunFigures:
         with self._lock:
             self._seconds[phase] += seconds
 
-    def sent(self, peer: str, nbytes: int, wire_nbytes: int, seconds: float) -> None:
-        """A message was answered: `nbytes` of shards, for which `wire_nbytes` left this host."""
+    def sent(
+        self, peer: str, nbytes: int, raw_nbytes: int, wire_nbytes: int, seconds: float
+    ) -> None:
+        """A message was answered: `nbytes` of shards.
+
+        `raw_nbytes` of these had to leave this host, and `wire_nbytes` left it for them.
+        """
         with self._lock:
             self._counts["sent_nbytes"] += nbytes
+            self._counts["raw_nbytes"] += raw_nbytes
             self._counts["wire_nbytes"] += wire_nbytes
             self._counts["messages"] += 1
             self._seconds["send"] += seconds
@@ -82,10 +90,11 @@ def summarised(reports: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[
     Returns
     -------
     list of dict
-        `rows`, `nbytes` (on the way to an owner, on any worker), `sent_nbytes`, `wire_nbytes`,
-        `seconds` by phase (summed over workers), `busiest_link` (from, to, bytes of shards,
-        seconds), `skew` (rows of the most loaded worker over the mean), `fullest` partitions with
-        their rows.
+        `rows`, `nbytes` (on the way to an owner, on any worker), `sent_nbytes`, `raw_nbytes` of
+        these that had to leave their host, `wire_nbytes` that left it for them, `seconds` by phase
+        (summed over workers), `busiest_link` (from, to, bytes of shards, seconds), `skew` (rows of
+        the most loaded worker over the mean), `fullest` partitions with their rows, `hot` ones of
+        these, if there is more skew than owners are chosen with, and `mean_rows` of a partition.
     """
     runs: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     for worker, snapshots in reports.items():
@@ -110,6 +119,11 @@ def _summary(of_worker: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         (entry for one in all_of_it for entry in one["fullest"]), key=lambda entry: -entry[1]
     )
     owners = [one["rows_owned"] for one in all_of_it if one["n_owned"]]
+    skew = max(owners) * len(owners) / sum(owners) if any(owners) else 1.0
+    mean_rows = sum(owners) / max(total("n_owned"), 1)
+    named = [tuple(entry) for entry in fullest[:N_FULLEST]]
+    # Where all partitions are about as full, it is their number that makes the skew.
+    hot = [entry for entry in named if entry[1] > TOLERATED * mean_rows and skew > TOLERATED]
     return {
         "id": all_of_it[0]["id"],
         "run": all_of_it[0]["run"],
@@ -118,10 +132,13 @@ def _summary(of_worker: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "rows": total("rows_in"),
         "nbytes": total("local_nbytes") + total("sent_nbytes"),
         "sent_nbytes": total("sent_nbytes"),
+        "raw_nbytes": total("raw_nbytes"),
         "wire_nbytes": total("wire_nbytes"),
         "messages": total("messages"),
         "seconds": {phase: sum(one["seconds"][phase] for one in all_of_it) for phase in PHASES},
         "busiest_link": max(links, key=lambda link: link[2], default=None),
-        "skew": max(owners) * len(owners) / sum(owners) if any(owners) else 1.0,
-        "fullest": [tuple(entry) for entry in fullest[:N_FULLEST]],
+        "skew": skew,
+        "fullest": named,
+        "hot": hot,
+        "mean_rows": mean_rows,
     }

@@ -46,12 +46,15 @@ class Message:
 
     Attributes
     ----------
+    raw_nbytes
+        Bytes of the shards, if they leave this host, before they were encoded.
     wire_nbytes
-        Bytes of them that leave this host.
+        Bytes of header and buffers that leave this host.
     """
 
     header: bytes
     buffers: list[Buffer]
+    raw_nbytes: int = 0
     wire_nbytes: int = 0
 
     @property
@@ -65,7 +68,7 @@ def as_they_are(shards: Iterable[Outgoing]) -> Message:
     return _message((shard, 0, Encoded((shard.packed.buffer,), ())) for shard in shards)
 
 
-def for_the_wire(shards: Iterable[Outgoing], encode: Encode) -> Message:
+def for_the_wire(shards: Sequence[Outgoing], encode: Encode) -> Message:
     """A message that leaves this host: with checksums, and encoded where `encode` does it."""
 
     def sealed(shard: Outgoing) -> tuple[Outgoing, int, Encoded]:
@@ -76,7 +79,8 @@ def for_the_wire(shards: Iterable[Outgoing], encode: Encode) -> Message:
 
     message = _message(map(sealed, shards))
     wire_nbytes = len(message.header) + sum(buffer.nbytes for buffer in message.buffers)
-    return replace(message, wire_nbytes=wire_nbytes)
+    raw_nbytes = sum(shard.nbytes for shard in shards)
+    return replace(message, raw_nbytes=raw_nbytes, wire_nbytes=wire_nbytes)
 
 
 def _message(shards: Iterable[tuple[Outgoing, int, Encoded]]) -> Message:

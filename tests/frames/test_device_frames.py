@@ -103,6 +103,17 @@ class TestIndexed(DeviceSuite):
         return frame.set_index(pd.MultiIndex.from_arrays(levels, names=["n", ("a", 1)]))
 
 
+class TestOfASeries(DeviceSuite):
+    """What Dask makes of a Series without a name: one column, that has a number for a label."""
+
+    def frame(self, rows, seed):
+        rng = np.random.default_rng(seed)
+        text = pd.array(rng.choice(["", "a", "bcd", None], rows), dtype="str")
+        frame = pd.Series(text).to_frame()
+        assert frame.columns.tolist() == [0]
+        return frame.assign(slot=rng.integers(0, self.n_slots, rows))
+
+
 def adapter_for(frame):
     return DeviceFrames(EmulatedTables(), frame.iloc[:0], "slot", True, no_room)
 

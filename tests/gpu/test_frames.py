@@ -194,6 +194,15 @@ class TestNamedIndex(CudfSuite):
 
 
 @needs_cudf
+class TestOfASeries(CudfSuite):
+    """What Dask makes of a Series without a name: one column, that has a number for a label."""
+
+    def filled(self, made, rng, rows):
+        made[0] = cudf.Series(list(rng.choice(["", "a", "bcd", None], rows)), dtype="str")
+        return made
+
+
+@needs_cudf
 class TestCudf:
     def test_partitions_with_other_categories_are_joined(self):
         parts = [
@@ -326,6 +335,32 @@ def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
     for one, other in zip(got, expected, strict=True):
         assert isinstance(one, cudf.DataFrame)
         cudf.testing.assert_frame_equal(one, other)
+
+
+@needs_cudf
+@pytest.mark.parametrize("dtype", ["int64", "float32", "str", "category", "datetime64[us]"])
+def test_a_series_of_dask_cudf_is_shuffled_as_stock_s(client, dtype):
+    """As the frame of one column that Dask makes of it."""
+    import dask_cudf
+
+    import dask_gpurt
+
+    numbers = cudf.Series(np.random.default_rng(0).integers(0, 100, 20_000), name="x")
+    series = (numbers.astype("str") if dtype == "category" else numbers).astype(dtype)
+
+    def unique():
+        with client.as_current():
+            lazy = dask_cudf.from_cudf(series, npartitions=6)
+            lazy = lazy.drop_duplicates(split_out=4, shuffle_method="p2p")
+            return client.gather(client.compute(lazy.to_delayed()))
+
+    expected = unique()
+    dask_gpurt.enable(client)
+    got = unique()
+    assert dask_gpurt.status(client)["runs"] == {"gpurt": 1, "stock": 0}
+    for one, other in zip(got, expected, strict=True):
+        assert isinstance(one, cudf.Series)
+        cudf.testing.assert_series_equal(one, other)
 
 
 @needs_gpu

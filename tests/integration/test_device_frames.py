@@ -136,6 +136,22 @@ def test_a_device_over_its_mark_receives_on_the_host(client, device, knows_devic
     assert device.copied_nbytes >= 1_000_000
 
 
+@pytest.mark.parametrize("column", ["key", "name", "n"])
+def test_a_series_is_carried_as_the_frame_of_one_column_that_dask_makes_of_it(
+    client, device, column
+):
+    def unique():
+        series = collection([frame(number) for number in range(N_INPUTS)])[column]
+        return partitions(client, series.drop_duplicates(split_out=4, shuffle_method="p2p"))
+
+    expected = unique()
+    dask_gpurt.enable(client)
+    assert_same_partitions(unique(), expected)
+    assert {type(one) for one in expected} == {pd.Series}
+    assert runs(client) == {"gpurt": 1, "stock": 0}
+    assert len(device.rooms) == 2
+
+
 @pytest.fixture
 def two_hosts(monkeypatch):
     """Workers that find no memory to share."""

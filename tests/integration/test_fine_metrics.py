@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import urllib.request
 
 import dask
 import dask.array as da
@@ -10,11 +11,18 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
+from prometheus_client.parser import text_string_to_metric_families
 
 import dask_gpurt
 from tests.integration.comparing import collection, runs
 
 IDLE = {("background-comms", "idle", "seconds"), ("background-disk", "idle", "seconds")}
+#: Messages between hosts, before and after they were encoded.
+ENCODED = {
+    ("background-comms", label, unit)
+    for label in ("compress", "send")
+    for unit in ("bytes", "count")
+}
 
 
 @contextlib.contextmanager
@@ -53,7 +61,7 @@ def spilling():
         dask_gpurt.enable(client)
         shuffle(client)
         assert runs(client) == {"gpurt": 1, "stock": 0}
-        return told(client, "p2p"), told(client, "execute"), dask_gpurt.status(client)["totals"]
+        return told(client, "p2p"), told(client, "execute"), dask_gpurt.status(client)
 
 
 def test_labels_are_stocks(spilling):
@@ -62,18 +70,26 @@ def test_labels_are_stocks(spilling):
         stock = told(client, "p2p")
     ours, _, _ = spilling
     # Nothing of ours stands by for a message or a write, so nothing is idle. How long a task was
-    # held back is told even where it was not.
+    # held back is told even where it was not. Stock has only seconds of compressing and sending.
     assert stock.keys() - ours.keys() == IDLE
-    assert ours.keys() - stock.keys() <= {("foreground", "comms-limiter", "seconds")}
+    more = ours.keys() - stock.keys()
+    assert more - {("foreground", "comms-limiter", "seconds")} == ENCODED
 
 
 def test_amounts_are_what_was_counted(spilling):
-    ours, _, totals = spilling
+    ours, _, status = spilling
+    totals = status["totals"]
+    (run,) = status["shuffles"]
     assert totals["sent_nbytes"] > 0
     assert totals["spilled_nbytes"] > 0
     assert totals["unspilled_nbytes"] > 0
     assert ours["background-comms", "process", "bytes"] == totals["sent_nbytes"]
     assert ours["background-comms", "process", "count"] == totals["messages"]
+    # Dask's connections count as leaving the host, whoever is at the other end.
+    assert run["raw_nbytes"] == run["sent_nbytes"] == totals["sent_nbytes"]
+    assert ours["background-comms", "compress", "bytes"] == run["raw_nbytes"]
+    assert ours["background-comms", "send", "bytes"] == run["wire_nbytes"] > 0
+    assert ours["background-comms", "send", "count"] == totals["messages"]
     assert ours["background-disk", "disk-write", "bytes"] == totals["spilled_nbytes"]
     assert ours["foreground", "disk-read", "bytes"] == totals["unspilled_nbytes"]
     shards_nbytes = totals["sent_nbytes"] + totals["local_nbytes"]
@@ -93,12 +109,79 @@ def test_tasks_have_their_own_phases_and_not_those_behind_them(spilling):
     assert not transfers & {"send", "process", "disk-write"}
 
 
-def test_nothing_of_the_disk_without_spilling():
-    with cluster() as client:
+def test_nothing_of_the_disk_without_spilling_nor_of_the_wire_within_a_host():
+    with cluster(**{"gpurt.shuffle.transport": "auto"}) as client:
         dask_gpurt.enable(client)
         shuffle(client)
-        labels = {where for where, *_ in told(client, "p2p")}
-    assert labels == {"foreground", "background-comms"}
+        ours = told(client, "p2p")
+        (run,) = dask_gpurt.status(client)["shuffles"]
+    assert {where for where, *_ in ours} == {"foreground", "background-comms"}
+    assert ours["background-comms", "process", "bytes"] == run["sent_nbytes"] > 0
+    assert not ENCODED & ours.keys()
+    assert run["raw_nbytes"] == run["wire_nbytes"] == 0
+
+
+def scraped(client):
+    """Sums over the workers of what they show Prometheus of shuffles."""
+    units = {"bytes": "bytes", "count": "count", "time_seconds": "seconds"}
+    families = {f"dask_worker_shuffle_{name}": unit for name, unit in units.items()}
+    totals = {}
+    for worker in client.scheduler_info(n_workers=-1)["workers"].values():
+        url = f"http://{worker['host']}:{worker['services']['dashboard']}/metrics"
+        with urllib.request.urlopen(url) as answer:
+            for family in text_string_to_metric_families(answer.read().decode()):
+                for _, labels, value, *_ in family.samples if family.name in families else ():
+                    key = (labels["where"], labels["activity"], families[family.name])
+                    totals[key] = totals.get(key, 0) + value
+    return totals
+
+
+def at_the_scheduler(client, expected):
+    """What the scheduler has of shuffles, once that is what is expected or workers said it often.
+
+    What a worker says by itself may still be on its way when it is asked to say more.
+    """
+
+    async def say(dask_worker):
+        await dask_worker.heartbeat()
+
+    def sums(dask_scheduler):
+        found = dask_scheduler.cumulative_worker_metrics.items()
+        return {name[1:]: value for name, value in found if name[0] == "p2p"}
+
+    for _ in range(50):
+        client.run(say)
+        if (found := client.run_on_scheduler(sums)) == expected:
+            break
+    return found
+
+
+@pytest.mark.cluster
+def test_prometheus_and_the_scheduler_have_the_codec_ratio_of_status():
+    settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": "lz4"}
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        dask.config.set(settings),
+        LocalCluster(worker_dashboard_address=":0", silence_logs=False, **options) as local,
+        Client(local, set_as_default=False) as client,
+    ):
+        assert scraped(client) == {}
+        dask_gpurt.enable(client)
+        shuffle(client)
+        (run,) = dask_gpurt.status(client)["shuffles"]
+        shown = scraped(client)
+        known = at_the_scheduler(client, pytest.approx(shown))
+        dask_gpurt.disable(client)
+        assert scraped(client) == {}
+    assert known == pytest.approx(shown)
+    assert shown["background-comms", "compress", "bytes"] == run["raw_nbytes"]
+    assert shown["background-comms", "send", "bytes"] == run["wire_nbytes"]
+    assert run["raw_nbytes"] > 2 * run["wire_nbytes"] > 0
+    assert shown["background-comms", "send", "count"] == run["messages"] > 0
+    assert shown["foreground", "shards", "bytes"] == run["nbytes"]
+    for phase in ("shard-partition-noncpu", "get-output-noncpu"):
+        assert shown["foreground", phase, "seconds"] > 0
+    assert shown["background-comms", "send", "seconds"] > 0
 
 
 def test_objects_are_counted_with_what_they_are_made_of():

@@ -74,6 +74,13 @@ def test_pandas_frames_and_others():
     )
 
 
+def test_a_series_is_no_frame():
+    """Dask makes a frame of one before it shuffles it; no adapter ever opens one."""
+    cudf_series = type("Series", (), {"__module__": "cudf.core.series"})()
+    for series in (pd.Series([1]), cudf_series):
+        assert obstacle(series) == "there is no adapter for this kind of data"
+
+
 def test_nothing_of_a_gpu_is_imported_for_frames_of_the_host():
     script = (
         "import sys, dask_gpurt.plugins.scheduler, dask_gpurt.plugins.worker\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from dask_gpurt.shuffle.figures import PHASES, RunFigures, summarised
@@ -17,12 +19,13 @@ def test_what_is_added_is_reported():
     one.add(rows_in=5)
     one.spent("partition", 0.5)
     one.spent("partition", 0.25)
-    one.sent("b", nbytes=1000, wire_nbytes=400, seconds=2.0)
-    one.sent("b", nbytes=1000, wire_nbytes=500, seconds=1.0)
+    one.sent("b", nbytes=1000, raw_nbytes=1000, wire_nbytes=400, seconds=2.0)
+    one.sent("b", nbytes=1000, raw_nbytes=0, wire_nbytes=0, seconds=1.0)
     said = one.snapshot({0: 7, 1: 2})
     assert said["rows_in"] == 15
     assert said["local_nbytes"] == 100
-    assert (said["sent_nbytes"], said["wire_nbytes"], said["messages"]) == (2000, 900, 2)
+    assert (said["sent_nbytes"], said["messages"]) == (2000, 2)
+    assert (said["raw_nbytes"], said["wire_nbytes"]) == (1000, 400)
     assert said["seconds"] == {**dict.fromkeys(PHASES, 0.0), "partition": 0.75, "send": 3.0}
     assert said["links"] == {"b": (2000, 3.0)}
     assert said["rows_owned"] == 9
@@ -39,19 +42,49 @@ def test_workers_are_summed_and_the_busiest_link_is_named():
     a, b = figures(), figures(began_s=9.0)
     a.add(rows_in=10, local_nbytes=100)
     b.add(rows_in=30, local_nbytes=300)
-    a.sent("b", nbytes=10, wire_nbytes=10, seconds=1.0)
-    b.sent("a", nbytes=50, wire_nbytes=20, seconds=1.0)
-    b.sent("c", nbytes=30, wire_nbytes=30, seconds=1.5)
+    a.sent("b", nbytes=10, raw_nbytes=10, wire_nbytes=10, seconds=1.0)
+    b.sent("a", nbytes=50, raw_nbytes=50, wire_nbytes=20, seconds=1.0)
+    b.sent("c", nbytes=30, raw_nbytes=0, wire_nbytes=0, seconds=1.5)
     reports = {"a": [a.snapshot({0: 10})], "b": [b.snapshot({1: 20, 2: 10})], "c": []}
     (one,) = summarised(reports)
     assert one["rows"] == 40
     assert one["nbytes"] == 490
-    assert (one["sent_nbytes"], one["wire_nbytes"], one["messages"]) == (90, 60, 3)
+    assert (one["sent_nbytes"], one["messages"]) == (90, 3)
+    assert (one["raw_nbytes"], one["wire_nbytes"]) == (60, 30)
     assert one["seconds"]["send"] == 3.5
     assert one["busiest_link"] == ("b", "a", 50, 1.0)
     assert one["began_s"] == 9.0
     assert one["skew"] == pytest.approx(30 / 20)
     assert one["fullest"] == [("1", 20), ("0", 10), ("2", 10)]
+
+
+def skewed(**rows_of_worker):
+    """Summary of a run whose workers own partitions of so many rows."""
+    numbers = itertools.count()
+    said = {
+        worker: [figures().snapshot({next(numbers): n for n in rows})]
+        for worker, rows in rows_of_worker.items()
+    }
+    (one,) = summarised(said)
+    return one
+
+
+def test_a_hot_partition_is_told_from_where_owners_are_chosen_anew():
+    """A worker that has a third more than the mean because of one key is worth a word."""
+    one = skewed(a=[120], b=[20] * 4, c=[20] * 4, d=[20] * 4)
+    assert one["skew"] == pytest.approx(120 / 90)
+    assert one["hot"] == [("0", 120)]
+    assert one["mean_rows"] == pytest.approx(360 / 13)
+    even = skewed(a=[96], b=[22] * 4, c=[22] * 4, d=[22] * 4)
+    assert even["skew"] < 1.2
+    assert (even["fullest"][0], even["hot"]) == (("0", 96), [])
+
+
+def test_partitions_that_are_as_full_as_others_are_not_hot():
+    """Five equal ones on four workers: there is skew, and no key to look for."""
+    one = skewed(a=[10, 10], b=[10], c=[10], d=[11])
+    assert one["skew"] > 1.5
+    assert one["hot"] == []
 
 
 def test_workers_without_partitions_do_not_count_as_unloaded():
@@ -63,7 +96,7 @@ def test_workers_without_partitions_do_not_count_as_unloaded():
 def test_a_run_without_rows_or_messages():
     (one,) = summarised({"a": [figures().snapshot({})]})
     assert one["skew"] == 1.0
-    assert one["busiest_link"] is None
+    assert (one["busiest_link"], one["hot"], one["mean_rows"]) == (None, [], 0.0)
 
 
 def test_runs_are_apart_and_in_order():

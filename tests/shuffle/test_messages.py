@@ -64,8 +64,8 @@ def test_what_shall_not_keep_a_message_alive_is_copied_out_of_it(in_place):
 
 def test_only_what_leaves_the_host_is_counted_and_summed_up():
     local, away = messages.as_they_are(SHARDS), messages.for_the_wire(SHARDS, raw)
-    assert local.wire_nbytes == 0
-    assert away.wire_nbytes == len(away.header) + 5001
+    assert (local.raw_nbytes, local.wire_nbytes) == (0, 0)
+    assert (away.raw_nbytes, away.wire_nbytes) == (5001, len(away.header) + 5001)
     assert [header.checksum for header in wire.decode(local.header)] == [0, 0]
     assert all(header.checksum for header in wire.decode(away.header))
 

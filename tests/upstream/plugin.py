@@ -6,8 +6,9 @@ how it is called.
 
 `differences.toml` lists the tests that must fail, with a reason each, and those that are left out.
 A listed test that passes fails the run, as does one that is not listed and fails. So does any
-shuffle of a pandas DataFrame that ends up on stock's data plane, any worker that the runtime could
-not be attached to, and any decision about a task in which placement failed.
+shuffle of a pandas DataFrame and any rechunk that ends up on stock's data plane, any worker that
+the runtime could not be attached to, and any decision about a task in which placement failed. So
+does a module of shuffles or rechunks of which nothing was seen to run on ours.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any
 
 import dask.config
 import pytest
-from distributed.shuffle import _shuffle
+from distributed.shuffle import _rechunk, _shuffle
 from distributed.shuffle._core import ShuffleSpec
 
+from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
 from dask_gpurt.plugins.memory_seams import StoreSwap
 from dask_gpurt.plugins.placement import Placement
@@ -44,8 +46,17 @@ _problems: list[object] = []
 #: Workers that placement chose since the test began.
 _choices: list[object] = []
 #: What ran on the runtime, over all tests and processes.
-_SHUFFLES, _STORES, _CHOICES = "shuffles", "workers with managed memory", "placed tasks"
-_totals = {_SHUFFLES: 0, _STORES: 0, _CHOICES: 0}
+_SHUFFLES, _RECHUNKS = "shuffles", "rechunks"
+_STORES, _CHOICES = "workers with managed memory", "placed tasks"
+_totals = {_SHUFFLES: 0, _RECHUNKS: 0, _STORES: 0, _CHOICES: 0}
+#: What has to be seen of some modules; others may have none, or have it in other processes.
+_WANTED = {
+    "test_shuffle.py": _SHUFFLES,
+    "test_merge.py": _SHUFFLES,
+    "test_rechunk.py": _RECHUNKS,
+}
+#: By module of which a test was called, what of it ran on the runtime, over all processes.
+_seen: dict[str, set[str]] = {}
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
@@ -177,6 +188,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # ---------------------------------------------------------------------- was the runtime on?
 
 
+def left_to_stock(spec: ShuffleSpec[Any]) -> bool:
+    """Whether stock's data plane has a run that ours could have had."""
+    if isinstance(spec, _rechunk.ArrayRechunkSpec):
+        # Chunks of any kind are carried.
+        return not isinstance(spec, ArraySpec)
+    assert isinstance(spec, _shuffle.DataFrameShuffleSpec), spec
+    return not isinstance(spec, FrameSpec) and frame_kind(spec.meta) in ADAPTERS
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     for seen in (_specs, _stores, _problems, _choices):
@@ -184,33 +204,45 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         result = yield
     finally:
-        ours = sum(isinstance(spec, FrameSpec) for spec in _specs)
         item.user_properties += [
-            (_SHUFFLES, ours),
+            (_SHUFFLES, sum(isinstance(spec, FrameSpec) for spec in _specs)),
+            (_RECHUNKS, sum(isinstance(spec, ArraySpec) for spec in _specs)),
             (_STORES, len(_stores)),
             (_CHOICES, len(_choices)),
         ]
     assert not _problems
-    for spec in _specs:
-        if isinstance(spec, _shuffle.DataFrameShuffleSpec) and not isinstance(spec, FrameSpec):
-            assert frame_kind(spec.meta) not in ADAPTERS, "a shuffle was left to stock Dask"
+    assert not list(filter(left_to_stock, _specs)), "left to stock Dask"
     return result
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":
+        module = pathlib.Path(report.location[0]).name
+        _seen.setdefault(module, set())
         for what, amount in report.user_properties:
             if what in _totals:
                 _totals[what] += amount  # type: ignore[operator]
+                if amount:
+                    _seen[module].add(what)
+
+
+def idle(seen: dict[str, set[str]]) -> list[str]:
+    """Modules of which nothing that they are about was seen to run on the runtime."""
+    return [module for module, what in _WANTED.items() if what not in seen.get(module, {what})]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for what, amount in _totals.items():
         terminalreporter.write_line(f"{amount} {what} ran on dask_gpurt")
+    for module in idle(_seen):
+        terminalreporter.write_line(f"of {module} no {_WANTED[module]} ran on dask_gpurt")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    # A choice of tests may have none that starts a shuffle.
+    is_all = not session.config.option.keyword and not any("::" in a for a in session.config.args)
     is_whole = not hasattr(session.config, "workerinput")
-    if is_whole and session.testscollected and exitstatus == 0 and not any(_totals.values()):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if is_whole and session.testscollected and exitstatus == 0:
+        if not any(_totals.values()) or (is_all and idle(_seen)):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,52 @@
+"""What counts as left to stock, and as a module that nothing was seen of."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from distributed.shuffle._rechunk import ArrayRechunkSpec
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
+
+from dask_gpurt import config
+from dask_gpurt.plugins.array_run import ArraySpec
+from dask_gpurt.plugins.frame_run import FrameSpec, frame_kind
+from tests.upstream.plugin import idle, left_to_stock
+
+SETTINGS = config.read().shuffle
+RECHUNK = ArrayRechunkSpec(id="a", disk=True, new=((4,),), old=((2, 2),))
+
+
+def shuffle(meta):
+    return DataFrameShuffleSpec("b", True, 2, "key", meta, {0, 1}, True)
+
+
+FRAME = pd.DataFrame({"key": [1]})
+
+
+class NoAdapter(pd.DataFrame):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_left"),
+    [
+        (RECHUNK, True),
+        (ArraySpec.replacing(RECHUNK, SETTINGS), False),
+        (shuffle(FRAME), True),
+        (
+            FrameSpec.replacing(shuffle(FRAME), frame_kind(FRAME), SETTINGS),
+            False,
+        ),
+        (shuffle(NoAdapter({"key": [1]})), False),
+    ],
+)
+def test_what_ours_could_have_had_is_left_to_stock(spec, is_left):
+    assert left_to_stock(spec) == is_left
+
+
+def test_a_module_is_idle_if_nothing_of_it_was_seen():
+    assert idle({}) == []
+    assert idle({"test_rechunk.py": {"shuffles"}, "test_merge.py": {"shuffles"}}) == [
+        "test_rechunk.py"
+    ]
+    assert idle({"test_rechunk.py": {"rechunks"}, "test_worker.py": set()}) == []
