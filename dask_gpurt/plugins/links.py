@@ -355,6 +355,11 @@ class Links:
                 }
         return found
 
+    def ucx_report(self) -> dict[str, Any] | None:
+        """What the engine for UCX says of itself; None where none was wanted so far."""
+        engine = _found(self._engine)
+        return None if engine is None else engine.report()
+
     def cool_down(self) -> None:
         """Give back memory that was only kept warm, ours and that of peers."""
         self.outgoing.trim()

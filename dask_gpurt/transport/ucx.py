@@ -209,6 +209,7 @@ class UcxEngine:
             "is_closed": thread.finished.done(),
             "transports": list(thread.transports),
             "peers": board.peers(),
+            "under_way": board.under_way(),
             "held_nbytes": board.held_nbytes(),
             "problems": list(board.problems),
             **dict(board.counters),

@@ -92,6 +92,17 @@ class Switchboard:
         """Bytes of messages that UCX still works on; from any thread."""
         return sum(transfer.nbytes for transfer in list(self._transfers))
 
+    def under_way(self) -> dict[str, int]:
+        """How many of each kind are not over yet; from any thread."""
+        transfers, peers = list(self._transfers), list(self._peers.values())
+        receives = sum(isinstance(transfer, Receive) for transfer in transfers)
+        return {
+            "sends": sum(isinstance(transfer, Send) for transfer in transfers),
+            "receives": receives + sum(len(peer.waiting) for peer in peers),
+            "unclaimed_parcels": sum(link.n_arrived for link in list(self._links.values())),
+            "closing_links": len(self._closing),
+        }
+
     def peers(self) -> dict[str, int]:
         """Number of links to each peer that there are any to; from any thread."""
         return {peer.token: len(peer.links) for peer in list(self._peers.values()) if peer.links}

@@ -531,6 +531,8 @@ def test_closing_fails_what_is_under_way(options):
                 asyncio.create_task(engine.receive(other.token, 1, [buffer], PATIENCE_S)),
             ]
             await until(lambda: engine.report()["held_nbytes"] >= 16 << 20)
+            one_of_each = {"sends": 1, "receives": 1, "unclaimed_parcels": 1, "closing_links": 0}
+            await until(lambda: engine.report()["under_way"] == one_of_each)
             await engine.close(PATIENCE_S)
             for result in await asyncio.gather(*waiting, return_exceptions=True):
                 assert isinstance(result, TransportError)
@@ -540,6 +542,7 @@ def test_closing_fails_what_is_under_way(options):
             await engine.close(PATIENCE_S)
             assert engine.report()["is_closed"]
             assert engine.report()["held_nbytes"] == 0
+            assert not any(engine.report()["under_way"].values())
 
     run(scenario())
 
