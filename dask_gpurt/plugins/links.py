@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -150,6 +151,14 @@ class Links:
     def _forget(self, address: str, transport: str) -> None:
         self._paths.pop((address, transport), None)
 
+    def _forget_failed(self, address: str, transport: str, task: asyncio.Task[Path]) -> None:
+        # The error is read in any case: whoever waits for it may go, as a run does that ends, and
+        # then nobody would see why it failed, which asyncio takes for a mistake. It is not kept:
+        # its traceback has the frames of those who waited, and so the messages that they had.
+        is_failed = task.cancelled() or task.exception() is not None
+        if is_failed and self._paths.get((address, transport)) is task:
+            self._forget(address, transport)
+
     async def _path(self, address: str, transport: str, call: Call) -> Path:
         while True:
             task = self._paths.get((address, transport))
@@ -158,10 +167,8 @@ class Links:
             )
             if task is None or is_ours:
                 task = asyncio.create_task(self._link(address, transport, call))
-                # Whoever waits for it may go, as a run does that ends; then nobody would see why
-                # it failed, which asyncio takes for a mistake.
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())
                 self._paths[address, transport] = task
+                task.add_done_callback(partial(self._forget_failed, address, transport))
             try:
                 # Others may be waiting for it too.
                 return await asyncio.shield(task)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -100,6 +101,29 @@ def test_a_link_that_fails_when_nobody_waits_any_more_is_not_complained_of():
 
     with_links(test)
     assert complaints == []
+
+
+def test_a_link_that_fails_does_not_keep_the_message_that_wanted_it():
+    async def test(links):
+        async def call(data):
+            raise OSError("no route to host")
+
+        async def attempt():
+            buffer = np.zeros(10, dtype=np.uint8)
+
+            async def compose(path):
+                return Message(b"", [buffer])
+
+            with pytest.raises(OSError, match="no route"):
+                await links.deliver("peer", "auto", compose, call)
+            return weakref.ref(buffer)
+
+        kept = await attempt()
+        await asyncio.sleep(0)  # the loop still has what woke this up
+        gc.collect()
+        assert kept() is None
+
+    with_links(test)
 
 
 def test_a_run_has_its_own_error():
