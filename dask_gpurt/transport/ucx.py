@@ -168,7 +168,7 @@ class UcxEngine:
             The message's buffers do not have exactly these lengths. Nothing is written outside
             of the buffers; what is in them is undefined.
         TransportError
-            There is no link, it broke, or the message was not here in time.
+            There is no link, it broke, or the message was taken back or not here in time.
         """
         buffers = _checked(number, buffers)
         if any(isinstance(buffer, np.ndarray) and not buffer.flags.writeable for buffer in buffers):

@@ -388,6 +388,9 @@ class Switchboard:
         if peer.expects(number):
             reject(future, ValueError(f"message {number} of {token} is being received"))
             return
+        if peer.refuses(number):
+            reject(future, TransportError(f"message {number} of {token} was taken back"))
+            return
         receive = Receive(number, buffers, future)
         for link in peer.links:
             if number in link.arrived:
@@ -429,6 +432,8 @@ class Switchboard:
             link.n_arrived -= len(probes)
             for unwanted in probes:
                 self._drop(unwanted)
+            if link.peer is not None:
+                link.peer.refuse(number)
         elif number in link.receives:
             self._take(link, link.receives[number], probe)
         elif link.peer is not None and number in link.peer.waiting:
