@@ -238,7 +238,13 @@ class Links:
     async def _ucx(self) -> UcxEngine:
         if requires_encryption(self._worker):
             raise RefusedError("the cluster's connections are encrypted, and UCX's are not")
-        if self._engine is None or (self._engine.done() and self._engine.exception()):
+        if self._engine is not None and self._engine.done():
+            engine = _found(self._engine)
+            if engine is not None and engine.is_closing:
+                logger.warning("UCX starts anew on %s: %s", self._worker.address, engine.why_ended)
+            if engine is None or engine.is_closing:
+                self._engine = None
+        if self._engine is None:
             self._engine = asyncio.create_task(_engine_of(self._worker))
         try:
             return await asyncio.shield(self._engine)

@@ -112,13 +112,13 @@ class Switchboard:
         """UCX has nothing under way."""
         return not self._transfers and not self._closing
 
-    def close(self) -> None:
+    def close(self, why: str = "the UCX engine was closed") -> None:
         """Close all links and fail what is under way. It is over when all is idle."""
         self.is_closing = True
         for link in list(self._links.values()):
-            self._lose(link, "the UCX engine was closed")
+            self._lose(link, why)
         for transfer in self._transfers:
-            transfer.fail(TransportError("the UCX engine was closed"))
+            transfer.fail(TransportError(why))
 
     def drop(self) -> None:
         """Let go of UCX, unless it is not done: then all stays as it is, memory and all."""

@@ -198,6 +198,34 @@ def test_connections_and_writes_that_always_fail(
     assert len(befallen) > N_RETRIES
 
 
+async def _ucx_thread_ends(worker: Any) -> None:
+    engine = await state_of(worker).links._ucx()
+    send, numbers = engine.send, itertools.count(1)
+
+    def mistake() -> None:
+        befallen.append("mistake")
+        raise ZeroDivisionError
+
+    async def flaky(*args: Any) -> Any:
+        if next(numbers) == 3:
+            engine._thread.call(mistake)
+        return await send(*args)
+
+    engine.send = flaky
+
+
+@pytest.mark.parametrize("transport", ["ucx"], indirect=True)
+def test_ucx_starts_anew_after_an_error_in_its_thread(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    for worker in stage.addresses("sender"):
+        stage.tell(worker, _ucx_thread_ends)
+    with caplog.at_level(logging.WARNING, logger="dask_gpurt"):
+        assert_same_after_all(stage)
+    assert befallen == ["mistake"] * 2
+    assert caplog.text.count("the UCX thread ended: ZeroDivisionError") == 2
+
+
 def _every_second_answer_is_lost(worker: Any) -> None:
     numbers = itertools.count(1)
 

@@ -248,6 +248,7 @@ class Engine:
     """Of the address that it was started with."""
 
     takes_device_memory = False
+    is_closing = False
 
     def __init__(self, host):
         self.descriptor = {"host": host}
