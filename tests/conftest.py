@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import dask
 import hypothesis
@@ -14,6 +15,7 @@ import pytest
 from distributed import Client, LocalCluster, Nanny
 
 import dask_gpurt
+from dask_gpurt.plugins.worker import state_of
 
 # How long an example takes says something about the machine, and nothing about the example.
 hypothesis.settings.register_profile(
@@ -92,6 +94,39 @@ def two_clusters(n_workers: int) -> Iterator[Sides]:
 def sides() -> Iterator[Sides]:
     with two_clusters(3) as clients:
         yield clients
+
+
+@pytest.fixture(scope="session")
+def ucx_sides(sides: Sides) -> Iterator[Sides]:
+    pytest.importorskip("ucxx", reason="the ucx extra is not installed")
+    with stock_client(3) as enabled:
+        with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
+            dask_gpurt.enable(enabled)
+        yield Sides(sides.stock, enabled)
+
+
+def received_over_ucx(dask_worker: Any) -> int:
+    """Messages that came to a worker over UCX."""
+    report = state_of(dask_worker).links.ucx_report() or {}
+    return int(report.get("received_messages", 0))
+
+
+@pytest.fixture
+def over_ucx(ucx_sides: Sides) -> Iterator[Sides]:
+    """As `sides`, for a test in which shards leave their workers: they go over UCX alone."""
+    before = ucx_sides.enabled.run(received_over_ucx)
+    yield ucx_sides
+    after = ucx_sides.enabled.run(received_over_ucx)
+    assert sum(after.values()) > sum(before.values()), "nothing went over UCX"
+    workers = dask_gpurt.status(ucx_sides.enabled)["workers"].values()
+    assert {link["path"] for worker in workers for link in worker["links"].values()} == {"ucx"}
+
+
+@pytest.fixture(params=["sides", "over_ucx"], ids=["shared", "ucx"])
+def each_way(request: pytest.FixtureRequest) -> Sides:
+    """`sides`, in memory that workers share and over UCX."""
+    sides: Sides = request.getfixturevalue(request.param)
+    return sides
 
 
 ours = logging.Filter("dask_gpurt")

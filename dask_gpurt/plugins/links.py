@@ -9,10 +9,9 @@ that both processes of one host can read (`transport.shared`), UCX endpoints of 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -30,12 +29,11 @@ from dask_gpurt.plugins.paths import (
     SharedPath,
     UcxPath,
 )
-from dask_gpurt.plugins.seams import event_loop, requires_encryption
+from dask_gpurt.plugins.seams import event_loop
+from dask_gpurt.plugins.worker_ucx import RefusedError, WorkerUcx
 from dask_gpurt.shuffle.messages import Message
-from dask_gpurt.transport import ucx
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower, Lender
-from dask_gpurt.transport.ucx import UcxEngine
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -65,13 +63,6 @@ LEAST_BESIDE_NBYTES = 1 << 20
 _LINK_DEADLINE_S = 10.0
 
 
-_ENCRYPTED = "the cluster's connections are encrypted, and UCX's are not"
-
-
-class RefusedError(TransportError):
-    """One of two workers does not have a path at all; trying again would not help."""
-
-
 class Links:
     """Paths between one worker and its peers, both ways. On the event loop.
 
@@ -86,7 +77,7 @@ class Links:
         self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
         self._borrower = Borrower(event_loop(worker))
         self._lender: Lender | None = None
-        self._engine: asyncio.Task[UcxEngine] | None = None
+        self.ucx = WorkerUcx(worker)
         self._no_memory = ""
         #: Why device memory is not sent to a peer until the next cool-down.
         self._device_failures: dict[str, str] = {}
@@ -156,6 +147,14 @@ class Links:
     def _forget(self, address: str, transport: str) -> None:
         self._paths.pop((address, transport), None)
 
+    def _forget_failed(self, address: str, transport: str, task: asyncio.Task[Path]) -> None:
+        # The error is read in any case: whoever waits for it may go, as a run does that ends, and
+        # then nobody would see why it failed, which asyncio takes for a mistake. It is not kept:
+        # its traceback has the frames of those who waited, and so the messages that they had.
+        is_failed = task.cancelled() or task.exception() is not None
+        if is_failed and self._paths.get((address, transport)) is task:
+            self._forget(address, transport)
+
     async def _path(self, address: str, transport: str, call: Call) -> Path:
         while True:
             task = self._paths.get((address, transport))
@@ -164,10 +163,8 @@ class Links:
             )
             if task is None or is_ours:
                 task = asyncio.create_task(self._link(address, transport, call))
-                # Whoever waits for it may go, as a run does that ends; then nobody would see why
-                # it failed, which asyncio takes for a mistake.
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())
                 self._paths[address, transport] = task
+                task.add_done_callback(partial(self._forget_failed, address, transport))
             try:
                 # Others may be waiting for it too.
                 return await asyncio.shield(task)
@@ -216,7 +213,7 @@ class Links:
         return SharedPath(self._lender, address, why_not)
 
     async def _link_ucx(self, address: str, why_not: dict[str, str], call: Call) -> UcxPath:
-        engine = await self._ucx()
+        engine = await self.ucx.engine()
         theirs = await _accepted(call, "ucx", engine.descriptor)
         peer = await engine.connect(theirs, _LINK_DEADLINE_S)
         # Where a device's memory failed, this is the way of copies in the host's.
@@ -237,16 +234,6 @@ class Links:
             raise RefusedError("UCX does not know device memory at both ends")
         return path
 
-    async def _ucx(self) -> UcxEngine:
-        if requires_encryption(self._worker):
-            raise RefusedError(_ENCRYPTED)
-        if self._engine is None or (self._engine.done() and self._engine.exception()):
-            self._engine = asyncio.create_task(_engine_of(self._worker))
-        try:
-            return await asyncio.shield(self._engine)
-        except TransportError as error:
-            raise RefusedError(str(error)) from error
-
     # ------------------------------------------------------------------ receiving
 
     async def accept(self, offers: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +244,7 @@ class Links:
             if name == "shared":
                 self._borrower.open(offer)
             elif name == "ucx":
-                engine = await self._ucx()
+                engine = await self.ucx.engine()
                 known = {"takes_device_memory": engine.takes_device_memory}
                 ours = {**engine.descriptor, **known}
             elif name == "codecs":
@@ -272,7 +259,7 @@ class Links:
         """Whether the payload of a message can be written to the memory of a device."""
         if not isinstance(payload, Mapping) or payload["by"] != "ucx":
             return False
-        engine = _found(self._engine)
+        engine = self.ucx.started
         return engine is not None and engine.takes_device_memory
 
     async def fetch(
@@ -310,9 +297,9 @@ class Links:
             return [_viewed(part, nbytes) for part, nbytes in _pairs(payload, lengths)]
         if payload["by"] == "shared":
             return await self._borrow(payload["token"], payload["places"], lengths, empty, beside)
-        if payload["by"] != "ucx" or self._engine is None:
+        if payload["by"] != "ucx" or self.ucx.started is None:
             raise TransportError("a path that was not offered")
-        engine = await self._ucx()
+        engine = await self.ucx.engine()
         buffers = [empty(number, nbytes) for number, nbytes in enumerate(lengths)]
         await engine.receive(payload["token"], payload["number"], buffers, MESSAGE_DEADLINE_S)
         return buffers
@@ -368,14 +355,13 @@ class Links:
 
     def lacks(self) -> dict[str, str]:
         """Paths that this worker does not have, whatever its peers have, and why. Loads nothing."""
-        engine = self._engine
-        failed = engine is not None and engine.done() and engine.exception()
-        why_not = {
-            "shared": self._no_memory,
-            "ucx": (_ENCRYPTED if requires_encryption(self._worker) else ucx.why_not())
-            or (str(failed) if failed else ""),
-        }
+        why_not = {"shared": self._no_memory, "ucx": self.ucx.why_not()}
         return {name: reason for name, reason in why_not.items() if reason}
+
+    def ucx_report(self) -> dict[str, Any] | None:
+        """What the engine for UCX says of itself; None where none was wanted so far."""
+        engine = self.ucx.started
+        return None if engine is None else engine.report()
 
     def cool_down(self) -> None:
         """Give back memory that was only kept warm, ours and that of peers."""
@@ -391,10 +377,7 @@ class Links:
     async def close(self) -> None:
         """Let go of all links. Shuffles that are under way may make others."""
         self._let_go()
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            with contextlib.suppress(TransportError):
-                await (await engine).close(_LINK_DEADLINE_S)
+        await self.ucx.close(_LINK_DEADLINE_S)
 
     def end(self) -> None:
         """The worker is closed, and no peer reads from it any more."""
@@ -452,33 +435,3 @@ def _ports_of(*addresses: str) -> set[int]:
     """Where workers listen; those inside one process do at no port."""
     ports = (address.rpartition(":")[2] for address in addresses)
     return {int(port) for port in ports if port.isdigit()}
-
-
-async def _engine_of(worker: Worker) -> UcxEngine:
-    return await UcxEngine.start(await _ip_of(worker))
-
-
-async def _ip_of(worker: Worker) -> str:
-    """Address that peers reach this worker at; workers inside one process need none.
-
-    Raises
-    ------
-    RefusedError
-        It is known by a name that has no address here.
-    """
-    name = worker.ip
-    try:
-        return str(ipaddress.ip_address(name))
-    except ValueError:
-        if worker.address.startswith("inproc://"):
-            return "127.0.0.1"
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, None)
-    except (OSError, UnicodeError) as error:
-        raise RefusedError(
-            f"UCX needs an IP address, and {name!r} has none at {worker.address}: {error}"
-        ) from error
-    addresses = [str(where[0]) for *_, where in found]
-    # On many systems a host knows its own name as one of its loopback's, where no peer reaches it.
-    reached = (one for one in addresses if not ipaddress.ip_address(one).is_loopback)
-    return next(reached, addresses[0])

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.errors import TransportError
+from dask_gpurt.transport.ucx_links import reject
 from dask_gpurt.transport.ucx_protocol import (
     LEAST_DEVICE_NBYTES,
     N_NUMBERS,
@@ -113,6 +114,16 @@ class UcxEngine:
         """Names this engine."""
         return self._board.descriptor.token
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether it is, or was closed, or its thread ended of an error: it serves nobody."""
+        return self._board.is_closing
+
+    @property
+    def why_ended(self) -> str:
+        """What those are told who want something of it afterwards."""
+        return self._thread.why_ended
+
     def next_number(self) -> int:
         """A number that no message of this engine has had."""
         return next(self._numbers)
@@ -169,7 +180,7 @@ class UcxEngine:
             The message's buffers do not have exactly these lengths. Nothing is written outside
             of the buffers; what is in them is undefined.
         TransportError
-            There is no link, it broke, or the message was not here in time.
+            There is no link, it broke, or the message was taken back or not here in time.
         """
         buffers = _checked(number, buffers)
         if any(isinstance(buffer, np.ndarray) and not buffer.flags.writeable for buffer in buffers):
@@ -210,6 +221,7 @@ class UcxEngine:
             "is_closed": thread.finished.done(),
             "transports": list(thread.transports),
             "peers": board.peers(),
+            "under_way": board.under_way(),
             "held_nbytes": board.held_nbytes(),
             "problems": list(board.problems),
             **dict(board.counters),
@@ -224,8 +236,16 @@ class UcxEngine:
     ) -> None:
         """Have the thread do something and wait for it, but not for ever."""
         future: Future[None] = Future()
-        if not self._thread.call(partial(start, future)):
-            raise TransportError(f"{what}: the UCX engine is closed")
+
+        def begin() -> None:
+            try:
+                start(future)
+            except Exception as error:  # which ends the thread
+                reject(future, TransportError(f"{what}: {error!r}"))
+                raise
+
+        if not self._thread.call(begin):
+            raise TransportError(f"{what}: {self.why_ended}")
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.wrap_future(future)

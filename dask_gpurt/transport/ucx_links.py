@@ -162,7 +162,7 @@ class Peer:
     There are two links where both sides connected at the same moment; they are equals.
     """
 
-    #: Remembered numbers of messages that were given up before they were here.
+    #: Remembered numbers of messages that either side gave up before they were asked for and here.
     N_UNWANTED = 1 << 16
 
     def __init__(self, token: str) -> None:
@@ -180,7 +180,7 @@ class Peer:
         return number in self.waiting or any(number in link.receives for link in self.links)
 
     def refuse(self, number: int) -> None:
-        """What still comes of this message shall be dropped."""
+        """What still comes of this message shall be dropped, and nobody shall wait for it."""
         self._unwanted[number] = None
         if len(self._unwanted) > self.N_UNWANTED:
             del self._unwanted[next(iter(self._unwanted))]

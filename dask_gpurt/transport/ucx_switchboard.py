@@ -92,6 +92,17 @@ class Switchboard:
         """Bytes of messages that UCX still works on; from any thread."""
         return sum(transfer.nbytes for transfer in list(self._transfers))
 
+    def under_way(self) -> dict[str, int]:
+        """How many of each kind are not over yet; from any thread."""
+        transfers, peers = list(self._transfers), list(self._peers.values())
+        receives = sum(isinstance(transfer, Receive) for transfer in transfers)
+        return {
+            "sends": sum(isinstance(transfer, Send) for transfer in transfers),
+            "receives": receives + sum(len(peer.waiting) for peer in peers),
+            "unclaimed_parcels": sum(link.n_arrived for link in list(self._links.values())),
+            "closing_links": len(self._closing),
+        }
+
     def peers(self) -> dict[str, int]:
         """Number of links to each peer that there are any to; from any thread."""
         return {peer.token: len(peer.links) for peer in list(self._peers.values()) if peer.links}
@@ -101,13 +112,13 @@ class Switchboard:
         """UCX has nothing under way."""
         return not self._transfers and not self._closing
 
-    def close(self) -> None:
+    def close(self, why: str = "the UCX engine was closed") -> None:
         """Close all links and fail what is under way. It is over when all is idle."""
         self.is_closing = True
         for link in list(self._links.values()):
-            self._lose(link, "the UCX engine was closed")
+            self._lose(link, why)
         for transfer in self._transfers:
-            transfer.fail(TransportError("the UCX engine was closed"))
+            transfer.fail(TransportError(why))
 
     def drop(self) -> None:
         """Let go of UCX, unless it is not done: then all stays as it is, memory and all."""
@@ -377,6 +388,9 @@ class Switchboard:
         if peer.expects(number):
             reject(future, ValueError(f"message {number} of {token} is being received"))
             return
+        if peer.refuses(number):
+            reject(future, TransportError(f"message {number} of {token} was taken back"))
+            return
         receive = Receive(number, buffers, future)
         for link in peer.links:
             if number in link.arrived:
@@ -418,6 +432,8 @@ class Switchboard:
             link.n_arrived -= len(probes)
             for unwanted in probes:
                 self._drop(unwanted)
+            if link.peer is not None:
+                link.peer.refuse(number)
         elif number in link.receives:
             self._take(link, link.receives[number], probe)
         elif link.peer is not None and number in link.peer.waiting:

@@ -48,6 +48,8 @@ class UcxThread:
         Resolves to the switchboard, or to why there is none.
     finished
         Resolves once UCX has been let go of.
+    why_ended
+        What those are told who come too late.
     transports
         Names of the transports that UCX has to choose from.
     """
@@ -57,6 +59,7 @@ class UcxThread:
         self._options = dict(options)
         self.started: Future[Switchboard] = Future()
         self.finished: Future[None] = Future()
+        self.why_ended = "the UCX engine is closed"
         self.transports: list[str] = []
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -104,8 +107,12 @@ class UcxThread:
         try:
             self._serve(board, worker)
         except Exception as error:  # a bug, or UCX in a state that it cannot get out of
-            board.problems.append(f"the UCX thread ended: {error!r}")
-            board.close()
+            self.why_ended = f"the UCX thread ended: {error!r}"
+            board.problems.append(self.why_ended)
+            with contextlib.suppress(Exception):
+                board.close(self.why_ended)
+                # If UCX still works, peers hear that their links have ended.
+                self._serve(board, worker)
         finally:
             del worker  # the board's is the last one
             board.drop()
@@ -156,7 +163,10 @@ class UcxThread:
             self._has_ended = True
             os.close(self._wake_fd)
         atexit.unregister(self._exit)
-        self._run_calls()
+        while self._calls:
+            # What ended the thread may make each of them fail; whoever made it is told by itself.
+            with contextlib.suppress(Exception):
+                self._run_calls()
 
 
 def _make_device_current() -> None:

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from dask_gpurt.plugins.worker import state_of
+
 #: How long anything may take before a test gives up on it.
 DEADLINE_S = 60.0
 
@@ -77,6 +79,8 @@ def pass_gate(path: str) -> None:
 #: Points that task threads pass are methods of the plugin, the others are handlers on the loop.
 METHODS = {"transfer": "add_partition", "conclude": "barrier", "unpack": "get_output_partition"}
 HANDLERS = {"receive": "shuffle_receive", "barrier": "shuffle_inputs_done"}
+#: Where every message passes that a worker sends, whatever its way; on the loop as well.
+DELIVER = "deliver"
 #: Those that every worker that takes part comes to; one alone concludes a shuffle.
 POINTS = ("transfer", "unpack", *HANDLERS)
 
@@ -87,13 +91,17 @@ _waiting_room = ThreadPoolExecutor(64, thread_name_prefix="waiting-room")
 
 
 def _look_up(worker: Any, point: str) -> Any:
+    if point == DELIVER:
+        return state_of(worker).links.deliver
     if point in METHODS:
         return getattr(worker.plugins["shuffle"], METHODS[point])
     return worker.handlers[HANDLERS[point]]
 
 
 def _put(worker: Any, point: str, function: Any) -> None:
-    if point in METHODS:
+    if point == DELIVER:
+        state_of(worker).links.deliver = function
+    elif point in METHODS:
         setattr(worker.plugins["shuffle"], METHODS[point], function)
     else:
         worker.handlers[HANDLERS[point]] = function
@@ -154,6 +162,19 @@ def from_call(nth: int, visit: Callable[[], None]) -> Callable[[], None]:
             visit()
 
     return counted
+
+
+def deliver_again(worker: Any, times: int, peers: list[str]) -> None:
+    """Have a worker deliver whatever goes to one of these peers several times over."""
+
+    def make(deliver: Any) -> Any:
+        async def again(peer: str, *args: Any) -> Any:
+            n_times = times if peer in peers else 1
+            return [await deliver(peer, *args) for _ in range(n_times)][-1]
+
+        return again
+
+    replace(worker, DELIVER, make)
 
 
 def repeat(worker: Any, point: str, times: int) -> None:

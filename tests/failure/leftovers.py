@@ -24,6 +24,7 @@ async def left_on(dask_worker: Any) -> list[str]:
     if runs is not None:
         found += [f"open run {run}" for run in runs.shuffle_runs._runs]
     found += _memory_of(dask_worker)
+    found += _ucx_of(dask_worker)
     found += [
         f"endpoint to {peer} in use" for peer, used in dask_worker.rpc.occupied.items() if used
     ]
@@ -54,6 +55,32 @@ def _memory_of(worker: Any) -> list[str]:
     return [f"{amount} {what}" for what, amount in amounts.items() if amount]
 
 
+def _ucx_of(worker: Any) -> list[str]:
+    report = ucx_report(worker)
+    if report is None:
+        return []
+    amounts = {**report["under_way"], "held_nbytes": report["held_nbytes"]}
+    return [f"{amount} {what} of UCX" for what, amount in amounts.items() if amount]
+
+
+def ucx_report(dask_worker: Any) -> dict[str, Any] | None:
+    """What the worker's engine for UCX says of itself, if it has one."""
+    report: dict[str, Any] | None = state_of(dask_worker).links.ucx_report()
+    return report
+
+
+def links_to_nobody(client: Any) -> dict[str, list[str]]:
+    """Links over UCX to an engine that no worker has, by worker."""
+    reports = {address: found for address, found in client.run(ucx_report).items() if found}
+    there = {report["token"] for report in reports.values()}
+    gone = {address: sorted({*report["peers"]} - there) for address, report in reports.items()}
+    return {
+        address: [f"UCX link to {token}, which is gone" for token in tokens]
+        for address, tokens in gone.items()
+        if tokens
+    }
+
+
 def _is_ours(task: asyncio.Task[Any]) -> bool:
     code = getattr(task.get_coro(), "cr_code", None)
     return code is not None and code.co_filename.startswith(_PACKAGE)
@@ -70,6 +97,8 @@ def assert_nothing_left(client: Any, *closed: Any) -> None:
         for worker in closed:
             if found := client.sync(left_on, worker):
                 left[f"{worker.address}, which was closed"] = found
+        for address, found in links_to_nobody(client).items():
+            left.setdefault(address, []).extend(found)
         if not left:
             return
         assert time.monotonic() < give_up, f"left behind: {left}"

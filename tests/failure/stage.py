@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,9 +119,10 @@ class Stage:
     Inputs are made, and taken apart, on the senders. Outputs are owned by the receivers.
     """
 
-    def __init__(self, cluster: LocalCluster, client: Client) -> None:
+    def __init__(self, cluster: LocalCluster, client: Client, transport: str) -> None:
         self.cluster = cluster
         self.client = client
+        self.transport = transport
         self.departures = Departures()
         self.barriers = Barriers()
         self.closed: list[Any] = []
@@ -153,8 +155,9 @@ class Stage:
     def tell(self, address: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call `function(worker, *args)` where the worker is, on its loop."""
 
-        def call(dask_worker: Any) -> Any:
-            return function(dask_worker, *args)
+        async def call(dask_worker: Any) -> Any:
+            found = function(dask_worker, *args)
+            return await found if inspect.isawaitable(found) else found
 
         return self.client.run(call, workers=[address])[address]
 
@@ -206,6 +209,11 @@ class Stage:
     def runs(self) -> dict[str, int]:
         return dict(dask_gpurt.status(self.client)["runs"])
 
+    def paths(self) -> set[str]:
+        """Names of the ways that were taken since the last cool-down."""
+        workers = dask_gpurt.status(self.client)["workers"].values()
+        return {link["path"] for worker in workers for link in worker["links"].values()}
+
     def wait_until_stuck(self, paused: str, outputs: list[Any]) -> None:
         """Return once nothing more can happen without a worker that is paused."""
         scheduler = self.cluster.scheduler
@@ -255,7 +263,7 @@ def open_stage(transport: str, processes: bool = False, threads: int = 1) -> Ite
         Client(cluster, set_as_default=False) as client,
     ):
         dask_gpurt.enable(client)
-        yield Stage(cluster, client)
+        yield Stage(cluster, client, transport)
 
 
 @contextlib.contextmanager

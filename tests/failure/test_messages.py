@@ -7,12 +7,16 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import dask
 import pytest
 from distributed.comm import CommClosedError
 
+from dask_gpurt.errors import TransportError
+from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.shuffle.messages import Message
 from tests.failure import gates
 from tests.failure.gates import Gate, pass_gate
 from tests.failure.leftovers import assert_nothing_left
@@ -20,10 +24,16 @@ from tests.failure.stage import N_INPUTS, Stage, expected, frame, open_stage
 from tests.integration.comparing import assert_same_partitions
 
 IN_FLIGHT_NBYTES = 64 << 10
+#: Of a message. The first attempt is not one of them.
+N_RETRIES = 5
 
 
-#: What a message holds depends on its way; here it holds everything.
-TRANSPORT = "comm"
+#: Between hosts. What a message holds depends on its way: inside a host it has no checksum.
+@pytest.fixture(params=["comm", "ucx"])
+def transport(request: Any) -> str:
+    if request.param == "ucx":
+        pytest.importorskip("ucxx", reason="the ucx extra is not installed")
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +43,22 @@ def no_tracebacks_kept(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
+def stage(transport: str) -> Iterator[Stage]:
     # A message for each shard, and no time lost between a failure and the next try.
     settings = {
         "gpurt.shuffle.message-size": "1 B",
         "gpurt.shuffle.in-flight": IN_FLIGHT_NBYTES,
+        "distributed.p2p.comm.retry.count": N_RETRIES,
         "distributed.p2p.comm.retry.delay.min": "0s",
         "distributed.p2p.comm.retry.delay.max": "0s",
     }
-    with dask.config.set(settings), open_stage(TRANSPORT) as stage:
+    befallen.clear()
+    with dask.config.set(settings), open_stage(transport) as stage:
         yield stage
+
+
+#: What a test did to messages of this process's workers, in order.
+befallen: list[str] = []
 
 
 def assert_same_after_all(stage: Stage) -> None:
@@ -50,6 +66,7 @@ def assert_same_after_all(stage: Stage) -> None:
     outputs = stage.shuffle()
     assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 1, "stock": 0}
+    assert stage.paths() == {stage.transport}
     stage.let_go_of(outputs)
     assert_nothing_left(stage.client)
 
@@ -73,27 +90,140 @@ def causes(error: BaseException) -> Iterator[str]:
         cause = cause.__cause__
 
 
-def _connections_fail(worker: Any, every: int, peers: list[str]) -> None:
+#: Which of the times that something is done it fails, counted from 1 on every worker.
+Which = Callable[[int], bool]
+
+
+def _sometimes(number: int) -> bool:
+    return number in (2, 5)
+
+
+def _always(number: int) -> bool:
+    return True
+
+
+def _connections_fail(worker: Any, which: Which, peers: list[str]) -> None:
     connect, numbers = worker.rpc.connect, itertools.count(1)
 
     async def flaky(peer: str, *args: Any, **kwargs: Any) -> Any:
-        if peer in peers and not next(numbers) % every:
+        if peer in peers and which(next(numbers)):
+            befallen.append("connect")
             raise OSError("no route to host")
         return await connect(peer, *args, **kwargs)
 
     worker.rpc.connect = flaky
 
 
-def test_connections_that_sometimes_fail(stage: Stage) -> None:
+def _writes_fail(worker: Any, which: Which, peers: list[str]) -> None:
+    """Of messages of a shuffle, on connections that are there."""
+    connect, numbers = worker.rpc.connect, itertools.count(1)
+
+    def make(write: Any) -> Any:
+        async def flaky(message: Any, *args: Any, **kwargs: Any) -> Any:
+            if message.get("op") == "shuffle_receive" and which(next(numbers)):
+                befallen.append("write")
+                raise CommClosedError("connection reset by peer")
+            return await write(message, *args, **kwargs)
+
+        return flaky
+
+    async def connected(peer: str, *args: Any, **kwargs: Any) -> Any:
+        comm = await connect(peer, *args, **kwargs)
+        if peer in peers and "write" not in vars(comm):  # they are used again
+            comm.write = make(comm.write)
+        return comm
+
+    worker.rpc.connect = connected
+
+
+async def _ucx_links_fail(worker: Any, which: Which, peers: list[str]) -> None:
+    engine = await state_of(worker).links.ucx.engine()
+    connect, numbers = engine.connect, itertools.count(1)
+
+    async def flaky(*args: Any) -> Any:
+        if which(next(numbers)):
+            befallen.append("connect")
+            raise TransportError("no answer to a greeting")
+        return await connect(*args)
+
+    engine.connect = flaky
+
+
+async def _ucx_sends_fail(worker: Any, which: Which, peers: list[str]) -> None:
+    """The link breaks before the message leaves, with all that is under way on it."""
+    engine = await state_of(worker).links.ucx.engine()
+    send, numbers = engine.send, itertools.count(1)
+
+    async def flaky(peer: str, *args: Any) -> Any:
+        if which(next(numbers)):
+            befallen.append("send")
+            await engine.disconnect(peer)
+        return await send(peer, *args)
+
+    engine.send = flaky
+
+
+#: Control messages go through Dask's connections whatever way the bytes go.
+failing = pytest.mark.parametrize(
+    ("transport", "install", "kind", "message"),
+    [
+        ("comm", _connections_fail, "OSError", "no route to host"),
+        ("ucx", _connections_fail, "OSError", "no route to host"),
+        ("ucx", _ucx_links_fail, "TransportError", "no answer to a greeting"),
+        ("comm", _writes_fail, "CommClosedError", "connection reset by peer"),
+        ("ucx", _writes_fail, "CommClosedError", "connection reset by peer"),
+        ("ucx", _ucx_sends_fail, "TransportError", "no UCX link to"),
+    ],
+    indirect=["transport"],
+)
+
+
+@failing
+def test_connections_and_writes_that_sometimes_fail(
+    stage: Stage, install: Any, kind: str, message: str
+) -> None:
     for sender in stage.addresses("sender"):
-        stage.tell(sender, _connections_fail, 3, stage.addresses("receiver"))
+        stage.tell(sender, install, _sometimes, stage.addresses("receiver"))
     assert_same_after_all(stage)
+    assert befallen
 
 
-def test_connections_that_always_fail(stage: Stage) -> None:
+@failing
+def test_connections_and_writes_that_always_fail(
+    stage: Stage, install: Any, kind: str, message: str
+) -> None:
     for sender in stage.addresses("sender"):
-        stage.tell(sender, _connections_fail, 1, stage.addresses("receiver"))
-    assert_one_clear_error(stage, "OSError", "no route to host")
+        stage.tell(sender, install, _always, stage.addresses("receiver"))
+    assert_one_clear_error(stage, kind, message)
+    assert len(befallen) > N_RETRIES
+
+
+async def _ucx_thread_ends(worker: Any) -> None:
+    engine = await state_of(worker).links.ucx.engine()
+    send, numbers = engine.send, itertools.count(1)
+
+    def mistake() -> None:
+        befallen.append("mistake")
+        raise ZeroDivisionError
+
+    async def flaky(*args: Any) -> Any:
+        if next(numbers) == 3:
+            engine._thread.call(mistake)
+        return await send(*args)
+
+    engine.send = flaky
+
+
+@pytest.mark.parametrize("transport", ["ucx"], indirect=True)
+def test_ucx_starts_anew_after_an_error_in_its_thread(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    for worker in stage.addresses("sender"):
+        stage.tell(worker, _ucx_thread_ends)
+    with caplog.at_level(logging.WARNING, logger="dask_gpurt"):
+        assert_same_after_all(stage)
+    assert befallen == ["mistake"] * 2
+    assert caplog.text.count("the UCX thread ended: ZeroDivisionError") == 2
 
 
 def _every_second_answer_is_lost(worker: Any) -> None:
@@ -103,6 +233,7 @@ def _every_second_answer_is_lost(worker: Any) -> None:
         async def deaf(**message: Any) -> Any:
             answer = await receive(**message)
             if not next(numbers) % 2:
+                befallen.append("answer")
                 raise CommClosedError("connection reset by peer")
             return answer
 
@@ -116,26 +247,29 @@ def test_messages_whose_answers_are_lost(stage: Stage) -> None:
     for receiver in stage.addresses("receiver"):
         stage.tell(receiver, _every_second_answer_is_lost)
     assert_same_after_all(stage)
+    assert len(befallen) >= N_INPUTS // 2
 
 
 def test_messages_that_come_twice(stage: Stage) -> None:
-    for receiver in stage.addresses("receiver"):
-        stage.tell(receiver, gates.repeat, "receive", 2)
+    # By their sender: what came over UCX can be received once.
+    for sender in stage.addresses("sender"):
+        stage.tell(sender, gates.deliver_again, 2, stage.addresses("receiver"))
     assert_same_after_all(stage)
 
 
 def _every_other_message_waits_for_the_next(worker: Any) -> None:
     numbers = itertools.count()
     overtaken: list[asyncio.Event] = []
-    swapped.clear()
 
     def make(receive: Any) -> Any:
         async def reordered(**message: Any) -> Any:
-            if len(swapped) < N_SWAPS and not next(numbers) % 2:
+            if "offers" in message["data"]:
+                return await receive(**message)
+            if len(befallen) < N_SWAPS and not next(numbers) % 2:
                 event = asyncio.Event()
                 overtaken.append(event)
                 await event.wait()
-                swapped.append(True)
+                befallen.append("overtaken")
                 return await receive(**message)
             answer = await receive(**message)
             while overtaken:
@@ -149,60 +283,69 @@ def _every_other_message_waits_for_the_next(worker: Any) -> None:
 
 #: One for each pair of inputs that a receiver surely gets messages of.
 N_SWAPS = N_INPUTS // 2
-swapped: list[bool] = []
 
 
 def test_messages_that_overtake_each_other(stage: Stage) -> None:
     stage.tell(stage.addresses("receiver")[0], _every_other_message_waits_for_the_next)
     assert_same_after_all(stage)
-    assert len(swapped) == N_SWAPS
+    assert len(befallen) == N_SWAPS
 
 
-def damage(point: int, change: Callable[[dict[str, Any]], None]) -> Callable[[Any], None]:
-    """What damages a worker's n-th incoming message."""
-
-    def install(worker: Any) -> None:
-        numbers = itertools.count(1)
-
-        def make(receive: Any) -> Any:
-            async def damaged(data: Any, **message: Any) -> Any:
-                if next(numbers) == point:
-                    change(data)
-                return await receive(data=data, **message)
-
-            return damaged
-
-        gates.replace(worker, "receive", make)
-
-    return install
+#: Makes another message of one.
+Change = Callable[[Message], Message]
 
 
-def _other_version(data: dict[str, Any]) -> None:
-    header = bytearray(data["header"])
+def _damage(worker: Any, which: Which, peers: list[str], change: Change) -> None:
+    """Change messages to these peers before they leave; what is kept to send again is right."""
+    numbers = itertools.count(1)
+
+    def make(deliver: Any) -> Any:
+        async def damaged(peer: str, transport: str, compose: Any, call: Any) -> Any:
+            async def changed(path: Any) -> Message:
+                message: Message = await compose(path)
+                if peer not in peers or not which(next(numbers)):
+                    return message
+                befallen.append("damage")
+                return change(message)
+
+            return await deliver(peer, transport, changed, call)
+
+        return damaged
+
+    gates.replace(worker, gates.DELIVER, make)
+
+
+def damage(stage: Stage, which: Which, change: Change) -> None:
+    for sender in stage.addresses("sender"):
+        stage.tell(sender, _damage, which, stage.addresses("receiver")[:1], change)
+
+
+def _other_version(message: Message) -> Message:
+    header = bytearray(message.header)
     header[3] += 1
-    data["header"] = bytes(header)
+    return replace(message, header=bytes(header))
 
 
-def _no_header(data: dict[str, Any]) -> None:
-    data["header"] = b"\0" * len(data["header"])
+def _no_header(message: Message) -> Message:
+    return replace(message, header=b"\0" * len(message.header))
 
 
-def _cut_header(data: dict[str, Any]) -> None:
-    data["header"] = data["header"][:-1]
+def _cut_header(message: Message) -> Message:
+    return replace(message, header=message.header[:-1])
 
 
-def _cut_payload(data: dict[str, Any]) -> None:
-    data["payload"] = [memoryview(buffer)[:-1] for buffer in data["payload"]]
+def _cut_payload(message: Message) -> Message:
+    return replace(message, buffers=[buffer[:-1] for buffer in message.buffers])
 
 
-def _lost_payload(data: dict[str, Any]) -> None:
-    data["payload"] = data["payload"][:-1]
+def _lost_payload(message: Message) -> Message:
+    return replace(message, buffers=message.buffers[:-1])
 
 
-def _flipped_bit(data: dict[str, Any]) -> None:
-    first = bytearray(data["payload"][0])
+def _flipped_bit(message: Message) -> Message:
+    first = message.buffers[0].copy()
     first[len(first) // 2] ^= 1
-    data["payload"] = [first, *data["payload"][1:]]
+    return replace(message, buffers=[first, *message.buffers[1:]])
 
 
 @pytest.mark.parametrize("nth", [1, 3])
@@ -211,23 +354,28 @@ def _flipped_bit(data: dict[str, Any]) -> None:
     [
         (_other_version, "install the same dask-gpurt on every worker"),
         (_no_header, "not a shuffle message"),
-        (_cut_payload, r"bytes came of \d+"),
-        (_lost_payload, "buffers came of"),
+        (_cut_payload, r"bytes came of \d+|bytes where \d+ were announced"),
+        (_lost_payload, r"buffers came of|bytes where \d+ were announced"),
     ],
 )
 def test_damaged_message_is_one_clear_error(
-    stage: Stage, change: Callable[[dict[str, Any]], None], message: str, nth: int
+    stage: Stage, change: Change, message: str, nth: int
 ) -> None:
-    stage.tell(stage.addresses("receiver")[0], damage(nth, change))
+    damage(stage, lambda number: number == nth, change)
     assert_one_clear_error(stage, "ProtocolError", message)
 
 
 @pytest.mark.parametrize("change", [_flipped_bit, _cut_header])
-def test_message_that_fails_its_checksum_is_sent_again(
-    stage: Stage, change: Callable[[dict[str, Any]], None]
-) -> None:
-    stage.tell(stage.addresses("receiver")[0], damage(1, change))
+def test_message_that_fails_its_checksum_is_sent_again(stage: Stage, change: Change) -> None:
+    damage(stage, _sometimes, change)
     assert_same_after_all(stage)
+    assert befallen
+
+
+@pytest.mark.parametrize("change", [_flipped_bit, _cut_header])
+def test_messages_that_always_fail_their_checksum(stage: Stage, change: Change) -> None:
+    damage(stage, _always, change)
+    assert_one_clear_error(stage, "DamagedError", "3 times in a row a message to tcp://")
 
 
 def _hold(worker: Any, path: str) -> None:
@@ -253,5 +401,6 @@ def test_peer_that_stops_reading(stage: Stage) -> None:
             assert IN_FLIGHT_NBYTES <= waiting_nbytes <= 2 * IN_FLIGHT_NBYTES + partition_nbytes
     assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 1, "stock": 0}
+    assert stage.paths() == {stage.transport}
     stage.let_go_of(outputs)
     assert_nothing_left(stage.client)

@@ -189,6 +189,27 @@ def test_index_as_sent(sides, name):
     assert_as_sent(sides, frames(index=INDEXES_AS_SENT[name]))
 
 
+def side_by_side(columns):
+    """One collection's partitions with all of these columns."""
+    made = {name: frames(column) for name, column in columns.items()}
+    return [
+        frame.assign(**{name: parts[i]["value"] for name, parts in made.items()})
+        for i, frame in enumerate(frames())
+    ]
+
+
+def test_every_column_over_ucx(over_ucx):
+    """At once: to UCX a shard is bytes, and what differs is where in it they lie."""
+    lazy = collection(side_by_side(LIKE_STOCK)).shuffle("key", npartitions=5)
+    assert_same_as_stock(over_ucx, lazy, 1)
+    assert_as_sent(over_ucx, side_by_side(AS_SENT))
+
+
+def test_every_index_over_ucx(over_ucx):
+    for index in (INDEXES | INDEXES_AS_SENT).values():
+        assert_as_sent(over_ucx, frames(index=index))
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_categories_that_differ_are_united_in_the_order_of_the_input(sides, ordered):
     """Stock unites them in the order in which shards happened to arrive."""

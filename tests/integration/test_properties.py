@@ -85,14 +85,25 @@ def plans(draw):
     return frames, draw(st.integers(1, 9))
 
 
-@settings(
-    max_examples=40,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(plan=plans())
-def test_shuffle_equals_stock(sides, plan):
-    frames, npartitions = plan
-    with dask.config.set({"dataframe.convert-string": False}):
-        lazy = collection(frames).shuffle("key", npartitions=npartitions)
-        assert_same_as_stock(sides, lazy, 1)
+def assert_any_shuffle_equals_stock(sides, n_examples):
+    @settings(
+        max_examples=n_examples,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(plan=plans())
+    def check(plan):
+        frames, npartitions = plan
+        with dask.config.set({"dataframe.convert-string": False}):
+            lazy = collection(frames).shuffle("key", npartitions=npartitions)
+            assert_same_as_stock(sides, lazy, 1)
+
+    check()
+
+
+def test_shuffle_equals_stock(sides):
+    assert_any_shuffle_equals_stock(sides, 40)
+
+
+def test_shuffle_over_ucx_equals_stock(over_ucx):
+    assert_any_shuffle_equals_stock(over_ucx, 10)

@@ -96,8 +96,8 @@ SWAPPED = ">f4"
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != SWAPPED] + PICKLED, ids=str)
-def test_dtypes(sides, dtype):
-    assert_same_as_stock(sides, p2p(array((12, 10), (3, 10), dtype), (12, 4)), 1)
+def test_dtypes(each_way, dtype):
+    assert_same_as_stock(each_way, p2p(array((12, 10), (3, 10), dtype), (12, 4)), 1)
 
 
 def test_byte_order_is_kept(sides):
@@ -121,9 +121,9 @@ def test_byte_order_is_kept(sides):
     ],
     ids=["fortran", "masked", "broadcast", "subclass", "other type", "object"],
 )
-def test_kinds_of_chunks(sides, made):
+def test_kinds_of_chunks(each_way, made):
     lazy = array((12, 10), (3, 10)).map_blocks(made, dtype="f8", meta=np.empty((0, 0)))
-    assert_same_as_stock(sides, p2p(lazy, (12, 4)), 1)
+    assert_same_as_stock(each_way, p2p(lazy, (12, 4)), 1)
 
 
 class Labelled(np.ndarray):
@@ -184,6 +184,10 @@ def test_some_outputs_only(sides, keep):
     lazy = p2p(array((20, 40), (5, 40)), (20, 3))[keep]
     expected = blocks(sides.stock, lazy)
     assert_same_blocks(blocks(sides.enabled, lazy), expected)
+
+
+def test_large_chunks_over_ucx(over_ucx):
+    assert_same_as_stock(over_ucx, p2p(array((1200, 1200), (400, 1200)), (1200, 400)), 1)
 
 
 def test_there_and_back(sides):
@@ -250,17 +254,27 @@ def test_wrong_chunks_fail_as_with_stock(sides):
         assert isinstance(caught.value.__cause__, IndexError)
 
 
-@settings(
-    max_examples=25,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(plan=rechunkings(), dtype=st.sampled_from(["f8", "i2", "U3", "O", "M8[s]"]))
-def test_rechunk_equals_stock(sides, plan, dtype):
-    old, new = plan
-    lazy = array([sum(axis) for axis in old], old, dtype)
-    lazy = p2p(lazy, new)
-    assert_same_blocks(blocks(sides.enabled, lazy), blocks(sides.stock, lazy))
+def assert_any_rechunk_equals_stock(sides, n_examples):
+    @settings(
+        max_examples=n_examples,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(plan=rechunkings(), dtype=st.sampled_from(["f8", "i2", "U3", "O", "M8[s]"]))
+    def check(plan, dtype):
+        old, new = plan
+        lazy = p2p(array([sum(axis) for axis in old], old, dtype), new)
+        assert_same_blocks(blocks(sides.enabled, lazy), blocks(sides.stock, lazy))
+
+    check()
+
+
+def test_rechunk_equals_stock(sides):
+    assert_any_rechunk_equals_stock(sides, 25)
+
+
+def test_rechunk_over_ucx_equals_stock(over_ucx):
+    assert_any_rechunk_equals_stock(over_ucx, 8)
 
 
 def test_spilled(sides):

@@ -89,14 +89,14 @@ def test_culled_outputs(sides, keep):
     assert_same_as_stock(sides, lazy, 1)
 
 
-def test_several_at_once(sides):
+def test_several_at_once(each_way):
     lazy = [many([80] * n).shuffle("key", npartitions=n + 1) for n in (2, 3, 4, 5)]
 
     def together(client):
         with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
             return client.gather(client.compute(lazy))
 
-    got, expected = together(sides.enabled), together(sides.stock)
+    got, expected = together(each_way.enabled), together(each_way.stock)
     assert_same_partitions(list(got), list(expected))
 
 
@@ -112,10 +112,10 @@ def test_shuffle_of_a_shuffle(sides):
     assert_same_as_stock(sides, lazy, 2)
 
 
-def test_result_outlives_the_cluster_s_next_shuffle(sides):
+def test_result_outlives_the_cluster_s_next_shuffle(each_way):
     """Outputs lie in memory of a pool: the next shuffle must not write over them."""
-    with sides.enabled.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
-        kept = sides.enabled.persist(many([500_000] * 2).shuffle("key", npartitions=4))
+    with each_way.enabled.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        kept = each_way.enabled.persist(many([500_000] * 2).shuffle("key", npartitions=4))
         before = kept.map_partitions(pd.util.hash_pandas_object).sum().compute()
         for _ in range(2):
             many([500_000] * 2).shuffle("value", npartitions=3).value.sum().compute()

@@ -56,6 +56,10 @@ def test_zipf_keys_load_workers_alike(four_workers: Sides):
     assert last_shuffle(four_workers)["skew"] <= 1.5
 
 
+def test_zipf_keys_over_ucx(over_ucx: Sides):
+    assert_same_as_stock(over_ucx, skewed().shuffle("key", npartitions=N_PARTITIONS), 1)
+
+
 def test_the_data_is_skewed(four_workers: Sides, monkeypatch):
     """What the test above is about does happen without a sketch."""
     monkeypatch.setattr("dask_gpurt.plugins.worker.SKETCHED_ROWS", ROWS + 1)

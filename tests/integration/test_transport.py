@@ -14,7 +14,7 @@ from distributed import Client, LocalCluster
 from distributed.security import Security
 
 import dask_gpurt
-from dask_gpurt.plugins import links, worker
+from dask_gpurt.plugins import worker, worker_ucx
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.transport import shared
 from tests.codecs.test_nvcomp import emulated
@@ -140,13 +140,13 @@ def test_peers_out_of_view_take_ucx(ucx, client, monkeypatch):
 def engines(ucx, monkeypatch):
     """All that were ever started in this process."""
     started = []
-    start = links.UcxEngine.start
+    start = worker_ucx.UcxEngine.start
 
     async def start_and_note(*args):
         started.append(await start(*args))
         return started[-1]
 
-    monkeypatch.setattr(links.UcxEngine, "start", start_and_note)
+    monkeypatch.setattr(worker_ucx.UcxEngine, "start", start_and_note)
     return started
 
 
@@ -177,7 +177,7 @@ def test_a_worker_that_closes_leaves_no_ucx(engines):
         dask_gpurt.enable(client)
 
         async def link(dask_worker):
-            await state_of(dask_worker).links._ucx()
+            await state_of(dask_worker).links.ucx.engine()
 
         dask_gpurt.disable(client)
         client.run(link)
@@ -197,7 +197,7 @@ def test_ucx_without_ucxx_is_an_error_that_says_so(client, monkeypatch):
 
 
 def test_encrypted_clusters_never_talk_ucx(client, monkeypatch):
-    monkeypatch.setattr(links, "requires_encryption", lambda worker: True)
+    monkeypatch.setattr(worker_ucx, "requires_encryption", lambda worker: True)
     monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
     dask_gpurt.enable(client)
     assert_right(shuffled(client))
@@ -207,7 +207,7 @@ def test_encrypted_clusters_never_talk_ucx(client, monkeypatch):
 
 
 def test_ucx_on_an_encrypted_cluster_is_an_error(client, monkeypatch):
-    monkeypatch.setattr(links, "requires_encryption", lambda worker: True)
+    monkeypatch.setattr(worker_ucx, "requires_encryption", lambda worker: True)
     with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
         dask_gpurt.enable(client)
     with pytest.raises(RuntimeError) as raised:

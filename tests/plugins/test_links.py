@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,6 +102,29 @@ def test_a_link_that_fails_when_nobody_waits_any_more_is_not_complained_of():
 
     with_links(test)
     assert complaints == []
+
+
+def test_a_link_that_fails_does_not_keep_the_message_that_wanted_it():
+    async def test(links):
+        async def call(data):
+            raise OSError("no route to host")
+
+        async def attempt():
+            buffer = np.zeros(10, dtype=np.uint8)
+
+            async def compose(path):
+                return Message(b"", [buffer])
+
+            with pytest.raises(OSError, match="no route"):
+                await links.deliver("peer", "auto", compose, call)
+            return weakref.ref(buffer)
+
+        kept = await attempt()
+        await asyncio.sleep(0)  # the loop still has what woke this up
+        gc.collect()
+        assert kept() is None
+
+    with_links(test)
 
 
 def test_a_run_has_its_own_error():
@@ -229,7 +253,7 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
 )
 def test_what_a_worker_lacks_is_known_without_a_peer(monkeypatch, encrypted, missing, start, lacks):
     resolving(monkeypatch)
-    monkeypatch.setattr("dask_gpurt.plugins.links.ucx.why_not", lambda: missing)
+    monkeypatch.setattr("dask_gpurt.plugins.worker_ucx.ucx.why_not", lambda: missing)
 
     async def fail(host):
         raise start
@@ -316,6 +340,7 @@ class Engine:
     """Of the address that it was started with."""
 
     takes_device_memory = False
+    is_closing = False
 
     def __init__(self, host):
         self.descriptor = {"host": host}
@@ -339,7 +364,7 @@ def resolving(monkeypatch, *addresses, error=None):
         return [(None, None, None, "", (address, 0)) for address in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr("dask_gpurt.plugins.links.UcxEngine", Engine)
+    monkeypatch.setattr("dask_gpurt.plugins.worker_ucx.UcxEngine", Engine)
     return asked
 
 

@@ -1,0 +1,86 @@
+"""What looks for things that are left behind does find them, where it takes making them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client
+
+from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.transport.ucx import UcxEngine
+from tests.conftest import stock_client
+from tests.failure.gates import DEADLINE_S
+from tests.failure.leftovers import left_on, links_to_nobody, ucx_report
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    pytest.importorskip("ucxx", reason="the ucx extra is not installed")
+    with stock_client(1) as client:
+        yield client
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a state of UCX's thread that nothing tells of."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def on_worker(client: Client, scenario: Callable[[Any], Any]) -> None:
+    """Run a coroutine function with the worker, on its loop."""
+    (worker,) = client.cluster.workers.values()
+    client.cluster.sync(scenario, worker)
+
+
+def test_messages_that_are_under_way_over_ucx_are_seen(client: Client) -> None:
+    async def scenario(worker: Any) -> None:
+        engine = await state_of(worker).links.ucx.engine()
+        await engine.connect(engine.descriptor, DEADLINE_S)
+        await until(lambda: engine.report()["held_nbytes"] == 0)
+        large = np.zeros(1 << 20, dtype=np.uint8)
+        # One that nobody asks for, and one that nobody sends.
+        under_way = [
+            asyncio.create_task(what(engine.token, number, [large], DEADLINE_S))
+            for number, what in enumerate((engine.send, engine.receive))
+        ]
+        await until(lambda: engine.report()["under_way"]["unclaimed_parcels"] == 2)
+        held_nbytes = engine.report()["held_nbytes"]
+        assert held_nbytes > large.nbytes
+        assert [one for one in await left_on(worker) if one.endswith("of UCX")] == [
+            "1 sends of UCX",
+            "1 receives of UCX",
+            "2 unclaimed_parcels of UCX",
+            f"{held_nbytes} held_nbytes of UCX",
+        ]
+        for task in under_way:
+            task.cancel()
+        await asyncio.wait(under_way)
+        await until(lambda: not ucx_report(worker)["held_nbytes"])
+        assert await left_on(worker) == []
+
+    on_worker(client, scenario)
+
+
+def test_links_over_ucx_to_nobody_are_seen(client: Client) -> None:
+    others: list[UcxEngine] = []
+
+    async def link(worker: Any) -> None:
+        others.append(await UcxEngine.start("127.0.0.1"))
+        engine = await state_of(worker).links.ucx.engine()
+        await engine.connect(others[0].descriptor, DEADLINE_S)
+
+    async def end(worker: Any) -> None:
+        await others[0].close(DEADLINE_S)
+        await until(lambda: not ucx_report(worker)["peers"])
+
+    on_worker(client, link)
+    assert list(links_to_nobody(client).values()) == [
+        [f"UCX link to {others[0].token}, which is gone"]
+    ]
+    on_worker(client, end)
+    assert links_to_nobody(client) == {}

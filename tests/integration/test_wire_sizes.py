@@ -1,0 +1,95 @@
+"""What cannot be compressed does not grow on its way, headers and all."""
+
+from __future__ import annotations
+
+import itertools
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+import dask_gpurt
+from dask_gpurt.plugins.paths import CommPath
+from dask_gpurt.shuffle import messages
+from tests.integration.comparing import partitions
+
+N_INPUTS = 4
+#: Shards of some MiB, as most are, and small ones.
+ROWS, FEW_ROWS = 1 << 18, 100
+VALUE_NBYTES = 4096
+
+
+def random_bytes(rng, rows):
+    """Long ones, so that what says where each ends makes up for nothing."""
+    values = [rng.bytes(VALUE_NBYTES) for _ in range(rows)]
+    return pd.Series(values, dtype=pd.ArrowDtype(pa.binary()))
+
+
+KINDS = {
+    # Alike in their first bits alone.
+    "floats": lambda rng, rows: rng.random(rows),
+    "words": lambda rng, rows: rng.integers(0, 1 << 64, rows, dtype="u8"),
+    "bytes": random_bytes,
+}
+
+
+def frame(kind, rows, number):
+    """Random in all it has, so that nothing makes up for what grows."""
+    rng = np.random.default_rng(number)
+    if kind == "bytes":
+        rows = rows * 8 // VALUE_NBYTES + 8
+    key, index = rng.integers(0, 1 << 63, (2, rows))
+    return pd.DataFrame({"key": key, "x": KINDS[kind](rng, rows)}).set_axis(index)
+
+
+@pytest.fixture
+def headers(monkeypatch):
+    """Those of all messages that left."""
+    sent = []
+    for_the_wire = messages.for_the_wire
+
+    def noted(*args):
+        message = for_the_wire(*args)
+        sent.append(message.header)
+        return message
+
+    monkeypatch.setattr(messages, "for_the_wire", noted)
+    return sent
+
+
+def shuffled(client, monkeypatch, mode, kind, rows):
+    """What status says of a shuffle between hosts, on links so slow that any codec would pay."""
+    monkeypatch.setattr(CommPath, "bandwidth", 1e6)
+    with dask.config.set({"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": mode}):
+        dask_gpurt.enable(client)
+    parts = [dask.delayed(frame)(kind, rows, number) for number in range(N_INPUTS)]
+    lazy = dd.from_delayed(parts, meta=frame(kind, rows, 0).iloc[:0], verify_meta=False)
+    partitions(client, lazy.shuffle("key", npartitions=4))
+    found = dask_gpurt.status(client)
+    assert all(worker["codecs"] for worker in found["workers"].values()), "no codec was tried"
+    (one,) = found["shuffles"]
+    return one
+
+
+modes_and_kinds = pytest.mark.parametrize(
+    ("mode", "kind"), list(itertools.product(["auto", "lz4", "zstd"], KINDS))
+)
+
+
+@modes_and_kinds
+def test_shards_grow_by_a_hundredth_at_most(client, monkeypatch, mode, kind):
+    one = shuffled(client, monkeypatch, mode, kind, ROWS)
+    assert one["sent_nbytes"] > 1 << 20
+    assert one["sent_nbytes"] / 2 < one["wire_nbytes"] <= 1.01 * one["sent_nbytes"]
+
+
+@modes_and_kinds
+def test_of_small_shards_only_the_headers_are_added(client, monkeypatch, headers, mode, kind):
+    one = shuffled(client, monkeypatch, mode, kind, FEW_ROWS)
+    assert one["messages"] == len(headers)
+    assert one["wire_nbytes"] <= one["sent_nbytes"] + sum(map(len, headers))
+    # The columns' names and types, and for each shard some numbers.
+    assert max(map(len, headers)) < 1 << 10
