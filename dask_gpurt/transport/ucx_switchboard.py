@@ -48,9 +48,6 @@ _N_UNCLAIMED = 1 << 16
 #: No memory is spent on getting rid of a parcel larger than this.
 _LARGEST_DROPPED_NBYTES = 1 << 30
 
-#: Switchboards that were closed before UCX was done: a peer hung. They stay until the process ends.
-_stranded: list[Switchboard] = []
-
 _NOBODY = "0" * 2 * TOKEN_NBYTES
 
 
@@ -120,15 +117,16 @@ class Switchboard:
         for transfer in self._transfers:
             transfer.fail(TransportError(why))
 
-    def drop(self) -> None:
-        """Let go of UCX, unless it is not done: then all stays as it is, memory and all."""
-        if not self.is_idle:
-            # Requests and endpoints of `ucxx` hold one another, so nothing would end them, and a
-            # network card might still write.
-            _stranded.append(self)
-            return
-        self._listener = None
-        self._worker = None
+    def drop(self) -> bool:
+        """Let go of UCX. False if it is not done, for a peer hung: all has to stay as it is then.
+
+        Requests and endpoints of `ucxx` hold one another, so nothing would end them, and a network
+        card might still write.
+        """
+        if self.is_idle:
+            self._listener = None
+            self._worker = None
+        return self.is_idle
 
     def look(self) -> None:
         """See what progress has brought."""

@@ -115,9 +115,13 @@ class UcxThread:
                 self._serve(board, worker)
         finally:
             del worker  # the board's is the last one
-            board.drop()
+            is_dropped = board.drop()
             self._end()
             self.finished.set_result(None)
+            if not is_dropped:
+                # For ever: what a thread has is left alone as the interpreter ends. Taken apart in
+                # whatever order comes, UCX with something under way crashes the process.
+                threading.Event().wait()
 
     def _start(self) -> tuple[Switchboard, Any]:
         import ucxx  # here: it loads UCX, and costs half a second

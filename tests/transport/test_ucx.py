@@ -10,6 +10,7 @@ import os
 import pathlib
 import signal
 import socket
+import subprocess
 import sys
 
 import numpy as np
@@ -517,6 +518,18 @@ def test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline(options, is_bac
                 os.kill(other.process.pid, signal.SIGCONT)
 
     run(scenario())
+
+
+@needs_ucxx
+@pytest.mark.cluster
+def test_a_process_that_had_a_peer_that_hung_ends_well():
+    """That test in a process of its own: what UCX still holds is not to crash it at its end."""
+    test = test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline.__name__
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"{__file__}::{test}", "-k", "good and shared"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "1 passed" in ended.stdout
+    assert ended.returncode == 0, ended.stderr
 
 
 @needs_ucxx
