@@ -229,6 +229,12 @@ class Switchboard:
 
     def _accept(self, request: int) -> None:
         if self.is_closing:
+            # Taken, or UCX would leave the caller's socket open, and the caller could not close it.
+            try:
+                endpoint = self._listener.create_endpoint_from_conn_request(request, True)
+                self._closing.append((endpoint, endpoint.close()))
+            except Exception as error:
+                self.problems.append(str(error))
             return
         callers = [link for link in self._strangers.values() if link.descriptor is None]
         if len(callers) >= _N_STRANGERS:

@@ -22,6 +22,8 @@ from tests.failure.leftovers import assert_nothing_left, files_in
 from tests.failure.stage import DEADLINE_S, ROLES, TRANSPORTS, Stage, expected, leaving, open_stage
 from tests.integration.comparing import assert_same_partitions
 
+pytestmark = pytest.mark.usefixtures("no_tracebacks_kept")
+
 PHASES = ("before", "transfer", "barrier", "unpack", "after")
 TIMES = 5
 

@@ -23,6 +23,8 @@ from tests.failure.leftovers import assert_nothing_left
 from tests.failure.stage import N_INPUTS, Stage, expected, frame, open_stage
 from tests.integration.comparing import assert_same_partitions
 
+pytestmark = pytest.mark.usefixtures("no_tracebacks_kept")
+
 IN_FLIGHT_NBYTES = 64 << 10
 #: Of a message. The first attempt is not one of them.
 N_RETRIES = 5
@@ -34,12 +36,6 @@ def transport(request: Any) -> str:
     if request.param == "ucx":
         pytest.importorskip("ucxx", reason="the ucx extra is not installed")
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def no_tracebacks_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """What distributed logs of an error would keep its frames, and buffers in them, alive."""
-    caplog.set_level(logging.CRITICAL + 1, logger="distributed")
 
 
 @pytest.fixture

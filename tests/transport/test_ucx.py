@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -530,6 +531,24 @@ def test_a_process_that_had_a_peer_that_hung_ends_well():
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "1 passed" in ended.stdout
     assert ended.returncode == 0, ended.stderr
+
+
+@needs_ucxx
+def test_whoever_connects_to_an_engine_that_closes_is_let_go():
+    async def scenario():
+        may_go_on = threading.Event()
+        async with engine_here() as here:
+            async with engine_here() as there:
+                there._thread.call(lambda: may_go_on.wait(PATIENCE_S))
+                with pytest.raises(TransportError, match="not done within"):
+                    await here.connect(there.descriptor, 0.1)
+                # It closes before it has looked who is there.
+                there._thread.close()
+                may_go_on.set()
+            await until(lambda: not here.report()["under_way"]["closing_links"])
+            await until(lambda: not here.report()["held_nbytes"])
+
+    run(scenario())
 
 
 @needs_ucxx
