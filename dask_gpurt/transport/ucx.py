@@ -131,7 +131,7 @@ class UcxEngine:
     async def connect(self, descriptor: Mapping[str, object], deadline_s: float) -> str:
         """Have a link to the engine that the descriptor describes; returns its token.
 
-        There is one link between two engines, whoever asked for it, and callers share it.
+        Each of two engines has one link to the other, which its callers share, and sends on that.
 
         Raises
         ------

@@ -155,11 +155,16 @@ class Link:
         #: Who waits for the other side to prove itself.
         self.waiters: list[Future[None]] = []
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this side connected."""
+        return self.descriptor is not None
+
 
 class Peer:
     """Another engine: its links and the messages that are expected from it.
 
-    There are two links where both sides connected at the same moment; they are equals.
+    There are two links where both sides have connected; each sends on its own.
     """
 
     #: Remembered numbers of messages that either side gave up before they were asked for and here.

@@ -194,11 +194,16 @@ class Switchboard:
         self._transfers.append(transfer)
 
     def connect(self, descriptor: Descriptor, future: Future[None]) -> None:
-        """Resolve the future once there is a link to this engine, and make one if need be."""
+        """Resolve the future once there is a link of ours to this engine; make one if need be.
+
+        Of ours, also where the other engine has made one. What is large in one direction waits on
+        a TCP connection for what UCX answers to what comes in the other, behind all of it: where
+        the link was the limit, both directions over one took twice as long as over two.
+        """
         peer = self._peers.setdefault(descriptor.token, Peer(descriptor.token))
         if self.is_closing:
             reject(future, TransportError("the UCX engine is closed"))
-        elif peer.links:
+        elif any(link.is_ours for link in peer.links):
             resolve(future)
         elif peer.connecting is not None:
             peer.connecting.waiters.append(future)
@@ -346,7 +351,7 @@ class Switchboard:
         peer = self._peers.get(token)
         if peer is None or not peer.links:
             raise TransportError(f"message {number}: no UCX link to {token}")
-        return peer.links[-1]
+        return next((link for link in peer.links if link.is_ours), peer.links[-1])
 
     def send(
         self, token: str, number: int, buffers: Sequence[Buffer], future: Future[None]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from dask_gpurt.errors import ProtocolError, TransportError
+from dask_gpurt.transport.rate import TCP_INFO_NBYTES, acked_nbytes
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.frames.emulated_device import EmulatedMemory
 from tests.transport.ucx_peer import PATIENCE_S, exchange
@@ -315,15 +316,51 @@ def test_what_is_no_message_is_refused_before_ucx_sees_it():
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_callers_share_a_link_whoever_asked_for_it():
+def test_callers_share_a_link_and_each_side_has_its_own():
     async def scenario():
         async with other_process() as other, engine_here() as engine:
             await asyncio.gather(
                 *(engine.connect(other.descriptor, PATIENCE_S) for _ in range(5)),
             )
-            assert await other.run("connect", descriptor=engine.descriptor) == engine.token
             assert engine.report()["links_made"] == 1
-            assert (await other.run("report"))["links_made"] == 1
+            for _ in range(2):
+                assert await other.run("connect", descriptor=engine.descriptor) == engine.token
+            assert engine.report()["links_made"] == 2
+            assert (await other.run("report"))["links_made"] == 2
+
+    run(scenario())
+
+
+def carried(at_least_nbytes):
+    """Both ends of each TCP connection on which so much was brought to the first of them."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
+            if sock.family == socket.AF_INET:
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_NBYTES)
+                if acked_nbytes(info) >= at_least_nbytes:
+                    found.append((sock.getpeername(), sock.getsockname()))
+    return found
+
+
+@needs_ucxx
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a connection carried")
+def test_over_tcp_what_goes_there_and_what_comes_back_have_a_connection_each():
+    async def scenario():
+        async with engine_here({"TLS": "tcp"}) as here, engine_here({"TLS": "tcp"}) as there:
+            # One after the other: where one link is there already, too.
+            await here.connect(there.descriptor, PATIENCE_S)
+            await there.connect(here.descriptor, PATIENCE_S)
+            nbytes = 4 << 20
+            of_others = carried(nbytes)
+            await asyncio.gather(
+                exchange(here, there.token, "send", 1, [nbytes]),
+                exchange(there, here.token, "receive", 1, [nbytes]),
+                exchange(there, here.token, "send", 1, [nbytes]),
+                exchange(here, there.token, "receive", 1, [nbytes]),
+            )
+            one, other = [ends for ends in carried(nbytes) if ends not in of_others]
+            assert set(one) != set(other)
 
     run(scenario())
 
