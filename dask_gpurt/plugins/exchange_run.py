@@ -46,6 +46,7 @@ from dask_gpurt.plugins.seams import (
     thread_time,
 )
 from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shards
@@ -241,12 +242,11 @@ class ExchangeRun:
         return self._tenant.empty(self._state.links.outgoing, nbytes, "outgoing")
 
     def _message_nbytes(self, address: str) -> int:
-        settings, links = self._settings, self._state.links
-        if self._data_is_on_device or not links.stays_on_host(address, settings.transport):
+        settings = self._settings
+        peers = self._state.links.on_host(settings.transport)
+        if self._data_is_on_device or address not in peers:
             return settings.message_nbytes
-        # It says where bytes are, mostly: larger ones cost little more. Not larger still, as the
-        # receiver takes memory for all of one before it is counted as shards.
-        return 2 * settings.message_nbytes
+        return messages.nbytes_on_host(settings.message_nbytes, len(peers))
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()

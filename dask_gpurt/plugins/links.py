@@ -139,10 +139,13 @@ class Links:
             "or the memory of one of the two hosts is at fault"
         )
 
-    def stays_on_host(self, address: str, transport: str) -> bool:
-        """Whether the path to a peer is known, and leads through this host's memory."""
-        path = _found(self._paths.get((address, transport)))
-        return path is not None and path.is_local
+    def on_host(self, transport: str) -> set[str]:
+        """Peers to which the path is known, and leads through this host's memory."""
+        return {
+            address
+            for (address, used), task in self._paths.items()
+            if used == transport and (path := _found(task)) is not None and path.is_local
+        }
 
     def _forget(self, address: str, transport: str) -> None:
         self._paths.pop((address, transport), None)

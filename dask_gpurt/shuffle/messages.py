@@ -27,6 +27,11 @@ Buffer = npt.NDArray[np.uint8]
 Encode = Callable[["Outgoing"], Encoded]
 _CODECS = {**HOST_CODECS, **NVCOMP_CODECS}
 
+#: Messages inside a host are so many times as large as others, and so many times for all peers
+#: together, as long as they are not smaller than others.
+_TIMES = 4
+_TIMES_FOR_ALL = 8
+
 
 @dataclass(frozen=True)
 class Outgoing:
@@ -81,6 +86,23 @@ def for_the_wire(shards: Sequence[Outgoing], encode: Encode) -> Message:
     wire_nbytes = len(message.header) + sum(buffer.nbytes for buffer in message.buffers)
     raw_nbytes = sum(shard.nbytes for shard in shards)
     return replace(message, raw_nbytes=raw_nbytes, wire_nbytes=wire_nbytes)
+
+
+def nbytes_on_host(message_nbytes: int, n_peers: int) -> int:
+    """Size at which a message is closed that says where in memory its shards are.
+
+    A larger one costs hardly more than a small one, so it may be several times `message_nbytes`.
+    But its receiver has to find memory for all of it before it is counted among shards, and for
+    those of all peers at once; so the more peers there are on the host, the smaller they are.
+
+    Parameters
+    ----------
+    message_nbytes
+        Size at which messages that carry their shards are closed.
+    n_peers
+        Workers of this host that are sent to, and send as much; at least one.
+    """
+    return message_nbytes * min(_TIMES, max(1, _TIMES_FOR_ALL // n_peers))
 
 
 def _message(shards: Iterable[tuple[Outgoing, int, Encoded]]) -> Message:

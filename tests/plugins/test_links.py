@@ -470,9 +470,8 @@ def test_a_path_inside_the_host_is_known_once_it_was_found(transport, stays):
         async def call(data):
             return {"status": "OK", "ours": None, "why_not": None}
 
-        assert not links.stays_on_host("peer", "auto")
+        assert links.on_host("auto") == set()
         await links.deliver("peer", "auto", compose, call)
-        assert links.stays_on_host("peer", transport) is stays
-        assert not links.stays_on_host("another", transport)
+        assert links.on_host(transport) == ({"peer"} if stays else set())
 
     with_links(test)

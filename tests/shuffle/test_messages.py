@@ -111,3 +111,10 @@ def test_shards_that_would_not_fit_are_refused_before_they_are_made_room_for():
     assert messages.checked(headers, 5001) == [5000, 1]
     with pytest.raises(ProtocolError, match="5001 bytes for a worker that has 5000"):
         messages.checked(headers, 5000)
+
+
+@pytest.mark.parametrize(
+    ("n_peers", "times"), [(1, 4), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1), (100, 1)]
+)
+def test_messages_inside_a_host_are_large_as_long_as_they_are_few(n_peers, times):
+    assert messages.nbytes_on_host(1000, n_peers) == 1000 * times
