@@ -225,7 +225,10 @@ class Links:
             and bool(theirs.get("takes_device_memory"))
             and address not in self._device_failures
         )
-        readings = HostReadings(str(theirs["host"]), _ports_of(self._worker.address, address))
+        readings = None
+        if not engine.has_fast_network:
+            ports = _ports_of(self._worker.address, address)
+            readings = HostReadings(str(theirs["host"]), ports)
         return UcxPath(engine, peer, address, why_not, both, readings)
 
     async def _link_device(self, address: str, why_not: dict[str, str], call: Call) -> Path:

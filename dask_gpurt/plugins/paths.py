@@ -97,7 +97,7 @@ class UcxPath:
     takes_device_memory
         UCX at both ends knows the memory of devices.
     readings
-        Of this process's connections to the peer's host, if UCX is using TCP.
+        Of this process's connections to the peer's host; None if UCX does not use TCP.
     """
 
     name = "ucx"
@@ -111,7 +111,7 @@ class UcxPath:
         address: str,
         why_not: dict[str, str],
         takes_device_memory: bool,
-        readings: HostReadings,
+        readings: HostReadings | None,
     ) -> None:
         self.address = address
         self.why_not = why_not
@@ -143,13 +143,21 @@ class UcxPath:
                 answer = await answering
                 if answer["status"] == "OK":
                     await sending
-                    self._rate.add(self._readings.after(sum(map(len, buffers))))
+                    await self._read_rate(sum(map(len, buffers)))
                 return answer
             finally:
                 answering.cancel()
         finally:
             # What the peer refused is not sent any more.
             sending.cancel()
+
+    async def _read_rate(self, nbytes: int) -> None:
+        if (readings := self._readings) is None:
+            return
+        if readings.is_quick(nbytes):
+            self._rate.add(readings.after(nbytes))
+        else:
+            self._rate.add(await asyncio.to_thread(readings.after, nbytes))
 
 
 Path = CommPath | SharedPath | UcxPath

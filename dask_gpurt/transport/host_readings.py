@@ -13,23 +13,31 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Collection, Iterable, Mapping
 
 from dask_gpurt.transport.rate import TCP_INFO_NBYTES, acked_nbytes, delivery_rate
 
 _DESCRIPTORS = "/proc/self/fd"
 
-#: A connection carried a message if it took this share of it since the last look. Others may be
-#: under way beside it, and the last packets need not be acknowledged yet.
-_SHARE = 0.5
+#: Of smaller messages nothing is concluded: many other things take as many bytes.
+LEAST_NBYTES = 256 << 10
 
-#: Where no connection carries messages, all of them are looked at again after twice as many bytes
-#: each time, up to this: a process may have thousands.
-_REST_AT_MOST_NBYTES = 4 * 2**30
+#: A connection carried messages if it took this share of them since the last look, at the least
+#: and at the most. Another one may be under way beside them, and the last packets need not be
+#: acknowledged yet.
+_SHARES = (0.5, 3.0)
+
+#: Where no connection carries messages, all of them are looked at again after so many bytes, and
+#: after twice as many each time: a process may have thousands.
+_FIRST_REST_NBYTES = 64 << 20
+_REST_AT_MOST_NBYTES = 4 << 30
+#: UCX may make its connections with the first message; with the second they are known.
+_N_FIRST_LOOKS = 2
 
 
 class HostReadings:
-    """Readings of connections from this process to one host.
+    """Readings of connections from this process to one host. Safe to use from any thread.
 
     Parameters
     ----------
@@ -42,43 +50,71 @@ class HostReadings:
     def __init__(self, host: str, not_ports: Collection[int]) -> None:
         self._host = ipaddress.ip_address(host)
         self._not_ports = not_ports
-        #: Bytes that a connection had brought there at the last look, by descriptor.
+        self._lock = threading.Lock()
+        #: Bytes that a connection had brought there when it was looked at, by descriptor.
         self._acked: dict[int, int] = {}
-        self._missed_nbytes = self._rest_nbytes = 0
-        self._looked_at(_descriptors(), 0)
+        self._carriers: list[int] = []
+        self._n_looks = 0
+        #: Since messages were last seen on a connection.
+        self._missed_nbytes = 0
+        self._rest_nbytes = _FIRST_REST_NBYTES
+
+    def is_quick(self, nbytes: int) -> bool:
+        """Whether `after` does not look at all connections of the process."""
+        return not self._is_due(self._missed_nbytes + nbytes)
 
     def after(self, nbytes: int) -> int | None:
         """Bytes a second of the connection that took a message of so many bytes.
 
-        None where there is none, or it was not put to the test.
+        0 where none did, and None where it was not looked for, or is not known.
         """
-        carriers = self._looked_at(list(self._acked), nbytes)
-        if not carriers:
+        if nbytes < LEAST_NBYTES:
+            return None
+        with self._lock:
             self._missed_nbytes += nbytes
-            if self._missed_nbytes < self._rest_nbytes:
-                return None
-            carriers = self._looked_at(_descriptors(), nbytes)
-            rest_nbytes = 2 * (self._rest_nbytes or nbytes)
-            self._rest_nbytes = 0 if carriers else min(rest_nbytes, _REST_AT_MOST_NBYTES)
-            self._missed_nbytes = 0
-        return max((delivery_rate(info) or 0 for info in carriers), default=0) or None
+            found = self._seen_on(self._infos(self._carriers))
+            if found:
+                for number, info in found.items():
+                    self._acked[number] = acked_nbytes(info)
+                self._missed_nbytes = 0
+                return _rate(found)
+            return self._looked_everywhere() if self._is_due(self._missed_nbytes) else None
 
-    def _looked_at(self, descriptors: Iterable[int], nbytes: int) -> list[bytes]:
-        """What the kernel says of those that took much of so many bytes."""
-        carriers = []
-        for number in descriptors:
-            info = self._info(number)
-            if not info:
-                self._acked.pop(number, None)
-                continue
-            acked = acked_nbytes(info)
-            before, self._acked[number] = self._acked.get(number, 0), acked
-            if acked - before >= _SHARE * nbytes:
-                carriers.append(info)
-        return carriers
+    def _is_due(self, missed_nbytes: int) -> bool:
+        return self._n_looks < _N_FIRST_LOOKS or missed_nbytes >= self._rest_nbytes
+
+    def _looked_everywhere(self) -> int | None:
+        infos = self._infos(_descriptors())
+        found = self._seen_on(infos)
+        self._acked = {number: acked_nbytes(info) for number, info in infos.items()}
+        self._carriers = list(found)
+        self._missed_nbytes = 0
+        self._n_looks += 1
+        if found or self._n_looks < _N_FIRST_LOOKS:
+            self._rest_nbytes = _FIRST_REST_NBYTES
+            return _rate(found)
+        if self._n_looks > _N_FIRST_LOOKS:
+            self._rest_nbytes = min(2 * self._rest_nbytes, _REST_AT_MOST_NBYTES)
+        return 0
+
+    def _seen_on(self, infos: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Those that took about as many bytes as were missed."""
+        least, most = (share * self._missed_nbytes for share in _SHARES)
+        return {
+            number: info
+            for number, info in infos.items()
+            # Of one that is new nobody knows when it took what it has taken.
+            if number in self._acked and least <= acked_nbytes(info) - self._acked[number] <= most
+        }
+
+    def _infos(self, descriptors: Iterable[int]) -> dict[int, bytes]:
+        """What the kernel says of those that are connections to the host."""
+        return {number: info for number in descriptors if (info := self._info(number))}
 
     def _info(self, number: int) -> bytes:
         """Of a descriptor that is a connection to the host; else nothing."""
+        if socket.getdefaulttimeout() is not None:
+            return b""  # to look at a socket would be to change how it blocks
         # It may be closed, and be another file's, at any moment: then its kernel says no, or says
         # something of another connection to this host.
         try:
@@ -102,10 +138,14 @@ class HostReadings:
         return self._host in (host, getattr(host, "ipv4_mapped", None))
 
 
+def _rate(carriers: dict[int, bytes]) -> int | None:
+    """Of the quickest of them; None where the kernel has put none to the test."""
+    return max((delivery_rate(info) or 0 for info in carriers.values()), default=0) or None
+
+
 def _descriptors() -> list[int]:
     """All of this process, where the system says so."""
-    # With a default timeout, to look at a socket would be to change how it blocks.
-    if sys.platform == "linux" and socket.getdefaulttimeout() is None:
+    if sys.platform == "linux":
         with contextlib.suppress(OSError):
             return [int(name) for name in os.listdir(_DESCRIPTORS)]
     return []

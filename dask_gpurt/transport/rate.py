@@ -55,9 +55,11 @@ class LinkRate:
         self._readings: deque[int] = deque(maxlen=_N_READINGS)
 
     def add(self, reading: int | None) -> None:
-        """Take in a reading, if there is one."""
+        """Take in a reading, if there is one; 0 says that earlier ones were of something else."""
         if reading:
             self._readings.append(reading)
+        elif reading == 0:
+            self._readings.clear()
 
     @property
     def bandwidth(self) -> float | None:

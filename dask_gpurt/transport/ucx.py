@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_gpurt.errors import TransportError
+from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.transport.ucx_links import reject
 from dask_gpurt.transport.ucx_protocol import (
     LEAST_DEVICE_NBYTES,
@@ -50,6 +50,9 @@ _OPTIONS = {
     "TCP_TX_SEG_SIZE": "64k",
     "TCP_RX_SEG_SIZE": "256k",
 }
+
+#: How the names of UCX's transports over InfiniBand, RoCE, EFA and Cray's networks begin.
+_FAST = ("rc_", "dc_", "ud_", "srd", "gga", "ugni")
 
 
 class UcxEngine:
@@ -108,6 +111,11 @@ class UcxEngine:
         it has the transport without which it can read no device memory.
         """
         return "cuda_copy" in self._thread.transports
+
+    @property
+    def has_fast_network(self) -> bool:
+        """Whether UCX has something between hosts that it prefers to TCP."""
+        return any(name.startswith(_FAST) for name in self._thread.transports)
 
     @property
     def token(self) -> str:
@@ -182,6 +190,8 @@ class UcxEngine:
         TransportError
             There is no link, it broke, or the message was taken back or not here in time.
         """
+        if not isinstance(peer_token, str):
+            raise ProtocolError(f"a message of {peer_token!r}")  # it came from the network
         buffers = _checked(number, buffers)
         if any(isinstance(buffer, np.ndarray) and not buffer.flags.writeable for buffer in buffers):
             raise ValueError("cannot receive into read-only memory")

@@ -112,10 +112,18 @@ class Switchboard:
     def close(self, why: str = "the UCX engine was closed") -> None:
         """Close all links and fail what is under way. It is over when all is idle."""
         self.is_closing = True
+        error = TransportError(why)
+        # Those who wait come first: UCX may be in a state in which it closes nothing.
+        for peer in self._peers.values():
+            for receive in peer.waiting.values():
+                receive.fail(error)
+        for transfer in self._transfers:
+            transfer.fail(error)
+        for link in self._links.values():
+            for future in link.waiters:
+                reject(future, error)
         for link in list(self._links.values()):
             self._lose(link, why)
-        for transfer in self._transfers:
-            transfer.fail(TransportError(why))
 
     def drop(self) -> bool:
         """Let go of UCX. False if it is not done, for a peer hung: all has to stay as it is then.
@@ -320,13 +328,19 @@ class Switchboard:
             peer = self._peers.get(link.descriptor.token)
         waiting: list[Receive] = []
         if peer is not None:
+            # What the peer was sending came by its own link, and does not come any more.
+            is_theirs = link in peer.links and not link.is_ours
             if link in peer.links:
                 peer.links.remove(link)
             if peer.connecting is link:
                 peer.connecting = None
             if not peer.is_reachable:
                 del self._peers[peer.token]
+            if not peer.is_reachable or is_theirs:
                 waiting = list(peer.waiting.values())
+                for number in [*peer.waiting, *link.arrived]:
+                    peer.refuse(number)
+                peer.waiting.clear()
         # Last: whoever is told finds the link gone.
         error = TransportError(message)
         for receive in waiting:

@@ -18,7 +18,7 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from dask_gpurt.errors import TransportError
@@ -74,7 +74,8 @@ class UcxThread:
 
     def _exit(self) -> None:
         self.close()
-        self._thread.join(_EXIT_S)
+        # Not for the thread itself: one that UCX is not done with stays.
+        wait([self.finished], _EXIT_S)
 
     def close(self) -> None:
         """End the thread soon, which `finished` tells; from any thread."""

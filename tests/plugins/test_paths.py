@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -26,21 +27,33 @@ class Engine:
 class Readings:
     """Of a connection on which each message has the next of these rates."""
 
-    def __init__(self, *rates):
+    def __init__(self, *rates, quick=True):
         self.rates = list(rates)
+        self.quick = quick
         self.asked = []
+        self.threads = set()
+
+    def is_quick(self, nbytes):
+        return self.quick
 
     def after(self, nbytes):
         self.asked.append(nbytes)
+        self.threads.add(threading.current_thread())
         return self.rates.pop(0)
 
 
+@pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize(
     ("rates", "bandwidth"),
-    [((90, 100, 100, 100), 100), ((None, 90, None, 100), None), ((None,) * 4, None)],
+    [
+        ((90, 100, 100, 100), 100),
+        ((None, 90, None, 100), None),
+        ((None,) * 4, None),
+        ((90, 90, 90, 0), None),
+    ],
 )
-def test_bandwidth_is_what_the_kernel_says(rates, bandwidth):
-    readings = Readings(*rates)
+def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
+    readings = Readings(*rates, quick=quick)
     path = UcxPath(Engine(), "receiver", "tcp://a:1", {}, False, readings)
     message = Message(b"", [np.zeros(3, np.uint8), np.zeros(4, np.uint8)])
 
@@ -54,6 +67,17 @@ def test_bandwidth_is_what_the_kernel_says(rates, bandwidth):
     asyncio.run(carry_all())
     assert path.bandwidth == bandwidth
     assert readings.asked == [7] * 4
+    assert (threading.current_thread() in readings.threads) is quick, "the loop waits"
+
+
+def test_without_tcp_nothing_is_asked():
+    path = UcxPath(Engine(), "receiver", "tcp://a:1", {}, False, None)
+
+    async def taken(data):
+        return {"status": "OK"}
+
+    asyncio.run(path.carry(Message(b"", [np.zeros(3, np.uint8)]), taken))
+    assert path.bandwidth is None
 
 
 def test_a_message_that_was_not_taken_says_nothing():

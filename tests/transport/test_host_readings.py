@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 
 import pytest
 
 from dask_gpurt.transport import host_readings
-from dask_gpurt.transport.host_readings import HostReadings
+from dask_gpurt.transport.host_readings import LEAST_NBYTES, HostReadings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's kernel says so")
 
 HOST = "127.0.0.1"
 MESSAGE_NBYTES = 1 << 20
+
+
+def looked(host=HOST, not_ports=()):
+    """Readings that have looked once, and know what connections had carried before."""
+    readings = HostReadings(host, not_ports)
+    assert readings.after(MESSAGE_NBYTES) is None
+    return readings
 
 
 class Connection:
@@ -69,7 +77,7 @@ def connect():
 def test_the_connection_that_took_the_message_is_found(connect, put_to_the_test):
     idle, busy = connect(), connect()
     idle.carry()
-    readings = HostReadings(HOST, ())
+    readings = looked()
     busy.carry()
     rate = readings.after(MESSAGE_NBYTES)
     assert rate == max(put_to_the_test)
@@ -79,42 +87,57 @@ def test_the_connection_that_took_the_message_is_found(connect, put_to_the_test)
 
 def test_what_went_before_does_not_count(connect):
     connection = connect()
-    connection.carry(4 * MESSAGE_NBYTES)
-    readings = HostReadings(HOST, ())
-    assert readings.after(MESSAGE_NBYTES) is None
+    readings = looked()
     connection.carry()
     assert readings.after(MESSAGE_NBYTES)
     assert readings.after(MESSAGE_NBYTES) is None
-
-
-def test_one_that_is_made_later_is_found(connect):
-    readings = HostReadings(HOST, ())
-    connect().carry()
+    # What was missed was on its way, or will be seen with the next one.
+    connection.carry(2 * MESSAGE_NBYTES)
     assert readings.after(MESSAGE_NBYTES)
 
 
-def test_one_that_took_little_of_it_is_not_meant(connect):
-    readings = HostReadings(HOST, ())
-    connect().carry(MESSAGE_NBYTES // 4)
+def test_of_one_that_is_new_nothing_is_known_until_it_carries_more(connect, monkeypatch):
+    monkeypatch.setattr(host_readings, "_N_FIRST_LOOKS", 3)
+    readings = looked()
+    late = connect()
+    late.carry()
     assert readings.after(MESSAGE_NBYTES) is None
+    late.carry()
+    assert readings.after(MESSAGE_NBYTES)
+
+
+@pytest.mark.parametrize("share", [0.25, 4])
+def test_one_that_took_another_amount_is_not_meant(connect, share):
+    connection = connect()
+    readings = looked()
+    connection.carry(int(share * MESSAGE_NBYTES))
+    assert readings.after(MESSAGE_NBYTES) == 0
+
+
+def test_of_small_messages_nothing_is_concluded(connect):
+    connection = connect()
+    readings = looked()
+    connection.carry(LEAST_NBYTES)
+    assert readings.after(LEAST_NBYTES - 1) is None
+    assert readings.after(LEAST_NBYTES)
 
 
 def test_connections_of_others_are_left_out(connect):
     """By their port, whichever end it is at."""
     busy = connect()
-    readings = HostReadings(HOST, {busy.port})
-    busy.carry()
-    assert readings.after(MESSAGE_NBYTES) is None
-    # The other way, from the end that listened.
-    busy.ours, busy.theirs = busy.theirs, busy.ours
-    busy.carry()
-    assert readings.after(MESSAGE_NBYTES) is None
+    for _ in range(2):
+        readings = looked(not_ports={busy.port})
+        busy.carry()
+        assert readings.after(MESSAGE_NBYTES) == 0
+        # The other way, from the end that listened.
+        busy.ours, busy.theirs = busy.theirs, busy.ours
 
 
 def test_connections_to_other_hosts_are_left_out(connect):
-    one, other = HostReadings(HOST, ()), HostReadings("127.0.0.2", ())
-    connect("127.0.0.2").carry()
-    assert one.after(MESSAGE_NBYTES) is None
+    connection = connect("127.0.0.2")
+    one, other = looked(), looked("127.0.0.2")
+    connection.carry()
+    assert one.after(MESSAGE_NBYTES) == 0
     assert other.after(MESSAGE_NBYTES)
 
 
@@ -129,14 +152,14 @@ def test_a_host_is_known_in_the_other_family_too():
             connection = Connection.__new__(Connection)
             connection.ours, connection.theirs = theirs, ours
             assert theirs.getpeername()[0] == f"::ffff:{HOST}"
-            readings = HostReadings(HOST, {ours.getsockname()[1] + 1})
+            readings = looked()
             connection.carry()
             assert readings.after(MESSAGE_NBYTES)
 
 
-def test_a_descriptor_that_is_another_file_s_is_forgotten(connect, tmp_path):
+def test_a_descriptor_that_is_another_file_s_is_no_carrier_any_more(connect, tmp_path):
     old = connect()
-    readings = HostReadings(HOST, ())
+    readings = looked()
     old.carry()
     assert readings.after(MESSAGE_NBYTES)
     number = old.ours.fileno()
@@ -144,46 +167,66 @@ def test_a_descriptor_that_is_another_file_s_is_forgotten(connect, tmp_path):
     with (tmp_path / "file").open("w") as file:
         assert file.fileno() <= number
         assert readings.after(MESSAGE_NBYTES) is None
-        connect().carry(2 * MESSAGE_NBYTES)
-        assert readings.after(2 * MESSAGE_NBYTES)
 
 
 def test_sockets_stay_open_and_as_they_were(connect):
     connection = connect()
-    readings = HostReadings(HOST, ())
+    readings = looked()
+    connection.ours.settimeout(5.0)
     for _ in range(3):
         connection.carry()
-        readings.after(MESSAGE_NBYTES)
-    connection.ours.settimeout(5.0)
-    connection.carry()
+        assert readings.after(MESSAGE_NBYTES)
     assert connection.ours.gettimeout() == 5.0
+    connection.carry()
 
 
 def test_where_nothing_is_found_it_is_looked_for_ever_more_rarely(monkeypatch):
-    looks = []
-
-    def descriptors():
-        looks.append(True)
-        return []
-
-    monkeypatch.setattr(host_readings, "_descriptors", descriptors)
+    monkeypatch.setattr(host_readings, "_FIRST_REST_NBYTES", 2 * MESSAGE_NBYTES)
     readings = HostReadings(HOST, ())
-    at = []
+    found = []
     for number in range(40):
-        before = len(looks)
+        is_quick = readings.is_quick(MESSAGE_NBYTES)
+        reading = readings.after(MESSAGE_NBYTES)
+        assert is_quick == (reading is None and number > 0)
+        if reading == 0:
+            found.append(number)
+    assert found == [1, 3, 7, 15, 31]
+
+
+def test_one_that_carries_no_more_is_looked_for_again(connect, monkeypatch):
+    monkeypatch.setattr(host_readings, "_FIRST_REST_NBYTES", 3 * MESSAGE_NBYTES)
+    one, other = connect(), connect()
+    readings = looked()
+    one.carry()
+    assert readings.after(MESSAGE_NBYTES)
+    for reading in (None, None):
+        other.carry()
+        assert readings.after(MESSAGE_NBYTES) is reading
+        assert other.ours.fileno() not in readings._carriers
+    other.carry()
+    assert readings.after(MESSAGE_NBYTES)
+    assert readings._carriers == [other.ours.fileno()]
+
+
+def test_no_look_where_that_tells_nothing(monkeypatch, connect):
+    connection = connect()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    readings = looked()
+    connection.carry()
+    assert readings.after(MESSAGE_NBYTES) == 0
+
+
+def test_no_look_where_that_would_change_how_a_socket_blocks(connect):
+    """A socket that is made of a descriptor gets the default timeout, whoever's it is."""
+    connection = connect()
+    readings = looked()
+    connection.carry()
+    assert readings.after(MESSAGE_NBYTES)
+    socket.setdefaulttimeout(30.0)
+    try:
+        connection.carry()
         assert readings.after(MESSAGE_NBYTES) is None
-        if len(looks) > before:
-            at.append(number)
-    assert at == [0, 2, 6, 14, 30]
-
-
-@pytest.mark.parametrize(
-    "name, value", [("sys.platform", "darwin"), ("socket.getdefaulttimeout", lambda: 1.0)]
-)
-def test_no_look_where_that_would_change_something_or_tell_nothing(
-    monkeypatch, connect, name, value
-):
-    monkeypatch.setattr(name, value)
-    readings = HostReadings(HOST, ())
-    connect().carry()
-    assert readings.after(MESSAGE_NBYTES) is None
+    finally:
+        socket.setdefaulttimeout(None)
+    assert connection.ours.getblocking()
+    assert os.get_blocking(connection.ours.fileno())

@@ -74,5 +74,10 @@ def test_the_upper_quartile_counts():
     assert known(*[1] * 6, *[100] * 6) == 100, "a receiver that was late"
 
 
+def test_readings_of_something_else_are_forgotten():
+    assert known(7, 7, 7, 0) is None
+    assert known(7, 7, 7, 0, 5, 5, 5) == 5
+
+
 def test_a_link_that_changes_is_learnt_anew():
     assert known(*[10**9] * 16, *[10**6] * 16) == 10**6
