@@ -227,14 +227,14 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
 
 
 def _ways_there_are(found: Mapping[str, Any]) -> list[Finding]:
-    """What workers have for an exchange. Which of it a pair takes is seen when it has to."""
+    """What workers lack for an exchange, as far as is known before any pair has tried."""
     reports = [report for report in found["workers"].values() if report]
     findings = []
     for name in ("shared", "ucx"):
         lacking = Counter(why for report in reports if (why := report["lacks"].get(name)))
         if not lacking and reports:
-            text = f"all workers can exchange {_PATHS[name]}"
-            findings.append(Finding("ok", "links", text))
+            text = f"no worker lacks what it takes to exchange {_PATHS[name]}"
+            findings.append(Finding("ok", "links", f"{text}; pairs try when they have to"))
         for why, count in lacking.most_common():
             text = f"{count} of {len(reports)} workers cannot exchange {_PATHS[name]}: {why}"
             remedy = _UCX_REMEDY if "without ucxx" in why else ""

@@ -23,6 +23,7 @@ from dask_gpurt.frames.rechunking import Index, Rechunking
 from dask_gpurt.plugins.device_room import device_room
 from dask_gpurt.plugins.exchange_run import ExchangeRun
 from dask_gpurt.plugins.seams import ArrayRechunkSpec, join_arrays
+from dask_gpurt.shuffle.figures import ARRAY
 from dask_gpurt.shuffle.plan import ExchangePlan
 from dask_gpurt.transport import wire
 
@@ -105,7 +106,7 @@ class ArrayRun(ExchangeRun):
             self._rechunking, join=join_arrays, devices=DEVICE_ARRAYS, sizeof=safe_sizeof
         )
         plan = ExchangePlan(worker_for, spec.read_order)
-        super().__init__(spec, spec.settings, "array", self._arrays, run_id, span_id, plan, plugin)
+        super().__init__(spec, spec.settings, ARRAY, self._arrays, run_id, span_id, plan, plugin)
 
     def _shards_of(
         self, data: Any, partition_id: Index

@@ -52,7 +52,9 @@ class _Collector(PrometheusCollector):
         sums: dict[str, defaultdict[tuple[str, str], float]] = {
             unit: defaultdict(float) for unit in FAMILIES
         }
-        for worker in tuple(self._workers):
+        with _lock:  # workers come and go while another thread asks
+            workers = tuple(self._workers)
+        for worker in workers:
             # A copy, made at once: tasks go on in other threads, and tell of what they do.
             for name, value in dict(worker.digests_total).items():
                 if isinstance(name, tuple) and name[0] == "p2p":
@@ -71,7 +73,8 @@ class _Collector(PrometheusCollector):
             yield family
 
 
-_lock = threading.Lock()
+#: Of one thread's as often as it likes: to register a collector is to ask it.
+_lock = threading.RLock()
 _workers: WeakSet[Worker] = WeakSet()
 _collector: _Collector | None = None
 

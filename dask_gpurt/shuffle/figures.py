@@ -12,6 +12,9 @@ from typing import Any
 
 from dask_gpurt.shuffle.balance import TOLERATED
 
+#: Kind of a run that has chunks of arrays.
+ARRAY = "array"
+
 #: What a worker's threads and event loop spend a run's time on.
 PHASES: dict[str, str] = {
     "partition": "taking input partitions apart",
@@ -94,7 +97,8 @@ def summarised(reports: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[
         these that had to leave their host, `wire_nbytes` that left it for them, `seconds` by phase
         (summed over workers), `busiest_link` (from, to, bytes of shards, seconds), `skew` (rows of
         the most loaded worker over the mean), `fullest` partitions with their rows, `hot` ones of
-        these, if there is more skew than owners are chosen with, and `mean_rows` of a partition.
+        these, which are why a worker has more than owners are chosen with, and `mean_rows` of a
+        partition. Chunks of arrays are never hot.
     """
     runs: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     for worker, snapshots in reports.items():
@@ -122,8 +126,15 @@ def _summary(of_worker: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     skew = max(owners) * len(owners) / sum(owners) if any(owners) else 1.0
     mean_rows = sum(owners) / max(total("n_owned"), 1)
     named = [tuple(entry) for entry in fullest[:N_FULLEST]]
+    too_many = TOLERATED * sum(owners) / max(len(owners), 1)
+    overloaded = {
+        tuple(entry)
+        for one in all_of_it
+        if one["rows_owned"] > too_many and one["kind"] != ARRAY
+        for entry in one["fullest"]
+    }
     # Where all partitions are about as full, it is their number that makes the skew.
-    hot = [entry for entry in named if entry[1] > TOLERATED * mean_rows and skew > TOLERATED]
+    hot = [entry for entry in named if entry in overloaded and entry[1] > TOLERATED * mean_rows]
     return {
         "id": all_of_it[0]["id"],
         "run": all_of_it[0]["run"],

@@ -184,6 +184,22 @@ class Peer:
     def expects(self, number: int) -> bool:
         return number in self.waiting or any(number in link.receives for link in self.links)
 
+    def lose(self, link: Link) -> list[Receive]:
+        """Forget a link; returns the messages that do not come any more."""
+        is_theirs = link in self.links and not link.is_ours
+        if link in self.links:
+            self.links.remove(link)
+        if self.connecting is link:
+            self.connecting = None
+        # What a peer sends comes by its own link, if it has one.
+        if self.is_reachable and not is_theirs:
+            return []
+        lost = list(self.waiting.values())
+        for number in [*self.waiting, *link.arrived]:
+            self.refuse(number)
+        self.waiting.clear()
+        return lost
+
     def refuse(self, number: int) -> None:
         """What still comes of this message shall be dropped, and nobody shall wait for it."""
         self._unwanted[number] = None

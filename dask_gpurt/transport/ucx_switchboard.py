@@ -328,19 +328,9 @@ class Switchboard:
             peer = self._peers.get(link.descriptor.token)
         waiting: list[Receive] = []
         if peer is not None:
-            # What the peer was sending came by its own link, and does not come any more.
-            is_theirs = link in peer.links and not link.is_ours
-            if link in peer.links:
-                peer.links.remove(link)
-            if peer.connecting is link:
-                peer.connecting = None
+            waiting = peer.lose(link)
             if not peer.is_reachable:
                 del self._peers[peer.token]
-            if not peer.is_reachable or is_theirs:
-                waiting = list(peer.waiting.values())
-                for number in [*peer.waiting, *link.arrived]:
-                    peer.refuse(number)
-                peer.waiting.clear()
         # Last: whoever is told finds the link gone.
         error = TransportError(message)
         for receive in waiting:

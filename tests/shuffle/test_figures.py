@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dask_gpurt.shuffle.figures import PHASES, RunFigures, summarised
+from dask_gpurt.shuffle.figures import ARRAY, PHASES, RunFigures, summarised
 
 
 def figures(run=1, began_s=10.0):
@@ -58,11 +58,11 @@ def test_workers_are_summed_and_the_busiest_link_is_named():
     assert one["fullest"] == [("1", 20), ("0", 10), ("2", 10)]
 
 
-def skewed(**rows_of_worker):
+def skewed(kind="pandas.DataFrame", **rows_of_worker):
     """Summary of a run whose workers own partitions of so many rows."""
     numbers = itertools.count()
     said = {
-        worker: [figures().snapshot({next(numbers): n for n in rows})]
+        worker: [RunFigures("abc", 1, kind, 10.0).snapshot({next(numbers): n for n in rows})]
         for worker, rows in rows_of_worker.items()
     }
     (one,) = summarised(said)
@@ -85,6 +85,19 @@ def test_partitions_that_are_as_full_as_others_are_not_hot():
     one = skewed(a=[10, 10], b=[10], c=[10], d=[11])
     assert one["skew"] > 1.5
     assert one["hot"] == []
+
+
+def test_a_full_partition_on_a_worker_that_has_no_more_than_others_is_not_why():
+    one = skewed(a=[10, 10, 10, 10], b=[20], c=[15], d=[15])
+    assert one["skew"] == pytest.approx(40 / 22.5)
+    assert one["fullest"][0] == ("4", 20)
+    assert one["hot"] == []
+
+
+def test_chunks_of_arrays_are_not_hot():
+    rows = {"a": [120], "b": [20] * 4, "c": [20] * 4, "d": [20] * 4}
+    assert skewed(**rows)["hot"] == [("0", 120)]
+    assert skewed(kind=ARRAY, **rows)["hot"] == []
 
 
 def test_workers_without_partitions_do_not_count_as_unloaded():
