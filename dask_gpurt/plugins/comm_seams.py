@@ -29,6 +29,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,12 @@ class PiecewiseReads:
 
 
 class ShortTurns:
-    """One worker's wish that its loop comes round while a long message is handled, until `end`."""
+    """One worker's wish that its loop comes round while a long message is handled, until `end`.
+
+    Only between tasks that are to be computed. Whatever else the scheduler says at once belongs
+    together: after a worker was lost, results are let go of that ready tasks need, which are let go
+    of further on. Were there a round in between, such a task could begin.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self._comm: Any = worker.batched_stream.comm
@@ -108,13 +114,16 @@ class ShortTurns:
             self._comm.read = self._read
 
     async def _read(self, *args: Any, **kwargs: Any) -> Any:
-        left = self._left
+        left, n = self._left, N_IN_TURN
         if not left:
             found = await self._stock_read(*args, **kwargs)
-            if self._has_ended or not isinstance(found, (list, tuple)) or len(found) <= N_IN_TURN:
+            if self._has_ended or not isinstance(found, (list, tuple)):
+                return found
+            n = max(n, _n_until_tasks_alone(found))
+            if len(found) <= n:
                 return found
             left.extend(found)
-        turn = [left.popleft() for _ in range(min(N_IN_TURN, len(left)))]
+        turn = [left.popleft() for _ in range(min(n, len(left)))]
         self._let_go_if_done()
         return turn
 
@@ -127,3 +136,12 @@ class ShortTurns:
     def _let_go_if_done(self) -> None:
         if self._has_ended and not self._left and vars(self._comm).get("read") == self._read:
             del self._comm.read
+
+
+def _n_until_tasks_alone(messages: Sequence[Any]) -> int:
+    """How many of these there are before only tasks that are to be computed follow."""
+    for n in range(len(messages), 0, -1):
+        message = messages[n - 1]
+        if not isinstance(message, dict) or message.get("op") != "compute-task":
+            return n
+    return 0

@@ -198,9 +198,13 @@ class Reader:
         self.batched_stream = SimpleNamespace(comm=comm)
 
 
+def tasks(n):
+    return [{"op": "compute-task", "key": number} for number in range(n)]
+
+
 @gen_test()
 async def test_a_long_message_is_handed_out_in_turns():
-    messages = list(range(2 * N_IN_TURN + 3))
+    messages = tasks(2 * N_IN_TURN + 3)
     comm = Batches(messages, tuple(messages[:N_IN_TURN]), {"op": "one"}, messages)
     turns = ShortTurns(Reader(comm))
     found = [await comm.read() for _ in range(3)]
@@ -213,9 +217,30 @@ async def test_a_long_message_is_handed_out_in_turns():
     assert "read" not in vars(comm)
 
 
+@pytest.mark.parametrize("other", [{"op": "free-keys"}, {"op": "remove-replicas"}, "OK"])
+@gen_test()
+async def test_whatever_else_is_said_at_once_is_handled_at_once(other):
+    computed = tasks(3 * N_IN_TURN)
+    for before in (0, 1, N_IN_TURN, 2 * N_IN_TURN):
+        messages = [*computed[:before], other, *computed[before:]]
+        comm = Batches(messages)
+        turns = ShortTurns(Reader(comm))
+        first = await comm.read()
+        assert len(first) == max(before + 1, N_IN_TURN)
+        rest = []
+        while len(first) + len(rest) < len(messages):
+            rest += await comm.read()
+        assert [*first, *rest] == messages
+        turns.end()
+    comm = Batches(messages := [*computed, other])
+    turns = ShortTurns(Reader(comm))
+    assert await comm.read() is messages
+    turns.end()
+
+
 @gen_test()
 async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
-    messages = list(range(N_IN_TURN + 1))
+    messages = tasks(N_IN_TURN + 1)
     comm = Batches(messages, messages)
     turns = ShortTurns(Reader(comm))
     assert await comm.read() == messages[:N_IN_TURN]
@@ -227,7 +252,7 @@ async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
 
 @gen_test()
 async def test_one_may_begin_and_end_while_another_hands_out_what_is_left():
-    messages = list(range(3 * N_IN_TURN))
+    messages = tasks(3 * N_IN_TURN)
     comm = Batches(messages, messages, messages)
     first = ShortTurns(Reader(comm))
     assert await comm.read() == messages[:N_IN_TURN]
@@ -248,7 +273,7 @@ async def test_one_may_begin_and_end_while_another_hands_out_what_is_left():
 
 @gen_test()
 async def test_a_read_that_was_waiting_at_the_end_returns_all():
-    messages = list(range(N_IN_TURN + 1))
+    messages = tasks(N_IN_TURN + 1)
     arrived = asyncio.Event()
 
     class Slow(Batches):
