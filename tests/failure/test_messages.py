@@ -14,6 +14,7 @@ import dask
 import pytest
 from distributed.comm import CommClosedError
 
+import dask_gpurt
 from dask_gpurt.errors import TransportError
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle.messages import Message
@@ -65,6 +66,17 @@ def assert_same_after_all(stage: Stage) -> None:
     assert stage.paths() == {stage.transport}
     stage.let_go_of(outputs)
     assert_nothing_left(stage.client)
+    # However often a message was sent, it is told once.
+    (shuffle,) = dask_gpurt.status(stage.client)["shuffles"]
+    for unit, figure in [("count", "messages"), ("bytes", "raw_nbytes")]:
+        label = ("background-comms", "compress", unit)
+        assert sum(stage.client.run(_told, label).values()) == shuffle[figure] > 0
+
+
+def _told(label: tuple[str, ...], dask_worker: Any) -> float:
+    """What a worker's fine metrics have under a label, whatever the span."""
+    totals = dask_worker.digests_total.items()
+    return sum(value for name, value in totals if name[0] == "p2p" and name[2:] == label)
 
 
 def assert_one_clear_error(stage: Stage, kind: str, message: str) -> None:
