@@ -30,7 +30,7 @@ from dask_gpurt.plugins.paths import (
     UcxPath,
 )
 from dask_gpurt.plugins.seams import event_loop
-from dask_gpurt.plugins.worker_ucx import RefusedError, WorkerUcx
+from dask_gpurt.plugins.worker_ucx import RefusedError, WorkerUcx, result_if_any
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower, Lender
@@ -144,7 +144,7 @@ class Links:
         return {
             address
             for (address, used), task in self._paths.items()
-            if used == transport and (path := _found(task)) is not None and path.is_local
+            if used == transport and (path := result_if_any(task)) is not None and path.is_local
         }
 
     def _forget(self, address: str, transport: str) -> None:
@@ -351,7 +351,7 @@ class Links:
         """Path to each peer, for `status`."""
         found = {}
         for (address, _), task in self._paths.items():
-            if (path := _found(task)) is not None:
+            if (path := result_if_any(task)) is not None:
                 found[address] = {
                     "path": path.name,
                     "why_not": path.why_not,
@@ -388,13 +388,6 @@ class Links:
     def end(self) -> None:
         """The worker is closed, and no peer reads from it any more."""
         self.outgoing.close()
-
-
-def _found(task: asyncio.Task[T] | None) -> T | None:
-    """What a task has come back with, if it has and did not fail."""
-    if task is None or not task.done() or task.cancelled() or task.exception():
-        return None
-    return task.result()
 
 
 async def _accepted(call: Call, name: str, offer: Any) -> Any:

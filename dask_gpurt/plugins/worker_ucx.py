@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dask_gpurt.errors import TransportError
 from dask_gpurt.plugins.seams import requires_encryption
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("dask_gpurt.transport")
+
+T = TypeVar("T")
 
 _ENCRYPTED = "the cluster's connections are encrypted, and UCX's are not"
 
@@ -61,10 +63,7 @@ class WorkerUcx:
     @property
     def started(self) -> UcxEngine | None:
         """The engine, if there is one."""
-        task = self._starting
-        if task is None or not task.done() or task.cancelled() or task.exception():
-            return None
-        return task.result()
+        return result_if_any(self._starting)
 
     def why_not(self) -> str:
         """Why this worker has none whatever its peers have; empty if it may. Loads nothing."""
@@ -80,6 +79,13 @@ class WorkerUcx:
         if starting is not None:
             with contextlib.suppress(TransportError):
                 await (await starting).close(deadline_s)
+
+
+def result_if_any(task: asyncio.Task[T] | None) -> T | None:
+    """What a task has come back with, if it has and did not fail."""
+    if task is None or not task.done() or task.cancelled() or task.exception():
+        return None
+    return task.result()
 
 
 async def _engine_of(worker: Worker) -> UcxEngine:
