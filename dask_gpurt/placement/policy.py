@@ -6,13 +6,12 @@ decision. Whoever makes it asks a live scheduler (`dask_gpurt.plugins.placement`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
 from typing import NamedTuple, Protocol
 
 from dask_gpurt.placement.cost import Cost, Task, Worker, costs, is_surely_cheaper
-from dask_gpurt.topology.model import Path
-from dask_gpurt.topology.places import Places, way
+from dask_gpurt.topology.places import Places
 
 #: Restrictions to so few workers, and all of those are looked at, whatever they hold.
 MAX_RESTRICTED = 32
@@ -22,8 +21,6 @@ MAX_CANDIDATES = 16
 #: at. At twice the inputs it pays for itself; but with less it is still a good place for what the
 #: holders have no time for.
 MIN_JOINED_SHARE = 0.25
-#: More than sums of seconds are off by, as a share, and far less than matters.
-_ROUNDING = 2.0**-40
 
 
 class Snapshot(NamedTuple):
@@ -76,92 +73,6 @@ class Decision(NamedTuple):
     worker: str | None
     costs: dict[str, Cost]
     stock: str | None
-
-
-def holder_is_best(
-    needed_nbytes: int, output_nbytes: float, n_joins: int, room_nbytes: float
-) -> bool:
-    """Whether a task costs least on the one worker that has all it needs, and could begin there.
-
-    Wherever else it ran, the inputs would have to be sent first, at the expense of both ends: at
-    least `2 * needed / b` seconds if `b` is what the way carries. Here nothing has to be waited
-    for, and for each join the output can be sent over the same way, and on from there: at most
-    `output / b` more. So there is no need to ask for `b`. Ways through a third place are not taken
-    to be quicker than the direct one.
-
-    Parameters
-    ----------
-    needed_nbytes, output_nbytes
-        Of all inputs, which nobody else has or is fetching; expected of the output.
-    n_joins
-        Tasks that will need the output together with something else, two at the most: of more,
-        latencies would count.
-    room_nbytes
-        Before the worker begins to spill.
-    """
-    return output_nbytes * n_joins < 2 * needed_nbytes and output_nbytes <= room_nbytes
-
-
-def foremost(
-    holders: Sequence[str], sizes: Sequence[int], duration_s: float, places: Places
-) -> Path | None:
-    """The one way to whoever has the largest input of a task, if the task costs least there.
-
-    That is so where each input is on another host, and all these are reached alike: wherever
-    else the task ran, no less would have to be fetched, over the same ways. It also is of two
-    holders that are reached from one another alike. Of those that have an input as large it is the
-    one where it could begin at once and that has room for the rest, if that is as quick as others.
-    None where it is not so plain.
-
-    Parameters
-    ----------
-    holders, sizes
-        For each input the only worker that has it or is fetching it, and bytes.
-    duration_s
-        Of the task, whose output will not be joined with anything.
-    """
-    usual = _only_way(holders, places)
-    if usual is None:
-        return None
-    most_nbytes = next_nbytes = total_nbytes = 0
-    for nbytes in sizes:
-        total_nbytes += nbytes
-        if nbytes > most_nbytes:
-            next_nbytes, most_nbytes = most_nbytes, nbytes
-        elif next_nbytes < nbytes < most_nbytes:
-            next_nbytes = nbytes
-    # By so much less than is rounded off, nobody is ahead.
-    bandwidth = usual.bandwidth_nbytes_per_s
-    all_s = duration_s + len(holders) * usual.latency_s + total_nbytes / bandwidth
-    ahead_s = (most_nbytes - next_nbytes) / bandwidth
-    return usual if ahead_s > all_s * _ROUNDING else None
-
-
-def _only_way(holders: Sequence[str], places: Places) -> Path | None:
-    """The way from any holder to any other; None if there are several, or it takes long to see."""
-    if len(holders) == 2:
-        one, other = holders
-        there, back = way(places, one, other), way(places, other, one)
-        if there is back:
-            return there
-        alike = (
-            there.bandwidth_nbytes_per_s == back.bandwidth_nbytes_per_s
-            and there.latency_s == back.latency_s
-        )
-        return there if alike else None
-    if not 0 < len(holders) <= MAX_CANDIDATES:
-        return None
-    first = holders[0]
-    _, kind, _, far = places[first]
-    usual = far[first]
-    hosts: set[str] = set()
-    for address in holders:
-        host, other_kind, _, _ = places[address]
-        # Ways that are alike are one and the same.
-        if far[address] is not usual or other_kind != kind:
-            return None
-        hosts.add(host)
-    return usual if len(hosts) == len(holders) else None
 
 
 class Policy(Protocol):

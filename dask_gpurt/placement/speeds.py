@@ -111,6 +111,10 @@ class Speeds:
         self._groups: OrderedDict[str, _Logs] = OrderedDict()
         self._records: dict[str, _Record] = {}
 
+    def add(self, worker: str) -> None:
+        """A worker came. Whoever is heard of without this is taken in then."""
+        self._records[worker] = _Record()
+
     def ended(
         self, worker: str, group: str, seconds: float, now_s: float, *, is_idle: bool = False
     ) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.cost import Task, fetches_s
 from dask_gpurt.plugins.worker_paths import WorkerPaths
-from dask_gpurt.topology.model import Path
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -70,17 +69,22 @@ class Arrivals:
             self._receives_until(address, at)
 
     def expect_from(
-        self, holders: Iterable[str], ts: TaskState, sizes: Iterable[int], address: str, way: Path
+        self, holders: Iterable[str], ts: TaskState, sizes: Iterable[int], address: str
     ) -> None:
-        """The same of a task of which each input has one holder, all over ways that are alike."""
+        """The same of a task of which each input has one holder, and nobody is fetching any."""
         by_key = self.by_key
-        latency_s, bandwidth = way.latency_s, way.bandwidth_nbytes_per_s
+        places = self._paths.places
+        host, _, near, far = places[address]
         at = self._free_at(address)
+        is_fetching = False
         for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
             if holder != address:
-                at += latency_s + nbytes / bandwidth
+                is_fetching = True
+                path = (near if places[holder][0] == host else far)[holder]
+                at += path.latency_s + nbytes / path.bandwidth_nbytes_per_s
                 by_key.setdefault(dts.key, {})[address] = at
-        self._receives_until(address, at)
+        if is_fetching:
+            self._receives_until(address, at)
 
     def is_arriving(self, ts: TaskState) -> bool:
         """Whether somebody may be fetching an input of a task."""

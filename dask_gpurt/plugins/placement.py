@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributed.metrics import time
 
 from dask_gpurt.placement.cost import Task, Worker, costs, steal_pays
-from dask_gpurt.placement.policy import DataAware, Snapshot, foremost, holder_is_best
+from dask_gpurt.placement.glances import (
+    cheapest,
+    holder_is_best,
+    largest_is_best,
+    places_to_weigh,
+)
+from dask_gpurt.placement.policy import MAX_CANDIDATES, DataAware, Snapshot
 from dask_gpurt.plugins.placement_contractions import Contractions
 from dask_gpurt.plugins.placement_log import MAX_RECORDS, PlacementLog
 from dask_gpurt.plugins.placement_roots import RootPlaces
@@ -182,11 +188,16 @@ class Placement:
         ):
             return self._at_holder(ts, only)
         sizes = sizes or view.sizes.observe(ts.dependencies)
-        if holders and valid is None and not joins:
+        # Where nobody is idle and nothing is queued, whoever has an input keeps a task waiting.
+        if holders and valid is None and not joins and (state.idle or state.queued):
             first = self._foremost(ts, holders, sizes)
             if first is not None:
                 return first
         idle = view.company(ts, joins)
+        if holders and valid is None:
+            best = self._cheapest(ts, holders, sizes, joins, idle)
+            if best is not None:
+                return best
         task = view.task(ts, sizes, joins, idle)
         doubt = self._paths.doubt()
         usual = stock(ts) if doubt > 1 and view.has_few_holders(ts) else None
@@ -256,13 +267,50 @@ class Placement:
         if not view.is_ready(ws) or sum(sizes) + view.sizes(ts) > view.room_nbytes(ws):
             return None
         duration_s = expected_duration_s(state, ts)
-        way = foremost(holders, sizes, duration_s, self._paths.places)
-        if way is None:
+        if not largest_is_best(holders, sizes, duration_s, self._paths.places):
             return None
-        view.arrivals.expect_from(holders, ts, sizes, address, way)
+        view.arrivals.expect_from(holders, ts, sizes, address)
         # Stock does not know that nobody waits for what is made up for by its own queue.
         self.log.keep(ts.key, address, "most", None if ws.processing else address)
         return ws
+
+    def _cheapest(
+        self,
+        ts: TaskState,
+        holders: list[str],
+        sizes: list[int],
+        joins: list[dict[str, float]],
+        idle: tuple[str, ...],
+    ) -> WorkerState | None:
+        """Where a task costs least, if it is of the plain shape that most are."""
+        state, view = self._scheduler, self._view
+        if view.takes_tasks() or view.arrivals.is_arriving(ts) or self._paths.doubt() > 1:
+            return None
+        output_nbytes = view.sizes(ts)
+        held = places_to_weigh(holders, sizes, output_nbytes, joins)
+        if len(held) > MAX_CANDIDATES:
+            return None
+        for address in idle:
+            held.setdefault(address, 0)
+        if view.with_gpu and not held.keys() <= view.with_gpu:
+            return None
+        decision = cheapest(
+            holders,
+            sizes,
+            held,
+            view.workers(held),
+            self._paths.places,
+            duration_s=expected_duration_s(state, ts),
+            output_nbytes=output_nbytes,
+            joins=joins,
+            bandwidth=state.bandwidth,
+        )
+        chosen = decision.worker
+        if chosen is None:
+            return None
+        view.arrivals.expect_from(holders, ts, sizes, chosen)
+        self.log.keep(ts.key, chosen, "cost", decision.stock, decision.costs)
+        return state.workers[chosen]
 
     def _as_stock(self, ts: TaskState, ws: WorkerState | None) -> WorkerState | None:
         if ws is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement.cost import Input, Task, Worker
@@ -47,6 +48,7 @@ GPU = "gpu"
 _WITH_GPU = (GPU,)
 _NOTHING: dict[str, float] = {}
 _new = tuple.__new__
+_group = attrgetter("group.name")
 #: Packages whose objects are in a GPU's memory.
 _ON_GPU = ("cudf.", "cupy.", "cuml.", "cugraph.", "cuspatial.", "pylibcudf.")
 
@@ -76,6 +78,7 @@ class PlacementView:
     def add_worker(self, ws: WorkerState) -> None:
         """A worker came."""
         self.paths.add(ws)
+        self.speeds.add(ws.address)
         described = self.paths.device_kind(ws.address)
         if described == GPU or any(name.lower() == GPU for name in ws.resources):
             self.with_gpu.add(ws.address)
@@ -117,12 +120,14 @@ class PlacementView:
                 continue
             n_tasks = len(ws.processing)
             slowness = self.slowness(ws)
+            nbytes, limit_nbytes = ws.nbytes, ws.memory_limit
             terms = (
                 address,
                 ws.nthreads,
                 self.ahead_s(ws, lasting_s, slowness) if n_tasks else 0.0,
-                ws.nbytes,
-                self.room_nbytes(ws),
+                nbytes,
+                # `room_nbytes`, without the call.
+                limit_nbytes * SPILL_FROM - nbytes if limit_nbytes else inf,
                 _WITH_GPU if address in with_gpu else (),
                 arrivals.receiving_s(ws) if address in arrivals.by_worker else 0.0,
                 n_tasks,
@@ -162,9 +167,8 @@ class PlacementView:
         """Seconds that a worker takes for what takes others one."""
         if not ws.processing:
             return self.speeds.learned(ws.address)
-        if ws.needs_what:
-            return self.speeds.slowness(ws.address, self._clock(), None)
-        groups = (ts.group.name for ts in islice(ws.processing, MAX_LOOKED_AT))
+        # Nearly always without being gone through.
+        groups = None if ws.needs_what else map(_group, islice(ws.processing, MAX_LOOKED_AT))
         return self.speeds.slowness(ws.address, self._clock(), groups)
 
     def ended(self, ts: TaskState, ws: WorkerState, seconds: float) -> None:
@@ -179,7 +183,8 @@ class PlacementView:
         fewer of them, and a worker that has little is given more. Only what it has to do after
         the queue has run dry, after `lasting_s`, keeps anybody waiting.
         """
-        return max(0.0, self.busy_s(ws, slowness) - lasting_s * ws.nthreads)
+        busy_s = self.busy_s(ws, slowness)
+        return max(0.0, busy_s - lasting_s * ws.nthreads) if lasting_s else busy_s
 
     def queue_lasts_s(self) -> float:
         """Seconds until the scheduler's queue has run dry."""
@@ -205,7 +210,8 @@ class PlacementView:
             duration_s = prefix.duration_average
             total_s += count * (duration_s if duration_s >= 0 else unknown_s(prefix))
         # What runs is half done, on average.
-        return slowness * total_s * (1 - min(n_tasks, ws.nthreads) / (2 * n_tasks))
+        n_running = ws.nthreads if ws.nthreads < n_tasks else n_tasks
+        return slowness * total_s * (1 - n_running / (2 * n_tasks))
 
     def idle_near(self, ts: TaskState) -> Iterator[str]:
         """A few workers with a thread to spare: any, then of the host of the largest input."""

@@ -84,6 +84,7 @@ def test_a_decision_can_be_explained_as_long_as_it_is_remembered(four):
 
 def test_status_counts_decisions(four):
     client = four.enabled
+    assert client.submit(sum, client.map(abs, range(8))).result() == 28
     found = dask_gpurt.status(client)["placement"]
     assert found["policy"] == "data-aware"
     assert sum(found["decisions"].values()) > 0

@@ -87,7 +87,17 @@ def test_so_it_is_where_workers_have_more_to_do_than_they_can(example, nvlink, m
         topology = machine.network.topology
         placed.append(Placement(scheduler, "data-aware", topology, clock=clock))
 
+    weighed = []
+    cheapest = Placement._cheapest
+
+    def counted(*args):
+        weighed.append(cheapest(*args))
+        return weighed[-1]
+
+    monkeypatch.setattr(Placement, "_cheapest", counted)
     quick = simulate(model, machine, install)
+    assert any(weighed)
+    monkeypatch.setattr(Placement, "_cheapest", lambda *args: None)
     monkeypatch.setattr(Placement, "_foremost", lambda *args: None)
     monkeypatch.setattr(placement, "holder_is_best", lambda *args: False)
     thorough = simulate(model, machine, install)

@@ -1,0 +1,214 @@
+"""Decisions that need no more than a glance: what going through all would come to, sooner. Pure.
+
+Most tasks are of one plain shape: each of their inputs is on one worker, and may be on its way to
+no other. Of those, the first two here are told by a comparison or two, without weighing anything;
+the third weighs them, without making a `Snapshot` first. What they choose is what `DataAware` would
+choose (asserted in the tests), so the rest of `placement` need not know of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import fsum, inf
+
+from dask_gpurt.placement.cost import SPILL_NBYTES_PER_S, Cost, Worker, join_s
+from dask_gpurt.placement.policy import MAX_CANDIDATES, MIN_JOINED_SHARE, Decision
+from dask_gpurt.topology.model import Path
+from dask_gpurt.topology.places import Places, way
+
+#: More than sums of seconds are off by, as a share, and far less than matters.
+_ROUNDING = 2.0**-40
+
+_new = tuple.__new__
+
+
+def holder_is_best(
+    needed_nbytes: int, output_nbytes: float, n_joins: int, room_nbytes: float
+) -> bool:
+    """Whether a task costs least on the one worker that has all it needs, and could begin there.
+
+    Wherever else it ran, the inputs would have to be sent first, at the expense of both ends: at
+    least `2 * needed / b` seconds if `b` is what the way carries. Here nothing has to be waited
+    for, and for each join the output can be sent over the same way, and on from there: at most
+    `output / b` more. So there is no need to ask for `b`. Ways through a third place are not taken
+    to be quicker than the direct one.
+
+    Parameters
+    ----------
+    needed_nbytes, output_nbytes
+        Of all inputs, which nobody else has or is fetching; expected of the output.
+    n_joins
+        Tasks that will need the output together with something else, two at the most: of more,
+        latencies would count.
+    room_nbytes
+        Before the worker begins to spill.
+    """
+    return output_nbytes * n_joins < 2 * needed_nbytes and output_nbytes <= room_nbytes
+
+
+def largest_is_best(
+    holders: Sequence[str], sizes: Sequence[int], duration_s: float, places: Places
+) -> bool:
+    """Whether a task costs least where its largest input is.
+
+    That is so where each input is on another host, and all these are reached alike: wherever
+    else the task ran, no less would have to be fetched, over the same ways. It also is of two
+    holders that are reached from one another alike. Of those that have an input as large it is the
+    one where it could begin at once and that has room for the rest, if that is as quick as others.
+    False where it is not so plain.
+
+    Parameters
+    ----------
+    holders, sizes
+        For each input the only worker that has it or is fetching it, and bytes.
+    duration_s
+        Of the task, whose output will not be joined with anything.
+    """
+    usual = _only_way(holders, places)
+    if usual is None:
+        return False
+    most_nbytes = next_nbytes = total_nbytes = 0
+    for nbytes in sizes:
+        total_nbytes += nbytes
+        if nbytes > most_nbytes:
+            next_nbytes, most_nbytes = most_nbytes, nbytes
+        elif next_nbytes < nbytes < most_nbytes:
+            next_nbytes = nbytes
+    # By so much less than is rounded off, nobody is ahead.
+    bandwidth = usual.bandwidth_nbytes_per_s
+    all_s = duration_s + len(holders) * usual.latency_s + total_nbytes / bandwidth
+    ahead_s = (most_nbytes - next_nbytes) / bandwidth
+    return ahead_s > all_s * _ROUNDING
+
+
+def _only_way(holders: Sequence[str], places: Places) -> Path | None:
+    """The way from any holder to any other; None if there are several, or it takes long to see."""
+    if len(holders) == 2:
+        one, other = holders
+        there, back = way(places, one, other), way(places, other, one)
+        if there is back:
+            return there
+        alike = (
+            there.bandwidth_nbytes_per_s == back.bandwidth_nbytes_per_s
+            and there.latency_s == back.latency_s
+        )
+        return there if alike else None
+    if not 0 < len(holders) <= MAX_CANDIDATES:
+        return None
+    first = holders[0]
+    _, kind, _, far = places[first]
+    usual = far[first]
+    hosts: set[str] = set()
+    for address in holders:
+        host, other_kind, _, _ = places[address]
+        # Ways that are alike are one and the same.
+        if far[address] is not usual or other_kind != kind:
+            return None
+        hosts.add(host)
+    return usual if len(hosts) == len(holders) else None
+
+
+def places_to_weigh(
+    holders: Sequence[str],
+    sizes: Sequence[int],
+    output_nbytes: float,
+    joins: Sequence[Mapping[str, float]],
+) -> dict[str, int]:
+    """Workers that a task may go to, with the bytes of its inputs that each has.
+
+    Those that have an input; and those where its output will be joined with something, if joining
+    it there saves enough to be worth a look.
+
+    Parameters
+    ----------
+    holders, sizes
+        For each input the only worker that has it, and bytes.
+    joins
+        As in `Task`.
+    """
+    found: dict[str, int] = {}
+    for holder, nbytes in zip(holders, sizes, strict=True):
+        found[holder] = found.get(holder, 0) + nbytes
+    if joins:
+        saved: dict[str, float] = {}
+        for others in joins:
+            for address, n in others.items():
+                saved[address] = saved.get(address, 0.0) + min(n, output_nbytes)
+        enough = MIN_JOINED_SHARE * sum(sizes)
+        for address, n in saved.items():
+            if n >= enough:
+                found.setdefault(address, 0)
+    return found
+
+
+def cheapest(
+    holders: Sequence[str],
+    sizes: Sequence[int],
+    held: Mapping[str, int],
+    workers: Iterable[Worker],
+    places: Places,
+    *,
+    duration_s: float,
+    output_nbytes: float,
+    joins: Sequence[Mapping[str, float]],
+    bandwidth: float,
+) -> Decision:
+    """What `DataAware` decides for a task of which each input has one holder, all of whom run.
+
+    Parameters
+    ----------
+    holders, sizes, joins
+        As for `places_to_weigh`.
+    held, workers
+        What that found, and what is known of these workers.
+    duration_s, output_nbytes
+        As in `Task`.
+    bandwidth
+        Of all links, to stock Dask.
+    """
+    needed_nbytes = sum(sizes)
+    sources = [
+        (holder, places[holder][0], nbytes) for holder, nbytes in zip(holders, sizes, strict=True)
+    ]
+    having = set(holders)
+    found: dict[str, Cost] = {}
+    chosen: tuple[float, float, int, str] | None = None
+    stock: tuple[float, int, str] | None = None
+    least_s = soonest_s = inf
+    # `costs` and `DataAware.decide` in one loop.
+    for worker in workers:
+        address, nthreads, queued_s, nbytes, room_nbytes, _, receiving_s, n_tasks, slowness = worker
+        host, _, near, far = places[address]
+        fetches = []
+        for holder, holders_host, n in sources:
+            if holder != address:
+                path = (near if holders_host == host else far)[holder]
+                fetches.append(path.latency_s + n / path.bandwidth_nbytes_per_s)
+        transfer_s = fsum(fetches)
+        new_nbytes = needed_nbytes - held[address]
+        queue_s = queued_s / nthreads
+        spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
+        cost = found[address] = _new(
+            Cost,
+            (
+                transfer_s + receiving_s if transfer_s else 0.0,
+                transfer_s,
+                0.0,
+                queue_s,
+                duration_s * slowness,
+                spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
+                fsum([join_s(address, output_nbytes, one, places) for one in joins])
+                if joins
+                else 0.0,
+            ),
+        )
+        total_s = sum(cost)
+        if total_s <= least_s:
+            bid = total_s, n_tasks / nthreads, nbytes, address
+            if chosen is None or bid < chosen:
+                chosen, least_s = bid, total_s
+        if address in having:
+            start_s = queue_s + new_nbytes / bandwidth
+            if start_s <= soonest_s and (stock is None or (start_s, nbytes, address) < stock):
+                stock, soonest_s = (start_s, nbytes, address), start_s
+    return Decision(chosen and chosen[3], found, stock and stock[2])
