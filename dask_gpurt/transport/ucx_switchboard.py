@@ -319,7 +319,10 @@ class Switchboard:
         if link.endpoint is not None and link.endpoint.alive:
             # Forced: it does not wait for a peer that may be gone. Not for an endpoint that has
             # failed: `ucxx` has closed it, and makes no request that could be asked.
-            self._closing.append((link.endpoint, link.endpoint.close()))
+            try:
+                self._closing.append((link.endpoint, link.endpoint.close()))
+            except Exception as why:  # the other links and whoever waits come to their end
+                self.problems.append(f"{message}; closing it failed: {why!r}")
         for probes in link.arrived.values():
             for probe in probes:
                 self._drop(probe)

@@ -121,3 +121,45 @@ def test_an_error_of_one_call_is_told_to_whoever_made_it(monkeypatch):
         await engine.close(PATIENCE_S)
 
     asyncio.run(scenario())
+
+
+class Stubborn:
+    """An endpoint that UCX fails to close."""
+
+    alive = True
+
+    def __init__(self, endpoint):
+        self.endpoint = endpoint
+
+    def close(self):
+        fail()
+
+
+@pytest.mark.parametrize("n_stubborn", [1, 2])
+def test_a_link_that_cannot_be_closed_keeps_no_other_one_open(n_stubborn):
+    with ucx_thread() as (here, board):
+        with ucx_thread() as (_, one), ucx_thread() as (_, other):
+            for there in (one, other):
+                asked(here, board.connect, there.descriptor).result(PATIENCE_S)
+            buffer = np.zeros(10, dtype=np.uint8)
+            tokens = [there.descriptor.token for there in (one, other)]
+            waiting = [asked(here, board.receive, token, 1, [buffer]) for token in tokens]
+
+            def lose_all():
+                links = list(board._links.values())
+                endpoints = [link.endpoint for link in links]
+                for link in links[:n_stubborn]:
+                    link.endpoint = Stubborn(link.endpoint)
+                board.close("as was asked")
+                kept.set_result((links, endpoints))
+
+            kept = Future()
+            here.call(lose_all)
+            links, _ = kept.result(PATIENCE_S)
+            for one_waiting in waiting:
+                with pytest.raises(TransportError, match="as was asked"):
+                    one_waiting.result(PATIENCE_S)
+            assert len(links) == 2 and not board._links and not board.peers()
+            failed = [problem for problem in board.problems if "ZeroDivisionError" in problem]
+            assert len(failed) == n_stubborn
+            here.finished.result(PATIENCE_S)
