@@ -78,6 +78,7 @@ class WorkerPaths:
         self._outlets: dict[str, float] = {}
         self._behind_slow_link: dict[str, bool] = {}
         self._usual_outlet: float | None = None
+        self._sampled: list[End] | None = None
         self._doubt: float | None = None
         #: None where a worker left, and that may have made a difference.
         self._is_described: bool | None = None
@@ -137,6 +138,7 @@ class WorkerPaths:
         self._outlets.clear()
         self._behind_slow_link.clear()
         self._usual_outlet = None
+        self._sampled = None
         self._doubt = None
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
@@ -200,11 +202,14 @@ class WorkerPaths:
         return found
 
     def _some_of_each_host(self) -> list[End]:
-        firsts: dict[str, End] = {}
-        for end in self._ends.values():
-            firsts.setdefault(end.host, end)
-        step = max(1, len(firsts) // _SAMPLED_HOSTS)
-        return list(firsts.values())[::step]
+        # Asked for each host in turn, which would be all workers times all hosts.
+        if self._sampled is None:
+            firsts: dict[str, End] = {}
+            for end in self._ends.values():
+                firsts.setdefault(end.host, end)
+            step = max(1, len(firsts) // _SAMPLED_HOSTS)
+            self._sampled = list(firsts.values())[::step]
+        return self._sampled
 
     def __call__(self, source: str, target: str) -> Path:
         """The way from one worker to another, by address."""
