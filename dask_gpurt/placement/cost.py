@@ -153,17 +153,41 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
     Sums do not depend on the order of inputs and joins, which are sets where they come from: a
     tie that the last bit of a sum broke would be broken otherwise in another process.
     """
-    inputs = task.inputs
+    _, inputs, duration_s, output_nbytes, joins, _ = task
     if len(inputs) > _FEW:
         return _costs_of_many(task, workers, places)
-    needed_nbytes = 0
-    sources = []
+    from_one, sizes = [], []
     for _, nbytes, holders, arriving in inputs:
         if arriving or len(holders) != 1:
             return _costs_of_many(task, workers, places)
         (holder,) = holders
-        needed_nbytes += nbytes
-        sources.append((holder, places[holder][0], nbytes))
+        from_one.append(holder)
+        sizes.append(nbytes)
+    return costs_of_held(from_one, sizes, duration_s, output_nbytes, joins, workers, places)
+
+
+def costs_of_held(
+    holders: Sequence[str],
+    sizes: Sequence[int],
+    duration_s: float,
+    output_nbytes: float,
+    joins: Sequence[Mapping[str, float]],
+    workers: Iterable[Worker],
+    places: Places,
+) -> dict[str, Cost]:
+    """The same for a task of which each input is on one worker, and on its way to no other.
+
+    Parameters
+    ----------
+    holders, sizes
+        For each input the worker that has it, and bytes.
+    duration_s, output_nbytes, joins
+        As in `Task`.
+    """
+    needed_nbytes = sum(sizes)
+    sources = [
+        (holder, places[holder][0], nbytes) for holder, nbytes in zip(holders, sizes, strict=True)
+    ]
     found = {}
     for worker in workers:
         address = worker[0]
@@ -177,13 +201,15 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
                 # `Path.transfer_s`, without the call.
                 path = (near if holders_host == host else far)[holder]
                 fetches.append(path.latency_s + nbytes / path.bandwidth_nbytes_per_s)
-        found[address] = _cost(task, worker, fsum(fetches), 0.0, new_nbytes, places)
+        found[address] = _cost(
+            duration_s, output_nbytes, joins, worker, fsum(fetches), 0.0, new_nbytes, places
+        )
     return found
 
 
 def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
     """Cost of a task of many inputs, or of such that several have or will have."""
-    inputs = task.inputs
+    _, inputs, duration_s, output_nbytes, joins, _ = task
     needed_nbytes = 0
     under_way = []
     #: By host, the numbers of the inputs that it has.
@@ -228,19 +254,22 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
                         waits.append(min(arriving[address], fetches[number]))
                         fetches[number] = 0.0
                 arriving_s = fsum(waits)
-        found[address] = _cost(task, worker, fsum(fetches), arriving_s, new_nbytes, places)
+        found[address] = _cost(
+            duration_s, output_nbytes, joins, worker, fsum(fetches), arriving_s, new_nbytes, places
+        )
     return found
 
 
 def _cost(
-    task: Task,
+    duration_s: float,
+    output_nbytes: float,
+    joins: Sequence[Mapping[str, float]],
     worker: Worker,
     transfer_s: float,
     arriving_s: float,
     new_nbytes: int,
     places: Places,
 ) -> Cost:
-    _, _, duration_s, output_nbytes, joins, _ = task
     address, nthreads, occupancy_s, _, room_nbytes, _, receiving_s, _, slowness = worker
     spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
     # As `Cost(...)` does, in half the time.

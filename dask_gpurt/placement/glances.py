@@ -8,18 +8,21 @@ choose (asserted in the tests), so the rest of `placement` need not know of them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import fsum, inf
+from collections.abc import Mapping, Sequence
 
-from dask_gpurt.placement.cost import SPILL_NBYTES_PER_S, Cost, Worker, join_s
-from dask_gpurt.placement.policy import MAX_CANDIDATES, MIN_JOINED_SHARE, Decision
+from dask_gpurt.placement.cost import Worker, costs_of_held
+from dask_gpurt.placement.policy import (
+    MAX_CANDIDATES,
+    MIN_JOINED_SHARE,
+    Decision,
+    least_cost,
+    stocks_choice,
+)
 from dask_gpurt.topology.model import Path
 from dask_gpurt.topology.places import Places, way
 
 #: More than sums of seconds are off by, as a share, and far less than matters.
 _ROUNDING = 2.0**-40
-
-_new = tuple.__new__
 
 
 def holder_is_best(
@@ -145,7 +148,7 @@ def cheapest(
     holders: Sequence[str],
     sizes: Sequence[int],
     held: Mapping[str, int],
-    workers: Iterable[Worker],
+    workers: Sequence[Worker],
     places: Places,
     *,
     duration_s: float,
@@ -166,49 +169,6 @@ def cheapest(
     bandwidth
         Of all links, to stock Dask.
     """
-    needed_nbytes = sum(sizes)
-    sources = [
-        (holder, places[holder][0], nbytes) for holder, nbytes in zip(holders, sizes, strict=True)
-    ]
-    having = set(holders)
-    found: dict[str, Cost] = {}
-    chosen: tuple[float, float, int, str] | None = None
-    stock: tuple[float, int, str] | None = None
-    least_s = soonest_s = inf
-    # `costs` and `DataAware.decide` in one loop.
-    for worker in workers:
-        address, nthreads, queued_s, nbytes, room_nbytes, _, receiving_s, n_tasks, slowness = worker
-        host, _, near, far = places[address]
-        fetches = []
-        for holder, holders_host, n in sources:
-            if holder != address:
-                path = (near if holders_host == host else far)[holder]
-                fetches.append(path.latency_s + n / path.bandwidth_nbytes_per_s)
-        transfer_s = fsum(fetches)
-        new_nbytes = needed_nbytes - held[address]
-        queue_s = queued_s / nthreads
-        spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
-        cost = found[address] = _new(
-            Cost,
-            (
-                transfer_s + receiving_s if transfer_s else 0.0,
-                transfer_s,
-                0.0,
-                queue_s,
-                duration_s * slowness,
-                spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
-                fsum([join_s(address, output_nbytes, one, places) for one in joins])
-                if joins
-                else 0.0,
-            ),
-        )
-        total_s = sum(cost)
-        if total_s <= least_s:
-            bid = total_s, n_tasks / nthreads, nbytes, address
-            if chosen is None or bid < chosen:
-                chosen, least_s = bid, total_s
-        if address in having:
-            start_s = queue_s + new_nbytes / bandwidth
-            if start_s <= soonest_s and (stock is None or (start_s, nbytes, address) < stock):
-                stock, soonest_s = (start_s, nbytes, address), start_s
-    return Decision(chosen and chosen[3], found, stock and stock[2])
+    found = costs_of_held(holders, sizes, duration_s, output_nbytes, joins, workers, places)
+    usual = stocks_choice(workers, set(holders), held, sum(sizes), bandwidth)
+    return Decision(least_cost(workers, found), found, usual)

@@ -91,6 +91,38 @@ def _allowed(snapshot: Snapshot, addresses: Iterable[str]) -> set[str]:
     return set(addresses)
 
 
+def least_cost(workers: Iterable[Worker], found: Mapping[str, Cost]) -> str | None:
+    """Address of the worker on which a task costs least; None if there is none."""
+    # What is minimised, then ties.
+    chosen: tuple[float, float, int, str] | None = None
+    least_s = inf
+    for address, nthreads, _, nbytes, _, _, _, n_tasks, _ in workers:
+        total_s = sum(found[address])
+        if total_s <= least_s:
+            bid = total_s, n_tasks / nthreads, nbytes, address
+            if chosen is None or bid < chosen:
+                chosen, least_s = bid, total_s
+    return chosen and chosen[3]
+
+
+def stocks_choice(
+    workers: Iterable[Worker],
+    holders: Collection[str],
+    held: Mapping[str, int],
+    needed_nbytes: int,
+    bandwidth: float,
+) -> str | None:
+    """`Stock.objective` of those workers that are `holders`, from the bytes that each has."""
+    stock: tuple[float, int, str] | None = None
+    soonest_s = inf
+    for address, nthreads, queued_s, nbytes, _, _, _, _, _ in workers:
+        if address in holders:
+            start_s = queued_s / nthreads + (needed_nbytes - held.get(address, 0)) / bandwidth
+            if start_s <= soonest_s and (stock is None or (start_s, nbytes, address) < stock):
+                stock, soonest_s = (start_s, nbytes, address), start_s
+    return stock and stock[2]
+
+
 class Stock:
     """What distributed does itself: holders of inputs only, one bandwidth for all links.
 
@@ -157,24 +189,8 @@ class DataAware:
             allowed = [one for one in workers if device in one.devices] or workers
 
         found_costs = costs(task, allowed, places)
-        # What is minimised, then ties.
-        chosen: tuple[float, float, int, str] | None = None
-        least_s = inf
-        for address, nthreads, _, nbytes, _, _, _, n_tasks, _ in allowed:
-            total_s = sum(found_costs[address])
-            if total_s <= least_s:
-                bid = total_s, n_tasks / nthreads, nbytes, address
-                if chosen is None or bid < chosen:
-                    chosen, least_s = bid, total_s
-        # `Stock.objective`, from what is known of holders already.
-        stock: tuple[float, int, str] | None = None
-        soonest_s = inf
-        for address, nthreads, queued_s, nbytes, _, _, _, _, _ in workers:
-            if address in holders:
-                start_s = queued_s / nthreads + (needed - held.get(address, 0)) / bandwidth
-                if start_s <= soonest_s and (stock is None or (start_s, nbytes, address) < stock):
-                    stock, soonest_s = (start_s, nbytes, address), start_s
-        worker, usual = chosen and chosen[3], asked or (stock and stock[2])
+        worker = least_cost(allowed, found_costs)
+        usual = asked or stocks_choice(workers, holders, held, needed, bandwidth)
         known = {one.address: one for one in allowed} if doubt > 1 and worker != usual else {}
         if worker is not None and usual in known:
             ours, theirs = known[worker], known[usual]

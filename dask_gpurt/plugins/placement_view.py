@@ -120,14 +120,12 @@ class PlacementView:
                 continue
             n_tasks = len(ws.processing)
             slowness = self.slowness(ws)
-            nbytes, limit_nbytes = ws.nbytes, ws.memory_limit
             terms = (
                 address,
                 ws.nthreads,
                 self.ahead_s(ws, lasting_s, slowness) if n_tasks else 0.0,
-                nbytes,
-                # `room_nbytes`, without the call.
-                limit_nbytes * SPILL_FROM - nbytes if limit_nbytes else inf,
+                ws.nbytes,
+                self.room_nbytes(ws),
                 _WITH_GPU if address in with_gpu else (),
                 arrivals.receiving_s(ws) if address in arrivals.by_worker else 0.0,
                 n_tasks,
