@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
+from dask_gpurt.frames.arrow_rows import ArrowRows
 from dask_gpurt.frames.columns import (
     Column,
     Part,
@@ -102,7 +103,10 @@ class PandasPartition:
             )
         )
         self._n_rows = len(frame)
-        self._table = self._arrow_table()
+        self._arrow = {
+            str(number): ArrowRows(self._columns[number].arrow)
+            for number in (self.layout.arrow if self._n_rows else ())
+        }
         #: Of a row.
         self._objects_nbytes = sum(
             _POINTER_NBYTES + mean_nbytes(self._columns[number].objects, adapter.sizeof)
@@ -120,18 +124,8 @@ class PandasPartition:
     @property
     def row_nbytes(self) -> float:
         fixed = sum(len(g.members) * g.dtype.itemsize for g in self.layout.groups)
-        arrow = self._table.nbytes / self._n_rows if self._table is not None else 0.0
-        return fixed + arrow + self._objects_nbytes
-
-    def _arrow_table(self) -> pa.Table | None:
-        if not self.layout.arrow or not self._n_rows:
-            return None
-        arrays = [self._columns[number].arrow for number in self.layout.arrow]
-        table = pa.Table.from_arrays(arrays, names=[str(n) for n in self.layout.arrow])
-        if any(column.num_chunks > 1 for column in table.columns):
-            # Gathering from one chunk is several times faster than from many.
-            table = table.combine_chunks()
-        return table
+        arrow = sum(column.nbytes for column in self._arrow.values())
+        return fixed + arrow / max(self._n_rows, 1) + self._objects_nbytes
 
     def gather(self, selections: Sequence[Selection]) -> list[PandasBody | Packed]:
         batches = self._gather_arrow(selections)
@@ -163,20 +157,14 @@ class PandasPartition:
         return shards
 
     def _gather_arrow(self, selections: Sequence[Selection]) -> list[pa.RecordBatch | None]:
-        table = self._table
-        if table is None:
+        if not self._arrow:
             return [None] * len(selections)
-        rows = [pa.array(selection.rows) for selection in selections]
-        taken = [[_one_array(column.take(r)) for r in rows] for column in table.columns]
+        names = list(self._arrow)
+        taken = [[column.take(s.rows) for s in selections] for column in self._arrow.values()]
         return [
-            pa.RecordBatch.from_arrays([column[i] for column in taken], names=table.column_names)
-            for i in range(len(selections))
+            pa.RecordBatch.from_arrays(list(arrays), names=names)
+            for arrays in zip(*taken, strict=True)
         ]
-
-
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    array = column.combine_chunks()
-    return pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
 
 
 def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:
