@@ -76,17 +76,17 @@ def narrow(raw: Bytes, itemsize: int) -> tuple[bytes, Bytes, int] | None:
         the items have.
     """
     items = raw.view(f"<u{itemsize}")
-    found = _offset(items, itemsize)
-    reading, first, power = _OFFSET, 0, 0
-    if (found is None or found.width > 1) and len(items) > 1:
-        width = itemsize if found is None else found.width
-        every = _every(len(items) - 1)
-        probes = items[1::every] - items[:-1:every]
-        differences = None
-        if _may_be_narrow(probes, width):
-            differences = _offset(np.subtract(items[1:], items[:-1]), width)
-        if differences is not None:
-            found, reading, first = differences, _DELTA, int(items[0])
+    found, reading, first, power = None, _OFFSET, 0, 0
+    # The one that promises more goes first: mostly it keeps that, and spares the other one.
+    for least_width, one in sorted(_promised(items)):
+        below = itemsize if found is None else found.width
+        if least_width >= below:
+            break
+        differences = np.subtract(items[1:], items[:-1]) if one == _DELTA else items
+        codes = _offset(differences, below)
+        if codes is not None:
+            found, reading = codes, one
+            first = int(items[0]) if one == _DELTA else 0
     if found is None and itemsize == 8:
         decimal = _decimal(items.view("<f8"))
         if decimal is not None:
@@ -100,11 +100,34 @@ def narrow(raw: Bytes, itemsize: int) -> tuple[bytes, Bytes, int] | None:
     return parameters, found.codes.view(np.uint8), found.width
 
 
+def _promised(items: Array) -> list[tuple[int, int]]:
+    """Bytes that codes have at least, for each reading of integers; told by a few items.
+
+    They have the span and the common step of all items at best. So a column that cannot be
+    narrowed is spared every pass over the whole of it.
+    """
+    every = _every(len(items))
+    found = [(_least_width(items[::every]), _OFFSET)]
+    if len(items) > 1:
+        found.append((_least_width(items[1::every] - items[:-1:every]), _DELTA))
+    return found
+
+
+def _least_width(probes: Array) -> int:
+    signed = probes.view(f"<i{probes.dtype.itemsize}")
+    least = signed.min()
+    span = int(signed.max()) - int(least)
+    if span < 2**8:
+        return _width(span)
+    return _width(span // int(np.gcd.reduce(np.subtract(probes, least.view(probes.dtype)))))
+
+
+def _every(n_items: int) -> int:
+    return max(1, n_items // _PROBES)
+
+
 def _offset(items: Array, below: int) -> _Codes | None:
     """Codes of less than `below` bytes for unsigned items, which are read with a sign."""
-    probes = items[:: _every(len(items))]
-    if not _may_be_narrow(probes, below):
-        return None
     itemsize = items.dtype.itemsize
     signed = items.view(f"<i{itemsize}")
     base = int(signed.min())
@@ -113,7 +136,7 @@ def _offset(items: Array, below: int) -> _Codes | None:
         return _Codes(np.empty(0, dtype=np.uint8), base, 1)
     least = items.dtype.type(base % 2 ** (8 * itemsize))
     width = _width(span)
-    step = int(np.gcd.reduce(np.subtract(probes, least)))
+    step = int(np.gcd.reduce(np.subtract(items[:: _every(len(items))], least)))
     if step > 1 and _width(span // step) < min(width, below):
         distances = np.subtract(items, least)
         counted = np.floor_divide(distances, items.dtype.type(step))
@@ -126,27 +149,8 @@ def _offset(items: Array, below: int) -> _Codes | None:
     return _Codes(codes, base, 1)
 
 
-def _every(n_items: int) -> int:
-    return max(1, n_items // _PROBES)
-
-
-def _may_be_narrow(probes: Array, below: int) -> bool:
-    """Whether a few items leave room for codes of less than `below` bytes.
-
-    They have the span and the common step of all items at best, so a no is certain, and spares a
-    column that cannot be narrowed every pass over the whole of it.
-    """
-    signed = probes.view(f"<i{probes.dtype.itemsize}")
-    least = signed.min()
-    span = int(signed.max()) - int(least)
-    if _width(span) < below:
-        return True
-    step = int(np.gcd.reduce(np.subtract(probes, least.view(probes.dtype))))
-    return _width(span // step) < below
-
-
 def _width(span: int) -> int:
-    return 1 if span < 2**8 else 2 if span < 2**16 else 4 if span < 2**32 else 8
+    return 0 if span == 0 else 1 if span < 2**8 else 2 if span < 2**16 else 4 if span < 2**32 else 8
 
 
 def _decimal(values: Array) -> tuple[_Codes, int, int] | None:

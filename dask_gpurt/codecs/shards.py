@@ -225,6 +225,27 @@ def decode_shard(
         codec.decode_into(payload, target, entry.itemsize)
 
 
+def unencoded(buffer: Bytes, table: Sequence[Entry]) -> list[Bytes]:
+    """What of a shard travels as it is: nothing that a codec made tells whether it was damaged.
+
+    Parameters
+    ----------
+    buffer
+        The shard as it was packed.
+    table
+        That of `Encoded`.
+    """
+    if not table:
+        return [buffer]
+    found = []
+    position = 0
+    for entry in table:
+        if entry.codec == RAW:
+            found.append(buffer[position : position + entry.raw_nbytes])
+        position += entry.raw_nbytes
+    return found
+
+
 def pack_table(table: Iterable[Entry]) -> bytes:
     """The table as it travels."""
     return b"".join(_ENTRY.pack(e.codec, e.itemsize, e.raw_nbytes, e.wire_nbytes) for e in table)

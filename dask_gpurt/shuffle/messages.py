@@ -16,7 +16,13 @@ import numpy.typing as npt
 
 from dask_gpurt.codecs.host import HOST_CODECS
 from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
-from dask_gpurt.codecs.shards import Encoded, decode_shard, pack_table, unpack_table
+from dask_gpurt.codecs.shards import (
+    Encoded,
+    decode_shard,
+    pack_table,
+    unencoded,
+    unpack_table,
+)
 from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.frames.port import Packed
 from dask_gpurt.shuffle.shards import Shard
@@ -80,7 +86,8 @@ def for_the_wire(shards: Sequence[Outgoing], encode: Encode) -> Message:
         buffer = shard.packed.buffer
         if shard.packed.is_on_device:
             return shard, 0, Encoded((buffer,), ())
-        return shard, wire.checksum(buffer), encode(shard)
+        encoded = encode(shard)
+        return shard, wire.checksum(unencoded(buffer, encoded.table)), encoded
 
     message = _message(map(sealed, shards))
     wire_nbytes = len(message.header) + sum(buffer.nbytes for buffer in message.buffers)
@@ -167,9 +174,10 @@ def opened(
     for header in headers:
         parts = buffers[position : position + len(header.parts)]
         position += len(parts)
-        if header.table:
+        table = unpack_table(header.table)
+        if table:
             buffer = empty(header)
-            decode_shard(parts, unpack_table(header.table), buffer, _CODECS)
+            decode_shard(parts, table, buffer, _CODECS)
         elif in_place:
             (buffer,) = parts
         else:
@@ -177,7 +185,7 @@ def opened(
             # of this shard come free together with its neighbours in time, and serve as outputs.
             buffer = empty(header)
             np.copyto(buffer, parts[0])
-        if header.checksum and wire.checksum(buffer) != header.checksum:
+        if header.checksum and wire.checksum(unencoded(buffer, table)) != header.checksum:
             raise DamagedError(f"a shard of input partition {header.source} was damaged on its way")
         packed = Packed(buffer, header.n_rows, header.arrow_nbytes, header.pickle_nbytes)
         shards.append(shard_of(header, packed=packed))

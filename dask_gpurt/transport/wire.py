@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ import numpy.typing as npt
 from dask_gpurt.errors import DamagedError, ProtocolError
 
 MAGIC = b"GRT"
-VERSION = 2
+VERSION = 3
 
 _PREAMBLE = struct.Struct("<3sBI")
 _COUNTS = struct.Struct("<II")
@@ -45,17 +45,22 @@ _SHARD = struct.Struct("<IIQIIIIQQQIII")
 _LANES = 128
 
 
-def checksum(buffer: npt.NDArray[np.uint8]) -> int:
-    """Checksum of a shard as it was packed, never 0.
+def checksum(stretches: Iterable[npt.NDArray[np.uint8]]) -> int:
+    """Checksum of bytes that travel as they are, one stretch after the other; never 0.
 
-    Every 128th 64-bit word is summed into one of 128 lanes, and the CRC-32 of the lanes and of what
-    is left at the end is taken. That is a single pass at the speed of memory, where CRC-32 alone
-    runs at a tenth of it. A word that changed, is missing, was put in twice or stands in another
-    lane is noticed; blocks of 1 KiB that changed places are not.
+    Of each stretch every 128th 64-bit word is summed into one of 128 lanes, and the CRC-32 of the
+    lanes and of what is left at the end is taken. That is a single pass at the speed of memory,
+    where CRC-32 alone runs at a tenth of it. A word that changed, is missing, was put in twice or
+    stands in another lane is noticed; blocks of 1 KiB that changed places are not.
     """
-    whole = buffer.nbytes // (8 * _LANES) * (8 * _LANES)
-    lanes = np.add.reduce(buffer[:whole].view("<u8").reshape(-1, _LANES), axis=0, dtype="<u8")
-    return zlib.crc32(buffer[whole:].data, zlib.crc32(lanes.data)) or 1
+    total = 0
+    for stretch in stretches:
+        whole = stretch.nbytes // (8 * _LANES) * (8 * _LANES)
+        if whole:
+            words = stretch[:whole].view("<u8").reshape(-1, _LANES)
+            total = zlib.crc32(np.add.reduce(words, axis=0, dtype="<u8").data, total)
+        total = zlib.crc32(stretch[whole:].data, total)
+    return total or 1
 
 
 @dataclass(frozen=True)

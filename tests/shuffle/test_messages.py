@@ -99,6 +99,32 @@ def test_damage_of_what_was_encoded_is_damage(codec):
         opened(replace(message, buffers=[damaged]))
 
 
+def test_each_byte_of_a_shard_that_is_encoded_in_parts_is_looked_at():
+    """A long and a short stretch that no codec makes smaller, between two that one does."""
+    noise = np.random.default_rng(0).integers(0, 256, 4500, dtype=np.uint8)
+    runs = np.zeros(2000, dtype=np.uint8)
+    stretches = [noise, runs, noise[:30], runs + 1]
+    ends = np.cumsum([len(one) for one in stretches]).tolist()
+    sections = [
+        Section(str(end), end - len(one), len(one), 1)
+        for one, end in zip(stretches, ends, strict=True)
+    ]
+    buffer = np.concatenate(stretches)
+    sent = replace(SHARDS[0], packed=Packed(buffer, 3))
+    message = messages.for_the_wire(
+        [sent], lambda shard: encode_shard(shard.packed.buffer, sections, [1] * 4)
+    )
+    assert len(message.buffers) == 2
+    np.testing.assert_array_equal(opened(message)[0].packed.buffer, buffer)
+    for number, part in enumerate(message.buffers):
+        for place in range(part.nbytes):
+            damaged = part.copy()
+            damaged[place] ^= 0x10
+            buffers = [*message.buffers[:number], damaged, *message.buffers[number + 1 :]]
+            with pytest.raises(DamagedError):
+                opened(replace(message, buffers=buffers))
+
+
 def test_no_more_is_made_room_for_than_was_announced():
     """Of an encoded shard memory is made for what comes, and for the shard itself."""
     header = replace(SHARDS[1].header, buffer_nbytes=8, parts=(1 << 62,), table=b"\0" * 18)

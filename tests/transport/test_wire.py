@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.transport import wire
 
-GOLDEN_PATH = pathlib.Path(__file__).parents[1] / "data" / "wire-v2.bin"
+GOLDEN_PATH = pathlib.Path(__file__).parents[1] / "data" / "wire-v3.bin"
 
 
 def sealed(header):
@@ -91,7 +91,7 @@ def test_the_golden_message_is_still_read():
 
 def test_the_golden_message_begins_as_documented():
     golden = GOLDEN_PATH.read_bytes()
-    assert golden[:4] == b"GRT\x02"
+    assert golden[:4] == b"GRT\x03"
     assert struct.unpack("<III", golden[4:16]) == (zlib.crc32(golden[8:]), 3, 4)
     assert golden[16:30] == struct.pack("<I", 10) + b"layout one"
 
@@ -128,7 +128,7 @@ def test_every_truncation_is_refused():
 
 
 @pytest.mark.parametrize("shards", [[], GOLDEN[:1], GOLDEN])
-@pytest.mark.parametrize("junk", [b"\0", b"GRT\x02", bytes(1000)])
+@pytest.mark.parametrize("junk", [b"\0", b"GRT\x03", bytes(1000)])
 def test_trailing_bytes_are_refused(shards, junk):
     with pytest.raises(ProtocolError, match=f"{len(junk)} bytes too many"):
         wire.decode(sealed(wire.encode(shards) + junk))
@@ -148,7 +148,7 @@ def test_another_magic_is_refused():
         wire.decode(b"GRX" + wire.encode(GOLDEN)[3:])
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 255])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 255])
 def test_another_version_is_refused_and_both_are_named(version):
     header = bytearray(wire.encode(GOLDEN))
     header[3] = version
@@ -157,8 +157,8 @@ def test_another_version_is_refused_and_both_are_named(version):
 
 
 def test_what_comes_after_another_version_is_not_looked_at():
-    with pytest.raises(ProtocolError, match="version 3"):
-        wire.decode(b"GRT\x03" + b"\xff" * 8)
+    with pytest.raises(ProtocolError, match="version 2"):
+        wire.decode(b"GRT\x02" + b"\xff" * 8)
 
 
 def _shard(layout=0, number=0, count=1, n_slots=0, nbytes=0, arrow=0, pickle=0, parts=0, table=0):
@@ -167,7 +167,7 @@ def _shard(layout=0, number=0, count=1, n_slots=0, nbytes=0, arrow=0, pickle=0, 
 
 
 def _message(*shards, n_layouts=1, n_shards=None, layout=b"", layout_nbytes=None):
-    preamble = struct.pack("<3sBIII", b"GRT", 2, 0, n_layouts, n_shards or len(shards))
+    preamble = struct.pack("<3sBIII", b"GRT", 3, 0, n_layouts, n_shards or len(shards))
     length = len(layout) if layout_nbytes is None else layout_nbytes
     return sealed(preamble + struct.pack("<I", length) + layout + b"".join(shards))
 
@@ -270,7 +270,7 @@ def test_arbitrary_bytes(header):
 @deterministic
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_behind_a_good_beginning(rest):
-    _decodes_or_is_refused(sealed(b"GRT\x02" + bytes(4) + rest))
+    _decodes_or_is_refused(sealed(b"GRT\x03" + bytes(4) + rest))
 
 
 @deterministic
@@ -304,11 +304,11 @@ def content(nbytes):
 @pytest.mark.parametrize("nbytes", [0, 1, 1023, 1024, 1025, 5000, 1 << 20])
 def test_checksums_notice_any_byte_that_changed(nbytes):
     buffer = content(nbytes)
-    before = wire.checksum(buffer)
-    assert before == wire.checksum(buffer.copy()) != 0
+    before = wire.checksum([buffer])
+    assert before == wire.checksum([buffer.copy()]) != 0
     for place in {0, nbytes // 3, nbytes // 2, nbytes - 1} if nbytes else ():
         buffer[place] ^= 0x40
-        assert wire.checksum(buffer) != before
+        assert wire.checksum([buffer]) != before
         buffer[place] ^= 0x40
 
 
@@ -320,7 +320,7 @@ def test_checksums_notice_words_that_changed(original, data):
     new = data.draw(st.binary(min_size=1, max_size=8))[: len(buffer) - first]
     buffer[first : first + len(new)] = np.frombuffer(new, dtype=np.uint8)
     same = buffer.tobytes() == original
-    assert (wire.checksum(buffer) == wire.checksum(np.frombuffer(original, np.uint8))) == same
+    assert (wire.checksum([buffer]) == wire.checksum([np.frombuffer(original, np.uint8)])) == same
 
 
 def test_checksums_notice_what_is_missing_and_what_moved():
@@ -329,5 +329,14 @@ def test_checksums_notice_what_is_missing_and_what_moved():
     shorter = buffer[:-1]
     zeros = buffer.copy()
     zeros[1024:2048] = 0
-    sums = [wire.checksum(one) for one in (buffer, moved, shorter, zeros)]
+    sums = [wire.checksum([one]) for one in (buffer, moved, shorter, zeros)]
     assert len(set(sums)) == 4
+
+
+def test_checksums_of_several_stretches_are_of_all_of_them_in_order():
+    one, other = content(5000), content(700)
+    changed = other.copy()
+    changed[3] ^= 1
+    sums = [wire.checksum(each) for each in ([one, other], [other, one], [one], [one, changed])]
+    assert len(set(sums)) == 4
+    assert wire.checksum([]) == wire.checksum([one[:0]]) == 1
