@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ def pytest_configure() -> None:
     # program it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # On Python 3.11 Dask's profiler can stop the process for good: `sys._current_frames` collects
+    # garbage while it holds a lock of the interpreter's that Arrow's threads wait for with the
+    # GIL. No timeout of a test ends that. distributed's own tests switch it off, too.
+    dask.config.set({"distributed.worker.profile.enabled": False})
+    os.environ["DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED"] = "False"
 
 
 @pytest.fixture(scope="session", autouse=True)
