@@ -76,23 +76,22 @@ def narrow(raw: Bytes, itemsize: int) -> tuple[bytes, Bytes, int] | None:
         the items have.
     """
     items = raw.view(f"<u{itemsize}")
-    found, reading, first, power = None, _OFFSET, 0, 0
+    found, reading, power = None, _OFFSET, 0
     # The one that promises more goes first: mostly it keeps that, and spares the other one.
     for least_width, one in sorted(_promised(items)):
         below = itemsize if found is None else found.width
         if least_width >= below:
             break
-        differences = np.subtract(items[1:], items[:-1]) if one == _DELTA else items
-        codes = _offset(differences, below)
+        codes = _offset(np.subtract(items[1:], items[:-1]) if one == _DELTA else items, below)
         if codes is not None:
             found, reading = codes, one
-            first = int(items[0]) if one == _DELTA else 0
     if found is None and itemsize == 8:
         decimal = _decimal(items.view("<f8"))
         if decimal is not None:
             found, reading, power = decimal
     if found is None:
         return None
+    first = int(items[0]) if reading == _DELTA else 0
     mask = 2**64 - 1
     parameters = _PARAMETERS.pack(
         reading, found.width, power, found.base & mask, found.step & mask, first & mask
