@@ -115,7 +115,7 @@ ONLY_IN = {
     "pylibcudf": {"frames/cudf_.py"},
     "pynvml": {"plugins/machine_report.py"},
     "rmm": {"devices/cuda_driver.py", "devices/cuda_memory.py", "frames/cudf_.py"},
-    "ucxx": {"transport/ucx_thread.py"},
+    "ucxx": {"transport/ucx_context.py"},
 }
 
 

@@ -32,7 +32,7 @@ from dask_gpurt.transport.ucx_protocol import (
     Descriptor,
 )
 from dask_gpurt.transport.ucx_switchboard import Switchboard
-from dask_gpurt.transport.ucx_thread import UcxThread
+from dask_gpurt.transport.ucx_thread import Session, UcxThread
 
 #: Options of the engine's own context, where the environment does not say otherwise.
 #:
@@ -65,8 +65,8 @@ class UcxEngine:
     memory must be lent to somebody else only when nothing references the arrays any more.
     """
 
-    def __init__(self, thread: UcxThread, board: Switchboard) -> None:
-        self._thread = thread
+    def __init__(self, session: Session, board: Switchboard) -> None:
+        self._session = session
         self._board = board
         self._numbers = itertools.count()
 
@@ -90,12 +90,12 @@ class UcxEngine:
         # Else UCX complains on stderr of a variable that `ucxx` sets and UCX no longer knows.
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         own = {key: on for key, on in _OPTIONS.items() if f"UCX_{key}" not in os.environ}
-        thread = UcxThread(host, {**own, **(options or {})})
+        session = UcxThread.begin(host, {**own, **(options or {})})
         try:
-            # Shielded: a thread that has begun to start has to be told to end.
-            return cls(thread, await asyncio.shield(asyncio.wrap_future(thread.started)))
+            # Shielded: a session that has begun to start has to be told to end.
+            return cls(session, await asyncio.shield(asyncio.wrap_future(session.started)))
         except asyncio.CancelledError:
-            thread.close()
+            session.close()
             raise
 
     @property
@@ -110,12 +110,12 @@ class UcxEngine:
         UCX may be built for CUDA and find no device, or be told not to use one: what counts is that
         it has the transport without which it can read no device memory.
         """
-        return "cuda_copy" in self._thread.transports
+        return "cuda_copy" in self._session.transports
 
     @property
     def has_fast_network(self) -> bool:
         """Whether UCX has something between hosts that it prefers to TCP."""
-        return any(name.startswith(_FAST) for name in self._thread.transports)
+        return any(name.startswith(_FAST) for name in self._session.transports)
 
     @property
     def token(self) -> str:
@@ -130,7 +130,7 @@ class UcxEngine:
     @property
     def why_ended(self) -> str:
         """What those are told who want something of it afterwards."""
-        return self._thread.why_ended
+        return self._session.why_ended
 
     def next_number(self) -> int:
         """A number that no message of this engine has had."""
@@ -207,29 +207,29 @@ class UcxEngine:
         await self._ask(partial(self._board.disconnect, peer_token), None, None, "disconnecting")
 
     async def close(self, deadline_s: float) -> None:
-        """Fail what is under way, close all links, end the thread, let go of UCX.
+        """Fail what is under way, and close all links. UCX stays, for the next engine.
 
         Memory that a hung peer still uses stays referenced, see `held_nbytes` of the report.
 
         Raises
         ------
         TransportError
-            The thread did not come to an end in time. It goes on trying.
+            Links were not closed in time. That goes on.
         """
-        self._thread.close()
+        self._session.close()
         try:
             async with asyncio.timeout(deadline_s):
-                await asyncio.shield(asyncio.wrap_future(self._thread.finished))
+                await asyncio.shield(asyncio.wrap_future(self._session.finished))
         except TimeoutError as error:
             raise TransportError(f"UCX did not close within {deadline_s:g} s") from error
 
     def report(self) -> dict[str, Any]:
         """Counters and state, as plain values."""
-        thread, board = self._thread, self._board
+        session, board = self._session, self._board
         return {
             "token": self.token,
-            "is_closed": thread.finished.done(),
-            "transports": list(thread.transports),
+            "is_closed": session.finished.done(),
+            "transports": list(session.transports),
             "peers": board.peers(),
             "under_way": board.under_way(),
             "held_nbytes": board.held_nbytes(),
@@ -254,7 +254,7 @@ class UcxEngine:
                 reject(future, TransportError(f"{what}: {error!r}"))
                 raise
 
-        if not self._thread.call(begin):
+        if not self._session.call(begin):
             raise TransportError(f"{what}: {self.why_ended}")
         try:
             async with asyncio.timeout(deadline_s):
@@ -263,7 +263,7 @@ class UcxEngine:
             raise TransportError(f"{what}: not done within {deadline_s:g} s") from error
         finally:
             if give_up is not None and future.cancelled():
-                self._thread.call(partial(give_up, future))
+                self._session.call(partial(give_up, future))
 
 
 def why_not() -> str | None:

@@ -7,13 +7,13 @@ What UCX offers decides some of the design:
 - A matched receive cannot be taken back: UCX writes until it is complete or its endpoint is
   closed. So the buffers of a transfer are held here until UCX is done with all its requests,
   whatever became of whoever asked for it.
-- Destroying a worker makes `ucxx` receive whatever is still unread, of any length. So nothing is
-  left unread: unwanted messages are received into memory of their own and dropped.
+- A sender is done with a large message only when it has been received. So nothing is left unread:
+  unwanted messages are received into memory of their own and dropped.
 - A tag does not tell which endpoint a message came by. So greetings travel on the endpoint's
   stream, and each side gives the other a channel number to put into its tags.
 
-All of it happens in the thread of `transport.ucx_thread`, which hands in UCX's worker, except
-reports. Knows no deadlines (`transport.ucx` does); formats are `transport.ucx_protocol`'s.
+All of it happens in the thread of `transport.ucx_thread`, which hands in what there is of UCX,
+except reports. Knows no deadlines (`transport.ucx` does); formats are `transport.ucx_protocol`'s.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.errors import ProtocolError, TransportError
+from dask_gpurt.transport.ucx_context import UcxContext
 from dask_gpurt.transport.ucx_links import Link, Peer, Receive, Send, Transfer, reject, resolve
 from dask_gpurt.transport.ucx_protocol import (
     GREETING_NBYTES,
@@ -52,20 +53,19 @@ _NOBODY = "0" * 2 * TOKEN_NBYTES
 
 
 class Switchboard:
-    """Links and transfers over one worker of UCX.
+    """Links and transfers over one worker of UCX, of one engine.
 
     Parameters
     ----------
-    library
-        The classes of `ucxx`'s own layer below its asyncio.
-    array
-        What `ucxx` wants buffers wrapped in.
+    ucx
+        Worker and listener, and nobody else's meanwhile.
     host
         Address that goes into the descriptor; UCX listens on all of them.
     """
 
-    def __init__(self, library: Any, array: Any, worker: Any, host: str) -> None:
-        self._library, self._array, self._worker = library, array, worker
+    def __init__(self, ucx: UcxContext, host: str) -> None:
+        library = ucx.library
+        self._ucx, self._library, self._array, self._worker = ucx, library, ucx.array, ucx.worker
         self._any_tag = (library.UCXXTag(0), library.UCXXTagMask(0))
         self.counters: Counter[str] = Counter()
         self.problems: deque[str] = deque(maxlen=16)
@@ -73,17 +73,16 @@ class Switchboard:
         self._links: dict[int, Link] = {}
         #: Links whose other side has not proven itself yet.
         self._strangers: dict[int, Link] = {}
-        #: What UCX's callbacks said: channels of failed endpoints, and who wants to connect.
+        #: What UCX's callbacks said: channels of failed endpoints.
         self._failed: deque[int] = deque()
-        self._callers: deque[int] = deque()
         self._transfers: list[Transfer] = []
+        #: Lost links on which UCX still moves something, by channel.
+        self._draining: dict[int, Link] = {}
         #: Endpoints that are closing, and the requests that tell when they are closed.
         self._closing: list[tuple[Any, Any]] = []
         self.is_closing = False
-        # Port 0: any that is free.
-        self._listener = library.UCXListener.create(worker, 0, self._callers.append)
         self._token, key = os.urandom(TOKEN_NBYTES).hex(), os.urandom(TOKEN_NBYTES).hex()
-        self.descriptor = Descriptor(host, self._listener.port, self._token, key)
+        self.descriptor = Descriptor(host, ucx.port, self._token, key)
 
     def held_nbytes(self) -> int:
         """Bytes of messages that UCX still works on; from any thread."""
@@ -97,7 +96,7 @@ class Switchboard:
             "sends": sum(isinstance(transfer, Send) for transfer in transfers),
             "receives": receives + sum(len(peer.waiting) for peer in peers),
             "unclaimed_parcels": sum(link.n_arrived for link in list(self._links.values())),
-            "closing_links": len(self._closing),
+            "closing_links": len(self._draining) + len(self._closing),
         }
 
     def peers(self) -> dict[str, int]:
@@ -107,7 +106,7 @@ class Switchboard:
     @property
     def is_idle(self) -> bool:
         """UCX has nothing under way."""
-        return not self._transfers and not self._closing
+        return not self._transfers and not self._draining and not self._closing
 
     def close(self, why: str = "the UCX engine was closed") -> None:
         """Close all links and fail what is under way. It is over when all is idle."""
@@ -125,21 +124,10 @@ class Switchboard:
         for link in list(self._links.values()):
             self._lose(link, why)
 
-    def drop(self) -> bool:
-        """Let go of UCX. False if it is not done, for a peer hung: all has to stay as it is then.
-
-        Requests and endpoints of `ucxx` hold one another, so nothing would end them, and a network
-        card might still write.
-        """
-        if self.is_idle:
-            self._listener = None
-            self._worker = None
-        return self.is_idle
-
     def look(self) -> None:
         """See what progress has brought."""
-        while self._callers:
-            self._accept(self._callers.popleft())
+        while self._ucx.callers:
+            self._accept(self._ucx.callers.popleft())
         while self._failed:
             link = self._links.get(self._failed.popleft())
             if link is not None:
@@ -150,6 +138,8 @@ class Switchboard:
             self._arrive(*read_tag(probe.sender_tag.value), probe)
         if self._transfers:
             self._transfers = [t for t in self._transfers if not self._is_over(t)]
+        for link in list(self._draining.values()):
+            self._close_if_drained(link)
         if self._closing:
             self._closing = [pair for pair in self._closing if not pair[1].completed]
 
@@ -182,7 +172,7 @@ class Switchboard:
     # ----------------------------------------------------------------- links
 
     def _new_link(self, descriptor: Descriptor | None = None) -> Link:
-        while (channel := int.from_bytes(os.urandom(4), "little")) in self._links:
+        while (channel := int.from_bytes(os.urandom(4), "little")) in self._links | self._draining:
             pass
         link = Link(channel, descriptor)
         self._links[channel] = self._strangers[channel] = link
@@ -219,12 +209,7 @@ class Switchboard:
             link = peer.connecting = self._new_link(descriptor)
             link.waiters.append(future)
             try:
-                self._meet(
-                    link,
-                    self._worker.create_endpoint_from_hostname(
-                        descriptor.host, descriptor.port, True
-                    ),
-                )
+                self._meet(link, self._ucx.endpoint_to(descriptor.host, descriptor.port))
                 self._greet(link, Greeting(self._token, descriptor.key, link.channel))
             except Exception as error:  # one class per status of UCX
                 self._lose(link, str(error))
@@ -244,7 +229,7 @@ class Switchboard:
         if self.is_closing:
             # Taken, or UCX would leave the caller's socket open, and the caller could not close it.
             try:
-                endpoint = self._listener.create_endpoint_from_conn_request(request, True)
+                endpoint = self._ucx.endpoint_of(request)
                 self._closing.append((endpoint, endpoint.close()))
             except Exception as error:
                 self.problems.append(str(error))
@@ -254,7 +239,7 @@ class Switchboard:
             self._lose(callers[0], "too many connections that do not say who they are")
         link = self._new_link()
         try:
-            self._meet(link, self._listener.create_endpoint_from_conn_request(request, True))
+            self._meet(link, self._ucx.endpoint_of(request))
         except Exception as error:
             self._lose(link, str(error))
 
@@ -308,7 +293,7 @@ class Switchboard:
         if link.is_lost:
             return
         link.is_lost = True
-        del self._links[link.channel]
+        self._draining[link.channel] = self._links.pop(link.channel)
         self._strangers.pop(link.channel, None)
         peer = link.peer
         token = peer.token if peer else link.descriptor.token if link.descriptor else "a stranger"
@@ -316,16 +301,9 @@ class Switchboard:
         if not self.is_closing:
             self.problems.append(message)
         self.counters["links_lost"] += 1
-        if link.endpoint is not None and link.endpoint.alive:
-            # Forced: it does not wait for a peer that may be gone. Not for an endpoint that has
-            # failed: `ucxx` has closed it, and makes no request that could be asked.
-            try:
-                self._closing.append((link.endpoint, link.endpoint.close()))
-            except Exception as why:  # the other links and whoever waits come to their end
-                self.problems.append(f"{message}; closing it failed: {why!r}")
         for probes in link.arrived.values():
             for probe in probes:
-                self._drop(probe)
+                self._drop(probe, link)
         link.receives.clear()
         if link.descriptor is not None:
             peer = self._peers.get(link.descriptor.token)
@@ -338,11 +316,34 @@ class Switchboard:
         error = TransportError(message)
         for receive in waiting:
             receive.fail(error)
-        for transfer in self._transfers:
+        for transfer in list(self._transfers):
             if transfer.link is link:
+                if isinstance(transfer, Send) and link.endpoint.alive:
+                    self._retract(transfer)
                 transfer.fail(error)
         for future in link.waiters:
             reject(future, error)
+
+    def _close_if_drained(self, link: Link) -> None:
+        """Close a lost link's endpoint once UCX moves nothing on it any more.
+
+        UCX lets go of an endpoint that is closed while a large message is on its way in, but not of
+        the receipt: what still comes is then written by way of freed memory. The other side has
+        been told what is not sent any more, and what it sends is received or dropped.
+        """
+        is_alive = link.endpoint is not None and link.endpoint.alive
+        # Only what has a peer has messages; a greeting that nobody reads would never be done.
+        has_messages = link.peer is not None and any(t.link is link for t in self._transfers)
+        if is_alive and has_messages:
+            return
+        if is_alive:
+            # Forced: it does not wait for a peer that may be gone. Not for an endpoint that has
+            # failed: `ucxx` has closed it, and makes no request that could be asked.
+            try:
+                self._closing.append((link.endpoint, link.endpoint.close()))
+            except Exception as why:  # the other links and whoever waits come to their end
+                self.problems.append(f"closing a UCX link failed: {why!r}")
+        del self._draining[link.channel]  # at no moment is it in neither
 
     def disconnect(self, token: str, future: Future[None]) -> None:
         """Close the links to a peer. What is under way on them fails."""
@@ -387,11 +388,15 @@ class Switchboard:
         for send in self._transfers:
             if isinstance(send, Send) and send.future is future and not send.is_failed:
                 send.fail(TransportError("given up"))
-                link = send.link
-                assert link is not None
-                tag = make_tag(link.to_channel, send.number, is_retraction=True)
-                self._post(Transfer(link), link, tag, [np.zeros(1, dtype=np.uint8)])
+                self._retract(send)
                 return
+
+    def _retract(self, send: Send) -> None:
+        link, was_retracted, send.is_retracted = send.link, send.is_retracted, True
+        if link is None or was_retracted:
+            return
+        tag = make_tag(link.to_channel, send.number, is_retraction=True)
+        self._post(Transfer(link), link, tag, [np.zeros(1, dtype=np.uint8)])
 
     def receive(
         self, token: str, number: int, buffers: Sequence[Buffer], future: Future[None]
@@ -441,13 +446,13 @@ class Switchboard:
         """Find out whom a parcel is for."""
         link = self._links.get(channel)
         if link is None:
-            self._drop(probe)
+            self._drop(probe, self._draining.get(channel))
         elif is_retraction:
-            self._drop(probe)
+            self._drop(probe, link)
             probes = link.arrived.pop(number, [])
             link.n_arrived -= len(probes)
             for unwanted in probes:
-                self._drop(unwanted)
+                self._drop(unwanted, link)
             if link.peer is not None:
                 link.peer.refuse(number)
         elif number in link.receives:
@@ -457,7 +462,7 @@ class Switchboard:
             self._bind(link, receive)
             self._take(link, receive, probe)
         elif link.peer is not None and link.peer.refuses(number):
-            self._drop(probe)
+            self._drop(probe, link)
         else:
             link.arrived.setdefault(number, []).append(probe)
             link.n_arrived += 1
@@ -467,7 +472,7 @@ class Switchboard:
     def _take(self, link: Link, receive: Receive, probe: Any) -> None:
         """Receive a parcel where it belongs, if it is exactly as long as it must be."""
         if receive.is_failed or receive.is_posted:
-            self._drop(probe)
+            self._drop(probe, link)
             return
         parcel = receive.parcels[receive.n_posted]
         if probe.length != len(parcel):
@@ -475,7 +480,7 @@ class Switchboard:
                 f"message {receive.number}: parcel {receive.n_posted} has {probe.length} bytes "
                 f"where {len(parcel)} were announced"
             )
-            self._drop(probe)
+            self._drop(probe, link)
             self._fail(receive, problem)
             return
         # By handle UCX would write as much as was sent: hence the look at the length above.
@@ -484,12 +489,12 @@ class Switchboard:
         if receive.n_posted == len(receive.parcels):
             del link.receives[receive.number]
 
-    def _drop(self, probe: Any) -> None:
+    def _drop(self, probe: Any, link: Link | None) -> None:
         """Receive what nobody wants, so that its sender is done with it."""
         self.counters["dropped_parcels"] += 1
         if probe.length > _LARGEST_DROPPED_NBYTES:
             return  # it stays at its sender until the link ends
         sink = np.empty(max(1, probe.length), dtype=np.uint8)
-        transfer = Transfer(None)
+        transfer = Transfer(link)
         transfer.add(self._worker.tag_recv_with_handle(self._array(sink), probe), sink)
         self._transfers.append(transfer)

@@ -1,12 +1,14 @@
 """The thread that owns UCX: it makes progress, and sleeps when nothing is to do.
 
 It has a context and a worker of UCX of its own, beside whatever else in the process uses UCX. All
-calls to UCX are made in this thread; others hand it functions with `call`. It waits in `epoll` on
-two descriptors: the one UCX signals when a peer or a device did something, and an eventfd for
-`call`. UCX must be *armed* before each wait, which it refuses while events are pending; so no
-event falls between the last look and the wait, and nothing polls while idle.
+calls to UCX are made in this thread; others hand it functions with `Session.call`. It waits in
+`epoll` on two descriptors: the one UCX signals when a peer or a device did something, and an
+eventfd for `call`. UCX must be *armed* before each wait, which it refuses while events are pending;
+so no event falls between the last look and the wait, and nothing polls while idle.
 
-What it is that moves is `transport.ucx_switchboard`'s business.
+What an engine closes are its links. The thread stays, turns away whoever still connects, and serves
+the next engine with the same options: UCX cannot be taken apart while others may connect, see
+`transport.ucx_context`. What it is that moves is `transport.ucx_switchboard`'s business.
 """
 
 from __future__ import annotations
@@ -19,66 +21,51 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import ClassVar
 
 from dask_gpurt.errors import TransportError
+from dask_gpurt.transport import ucx_context
 from dask_gpurt.transport.ucx_switchboard import Switchboard
 
 #: While closing: how often UCX is asked whether it is done with what it was told to drop, and how
-#: often without any news before it is ended without an answer. A peer that hangs never answers.
+#: often without any news before it is left without an answer. A peer that hangs never answers.
 _CLOSING_PERIOD_S, _N_CLOSING_PERIODS = 0.02, 50
 
-#: How long the end of the process waits for a thread that nobody has closed.
+#: How long the end of the process waits for a thread.
 _EXIT_S = 5.0
 
 
-class UcxThread:
-    """A context and a worker of UCX, and the loop that drives them.
-
-    Parameters
-    ----------
-    host
-        Address under which peers reach this process.
-    options
-        Options of UCX without the prefix `UCX_`, for this context alone.
+class Session:
+    """One engine's time with a thread that owns UCX.
 
     Attributes
     ----------
+    host
+        Address under which peers reach this process.
     started
         Resolves to the switchboard, or to why there is none.
     finished
-        Resolves once UCX has been let go of.
+        Resolves once all links are closed, or as many as can be.
     why_ended
         What those are told who come too late.
     transports
         Names of the transports that UCX has to choose from.
     """
 
-    def __init__(self, host: str, options: Mapping[str, str]) -> None:
-        self._host = host
-        self._options = dict(options)
+    def __init__(self, host: str, thread: UcxThread) -> None:
+        self.host = host
         self.started: Future[Switchboard] = Future()
         self.finished: Future[None] = Future()
         self.why_ended = "the UCX engine is closed"
         self.transports: list[str] = []
+        self._thread = thread
         self._calls: deque[Callable[[], None]] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Guards the eventfd's end: its number may be another file's afterwards.
-        self._wake_lock = threading.Lock()
+        # Guards the end: no call comes after the last look for calls.
+        self._lock = threading.Lock()
         self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="gpurt-ucx", daemon=True)
-        # A daemon thread that the interpreter leaves behind inside UCX, holding its locks, would
-        # have UCX wait for it for ever as it is unloaded.
-        atexit.register(self._exit)
-        self._thread.start()
-
-    def _exit(self) -> None:
-        self.close()
-        # Not for the thread itself: one that UCX is not done with stays.
-        wait([self.finished], _EXIT_S)
 
     def close(self) -> None:
-        """End the thread soon, which `finished` tells; from any thread."""
+        """End this soon, which `finished` tells; from any thread."""
         self.call(self._close)
 
     def _close(self) -> None:
@@ -87,107 +74,180 @@ class UcxThread:
 
     def call(self, function: Callable[[], None]) -> bool:
         """Have the thread call this soon; from any thread. Must not raise. False once it ended."""
-        with self._wake_lock:
+        with self._lock:
             if self._has_ended:
                 return False
             self._calls.append(function)
-            os.eventfd_write(self._wake_fd, 1)
-            return True
+            self._thread.wake()
+        return True
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there is something to do that nobody else tells of."""
+        return bool(self._calls)
+
+    def run_calls(self) -> None:
+        """Do what was asked for. In the thread."""
+        while self._calls:
+            self._calls.popleft()()
+
+    def end(self) -> None:
+        """Take no more calls, after those that came while links were closed. In the thread."""
+        with self._lock:
+            self._has_ended = True
+        while self._calls:
+            # What ended the thread may make each of them fail; whoever made it is told by itself.
+            with contextlib.suppress(Exception):
+                self.run_calls()
+        self.finished.set_result(None)
+
+
+class UcxThread:
+    """A context and a worker of UCX, and the loop that drives them for one engine after another.
+
+    Parameters
+    ----------
+    options
+        Options of UCX without the prefix `UCX_`, for this context alone.
+    """
+
+    #: Threads whose engine has closed, by what their context was made of, and their guard.
+    _free: ClassVar[dict[object, list[UcxThread]]] = {}
+    _free_lock: ClassVar = threading.Lock()
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._options = dict(options)
+        self._made_of: object = None
+        self._session: Session | None = None
+        #: Of the last session; where its peer hung, it holds memory that may still be written to.
+        self._board: Switchboard | None = None
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_exiting = False
+        #: Resolves once the thread calls UCX no more.
+        self._has_left: Future[None] = Future()
+        # A daemon thread that the interpreter leaves behind inside UCX, holding its locks, would
+        # have UCX wait for it for ever as it is unloaded.
+        atexit.register(self._exit)
+        self._thread = threading.Thread(target=self._run, name="gpurt-ucx", daemon=True)
+
+    @classmethod
+    def begin(cls, host: str, options: Mapping[str, str]) -> Session:
+        """A session, with a thread that is free or a new one."""
+        with cls._free_lock:
+            free = cls._free.get(_made_of(options))
+            thread = free.pop() if free else cls(options)
+            session = thread._session = Session(host, thread)
+        if thread._thread.is_alive():
+            thread.wake()
+        else:
+            thread._thread.start()
+        return session
+
+    def wake(self) -> None:
+        """Have the thread look around; from any thread."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _exit(self) -> None:
+        session = self._session
+        if session is not None:
+            session.close()
+        self._is_exiting = True
+        self.wake()
+        wait([self._has_left], _EXIT_S)
 
     def _run(self) -> None:
         try:
-            board, worker = self._start()
+            ucx = ucx_context.load(self._options)
         except Exception as error:
             reason = f"UCX does not start: {error}"
             if isinstance(error, ImportError):
                 reason = f"no UCX without ucxx (dask-gpurt[ucx] installs it): {error}"
-            self.started.set_exception(TransportError(reason))
-            self._end()
+            atexit.unregister(self._exit)
+            assert self._session is not None
+            self._session.started.set_exception(TransportError(reason))
+            self._session.end()
+            os.close(self._wake_fd)
             return
-        self.started.set_result(board)
-        try:
-            self._serve(board, worker)
-        except Exception as error:  # a bug, or UCX in a state that it cannot get out of
-            self.why_ended = f"the UCX thread ended: {error!r}"
-            board.problems.append(self.why_ended)
-            with contextlib.suppress(Exception):
-                board.close(self.why_ended)
-                # If UCX still works, peers hear that their links have ended.
-                self._serve(board, worker)
-        finally:
-            del worker  # the board's is the last one
-            is_dropped = board.drop()
-            self._end()
-            self.finished.set_result(None)
-            if not is_dropped:
-                # For ever: what a thread has is left alone as the interpreter ends. Taken apart in
-                # whatever order comes, UCX with something under way crashes the process.
-                threading.Event().wait()
-
-    def _start(self) -> tuple[Switchboard, Any]:
-        import ucxx  # here: it loads UCX, and costs half a second
-        from ucxx._lib.arr import Array
-
-        _make_device_current()
-        library = ucxx.libucxx
-        feature = library.Feature
-        features = (feature.TAG, feature.WAKEUP, feature.STREAM)
-        context = library.UCXContext(self._options, features)
-        rows = [line.split() for line in context.info.splitlines() if "resource" in line]
-        self.transports = sorted({row[-1].split("/")[0] for row in rows if "flags" in row})
-        worker = library.UCXWorker(context)
-        worker.init_blocking_progress_mode()
-        return Switchboard(library, Array, worker, self._host), worker
-
-    def _serve(self, board: Switchboard, worker: Any) -> None:
-        n_periods = 0
+        self._made_of = _made_of(self._options)  # now: `ucxx` sets variables when it is imported
         with select.epoll() as epoll:
             epoll.register(self._wake_fd, select.EPOLLIN)
-            epoll.register(worker.epoll_file_descriptor, select.EPOLLIN)
-            while True:
-                self._run_calls()
-                worker.progress()
-                board.look()
-                if board.is_closing and (board.is_idle or n_periods >= _N_CLOSING_PERIODS):
-                    return
-                if not self._calls and worker.arm():
-                    if not epoll.poll(_CLOSING_PERIOD_S if board.is_closing else None):
-                        n_periods += 1
-                    try:
-                        os.eventfd_read(self._wake_fd)
-                    except BlockingIOError:
-                        pass
-
-    def _run_calls(self) -> None:
-        while self._calls:
-            self._calls.popleft()()
-
-    def _end(self) -> None:
-        """Take no more calls, after those that came while UCX was closed."""
-        with self._wake_lock:
-            self._has_ended = True
-            os.close(self._wake_fd)
-        atexit.unregister(self._exit)
-        while self._calls:
-            # What ended the thread may make each of them fail; whoever made it is told by itself.
+            epoll.register(ucx.worker.epoll_file_descriptor, select.EPOLLIN)
+            # Between engines there is nobody to tell; whoever comes next gets another thread.
             with contextlib.suppress(Exception):
-                self._run_calls()
+                self._serve_all(ucx, epoll)
+            self._leave()
+        # For ever: what a thread has is left alone as the interpreter ends. Taken apart in
+        # whatever order comes, UCX with something under way crashes the process.
+        threading.Event().wait()
+
+    def _leave(self) -> None:
+        """Call UCX no more, nor let anybody wait for it."""
+        with self._free_lock:
+            for free in self._free.values():
+                if self in free:
+                    free.remove(self)
+        self._has_left.set_result(None)
+        if self._session is not None:  # it has just begun
+            self._session.started.set_exception(TransportError("the UCX thread has ended"))
+            self._session.end()
+
+    def _serve_all(self, ucx: ucx_context.UcxContext, epoll: select.epoll) -> None:
+        while (session := self._session) is not None:
+            board = self._board = Switchboard(ucx, session.host)
+            session.transports = ucx.transports
+            session.started.set_result(board)
+            is_sound = True
+            try:
+                self._drive(ucx, epoll, board, session)
+            except Exception as error:  # a bug, or UCX in a state that it cannot get out of
+                is_sound = False
+                session.why_ended = f"the UCX thread ended: {error!r}"
+                board.problems.append(session.why_ended)
+                with contextlib.suppress(Exception):
+                    board.close(session.why_ended)
+                    # If UCX still works, peers hear that their links have ended.
+                    self._drive(ucx, epoll, board, session)
+            finally:
+                self._session = None
+                if is_sound and board.is_idle:
+                    # Before whoever waits for the end asks for the next one.
+                    with self._free_lock:
+                        self._free.setdefault(self._made_of, []).append(self)
+                session.end()
+            if not board.is_idle:
+                return  # for a peer hung: a network card might still write
+            self._drive(ucx, epoll, board, None)
+
+    def _drive(
+        self,
+        ucx: ucx_context.UcxContext,
+        epoll: select.epoll,
+        board: Switchboard,
+        session: Session | None,
+    ) -> None:
+        """Make progress until the session is over or, without one, until there is the next."""
+        worker, n_periods = ucx.worker, 0
+        while True:
+            if session is not None:
+                session.run_calls()
+            worker.progress()
+            board.look()
+            if session is None:
+                if self._is_exiting or (self._session is not None and board.is_idle):
+                    return
+            elif board.is_closing and (board.is_idle or n_periods >= _N_CLOSING_PERIODS):
+                return
+            if session is not None and session.has_calls:
+                continue
+            if worker.arm():
+                is_waiting_for_ucx = board.is_closing and not board.is_idle
+                if not epoll.poll(_CLOSING_PERIOD_S if is_waiting_for_ucx else None):
+                    n_periods += 1
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
 
 
-def _make_device_current() -> None:
-    """Have this thread use the device that the process computes on, before UCX looks for one.
-
-    UCX copies device memory in the context that is current in its thread. A process that has none
-    computes on the host, and must not get one for this: it costs hundreds of MB of a device.
-    """
-    # No library, no driver or no device: UCX will find none either.
-    with contextlib.suppress(Exception):
-        from cuda.bindings import driver
-
-        driver.cuInit(0)
-        _, device = driver.cuDeviceGet(0)
-        _, _, is_active = driver.cuDevicePrimaryCtxGetState(device)
-        if is_active:
-            from cuda.core import Device
-
-            Device(0).set_current()
+def _made_of(options: Mapping[str, str]) -> object:
+    """What makes a context what it is: its own options, and those of the environment."""
+    ours = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
+    return tuple(sorted(options.items())), tuple(sorted(ours.items()))

@@ -60,6 +60,8 @@ def test_messages_that_are_under_way_over_ucx_are_seen(client: Client) -> None:
         for task in under_way:
             task.cancel()
         await asyncio.wait(under_way)
+        # Each is given up by a call of its own to the thread.
+        await until(lambda: not any(ucx_report(worker)["under_way"].values()))
         await until(lambda: not ucx_report(worker)["held_nbytes"])
         assert await left_on(worker) == []
 

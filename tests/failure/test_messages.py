@@ -216,7 +216,7 @@ async def _ucx_thread_ends(worker: Any) -> None:
 
     async def flaky(*args: Any) -> Any:
         if next(numbers) == 3:
-            engine._thread.call(mistake)
+            engine._session.call(mistake)
         return await send(*args)
 
     engine.send = flaky

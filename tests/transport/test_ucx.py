@@ -440,7 +440,7 @@ def test_there_is_no_device_memory_where_ucx_has_no_way_to_copy_it(options):
         async with engine_here(options) as engine:
             has_cuda = "cuda_copy" in engine.report()["transports"]
             assert engine.takes_device_memory == has_cuda
-            engine._thread.transports = ["cuda_copy", "tcp"]
+            engine._session.transports = ["cuda_copy", "tcp"]
             assert engine.takes_device_memory
 
     run(scenario())
@@ -582,11 +582,11 @@ def test_whoever_connects_to_an_engine_that_closes_is_let_go():
         may_go_on = threading.Event()
         async with engine_here() as here:
             async with engine_here() as there:
-                there._thread.call(lambda: may_go_on.wait(PATIENCE_S))
+                there._session.call(lambda: may_go_on.wait(PATIENCE_S))
                 with pytest.raises(TransportError, match="not done within"):
                     await here.connect(there.descriptor, 0.1)
                 # It closes before it has looked who is there.
-                there._thread.close()
+                there._session.close()
                 may_go_on.set()
             await until(lambda: not here.report()["under_way"]["closing_links"])
             await until(lambda: not here.report()["held_nbytes"])
@@ -643,7 +643,7 @@ def test_a_link_that_breaks_fails_what_was_to_come_by_it(options):
             await until(lambda: there.report()["under_way"]["receives"] == 1)
             board = here._board
             (own,) = (link for link in board._peers[there.token].links if link.is_ours)
-            here._thread.call(lambda: board._lose(own, "broken"))
+            here._session.call(lambda: board._lose(own, "broken"))
             with pytest.raises(TransportError, match="UCX link to"):
                 await waiting
             assert there.report()["peers"] == {here.token: 1}
@@ -731,7 +731,8 @@ def test_without_ucxx_the_reason_is_given(monkeypatch):
 
     async def scenario():
         with pytest.raises(TransportError, match=r"dask-gpurt\[ucx\]"):
-            await UcxEngine.start("127.0.0.1")
+            # Options of no other engine, whose thread would have UCX already.
+            await UcxEngine.start("127.0.0.1", {"TLS": "tcp,self"})
 
     run(scenario())
 

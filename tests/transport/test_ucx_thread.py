@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -19,8 +23,8 @@ pytest.importorskip("ucxx", reason="the ucx extra is not installed")
 
 
 @contextlib.contextmanager
-def ucx_thread():
-    thread = UcxThread("127.0.0.1", {})
+def ucx_thread(options=None):
+    thread = UcxThread.begin("127.0.0.1", options or {})
     try:
         yield thread, thread.started.result(PATIENCE_S)
     finally:
@@ -33,6 +37,14 @@ def asked(thread, method, *args):
     future = Future()
     assert thread.call(lambda: method(*args, future))
     return future
+
+
+def until(condition):
+    """Wait for a state of the thread that nothing tells of."""
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up
+        os.sched_yield()
 
 
 def test_messages_move_while_nobody_else_does_anything():
@@ -66,11 +78,57 @@ def test_a_thread_that_ended_takes_no_calls():
     thread.close()  # as often as one likes
 
 
+def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_away():
+    async def scenario():
+        options = {"TLS": "tcp,self"}  # of no other test
+        closed = await UcxEngine.start("127.0.0.1", options)
+        await closed.close(PATIENCE_S)
+        caller = await UcxEngine.start("127.0.0.1")
+        # UCX still listens: to free a listener while somebody connects crashes the process.
+        with pytest.raises(TransportError, match="UCX link to"):
+            await caller.connect(closed.descriptor, PATIENCE_S)
+        n_threads = threading.active_count()
+        engine = await UcxEngine.start("127.0.0.1", options)
+        assert threading.active_count() == n_threads
+        assert engine.descriptor["port"] == closed.descriptor["port"]
+        with pytest.raises(TransportError, match="another engine answered"):
+            await caller.connect(closed.descriptor, PATIENCE_S)
+        await caller.connect(engine.descriptor, PATIENCE_S)
+        await closed.close(PATIENCE_S)  # which is not the other one's end
+        buffers = [np.arange(10, dtype=np.uint8), np.zeros(10, dtype=np.uint8)]
+        await asyncio.gather(
+            caller.send(engine.token, 1, buffers[:1], PATIENCE_S),
+            engine.receive(caller.token, 1, buffers[1:], PATIENCE_S),
+        )
+        np.testing.assert_array_equal(*buffers)
+        assert closed.report()["peers"] == {} and engine.report()["peers"] == {caller.token: 1}
+        # While it is in use, there is another thread for whoever comes.
+        other = await UcxEngine.start("127.0.0.1", options)
+        assert other.descriptor["port"] != engine.descriptor["port"]
+        for one in (engine, other, caller):
+            await one.close(PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
+def test_a_thread_that_had_an_error_serves_no_further_engine():
+    async def scenario():
+        options = {"TLS": "self,tcp"}  # of no other test
+        engine = await UcxEngine.start("127.0.0.1", options)
+        engine._session.call(fail)
+        await asyncio.wrap_future(engine._session.finished)
+        other = await UcxEngine.start("127.0.0.1", options)
+        assert other.descriptor["port"] != engine.descriptor["port"]
+        await other.close(PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
 def test_closing_gives_up_on_a_thread_that_is_stuck_and_the_thread_goes_on():
     async def scenario():
         engine = await UcxEngine.start("127.0.0.1")
         stuck, may_go_on = threading.Event(), threading.Event()
-        engine._thread.call(lambda: (stuck.set(), may_go_on.wait(PATIENCE_S)))
+        engine._session.call(lambda: (stuck.set(), may_go_on.wait(PATIENCE_S)))
         try:
             assert await asyncio.to_thread(stuck.wait, PATIENCE_S)
             with pytest.raises(TransportError, match=r"did not close within 0\.01 s"):
@@ -96,7 +154,7 @@ def test_an_error_in_the_thread_is_told_to_all_who_wait_and_all_who_come():
         waiting = asyncio.create_task(engine.receive(engine.token, 1, [buffer], PATIENCE_S))
         while not engine.report()["under_way"]["receives"]:
             await asyncio.sleep(0)
-        engine._thread.call(fail)
+        engine._session.call(fail)
         reason = "the UCX thread ended: ZeroDivisionError"
         with pytest.raises(TransportError, match=reason):
             await waiting
@@ -121,6 +179,55 @@ def test_an_error_of_one_call_is_told_to_whoever_made_it(monkeypatch):
         await engine.close(PATIENCE_S)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("options", [{}, {"TLS": "tcp"}], ids=["shared memory", "tcp"])
+def test_a_link_is_closed_when_what_is_on_its_way_in_has_come(options):
+    """UCX would write by way of freed memory otherwise, and crash now and then."""
+    with ucx_thread(options) as (here, board), ucx_thread(options) as (there, other_board):
+        asked(there, other_board.connect, board.descriptor).result(PATIENCE_S)
+        there_token, here_token = other_board.descriptor.token, board.descriptor.token
+        buffer = np.zeros(8 << 20, dtype=np.uint8)
+        stopped, may_go_on = threading.Event(), threading.Event()
+
+        def send_and_stop(future):
+            other_board.send(here_token, 1, [np.ones_like(buffer)], future)
+            stopped.set()
+            may_go_on.wait(PATIENCE_S)
+
+        sending = asked(there, send_and_stop)
+        assert stopped.wait(PATIENCE_S)
+        # Announced, and asked for; the sender does not answer yet.
+        receiving = asked(here, board.receive, there_token, 1, [buffer])
+        until(lambda: any(getattr(t, "is_posted", False) for t in list(board._transfers)))
+        (link,) = board._links.values()
+        asked(here, board.disconnect, there_token).result(PATIENCE_S)
+        with pytest.raises(TransportError, match="disconnected here"):
+            receiving.result(PATIENCE_S)
+        assert not board.peers()
+        assert link.endpoint.alive
+        assert board.under_way()["closing_links"] == 1
+        assert board.held_nbytes() >= buffer.nbytes
+        may_go_on.set()
+        sending.result(PATIENCE_S)
+        until(lambda: not any(board.under_way().values()))
+        assert not board.held_nbytes()
+        assert not link.endpoint.alive
+
+
+def test_closing_tells_that_what_was_announced_does_not_come():
+    with ucx_thread() as (_, other_board):
+        with ucx_thread() as (here, board):
+            asked(here, board.connect, other_board.descriptor).result(PATIENCE_S)
+            buffer = np.zeros(8 << 20, dtype=np.uint8)
+            sending = asked(here, board.send, other_board.descriptor.token, 1, [buffer])
+            until(lambda: other_board.under_way()["unclaimed_parcels"] == 2)
+        with pytest.raises(TransportError, match="closed"):
+            sending.result(PATIENCE_S)
+        # Before it closed the other side had dropped the message, or it would hold it for ever.
+        assert not board.held_nbytes()
+        assert not any(board.under_way().values())
+        assert other_board.counters["dropped_parcels"] >= 2
 
 
 class Stubborn:
@@ -159,6 +266,24 @@ def test_a_link_that_cannot_be_closed_keeps_no_other_one_open(n_stubborn):
                 with pytest.raises(TransportError, match="as was asked"):
                     one_waiting.result(PATIENCE_S)
             assert len(links) == 2 and not board._links and not board.peers()
+            here.finished.result(PATIENCE_S)
             failed = [problem for problem in board.problems if "ZeroDivisionError" in problem]
             assert len(failed) == n_stubborn
-            here.finished.result(PATIENCE_S)
+
+
+def test_the_first_engine_of_a_process_leaves_its_thread_too():
+    """Although `ucxx` sets options of UCX in the environment when it is imported."""
+    script = """
+import asyncio
+from dask_gpurt.transport.ucx import UcxEngine
+
+async def port():
+    engine = await UcxEngine.start("127.0.0.1")
+    await engine.close(10)
+    return engine.descriptor["port"]
+
+print(len({asyncio.run(port()) for _ in range(3)}))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "1\n"
