@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from distributed import Client, LocalCluster, Nanny
 
 import dask_gpurt
 from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.transport.ucx_thread import UcxThread
 
 # How long an example takes says something about the machine, and nothing about the example.
 hypothesis.settings.register_profile(
@@ -143,3 +145,10 @@ def logs_of_ours_are_captured(caplog: pytest.LogCaptureFixture) -> None:
     """Other clusters of this process log as well; one that silences its logs does it for all."""
     caplog.handler.setLevel(0)
     caplog.handler.addFilter(ours)
+
+
+@pytest.fixture
+def without_ucxx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if `ucxx` were not installed, nor an engine had been open before."""
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    monkeypatch.setattr(UcxThread, "_free", {})

@@ -4,7 +4,7 @@ Random, but not in time: the seed says which query, which kind of event, which o
 dies. Every event of a shuffle on any worker is reported to this process, and goes on only once it
 was counted.
 
-    python -m tests.failure.random_killer --runs 50
+    python -m tests.failure.random_killer --runs 50 --transport ucx
 """
 
 from __future__ import annotations
@@ -220,12 +220,12 @@ class Arena:
 
 
 @contextlib.contextmanager
-def open_arena(directory: Path) -> Iterator[Arena]:
+def open_arena(directory: Path, transport: str = "auto") -> Iterator[Arena]:
     options = {"n_workers": N_WORKERS, "threads_per_worker": 1, "dashboard_address": ":0"}
     killer = Killer()
     with (
         contextlib.closing(killer),
-        dask.config.set(SETTINGS),
+        dask.config.set(SETTINGS | {"gpurt.shuffle.transport": transport}),
         LocalCluster(silence_logs=50, **options) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
@@ -237,9 +237,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--transport", default="auto", choices=["auto", "ucx", "comm"])
     options = parser.parse_args()
     directory = tpch_data.make_tpch(SCALE)
-    with open_arena(directory) as arena:
+    with open_arena(directory, options.transport) as arena:
         for seed in range(options.seed, options.seed + options.runs):
             print(arena.once(seed), flush=True)
     print(f"{options.runs} runs, {options.runs} right answers")

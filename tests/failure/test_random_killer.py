@@ -16,10 +16,12 @@ from tests.failure.random_killer import SCALE, Arena, open_arena
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def arena(tmp_path_factory: Any) -> Iterator[Arena]:
+@pytest.fixture(scope="module", params=["auto", "ucx"])
+def arena(request: Any, tmp_path_factory: Any) -> Iterator[Arena]:
+    if request.param == "ucx":
+        pytest.importorskip("ucxx", reason="the ucx extra is not installed")
     directory: Path = make_tpch(SCALE, tmp_path_factory.mktemp("tpch"))
-    with open_arena(directory) as arena:
+    with open_arena(directory, request.param) as arena:
         yield arena
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 
 import dask
 import numpy as np
@@ -185,8 +184,7 @@ def test_a_worker_that_closes_leaves_no_ucx(engines):
     assert are_closed(engines)
 
 
-def test_ucx_without_ucxx_is_an_error_that_says_so(client, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ucxx", None)
+def test_ucx_without_ucxx_is_an_error_that_says_so(client, without_ucxx):
     with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
         dask_gpurt.enable(client)
     with pytest.raises(RuntimeError) as raised:
@@ -219,9 +217,8 @@ def out_of_view(pid):
     raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
 
 
-def test_peers_out_of_view_fall_back(client, monkeypatch):
+def test_peers_out_of_view_fall_back(client, monkeypatch, without_ucxx):
     """As between two hosts, or two containers of one, without UCX."""
-    monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
     dask_gpurt.enable(client)
     assert_right(shuffled(client))
@@ -230,11 +227,10 @@ def test_peers_out_of_view_fall_back(client, monkeypatch):
     assert all("not in view" in reason["shared"] for reason in reasons)
 
 
-def test_system_without_files_in_memory_falls_back(client, monkeypatch):
+def test_system_without_files_in_memory_falls_back(client, monkeypatch, without_ucxx):
     def unsupported(*arguments):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setattr(os, "memfd_create", unsupported)
     dask_gpurt.enable(client)
     assert_right(shuffled(client))

@@ -726,13 +726,10 @@ def test_beside_a_cluster_that_talks_ucxx_itself():
     run(scenario())
 
 
-def test_without_ucxx_the_reason_is_given(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ucxx", None)
-
+def test_without_ucxx_the_reason_is_given(without_ucxx):
     async def scenario():
         with pytest.raises(TransportError, match=r"dask-gpurt\[ucx\]"):
-            # Options of no other engine, whose thread would have UCX already.
-            await UcxEngine.start("127.0.0.1", {"TLS": "tcp,self"})
+            await UcxEngine.start("127.0.0.1")
 
     run(scenario())
 
