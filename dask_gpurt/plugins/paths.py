@@ -129,6 +129,7 @@ class UcxPath:
     async def carry(self, message: Message, call: Call) -> Answer:
         number = self._engine.next_number()
         buffers = message.buffers
+        was_taken = False
         sending = asyncio.ensure_future(
             self._engine.send(self._peer, number, buffers, MESSAGE_DEADLINE_S)
         )
@@ -141,15 +142,17 @@ class UcxPath:
                     # A send that fails is told at once; the peer's answer may take its deadline.
                     await sending
                 answer = await answering
-                if answer["status"] == "OK":
+                if was_taken := answer["status"] == "OK":
                     await sending
                     await self._read_rate(sum(map(len, buffers)))
                 return answer
             finally:
                 answering.cancel()
         finally:
-            # What the peer refused is not sent any more.
+            # What the peer refused is not sent any more, and what has arrived there is dropped.
             sending.cancel()
+            if not was_taken:
+                self._engine.retract(self._peer, number)
 
     async def _read_rate(self, nbytes: int) -> None:
         if (readings := self._readings) is None:

@@ -177,6 +177,10 @@ class UcxEngine:
             f"sending message {number} to {peer_token}",
         )
 
+    def retract(self, peer_token: str, number: int) -> None:
+        """Have the receiver drop a message that it will not ask for, sent in full or not."""
+        self._session.call(partial(self._board.retract, peer_token, number))
+
     async def receive(
         self, peer_token: str, number: int, buffers: Sequence[Buffer], deadline_s: float
     ) -> None:

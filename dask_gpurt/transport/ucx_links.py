@@ -94,8 +94,6 @@ class Send(Transfer):
     def __init__(self, link: Link, number: int, future: Future[None]) -> None:
         super().__init__(link, future)
         self.number = number
-        #: The other side has been told not to wait for it.
-        self.is_retracted = False
 
 
 class Receive(Transfer):

@@ -22,6 +22,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -168,8 +169,6 @@ class Switchboard:
                 transfer.link.peer.refuse(transfer.number)
         self.problems.append(str(error))
         transfer.fail(error)
-
-    # ----------------------------------------------------------------- links
 
     def _new_link(self, descriptor: Descriptor | None = None) -> Link:
         while (channel := int.from_bytes(os.urandom(4), "little")) in self._links | self._draining:
@@ -319,7 +318,7 @@ class Switchboard:
         for transfer in list(self._transfers):
             if transfer.link is link:
                 if isinstance(transfer, Send) and link.endpoint.alive:
-                    self._retract(transfer)
+                    self._post_retraction(link, transfer.number)
                 transfer.fail(error)
         for future in link.waiters:
             reject(future, error)
@@ -327,14 +326,12 @@ class Switchboard:
     def _close_if_drained(self, link: Link) -> None:
         """Close a lost link's endpoint once UCX moves nothing on it any more.
 
-        UCX lets go of an endpoint that is closed while a large message is on its way in, but not of
-        the receipt: what still comes is then written by way of freed memory. The other side has
-        been told what is not sent any more, and what it sends is received or dropped.
+        What comes in on an endpoint that was closed is written by way of freed memory. The other
+        side knows what is not sent any more, and what it sends is received or dropped.
         """
         is_alive = link.endpoint is not None and link.endpoint.alive
-        # Only what has a peer has messages; a greeting that nobody reads would never be done.
-        has_messages = link.peer is not None and any(t.link is link for t in self._transfers)
-        if is_alive and has_messages:
+        # Without a peer it is a greeting, which would never be done if nobody reads it.
+        if is_alive and link.peer and any(transfer.link is link for transfer in self._transfers):
             return
         if is_alive:
             # Forced: it does not wait for a peer that may be gone. Not for an endpoint that has
@@ -388,15 +385,18 @@ class Switchboard:
         for send in self._transfers:
             if isinstance(send, Send) and send.future is future and not send.is_failed:
                 send.fail(TransportError("given up"))
-                self._retract(send)
+                assert send.link is not None
+                self._post_retraction(send.link, send.number)
                 return
 
-    def _retract(self, send: Send) -> None:
-        link, was_retracted, send.is_retracted = send.link, send.is_retracted, True
-        if link is None or was_retracted:
-            return
-        tag = make_tag(link.to_channel, send.number, is_retraction=True)
+    def _post_retraction(self, link: Link, number: int) -> None:
+        tag = make_tag(link.to_channel, number, is_retraction=True)
         self._post(Transfer(link), link, tag, [np.zeros(1, dtype=np.uint8)])
+
+    def retract(self, token: str, number: int) -> None:
+        """Have a peer drop a message it will not ask for, though all of it may have left."""
+        with suppress(TransportError):  # a link that is gone has nothing left
+            self._post_retraction(self._link_to(token, number), number)
 
     def receive(
         self, token: str, number: int, buffers: Sequence[Buffer], future: Future[None]

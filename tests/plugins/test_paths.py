@@ -17,6 +17,12 @@ class Engine:
 
     token = "sender"
 
+    def __init__(self):
+        self.retracted = []
+
+    def retract(self, peer, number):
+        self.retracted.append((peer, number))
+
     def next_number(self):
         return 0
 
@@ -54,7 +60,8 @@ class Readings:
 )
 def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
     readings = Readings(*rates, quick=quick)
-    path = UcxPath(Engine(), "receiver", "tcp://a:1", {}, False, readings)
+    engine = Engine()
+    path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, readings)
     message = Message(b"", [np.zeros(3, np.uint8), np.zeros(4, np.uint8)])
 
     async def taken(data):
@@ -67,6 +74,7 @@ def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
     asyncio.run(carry_all())
     assert path.bandwidth == bandwidth
     assert readings.asked == [7] * 4
+    assert not engine.retracted
     assert (threading.current_thread() in readings.threads) is quick, "the loop waits"
 
 
@@ -80,8 +88,9 @@ def test_without_tcp_nothing_is_asked():
     assert path.bandwidth is None
 
 
-def test_a_message_that_was_not_taken_says_nothing():
-    path = UcxPath(Engine(), "receiver", "tcp://a:1", {}, False, Readings())
+def test_a_message_that_was_not_taken_says_nothing_and_is_taken_back():
+    engine = Engine()
+    path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, Readings())
 
     async def refused(data):
         return {"status": "relink"}
@@ -89,3 +98,17 @@ def test_a_message_that_was_not_taken_says_nothing():
     answer = asyncio.run(path.carry(Message(b"", []), refused))
     assert answer["status"] == "relink"
     assert path.bandwidth is None
+    # It may have arrived, and nobody there asks for it.
+    assert engine.retracted == [("receiver", 0)]
+
+
+def test_a_message_whose_receiver_failed_is_taken_back():
+    engine = Engine()
+    path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, None)
+
+    async def stale(data):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(path.carry(Message(b"", []), stale))
+    assert engine.retracted == [("receiver", 0)]

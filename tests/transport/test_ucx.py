@@ -275,6 +275,28 @@ def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
 
 
 @needs_ucxx
+@over_both
+def test_a_message_that_left_in_full_can_be_taken_back(options):
+    async def scenario():
+        async with engine_here(options) as here, engine_here(options) as there:
+            await here.connect(there.descriptor, PATIENCE_S)
+            for number in (1, 2):
+                await here.send(there.token, number, [np.ones(10, np.uint8)], PATIENCE_S)
+            await until(lambda: there.report()["under_way"]["unclaimed_parcels"] == 2)
+            here.retract(there.token, 1)
+            await until(lambda: there.report()["under_way"]["unclaimed_parcels"] == 1)
+            with pytest.raises(TransportError, match="was taken back"):
+                await there.receive(here.token, 1, [np.zeros(10, np.uint8)], PATIENCE_S)
+            buffer = np.zeros(10, np.uint8)
+            await there.receive(here.token, 2, [buffer], PATIENCE_S)
+            assert buffer.all()
+            here.retract("nobody", 1)  # whose links are gone
+            await here.send(there.token, 4, [], PATIENCE_S)
+
+    run(scenario())
+
+
+@needs_ucxx
 def test_one_number_is_received_once_at_a_time():
     async def scenario():
         async with engine_here() as here, engine_here() as there:
