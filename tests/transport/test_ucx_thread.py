@@ -17,6 +17,7 @@ import pytest
 from dask_gpurt.errors import TransportError
 from dask_gpurt.transport.ucx import UcxEngine
 from dask_gpurt.transport.ucx_thread import UcxThread
+from tests.transport.test_ucx import over_both
 from tests.transport.ucx_peer import PATIENCE_S
 
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
@@ -181,7 +182,7 @@ def test_an_error_of_one_call_is_told_to_whoever_made_it(monkeypatch):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("options", [{}, {"TLS": "tcp"}], ids=["shared memory", "tcp"])
+@over_both
 def test_a_link_is_closed_when_what_is_on_its_way_in_has_come(options):
     """UCX would write by way of freed memory otherwise, and crash now and then."""
     with ucx_thread(options) as (here, board), ucx_thread(options) as (there, other_board):
