@@ -198,7 +198,7 @@ class UcxThread:
             session.started.set_result(board)
             is_sound = True
             try:
-                self._drive(ucx, epoll, board, session)
+                self._serve(ucx, epoll, board, session)
             except Exception as error:  # a bug, or UCX in a state that it cannot get out of
                 is_sound = False
                 session.why_ended = f"the UCX thread ended: {error!r}"
@@ -206,7 +206,7 @@ class UcxThread:
                 with contextlib.suppress(Exception):
                     board.close(session.why_ended)
                     # If UCX still works, peers hear that their links have ended.
-                    self._drive(ucx, epoll, board, session)
+                    self._serve(ucx, epoll, board, session)
             finally:
                 self._session = None
                 if is_sound and board.is_idle:
@@ -216,35 +216,46 @@ class UcxThread:
                 session.end()
             if not board.is_idle:
                 return  # for a peer hung: a network card might still write
-            self._drive(ucx, epoll, board, None)
+            self._wait_for_next(ucx, epoll, board)
 
-    def _drive(
+    def _serve(
         self,
         ucx: ucx_context.UcxContext,
         epoll: select.epoll,
         board: Switchboard,
-        session: Session | None,
+        session: Session,
     ) -> None:
-        """Make progress until the session is over or, without one, until there is the next."""
-        worker, n_periods = ucx.worker, 0
+        """Do what is asked for until the engine has closed, or as much of it as can be."""
+        n_periods = 0
         while True:
-            if session is not None:
-                session.run_calls()
-            worker.progress()
+            session.run_calls()
+            ucx.worker.progress()
             board.look()
-            if session is None:
-                if self._is_exiting or (self._session is not None and board.is_idle):
-                    return
-            elif board.is_closing and (board.is_idle or n_periods >= _N_CLOSING_PERIODS):
+            if board.is_closing and (board.is_idle or n_periods >= _N_CLOSING_PERIODS):
                 return
-            if session is not None and session.has_calls:
-                continue
-            if worker.arm():
-                is_waiting_for_ucx = board.is_closing and not board.is_idle
-                if not epoll.poll(_CLOSING_PERIOD_S if is_waiting_for_ucx else None):
-                    n_periods += 1
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
+            if not session.has_calls and not self._sleep(ucx, epoll, board):
+                n_periods += 1
+
+    def _wait_for_next(
+        self, ucx: ucx_context.UcxContext, epoll: select.epoll, board: Switchboard
+    ) -> None:
+        """Turn callers away until there is another session, or the process ends."""
+        while True:
+            ucx.worker.progress()
+            board.look()
+            if self._is_exiting or (self._session is not None and board.is_idle):
+                return
+            self._sleep(ucx, epoll, board)
+
+    def _sleep(self, ucx: ucx_context.UcxContext, epoll: select.epoll, board: Switchboard) -> bool:
+        """Wait until there is something to do. False if it is only time to ask again."""
+        if not ucx.worker.arm():
+            return True
+        is_closing = board.is_closing and not board.is_idle
+        has_news = bool(epoll.poll(_CLOSING_PERIOD_S if is_closing else None))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        return has_news
 
 
 def _made_of(options: Mapping[str, str]) -> object:
