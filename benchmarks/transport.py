@@ -26,7 +26,7 @@ from distributed.protocol import to_serialize
 from benchmarks.harness import arguments, machine
 from dask_gpurt.transport.ucx import UcxEngine
 
-ENGINES: dict[str, dict[str, str]] = {"ucx shared memory": {}, "ucx tcp": {"TLS": "tcp"}}
+ENGINES: dict[str, dict[str, str]] = {"ucx": {}}
 STOCK = "tcp comm"
 SHARD_NBYTES = 1 << 20
 IN_FLIGHT = 2

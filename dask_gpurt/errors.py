@@ -16,6 +16,7 @@
     │   └── ValueRefusedError               ... and would not take it with room either
     ├── DamagedValueError (OSError)         a value that was put away and did not come back the same
     ├── TransportError (ConnectionError)    a link between workers that cannot be had, or broke
+    │   └── LateError                       ... or that carries nothing any more
     └── SimulationError (RuntimeError)      a simulation that cannot come to its end
         └── TraceError (ValueError)         a recorded workload that cannot be replayed
 
@@ -84,6 +85,10 @@ class DamagedValueError(GpurtError, OSError):
 
 class TransportError(GpurtError, ConnectionError):
     """A link to another worker cannot be had, broke, or did not deliver in time."""
+
+
+class LateError(TransportError):
+    """What was asked of a link did not come about in time, though the link is there."""
 
 
 class SimulationError(GpurtError, RuntimeError):

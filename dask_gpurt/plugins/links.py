@@ -20,7 +20,13 @@ import numpy.typing as npt
 from dask_gpurt.codecs import nvcomp
 from dask_gpurt.devices.pages import SharedPages
 from dask_gpurt.devices.pool import HostPool
-from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError, TransportError
+from dask_gpurt.errors import (
+    ConfigError,
+    DamagedError,
+    LateError,
+    ProtocolError,
+    TransportError,
+)
 from dask_gpurt.plugins.paths import (
     MESSAGE_DEADLINE_S,
     Call,
@@ -51,6 +57,7 @@ Compose = Callable[[Path], Awaitable[Message]]
 RELINK = "relink"
 #: ... and of one that got something else than what was sent.
 DAMAGED = "damaged"
+_NOT_RECEIVED = "the peer could not receive"
 #: So often is a message sent that is answered with one of these.
 _MAX_ATTEMPTS = 3
 #: Transport of data of devices where any will do: through a device's memory if that can be, and as
@@ -81,6 +88,8 @@ class Links:
         self._no_memory = ""
         #: Why device memory is not sent to a peer until the next cool-down.
         self._device_failures: dict[str, str] = {}
+        #: Why `auto` does not take UCX to a peer until then.
+        self._ucx_failures: dict[str, str] = {}
         #: Where shards that leave are put together.
         self.outgoing = HostPool(keep_nbytes)
         try:
@@ -121,6 +130,8 @@ class Links:
             except TransportError as error:
                 # The next attempt finds another way, or says why there is none.
                 self._forget(address, transport)
+                if isinstance(error, LateError):
+                    self._ucx_failures[address] = str(error)
                 if message.is_from_device:
                     # UCX may know a device and not get along with it.
                     self._device_failures[address] = str(error)
@@ -128,8 +139,10 @@ class Links:
             status = answer["status"]
             if status == RELINK:
                 self._forget(address, transport)
-                if message.is_from_device and attempt:
-                    self._device_failures[address] = "the peer could not receive"
+                if attempt and path.name == "ucx":
+                    self._ucx_failures[address] = _NOT_RECEIVED
+                if attempt and message.is_from_device:
+                    self._device_failures[address] = _NOT_RECEIVED
             elif status != DAMAGED:
                 return message
         if status == RELINK:
@@ -191,6 +204,8 @@ class Links:
         why_not: dict[str, str] = {}
         for name, link in known[transport].items():
             try:
+                if transport != "ucx" and name != "shared" and address in self._ucx_failures:
+                    raise RefusedError(f"it failed: {self._ucx_failures[address]}")
                 path = await link(address, why_not, call)
                 break
             except TransportError as error:
@@ -379,6 +394,7 @@ class Links:
         self._borrower.close()
         self._paths.clear()
         self._device_failures.clear()
+        self._ucx_failures.clear()
 
     async def close(self) -> None:
         """Let go of all links. Shuffles that are under way may make others."""

@@ -2,9 +2,9 @@
 
 `UcxEngine` is what a worker's event loop sees of it. It keeps deadlines and cancellation; the work
 is done by a thread of its own (`transport.ucx_thread`) and what that drives
-(`transport.ucx_switchboard`), so that neither waits for the other. Over shared memory inside a
-host, TCP or whatever faster UCX finds between hosts. Not encrypted: a cluster that requires
-encryption must not use it.
+(`transport.ucx_switchboard`), so that neither waits for the other. Over TCP, or whatever faster UCX
+finds between hosts and between devices. Not encrypted: a cluster that requires encryption must not
+use it.
 
 Control messages (who sends which number, how long its buffers are) are the caller's business and
 travel elsewhere. UCX is optional: without the package `ucxx` an engine does not start.
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_gpurt.errors import ProtocolError, TransportError
+from dask_gpurt.errors import LateError, ProtocolError, TransportError
 from dask_gpurt.transport.ucx_links import reject
 from dask_gpurt.transport.ucx_protocol import (
     LEAST_DEVICE_NBYTES,
@@ -36,17 +36,12 @@ from dask_gpurt.transport.ucx_thread import Session, UcxThread
 
 #: Options of the engine's own context, where the environment does not say otherwise.
 #:
-#: `ucxx` asks for endpoints that notice a dead peer. Shared memory is only capable of that when
-#: told so; without, two processes of one host talk TCP. With it UCX does not copy from process to
-#: process in one step, but through a queue in shared memory. That of System V and not that of
-#: POSIX, which lies in /dev/shm, of which containers have little. The queue as it is by default
-#: holds 2 MiB, and on busy cores both sides wait for each other's turn to run again and again;
-#: 32 MiB hold a message, which made it six times as fast there. Pages of it that are not used
-#: cost nothing.
+#: Without UCX's queues in shared memory. A process has one for all who send to it, and one of them
+#: that is killed between taking a place there and filling it blocks it for ever: from nobody does
+#: anything arrive any more. Host memory inside a host goes over loopback then, where somebody asks
+#: for UCX; `transport.shared` is what is meant for it.
 _OPTIONS = {
-    "SYSV_ERROR_HANDLING": "y",
-    "SYSV_SEG_SIZE": "32k",  # a field of 16 bits: from 64k on messages break
-    "SYSV_FIFO_SIZE": "1024",
+    "TLS": "^posix,sysv,xpmem",
     "TCP_TX_SEG_SIZE": "64k",
     "TCP_RX_SEG_SIZE": "256k",
 }
@@ -167,7 +162,9 @@ class UcxEngine:
         Raises
         ------
         TransportError
-            There is no link, it broke, or the receiver did not take the message in time.
+            There is no link, or it broke.
+        LateError
+            The receiver did not take the message in time.
         """
         buffers = _checked(number, buffers)
         await self._ask(
@@ -264,7 +261,7 @@ class UcxEngine:
             async with asyncio.timeout(deadline_s):
                 await asyncio.wrap_future(future)
         except TimeoutError as error:
-            raise TransportError(f"{what}: not done within {deadline_s:g} s") from error
+            raise LateError(f"{what}: not done within {deadline_s:g} s") from error
         finally:
             if give_up is not None and future.cancelled():
                 self._session.call(partial(give_up, future))

@@ -13,7 +13,8 @@ pytest.importorskip("duckdb", reason="needs the demo's packages")
 from dask_gpurt.demo.tpch_data import make_tpch
 from tests.failure.random_killer import SCALE, Arena, open_arena
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+# One takes some seconds; after one that hangs the others do as well.
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module", params=["auto", "ucx"])

@@ -15,11 +15,19 @@ import pytest
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.pages import SharedPages
 from dask_gpurt.devices.pool import HostPool
-from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError, TransportError
+from dask_gpurt.errors import (
+    ConfigError,
+    DamagedError,
+    LateError,
+    ProtocolError,
+    TransportError,
+)
 from dask_gpurt.plugins.links import DAMAGED, LEAST_BESIDE_NBYTES, Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
+from dask_gpurt.transport.ucx import UcxEngine
 from tests.codecs.test_nvcomp import emulated
+from tests.transport.test_ucx import needs_ucxx
 
 DEADLINE_S = 20.0
 
@@ -136,6 +144,64 @@ def test_a_run_has_its_own_error():
             await links.deliver("peer", "auto", compose, call)
 
     with_links(test)
+
+
+# ------------------------------------------------------------------ a way that leads nowhere
+
+
+class Deaf:
+    """Has an engine over which nothing arrives, and takes what comes another way."""
+
+    def __init__(self, engine, is_silent):
+        self._engine = engine
+        self._is_silent = is_silent
+
+    async def call(self, data):
+        if "offers" in data:
+            is_ucx = "ucx" in data["offers"]
+            ours, why_not = (self._engine.descriptor, None) if is_ucx else (None, "elsewhere")
+            return {"status": "OK", "ours": ours, "why_not": why_not}
+        if isinstance(data["payload"], list):
+            return {"status": "OK"}
+        if self._is_silent:
+            await asyncio.Event().wait()
+        return {"status": "relink"}
+
+
+@needs_ucxx
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "asks for another link"])
+def test_over_ucx_nothing_is_sent_for_ever_to_a_peer_that_it_does_not_reach(monkeypatch, is_silent):
+    monkeypatch.setattr("dask_gpurt.plugins.paths.MESSAGE_DEADLINE_S", 0.1)
+    taken = []
+
+    async def compose(path):
+        taken.append(path.name)
+        return Message(b"", [np.zeros(1 << 20, dtype=np.uint8)])
+
+    async def test(links):
+        engine = await UcxEngine.start("127.0.0.1")
+        deaf = Deaf(engine, is_silent)
+        try:
+            if is_silent:
+                with pytest.raises(LateError, match="not done within"):
+                    await links.deliver("peer", "auto", compose, deaf.call)
+            await links.deliver("peer", "auto", compose, deaf.call)
+            assert taken == (["ucx", "comm"] if is_silent else ["ucx", "ucx", "comm"])
+            why_not = "not done within 0.1 s" if is_silent else "the peer could not receive"
+            assert why_not in links.report()["peer"]["why_not"]["ucx"]
+            # Whoever asks for it gets it, and everybody after the next cool-down.
+            with pytest.raises(TransportError):
+                await links.deliver("peer", "ucx", compose, deaf.call)
+            links.cool_down()
+            assert (await links._path("peer", "auto", deaf.call)).name == "ucx"
+        finally:
+            await links.ucx.close(DEADLINE_S)
+            await engine.close(DEADLINE_S)
+
+    with_links(test, security=OPEN, address="tcp://127.0.0.1:1", ip="127.0.0.1")
+
+
+# ------------------------------------------------------------------ memory of a peer
 
 
 class Peer:

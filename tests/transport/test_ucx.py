@@ -28,8 +28,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 needs_ucxx = pytest.mark.skipif(
     importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"
 )
-#: Shared memory, which is what UCX chooses inside a host, and TCP.
-over_both = pytest.mark.parametrize("options", [{}, {"TLS": "tcp"}], ids=["shared memory", "tcp"])
+#: UCX as the runtime uses it, which inside a host is TCP, and UCX's shared memory. That is not used
+#: otherwise; it stands for whatever else is not TCP, which has other protocols and other timing.
+_SHARED_MEMORY = {"TLS": "all", "SYSV_ERROR_HANDLING": "y"}
+over_both = pytest.mark.parametrize("options", [_SHARED_MEMORY, {}], ids=["shared memory", "tcp"])
 
 
 class OtherProcess:
@@ -517,6 +519,25 @@ def test_noise_on_the_port_does_no_harm():
                 exchange(here, there.token, "send", 1, [100_000]),
                 exchange(there, here.token, "receive", 1, [100_000]),
             )
+
+    run(scenario())
+
+
+@needs_ucxx
+def test_ucx_has_no_queues_in_shared_memory_unless_somebody_asks_for_them(monkeypatch):
+    """Peers that are killed block them, for everybody."""
+    queues = {"posix", "sysv", "xpmem"}
+
+    async def scenario():
+        monkeypatch.delenv("UCX_TLS", raising=False)
+        # Asked for where UCX is used by others; without the queues it means nothing here.
+        monkeypatch.setenv("UCX_POSIX_ERROR_HANDLING", "y")
+        async with engine_here() as engine:
+            transports = set(engine.report()["transports"])
+            assert "tcp" in transports and not transports & queues
+        monkeypatch.setenv("UCX_TLS", "posix,tcp")
+        async with engine_here() as engine:
+            assert set(engine.report()["transports"]) & queues == {"posix"}
 
     run(scenario())
 
