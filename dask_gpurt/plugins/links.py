@@ -57,7 +57,6 @@ Compose = Callable[[Path], Awaitable[Message]]
 RELINK = "relink"
 #: ... and of one that got something else than what was sent.
 DAMAGED = "damaged"
-_NOT_RECEIVED = "the peer could not receive"
 #: So often is a message sent that is answered with one of these.
 _MAX_ATTEMPTS = 3
 #: Transport of data of devices where any will do: through a device's memory if that can be, and as
@@ -130,19 +129,19 @@ class Links:
             except TransportError as error:
                 # The next attempt finds another way, or says why there is none.
                 self._forget(address, transport)
-                if isinstance(error, LateError):
-                    self._ucx_failures[address] = str(error)
                 if message.is_from_device:
                     # UCX may know a device and not get along with it.
                     self._device_failures[address] = str(error)
+                elif isinstance(error, LateError):
+                    self._ucx_failures[address] = str(error)
                 raise
             status = answer["status"]
             if status == RELINK:
                 self._forget(address, transport)
-                if attempt and path.name == "ucx":
-                    self._ucx_failures[address] = _NOT_RECEIVED
                 if attempt and message.is_from_device:
-                    self._device_failures[address] = _NOT_RECEIVED
+                    self._device_failures[address] = "the peer could not receive"
+                elif attempt and path.name == "ucx":
+                    self._ucx_failures[address] = "the peer could not receive"
             elif status != DAMAGED:
                 return message
         if status == RELINK:
