@@ -105,17 +105,16 @@ class Courier:
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
-            try:
-                answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
-                    data=data, shuffle_id=run.id, run_id=run.run_id
-                )
-            except ShuffleClosedError as closed:
-                # The peer is on its way out and the scheduler has yet to notice, which will end
-                # this run. Until then that is no more than a peer that cannot be reached.
-                raise OSError(f"{address} is closing") from closed
+            answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
+                data=data, shuffle_id=run.id, run_id=run.run_id
+            )
             if answer["status"] == "error":
                 _, error, traceback = clean_exception(**answer)
                 assert error is not None
+                if isinstance(error, ShuffleClosedError):
+                    # The peer is on its way out and the scheduler has yet to notice, which will
+                    # end this run. Until then it is no more than a peer that cannot be reached.
+                    raise OSError(f"{address} is closing") from error
                 if isinstance(error, P2PConsistencyError):
                     raise ShuffleClosedError(f"{run} is over") from error
                 raise error.with_traceback(traceback)

@@ -335,6 +335,8 @@ class ExchangeRun:
         except Exception as error:
             self._exception = error
             raise
+        # A run that was closed meanwhile has dropped what waited: that was not delivered.
+        self.raise_if_closed()
 
     # ------------------------------------------------------------------ unpack
 

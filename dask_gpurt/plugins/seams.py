@@ -23,6 +23,8 @@ not, and when | |
 that is up without asking the event loop, which may be busy | `RunLookup.remove` |
 | `ShuffleWorkerPlugin.barrier` | what a late barrier says of a run that is over is "again", and no
 error | `RunLookup.remove` |
+| handler `shuffle_inputs_done` | a worker that closes says neither that it delivered what it had
+nor that the shuffle failed | `RunLookup.remove` |
 | `Worker.rpc.available`, `.occupied`, `TCP.stream` | the kernel says what a link carries | |
 | `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
 """
@@ -39,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from dask._task_spec import Task
-from distributed.core import clean_exception
+from distributed.core import Status, clean_exception
 from distributed.exceptions import Reschedule
 from distributed.metrics import context_meter, thread_time
 from distributed.protocol import to_serialize
@@ -299,6 +301,20 @@ class RunLookup:
                 # still does, waits for a run that it knows nothing of.
                 raise Reschedule() from error
 
+        stock_inputs_done = worker.handlers["shuffle_inputs_done"]
+
+        async def inputs_done(shuffle_id: ShuffleId, run_id: int) -> None:
+            try:
+                await stock_inputs_done(shuffle_id=shuffle_id, run_id=run_id)
+            except ShuffleClosedError:
+                if worker.status == Status.closing:
+                    # It is about to leave, upon which the shuffle starts over. An answer before
+                    # that would be the end of the computation.
+                    await worker.finished()
+                raise
+
+        self._worker, self._stock_inputs_done = worker, stock_inputs_done
+        worker.handlers["shuffle_inputs_done"] = inputs_done
         plugin.add_partition = add_partition  # type: ignore[method-assign]
         plugin.barrier = barrier  # type: ignore[method-assign]
         plugin.get_or_create_shuffle = get_or_create_shuffle  # type: ignore[method-assign]
@@ -308,6 +324,8 @@ class RunLookup:
         """Give the stock methods back."""
         for name in ("add_partition", "barrier", "get_or_create_shuffle", "get_shuffle_run"):
             vars(self._plugin).pop(name, None)
+        if self._worker.status != Status.closing:
+            self._worker.handlers["shuffle_inputs_done"] = self._stock_inputs_done
 
 
 def event_loop(worker: Worker) -> asyncio.AbstractEventLoop:

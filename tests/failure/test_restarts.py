@@ -8,6 +8,7 @@ from typing import Any
 
 import dask
 import pytest
+from distributed.core import error_message
 from distributed.shuffle._exceptions import ShuffleClosedError
 
 from tests.failure import gates
@@ -154,7 +155,7 @@ def test_barrier_whose_run_is_gone(quiet_stage: Stage) -> None:
 
 def _refuse(worker: Any) -> None:
     async def refused(**message: Any) -> Any:
-        raise ShuffleClosedError("has already been closed")
+        return error_message(ShuffleClosedError("has already been closed"))
 
     gates.replace(worker, "receive", lambda receive: refused)
 

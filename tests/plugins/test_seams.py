@@ -60,6 +60,8 @@ def test_scheduler_plugin_has_what_we_replace():
 def test_worker_plugin_has_what_we_replace():
     assert parameters(ShuffleWorkerPlugin.get_or_create_shuffle) == ["self", "shuffle_id"]
     assert parameters(ShuffleWorkerPlugin.get_shuffle_run) == ["self", "shuffle_id", "run_id"]
+    of_barrier = parameters(ShuffleWorkerPlugin.shuffle_inputs_done)
+    assert of_barrier == ["self", "shuffle_id", "run_id"]
     assert {"_active_runs", "closed"} <= set(_ShuffleRunManager.__annotations__)
 
 
@@ -182,6 +184,13 @@ def test_handlers_are_where_we_replace_them(sides):
 
     expected = ["shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task"]
     assert sides.stock.run_on_scheduler(names) == expected
+
+    def is_stock_s(dask_worker):
+        handler = dask_worker.handlers["shuffle_inputs_done"]
+        return handler == dask_worker.plugins["shuffle"].shuffle_inputs_done
+
+    assert all(sides.stock.run(is_stock_s).values())
+    assert not any(sides.enabled.run(is_stock_s).values())
 
 
 def test_no_output_task_runs_in_the_wrong_place_first(sides):

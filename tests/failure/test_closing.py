@@ -1,0 +1,162 @@
+"""Workers that take their time to close, in the midst of a shuffle: their own doing, not a death.
+
+Between the moment their runs are closed and the one the scheduler notices, they still answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import pytest
+from distributed import Status
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from tests.failure import gates
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate
+from tests.failure.leftovers import assert_nothing_left
+from tests.failure.stage import Stage, expected, open_stage
+from tests.integration.comparing import assert_same_partitions
+
+
+@pytest.fixture(params=["comm", "shared"])
+def stage(request: Any) -> Iterator[Stage]:
+    # Each shard is a message, so that some still wait while others are under way.
+    with (
+        dask.config.set({"gpurt.shuffle.message-size": "1 B"}),
+        open_stage(request.param) as stage,
+    ):
+        yield stage
+
+
+class Lingers(WorkerPlugin):
+    """Of a user: something that has to be brought to an end first."""
+
+    name = "lingers"
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    async def teardown(self, worker: Any) -> None:
+        await asyncio.to_thread(pass_gate, self.path)
+
+
+def _linger(worker: Any, path: str) -> None:
+    worker.plugins["lingers"] = Lingers(path)
+
+
+def _hold(worker: Any, point: str, path: str) -> None:
+    gates.before(worker, point, lambda: pass_gate(path))
+
+
+def _worker_at(stage: Stage, address: str) -> Any:
+    (worker,) = (w for w in stage.cluster.workers.values() if w.address == address)
+    return worker
+
+
+@contextlib.contextmanager
+def closing(stage: Stage, victim: str) -> Iterator[None]:
+    """A worker closes by itself: its runs are closed in the block, and it is gone after it."""
+    worker = _worker_at(stage, victim)
+    stage.closed.append(worker)
+    shuffles = worker.plugins["shuffle"]
+    with Gate() as gate:
+        stage.tell(victim, _linger, gate.path)
+
+        async def begin() -> asyncio.Task[Any]:
+            return asyncio.create_task(worker.close(nanny=False))
+
+        task = stage.cluster.sync(begin)
+        gate.wait_for()
+        _until(lambda: shuffles.closed and not shuffles.shuffle_runs._runs)
+        yield
+        gate.open()
+        stage.departures.wait_for(victim)
+
+    async def end() -> None:
+        await task
+
+    stage.cluster.sync(end)
+
+
+def _until(condition: Any) -> None:
+    give_up = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up, "it does not come to pass"
+
+
+def _is_held(worker: Any) -> bool:
+    """Whether somebody waits on this worker for its end."""
+    assert worker.status == Status.closing
+    return bool(worker._event_finished._waiters)
+
+
+def test_sender_whose_messages_wait_while_the_barrier_asks_for_them(stage: Stage) -> None:
+    """It has dropped them then. That is not to be taken for delivered."""
+    victim = stage.addresses("sender")[0]
+    worker = _worker_at(stage, victim)
+    with Gate() as asked, Gate() as taken:
+        stage.tell(victim, _hold, "barrier", asked.path)
+        for receiver in stage.addresses("receiver"):
+            stage.tell(receiver, _hold, "receive", taken.path)
+        outputs = stage.shuffle()
+        asked.wait_for()
+        asked.open()
+        run = next(iter(worker.plugins["shuffle"].shuffle_runs._runs))
+        _until(lambda: run.transferred)
+        with closing(stage, victim):
+            taken.open()
+            _until(lambda: _is_held(worker) or all(future.done() for future in outputs))
+        assert_same_partitions(stage.results(outputs), expected())
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)
+
+
+def test_sender_that_is_asked_when_it_has_closed_its_runs(stage: Stage) -> None:
+    """Whatever it had was delivered; it cannot know that any more."""
+    victim = stage.addresses("sender")[0]
+    worker = _worker_at(stage, victim)
+    with Gate() as asked:
+        stage.tell(victim, _hold, "barrier", asked.path)
+        outputs = stage.shuffle()
+        asked.wait_for()
+        with closing(stage, victim):
+            asked.open()
+            _until(lambda: _is_held(worker) or all(future.done() for future in outputs))
+        assert_same_partitions(stage.results(outputs), expected())
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)
+
+
+def test_receiver_that_refuses_messages(stage: Stage) -> None:
+    """They wait until it is gone, and for the run that follows then."""
+    victim = stage.addresses("receiver")[0]
+    worker = _worker_at(stage, victim)
+    refused: list[Any] = []
+
+    def noting_refusals(receive: Any) -> Any:
+        async def noting(**message: Any) -> Any:
+            answer = await receive(**message)
+            if answer["status"] == "error":
+                refused.append(answer)
+            return answer
+
+        return noting
+
+    gates.replace(worker, "receive", noting_refusals)
+    with Gate() as made:
+        outputs = stage.shuffle(gate=made.path)
+        made.wait_for(2)
+        with closing(stage, victim):
+            made.open()
+            _until(lambda: refused or all(future.done() for future in outputs))
+        assert_same_partitions(stage.results(outputs), expected())
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)
