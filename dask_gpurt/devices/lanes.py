@@ -97,7 +97,7 @@ class Lane:
         Raises
         ------
         RuntimeError
-            The lane is closed.
+            The lane is closed, or no thread can be started for it.
         """
         with self._changed:
             if self._is_closed:
@@ -112,8 +112,14 @@ class Lane:
                 thread = threading.Thread(
                     target=self._serve, name=f"gpurt {self.name} {number}", daemon=True
                 )
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # the process may have no more of them
+                    if not self._threads:
+                        self._jobs.clear()  # there is none but this
+                        raise
+                else:
+                    self._threads.append(thread)
             self._changed.notify()
             return job.future
 

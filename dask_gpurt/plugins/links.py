@@ -89,6 +89,8 @@ class Links:
         self._device_failures: dict[str, str] = {}
         #: Why `auto` does not take UCX to a peer until then.
         self._ucx_failures: dict[str, str] = {}
+        #: Links over UCX that broke, after which nothing was delivered yet.
+        self._broken: dict[str, Path] = {}
         #: Where shards that leave are put together.
         self.outgoing = HostPool(keep_nbytes)
         try:
@@ -132,8 +134,11 @@ class Links:
                 if message.is_from_device:
                     # UCX may know a device and not get along with it.
                     self._device_failures[address] = str(error)
-                elif isinstance(error, LateError):
-                    self._ucx_failures[address] = str(error)
+                elif path.name == "ucx":
+                    # A link may break. If the next one does as well, there is more to it.
+                    broken = self._broken.setdefault(address, path)
+                    if broken is not path or isinstance(error, LateError):
+                        self._ucx_failures[address] = str(error)
                 raise
             status = answer["status"]
             if status == RELINK:
@@ -143,6 +148,7 @@ class Links:
                 elif attempt and path.name == "ucx":
                     self._ucx_failures[address] = "the peer could not receive"
             elif status != DAMAGED:
+                self._broken.pop(address, None)
                 return message
         if status == RELINK:
             raise TransportError(f"{address} does not keep a link")
@@ -394,6 +400,7 @@ class Links:
         self._paths.clear()
         self._device_failures.clear()
         self._ucx_failures.clear()
+        self._broken.clear()
 
     async def close(self) -> None:
         """Let go of all links. Shuffles that are under way may make others."""

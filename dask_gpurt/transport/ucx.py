@@ -85,7 +85,10 @@ class UcxEngine:
         # Else UCX complains on stderr of a variable that `ucxx` sets and UCX no longer knows.
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         own = {key: on for key, on in _OPTIONS.items() if f"UCX_{key}" not in os.environ}
-        session = UcxThread.begin(host, {**own, **(options or {})})
+        try:
+            session = UcxThread.begin(host, {**own, **(options or {})})
+        except (OSError, RuntimeError) as error:
+            raise TransportError(f"UCX does not start: {error}") from error
         try:
             # Shielded: a session that has begun to start has to be told to end.
             return cls(session, await asyncio.shield(asyncio.wrap_future(session.started)))

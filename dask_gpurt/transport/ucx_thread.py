@@ -132,7 +132,15 @@ class UcxThread:
 
     @classmethod
     def begin(cls, host: str, options: Mapping[str, str]) -> Session:
-        """A session, with a thread that is free or a new one."""
+        """A session, with a thread that is free or a new one.
+
+        Raises
+        ------
+        OSError
+            The process may have no more files.
+        RuntimeError
+            It may have no more threads.
+        """
         with cls._free_lock:
             free = cls._free.get(_made_of(options))
             thread = free.pop() if free else cls(options)
@@ -140,12 +148,21 @@ class UcxThread:
         if thread._thread.is_alive():
             thread.wake()
         else:
-            thread._thread.start()
+            try:
+                thread._thread.start()
+            except RuntimeError:
+                thread._forget()
+                raise
         return session
 
     def wake(self) -> None:
         """Have the thread look around; from any thread."""
         os.eventfd_write(self._wake_fd, 1)
+
+    def _forget(self) -> None:
+        """There is nothing to be ended."""
+        atexit.unregister(self._exit)
+        os.close(self._wake_fd)
 
     def _exit(self) -> None:
         session = self._session
@@ -157,21 +174,21 @@ class UcxThread:
 
     def _run(self) -> None:
         try:
+            epoll = select.epoll()
+            epoll.register(self._wake_fd, select.EPOLLIN)
             ucx = ucx_context.load(self._options)
+            epoll.register(ucx.worker.epoll_file_descriptor, select.EPOLLIN)
         except Exception as error:
             reason = f"UCX does not start: {error}"
             if isinstance(error, ImportError):
                 reason = f"no UCX without ucxx (dask-gpurt[ucx] installs it): {error}"
-            atexit.unregister(self._exit)
             assert self._session is not None
             self._session.started.set_exception(TransportError(reason))
             self._session.end()
-            os.close(self._wake_fd)
+            self._forget()
             return
         self._made_of = _made_of(self._options)  # now: `ucxx` sets variables when it is imported
-        with select.epoll() as epoll:
-            epoll.register(self._wake_fd, select.EPOLLIN)
-            epoll.register(ucx.worker.epoll_file_descriptor, select.EPOLLIN)
+        with epoll:
             # Between engines there is nobody to tell; whoever comes next gets another thread.
             with contextlib.suppress(Exception):
                 self._serve_all(ucx, epoll)

@@ -56,6 +56,37 @@ def test_results_and_errors_come_back():
         assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1), "threads survive errors"
 
 
+def out_of_threads(monkeypatch):
+    """From now on the process may have no more of them."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_a_lane_that_gets_no_thread_says_so_and_works_once_there_is_one(monkeypatch):
+    with Lane("lane") as lane:
+        with monkeypatch.context() as without:
+            out_of_threads(without)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                lane.submit(pytest.fail, "nobody was to do this")
+        assert lane.n_waiting == 0
+        assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
+
+
+def test_a_lane_that_gets_no_further_thread_makes_do_with_those_it_has(gate, monkeypatch):
+    with Lane("lane", 2) as lane:
+        held = lane.submit(gate)
+        assert gate.entered.wait(PATIENCE_S)
+        with monkeypatch.context() as without:
+            out_of_threads(without)
+            waiting = lane.submit(divmod, 7, 2)
+        gate.open.set()
+        assert held.result(PATIENCE_S) == "through"
+        assert waiting.result(PATIENCE_S) == (3, 1)
+
+
 def test_one_thread_keeps_the_order(gate):
     lane, _ = closed_in(gate)
     ran = []

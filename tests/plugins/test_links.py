@@ -201,6 +201,38 @@ def test_over_ucx_nothing_is_sent_for_ever_to_a_peer_that_it_does_not_reach(monk
     with_links(test, security=OPEN, address="tcp://127.0.0.1:1", ip="127.0.0.1")
 
 
+@needs_ucxx
+def test_a_link_over_ucx_may_break_once_and_is_not_made_for_ever(monkeypatch):
+    taken = []
+
+    async def compose(path):
+        taken.append(path.name)
+        return Message(b"", [np.zeros(1 << 20, dtype=np.uint8)])
+
+    async def test(links):
+        there = await UcxEngine.start("127.0.0.1")
+        here = await links.ucx.engine()
+
+        async def breaking(peer, *message):
+            await here.disconnect(peer)
+            return await UcxEngine.send(here, peer, *message)
+
+        monkeypatch.setattr(here, "send", breaking)
+        deaf = Deaf(there, is_silent=True)
+        try:
+            for _ in range(2):
+                with pytest.raises(TransportError, match="no UCX link"):
+                    await links.deliver("peer", "auto", compose, deaf.call)
+            await links.deliver("peer", "auto", compose, deaf.call)
+            assert taken == ["ucx", "ucx", "comm"]
+            assert "no UCX link" in links.report()["peer"]["why_not"]["ucx"]
+        finally:
+            await links.ucx.close(DEADLINE_S)
+            await there.close(DEADLINE_S)
+
+    with_links(test, security=OPEN, address="tcp://127.0.0.1:1", ip="127.0.0.1")
+
+
 # ------------------------------------------------------------------ memory of a peer
 
 

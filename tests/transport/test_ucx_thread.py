@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -108,6 +109,33 @@ def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_a
         assert other.descriptor["port"] != engine.descriptor["port"]
         for one in (engine, other, caller):
             await one.close(PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("os.eventfd", OSError(errno.EMFILE, "Too many open files")),
+        ("select.epoll", OSError(errno.EMFILE, "Too many open files")),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+    ],
+)
+def test_a_process_that_may_have_no_more_of_something_has_no_engine(monkeypatch, what, error):
+    """And says so, whatever it is; the next time there may be some."""
+
+    async def scenario():
+        options = {"TLS": "tcp", "TCP_MAX_POLL": str(len(what))}  # of no other test
+
+        def refuse(*args):
+            raise error
+
+        with monkeypatch.context() as without:
+            without.setattr(f"dask_gpurt.transport.ucx_thread.{what}", refuse)
+            with pytest.raises(TransportError, match=f"UCX does not start: .*{error.args[-1]}"):
+                await UcxEngine.start("127.0.0.1", options)
+        engine = await UcxEngine.start("127.0.0.1", options)
+        await engine.close(PATIENCE_S)
 
     asyncio.run(scenario())
 
