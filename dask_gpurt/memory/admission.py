@@ -109,8 +109,11 @@ class Admission:
 
     @property
     def stands_still(self) -> bool:
-        """Whether nothing runs or is written that could leave room for others."""
-        is_running = any(claim.is_ready for claim in self.running)
+        """Whether nothing runs or is written that could leave room for others.
+
+        What may wait for others itself does not count.
+        """
+        is_running = any(claim.is_ready for claim in self.running - self._waiting_inside)
         return not is_running and not self._residency.is_writing
 
     def give_up(self, value: Value) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dask_gpurt.errors import TierFullError
+from dask_gpurt.errors import TierFullError, ValueRefusedError
 from dask_gpurt.frames.values import Flat
 from dask_gpurt.memory.backoff import Backoff, Complaints
 from dask_gpurt.memory.block_io import empty_blocks
@@ -153,6 +153,9 @@ class DiskTier:
         """Bytes that are accounted for before they are written, and given back on an error."""
         with self._lock:
             capacity = self.capacity_nbytes
+            if capacity is not None and nbytes > capacity:
+                # Of this value alone: smaller ones need not wait for it.
+                raise ValueRefusedError(f"{nbytes} bytes are more than all of {capacity} on disk")
             if capacity is not None and self._used_nbytes + nbytes > capacity:
                 raise TierFullError(
                     f"{nbytes} bytes do not fit on disk: {self._used_nbytes} of {capacity} are used"

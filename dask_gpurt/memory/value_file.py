@@ -39,9 +39,9 @@ MAGIC = b"GRV"
 VERSION = 1
 #: What blocks are aligned to, in files and in memory.
 BLOCK_NBYTES = 4096
-#: Buffers from here on are blocks, and so are all once the lead is as long as the second.
+#: Buffers from here on are blocks. Smaller ones never are, however many there are: of a list of a
+#: hundred thousand vectors each would take whole pages, in the file and in memory.
 SMALL_NBYTES = 64 << 10
-LONGEST_LEAD_NBYTES = 1 << 20
 
 #: How the bytes of a block came to be. Numbers are never used again for anything else.
 CODERS = ("none", "lz4", "zstd")
@@ -111,7 +111,7 @@ def layout_of(header_nbytes: int, stored_nbytes: Sequence[int]) -> Layout:
     offsets = [0] * len(stored_nbytes)
     blocks = []
     for number, nbytes in enumerate(stored_nbytes):
-        if nbytes >= SMALL_NBYTES or (nbytes and end >= LONGEST_LEAD_NBYTES):
+        if nbytes >= SMALL_NBYTES:
             blocks.append(number)
         else:
             offsets[number] = padded(end, _ALIGNMENT)

@@ -232,6 +232,8 @@ class ManagedMemory:
                 if lost or memory_seams.is_cancelled(self._worker, key):
                     return memory_seams.reschedule(key)
                 _meter("disk-read", cold)
+            # Patience is with what runs now: a worker that had nothing to do did not stand still.
+            self._moved_at = self._loop.time()
             event = await stock(key, **kwargs)
         finally:
             if self._claims.get(key) is claim:

@@ -107,6 +107,22 @@ def test_limit_of_the_disk(tmp_path: Path) -> None:
             assert 0 < disk_of(worker).used_nbytes <= 7 * MIB
 
 
+def test_value_that_is_larger_than_all_of_the_disk_s_limit(tmp_path: Path) -> None:
+    """It stays in memory, and others make room."""
+    limit = {"gpurt.memory.disk-limit": "8 MiB"}
+    with open_small(tmp_path, n_workers=1, **limit) as client:
+        (store,) = stores(client)
+        memory = store.residency.levels[0]
+        large = client.submit(make_block, 99, 14 * MIB, key="large")
+        wait(large, timeout=DEADLINE_S)
+        blocks = [client.submit(make_block, n, MIB) for n in range(11)]
+        wait(blocks, timeout=DEADLINE_S)
+        until(lambda: memory.used_nbytes <= memory.capacity_nbytes, "small values stay as well")
+        assert not store.is_cold("large")
+        expected = [sum_of(make_block(n, MIB)) for n in range(11)]
+        assert client.gather(client.map(sum_of, blocks, pure=False)) == expected
+
+
 def test_directory_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     directory = str(tmp_path / "file" / "values")
@@ -206,6 +222,19 @@ def test_tasks_that_are_cancelled_while_they_wait_for_room(tmp_path: Path) -> No
         assert client.submit(sum_of, client.submit(make_block, 1)).result(DEADLINE_S)
         del running
         assert_no_values_left(client)
+
+
+def test_worker_that_had_nothing_to_do_is_as_patient_as_any(tmp_path: Path) -> None:
+    """To wait for room is not to be in vain because nothing ran before."""
+    with open_small(tmp_path, n_workers=1) as client, Gate() as gate:
+        (worker,) = client.cluster.workers.values()
+        memory = worker.plugins["gpurt"]._attachment._memory
+        memory._moved_at = before = memory._loop.time() - 3600.0
+        running = client.submit(pass_gate, gate.path)
+        gate.wait_for()
+        assert memory._moved_at > before + 3000.0
+        gate.open()
+        running.result(DEADLINE_S)
 
 
 @pytest.mark.cluster

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dask_gpurt.errors import DamagedValueError, TierFullError
+from dask_gpurt.errors import DamagedValueError, TierFullError, ValueRefusedError
 from dask_gpurt.frames.values import Flat, flatten, restore
 from dask_gpurt.memory import block_io
 from dask_gpurt.memory.block_io import empty_blocks
@@ -498,6 +498,9 @@ def test_a_full_tier_is_no_failure(parent, caplog):
     place = tier.put(flat_of((200_000,)))
     with pytest.raises(TierFullError, match="do not fit"):
         tier.put(flat_of((200_000,)))
+    # Which never will, and is no matter of the others.
+    with pytest.raises(ValueRefusedError, match="more than all"):
+        tier.put(flat_of((400_000,)))
     tier.drop(place)
     tier.put(flat_of((200_000,)))
     assert not caplog.messages

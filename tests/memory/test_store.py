@@ -314,6 +314,22 @@ def test_a_task_whose_input_does_not_fit_waits_while_another_runs():
     assert told == [set()]
 
 
+def test_a_task_that_may_wait_for_others_is_nothing_to_wait_for():
+    """It may be this very task that it waits for."""
+    setup = Setup()
+    filled(setup, *"abc")
+    outer, ready = setup.store.claim("outer", ["c"], 0, (), lambda lost: None)
+    assert ready or setup.settle() is None
+    setup.store.may_wait(outer)
+    never_enough_memory(setup)
+    told = []
+    setup.store.claim("inner", ["a"], 0, (), told.append)
+    step_all_but_later(setup)
+    setup.store.give_in(setup.store.put_off(1.0))
+    step_all_but_later(setup)
+    assert told == [set()]
+
+
 def test_a_message_is_told_when_a_value_is_given_up():
     setup = Setup()
     filled(setup, *"abc")
