@@ -9,6 +9,8 @@ Contract tests in `tests/plugins/test_placement_seams.py` fail when distributed 
 | `Scheduler._TRANSITIONS_TABLE` | the last of those is not told which task it decides for; how
 long a task took, and on whom
 | `DecisionSwap.remove` |
+| `Scheduler.stimulus_queue_slots_maybe_opened` | a task that stays in the queue is asked about
+once, and not for each place that is free | `DecisionSwap.remove` |
 | `WorkStealing._get_thief` | a thief is chosen, or refused, by what it has to fetch
 | `DecisionSwap.remove` |
 | `WorkStealing._combined_occupancy` | the same work is more of it for a slow worker
@@ -26,6 +28,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
+
+from distributed.scheduler import _task_slots_available
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -137,6 +141,19 @@ class DecisionSwap:
             ts = scheduler.tasks.get(deciding)
             return found if found is None or ts is None else root(ts, found)
 
+        def open_slots(*, stimulus_id: str) -> None:
+            if not scheduler.queued:
+                return
+            saturation = scheduler.WORKER_SATURATION
+            spare = scheduler.idle_task_count
+            for _ in range(sum(_task_slots_available(ws, saturation) for ws in spare)):
+                if not scheduler.queued:
+                    return
+                first = scheduler.queued.peek()
+                scheduler.transitions({first.key: "processing"}, stimulus_id)
+                if first.state == "queued":
+                    return  # stock would ask for it again, to be told the same
+
         def noting(transition: Callable[..., Any]) -> Callable[..., Any]:
             # These do not call one another, so that no more than the last key is needed.
             def noted(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
@@ -172,6 +189,7 @@ class DecisionSwap:
         scheduler.decide_worker_non_rootish = place  # type: ignore[method-assign]
         scheduler.decide_worker_rootish_queuing_disabled = place_root  # type: ignore[method-assign]
         scheduler.decide_worker_rootish_queuing_enabled = place_queued_root  # type: ignore[method-assign]
+        scheduler.stimulus_queue_slots_maybe_opened = open_slots  # type: ignore[method-assign]
         scheduler._TRANSITIONS_TABLE = {  # type: ignore[misc]
             **stock_table,
             ("waiting", "processing"): noting(stock_table["waiting", "processing"]),
@@ -216,6 +234,7 @@ class DecisionSwap:
             "decide_worker_non_rootish",
             "decide_worker_rootish_queuing_disabled",
             "decide_worker_rootish_queuing_enabled",
+            "stimulus_queue_slots_maybe_opened",
             "_TRANSITIONS_TABLE",
         ):
             vars(self._scheduler).pop(name, None)

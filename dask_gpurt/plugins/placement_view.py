@@ -165,8 +165,12 @@ class PlacementView:
         """Seconds that a worker takes for what takes others one."""
         if not ws.processing:
             return self.speeds.learned(ws.address)
+        # One that has a thread to spare is not heard of because it has little to do: a task or two
+        # that take long, or that wait for others.
+        has_spare = len(ws.processing) - len(ws.long_running) < ws.nthreads
         # Nearly always without being gone through.
-        groups = None if ws.needs_what else map(_group, islice(ws.processing, MAX_LOOKED_AT))
+        is_at_work = not (ws.needs_what or has_spare)
+        groups = map(_group, islice(ws.processing, MAX_LOOKED_AT)) if is_at_work else None
         return self.speeds.slowness(ws.address, self._clock(), groups)
 
     def ended(self, ts: TaskState, ws: WorkerState, seconds: float) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two looks at all workers, which take milliseconds where there are a thousand.
 INTERVAL_S = 0.1
+#: Share of the scheduler's time that they may take.
+MOST_OF_TIME = 0.1
 #: Of a worker that is helped. Less of it is also seen where tasks of a group are uneven, and moving
 #: those early had computations take longer.
 LEAST_SLOWNESS = 2.0
@@ -58,15 +60,20 @@ class Relief:
             self._next.cancel()
 
     def _look(self) -> None:
-        state = self._scheduler
+        state, loop = self._scheduler, asyncio.get_running_loop()
+        began_s = loop.time()
         waited_on = []
         if state.idle and not state.queued:
             waited_on = [ws for ws in state.workers.values() if len(ws.processing) > ws.nthreads]
-        if any(self._slowness(ws) >= LEAST_SLOWNESS for ws in waited_on):
-            self._balance()
-        # Who is slow shows by not being heard of, and by then all others may be done.
-        then = self._look if waited_on else self._rest
-        self._next = asyncio.get_running_loop().call_later(INTERVAL_S, then)
+        try:
+            if any(self._slowness(ws) >= LEAST_SLOWNESS for ws in waited_on):
+                self._balance()
+        finally:
+            # Who is slow shows by not being heard of, and by then all others may be done.
+            then = self._look if waited_on else self._rest
+            # A look goes through all that may be stolen, which may be much, and not to be had.
+            pause_s = max(INTERVAL_S, (loop.time() - began_s) / MOST_OF_TIME)
+            self._next = loop.call_later(pause_s, then)
 
     def _rest(self) -> None:
         self._next = None

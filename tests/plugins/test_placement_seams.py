@@ -46,6 +46,30 @@ def test_every_task_that_can_run_is_decided_by_one_of_the_three():
     }
 
 
+def test_free_places_are_given_away_as_stock_does_it():
+    """What is replaced is this, but for a task that had better stay in the queue."""
+    assert parameters(Scheduler.stimulus_queue_slots_maybe_opened) == ["self", "stimulus_id"]
+    source = inspect.getsource(Scheduler.stimulus_queue_slots_maybe_opened)
+    code = [line.strip() for line in source.split('"""')[2].splitlines()]
+    assert [
+        line for line in code if line and not line.startswith(("#", "assert", "if self.val"))
+    ] == [
+        "if not self.queued:",
+        "return",
+        "slots_available = sum(",
+        "_task_slots_available(ws, self.WORKER_SATURATION)",
+        "for ws in self.idle_task_count",
+        ")",
+        "if slots_available == 0:",
+        "return",
+        "for _ in range(slots_available):",
+        "if not self.queued:",
+        "return",
+        "qts = self.queued.peek()",
+        'self.transitions({qts.key: "processing"}, stimulus_id)',
+    ]
+
+
 def test_transitions_are_looked_up_in_the_table_on_the_instance():
     table = SchedulerState._TRANSITIONS_TABLE
     for way in [("waiting", "processing"), ("queued", "processing")]:
@@ -111,6 +135,7 @@ REPLACED = [
     "decide_worker_non_rootish",
     "decide_worker_rootish_queuing_disabled",
     "decide_worker_rootish_queuing_enabled",
+    "stimulus_queue_slots_maybe_opened",
     "_TRANSITIONS_TABLE",
 ]
 
@@ -263,3 +288,25 @@ async def test_an_error_of_ours_is_logged_once_and_stock_decides(c, s, a, b):
         await a.heartbeat()
     assert logged.getvalue().count("placement failed") == 1
     assert placement.summary()["failed"] >= 22
+
+
+@gen_cluster(client=True, nthreads=[("", 4)] * 2)
+async def test_a_task_that_stays_in_the_queue_is_asked_about_once(c, s, a, b):
+    asked = []
+    is_choosy = True
+
+    class Choosy(Placement):
+        def place_root(self, ts, stock):
+            asked.append(ts.key)
+            return None if is_choosy else stock
+
+    s.validate = False  # which has queued tasks only where all workers are busy
+    Choosy(s, "data-aware")
+    futures = c.map(inc, range(40))
+    await async_poll_for(lambda: len(s.queued) == 40, timeout=10)
+    asked.clear()
+    s.stimulus_queue_slots_maybe_opened(stimulus_id="test")
+    assert asked == [s.queued.peek().key]
+    is_choosy = False
+    s.stimulus_queue_slots_maybe_opened(stimulus_id="test")
+    assert await c.gather(futures) == list(range(1, 41))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
+from distributed import Event
+from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_gpurt.placement.speeds import PAUSE_S
 from dask_gpurt.plugins.placement import Placement
@@ -84,6 +87,10 @@ class Timers:
 
     def __init__(self):
         self.due = []
+        self.now_s = 0.0
+
+    def time(self):
+        return self.now_s
 
     def call_soon(self, function):
         return self.call_later(0.0, function)
@@ -130,3 +137,51 @@ def test_workers_are_looked_through_while_somebody_waits_and_another_one_is_free
     relief.ended(free)
     relief.close()
     assert not loop.due
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_looks_that_take_long_are_far_apart(monkeypatch, ends_well):
+    """Stock goes through all that waits for a slow worker, also where none of it may be moved."""
+    loop = Timers()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+
+    def balance():
+        loop.now_s += 3.0
+        if not ends_well:
+            raise ZeroDivisionError
+
+    stuck = SimpleNamespace(processing=[1, 2], nthreads=1)
+    free = SimpleNamespace(processing=[], nthreads=1)
+    state = SimpleNamespace(workers={1: stuck, 2: free}, queued=[], idle={2: free})
+    relief = Relief(state, lambda ws: 2.0, balance)
+    relief.ended(free)
+    with contextlib.nullcontext() if ends_well else pytest.raises(ZeroDivisionError):
+        loop.step()
+    ((seconds, _),) = loop.due
+    assert seconds == pytest.approx(30.0)
+
+
+@gen_cluster(client=True, nthreads=[("", 2)] * 2)
+async def test_a_worker_with_a_thread_to_spare_is_not_slow_for_one_task_that_takes_long(c, s, a, b):
+    now_s = [0.0]
+    placement = Placement(s, "data-aware", clock=lambda: now_s[0])
+    gate = Event()
+
+    def wait_if(waits):
+        if waits:
+            gate.wait()
+
+    keys = [("wait_if", n) for n in range(8)]
+    on_b = [c.submit(wait_if, False, key=key, workers=[b.address]) for key in keys]
+    await c.gather(on_b)
+    only, other = s.workers[a.address], s.workers[b.address]
+    held = []
+    for n_threads in (1, 2):
+        key = ("wait_if", 100 + n_threads)
+        held.append(c.submit(wait_if, True, key=key, workers=[a.address]))
+        await async_poll_for(lambda n=n_threads: len(only.processing) == n, timeout=10)
+        now_s[0] += 1000.0
+        assert (placement.slowness(only) > 1.0) == (n_threads == 2)
+        assert placement.slowness(other) == 1.0
+    await gate.set()
+    await c.gather(held)
