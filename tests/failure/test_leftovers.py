@@ -48,7 +48,9 @@ def test_messages_that_are_under_way_over_ucx_are_seen(client: Client) -> None:
             asyncio.create_task(what(engine.token, number, [large], DEADLINE_S))
             for number, what in enumerate((engine.send, engine.receive))
         ]
-        await until(lambda: engine.report()["under_way"]["unclaimed_parcels"] == 2)
+        # The message may have arrived before the thread is told of what is to be received.
+        seen = {"sends": 1, "receives": 1, "unclaimed_parcels": 2, "closing_links": 0}
+        await until(lambda: engine.report()["under_way"] == seen)
         held_nbytes = engine.report()["held_nbytes"]
         assert held_nbytes > large.nbytes
         assert [one for one in await left_on(worker) if one.endswith("of UCX")] == [
