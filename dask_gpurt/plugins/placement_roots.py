@@ -23,7 +23,12 @@ from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Seat, seat
 from dask_gpurt.plugins.held_back import HeldBack
 from dask_gpurt.plugins.placement_contractions import Contractions
 from dask_gpurt.plugins.placement_seams import expected_duration_s
-from dask_gpurt.plugins.placement_view import MAX_CHAIN, MIN_JOIN_NBYTES, PlacementView
+from dask_gpurt.plugins.placement_view import (
+    MAX_CHAIN,
+    MIN_JOIN_NBYTES,
+    PlacementView,
+    n_on_threads,
+)
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -194,7 +199,7 @@ class RootPlaces:
     def _n_free(self, ws: WorkerState) -> int:
         """Tasks that a worker can be given before the scheduler calls it full."""
         slots = max(math.ceil(self._scheduler.WORKER_SATURATION * ws.nthreads), 1)
-        return slots - (len(ws.processing) - len(ws.long_running))
+        return slots - n_on_threads(ws)
 
     # ------------------------------------------------------------------ slow links
 
@@ -327,5 +332,5 @@ class RootPlaces:
 
 
 def _ahead(ws: WorkerState) -> float:
-    """Tasks for each thread of a worker, but for those that have left theirs."""
-    return (len(ws.processing) - len(ws.long_running)) / ws.nthreads
+    """Tasks for each thread of a worker."""
+    return n_on_threads(ws) / ws.nthreads

@@ -165,12 +165,12 @@ class PlacementView:
         """Seconds that a worker takes for what takes others one."""
         if not ws.processing:
             return self.speeds.learned(ws.address)
+        groups = None
         # One that has a thread to spare is not heard of because it has little to do: a task or two
         # that take long, or that wait for others.
-        has_spare = len(ws.processing) - len(ws.long_running) < ws.nthreads
-        # Nearly always without being gone through.
-        is_at_work = not (ws.needs_what or has_spare)
-        groups = map(_group, islice(ws.processing, MAX_LOOKED_AT)) if is_at_work else None
+        if not ws.needs_what and n_on_threads(ws) >= ws.nthreads:
+            # Nearly always without being gone through.
+            groups = map(_group, islice(ws.processing, MAX_LOOKED_AT))
         return self.speeds.slowness(ws.address, self._clock(), groups)
 
     def ended(self, ts: TaskState, ws: WorkerState, seconds: float) -> None:
@@ -394,6 +394,11 @@ class PlacementView:
             if (n := self.sizes(other)) >= min_nbytes:
                 placed[ws.address] = placed.get(ws.address, 0.0) + n
         return placed
+
+
+def n_on_threads(ws: WorkerState) -> int:
+    """Tasks that a worker has threads for, or will: all but those that have left theirs."""
+    return len(ws.processing) - len(ws.long_running)
 
 
 def unknown_s(prefix: TaskPrefix) -> float:
