@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,13 @@ def pass_gate(path: str) -> None:
         with socket.socket(socket.AF_UNIX) as conn:
             conn.connect(path)
             conn.recv(1)
+
+
+def until(is_so: Callable[[], Any], what: str) -> None:
+    """Ask until it is so, or the deadline has passed."""
+    give_up = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < give_up, what
 
 
 #: Points that task threads pass are methods of the plugin, the others are handlers on the loop.
@@ -135,6 +143,11 @@ def before(worker: Any, point: str, visit: Callable[[], None]) -> None:
         return in_thread if point in METHODS else on_loop
 
     replace(worker, point, make)
+
+
+def hold(worker: Any, point: str, path: str) -> None:
+    """Have a worker wait at a gate whenever it comes to a point."""
+    before(worker, point, lambda: pass_gate(path))
 
 
 def after(worker: Any, point: str, visit: Callable[[], None]) -> None:

@@ -124,13 +124,6 @@ def hold_after_the_write(dask_worker: Any, path: str) -> None:
     tier.put = held
 
 
-def until(is_so: Callable[[], Any], what: str) -> None:
-    """Ask until it is so, or the deadline has passed."""
-    give_up = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < give_up, what
-
-
 def orphans(directory: Path) -> list[str]:
     """Directories of values under a directory whose process is dead, and files of no directory."""
     found = []

@@ -152,6 +152,11 @@ class Stage:
                 return [by_name[name] for name in ROLES[role]]
             assert time.monotonic() < give_up, f"of the {role}s there are {sorted(by_name)}"
 
+    def worker_at(self, address: str) -> Any:
+        """A worker of this process."""
+        (worker,) = (w for w in self.cluster.workers.values() if w.address == address)
+        return worker
+
     def tell(self, address: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call `function(worker, *args)` where the worker is, on its loop."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from distributed import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from tests.failure import gates
-from tests.failure.gates import DEADLINE_S, Gate, pass_gate
+from tests.failure.gates import Gate, pass_gate, until
 from tests.failure.leftovers import assert_nothing_left
 from tests.failure.stage import Stage, expected, open_stage
 from tests.integration.comparing import assert_same_partitions
@@ -49,19 +48,10 @@ def _linger(worker: Any, path: str) -> None:
     worker.plugins["lingers"] = Lingers(path)
 
 
-def _hold(worker: Any, point: str, path: str) -> None:
-    gates.before(worker, point, lambda: pass_gate(path))
-
-
-def _worker_at(stage: Stage, address: str) -> Any:
-    (worker,) = (w for w in stage.cluster.workers.values() if w.address == address)
-    return worker
-
-
 @contextlib.contextmanager
 def closing(stage: Stage, victim: str) -> Iterator[None]:
     """A worker closes by itself: its runs are closed in the block, and it is gone after it."""
-    worker = _worker_at(stage, victim)
+    worker = stage.worker_at(victim)
     stage.closed.append(worker)
     shuffles = worker.plugins["shuffle"]
     with Gate() as gate:
@@ -72,7 +62,7 @@ def closing(stage: Stage, victim: str) -> Iterator[None]:
 
         task = stage.cluster.sync(begin)
         gate.wait_for()
-        _until(lambda: shuffles.closed and not shuffles.shuffle_runs._runs)
+        until(lambda: shuffles.closed and not shuffles.shuffle_runs._runs, "its runs go on")
         yield
         gate.open()
         stage.departures.wait_for(victim)
@@ -83,10 +73,8 @@ def closing(stage: Stage, victim: str) -> Iterator[None]:
     stage.cluster.sync(end)
 
 
-def _until(condition: Any) -> None:
-    give_up = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up, "it does not come to pass"
+def is_done(outputs: list[Any]) -> bool:
+    return all(future.done() for future in outputs)
 
 
 def _is_held(worker: Any) -> bool:
@@ -98,19 +86,19 @@ def _is_held(worker: Any) -> bool:
 def test_sender_whose_messages_wait_while_the_barrier_asks_for_them(stage: Stage) -> None:
     """It has dropped them then. That is not to be taken for delivered."""
     victim = stage.addresses("sender")[0]
-    worker = _worker_at(stage, victim)
+    worker = stage.worker_at(victim)
     with Gate() as asked, Gate() as taken:
-        stage.tell(victim, _hold, "barrier", asked.path)
+        stage.tell(victim, gates.hold, "barrier", asked.path)
         for receiver in stage.addresses("receiver"):
-            stage.tell(receiver, _hold, "receive", taken.path)
+            stage.tell(receiver, gates.hold, "receive", taken.path)
         outputs = stage.shuffle()
         asked.wait_for()
         asked.open()
         run = next(iter(worker.plugins["shuffle"].shuffle_runs._runs))
-        _until(lambda: run.transferred)
+        until(lambda: run.transferred, "it is not asked")
         with closing(stage, victim):
             taken.open()
-            _until(lambda: _is_held(worker) or all(future.done() for future in outputs))
+            until(lambda: _is_held(worker) or is_done(outputs), "it neither answers nor waits")
         assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
     stage.let_go_of(outputs)
@@ -120,14 +108,14 @@ def test_sender_whose_messages_wait_while_the_barrier_asks_for_them(stage: Stage
 def test_sender_that_is_asked_when_it_has_closed_its_runs(stage: Stage) -> None:
     """Whatever it had was delivered; it cannot know that any more."""
     victim = stage.addresses("sender")[0]
-    worker = _worker_at(stage, victim)
+    worker = stage.worker_at(victim)
     with Gate() as asked:
-        stage.tell(victim, _hold, "barrier", asked.path)
+        stage.tell(victim, gates.hold, "barrier", asked.path)
         outputs = stage.shuffle()
         asked.wait_for()
         with closing(stage, victim):
             asked.open()
-            _until(lambda: _is_held(worker) or all(future.done() for future in outputs))
+            until(lambda: _is_held(worker) or is_done(outputs), "it neither answers nor waits")
         assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
     stage.let_go_of(outputs)
@@ -137,7 +125,7 @@ def test_sender_that_is_asked_when_it_has_closed_its_runs(stage: Stage) -> None:
 def test_receiver_that_refuses_messages(stage: Stage) -> None:
     """They wait until it is gone, and for the run that follows then."""
     victim = stage.addresses("receiver")[0]
-    worker = _worker_at(stage, victim)
+    worker = stage.worker_at(victim)
     refused: list[Any] = []
 
     def noting_refusals(receive: Any) -> Any:
@@ -155,7 +143,7 @@ def test_receiver_that_refuses_messages(stage: Stage) -> None:
         made.wait_for(2)
         with closing(stage, victim):
             made.open()
-            _until(lambda: refused or all(future.done() for future in outputs))
+            until(lambda: refused or is_done(outputs), "nothing is refused")
         assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
     stage.let_go_of(outputs)

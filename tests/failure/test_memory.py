@@ -18,7 +18,7 @@ from distributed import Client, wait
 
 import dask_gpurt
 from dask_gpurt.errors import DamagedValueError
-from tests.failure.gates import DEADLINE_S, Gate, pass_gate
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate, until
 from tests.failure.memory_stage import (
     MIB,
     N_BLOCKS,
@@ -34,7 +34,6 @@ from tests.failure.memory_stage import (
     stores,
     sum_of,
     sums_of,
-    until,
 )
 
 

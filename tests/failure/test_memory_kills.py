@@ -15,7 +15,7 @@ import pytest
 from distributed import Client, wait
 
 import dask_gpurt
-from tests.failure.gates import DEADLINE_S, Gate
+from tests.failure.gates import DEADLINE_S, Gate, until
 from tests.failure.memory_stage import (
     N_BLOCKS,
     expected_sums,
@@ -27,7 +27,6 @@ from tests.failure.memory_stage import (
     orphans,
     sum_of,
     sums_of,
-    until,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

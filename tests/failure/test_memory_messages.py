@@ -15,7 +15,7 @@ from distributed.worker import get_data_from_worker
 import dask_gpurt
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.plugins import gathering, memory
-from tests.failure.gates import DEADLINE_S
+from tests.failure.gates import DEADLINE_S, until
 from tests.failure.memory_stage import (
     N_BLOCKS,
     expected_sums,
@@ -24,7 +24,6 @@ from tests.failure.memory_stage import (
     open_small,
     sum_of,
     sums_of,
-    until,
 )
 
 

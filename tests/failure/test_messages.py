@@ -19,7 +19,7 @@ from dask_gpurt.errors import TransportError
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle.messages import Message
 from tests.failure import gates
-from tests.failure.gates import Gate, pass_gate
+from tests.failure.gates import Gate
 from tests.failure.leftovers import assert_nothing_left
 from tests.failure.stage import N_INPUTS, Stage, expected, frame, open_stage
 from tests.integration.comparing import assert_same_partitions
@@ -386,10 +386,6 @@ def test_messages_that_always_fail_their_checksum(stage: Stage, change: Change) 
     assert_one_clear_error(stage, "DamagedError", "3 times in a row a message to tcp://")
 
 
-def _hold(worker: Any, path: str) -> None:
-    gates.before(worker, "receive", lambda: pass_gate(path))
-
-
 def _waiting_nbytes(worker: Any) -> int:
     runs = worker.plugins["shuffle"].heartbeat()
     return max((run["comm"]["memory"] for run in runs.values()), default=0)
@@ -399,7 +395,7 @@ def test_peer_that_stops_reading(stage: Stage) -> None:
     """Producers wait, and no more waits with them than the limit and what crossed it."""
     with Gate() as gate:
         for receiver in stage.addresses("receiver"):
-            stage.tell(receiver, _hold, gate.path)
+            stage.tell(receiver, gates.hold, "receive", gate.path)
         outputs = stage.shuffle()
         stage.wait_for_blocked_producers(2)
         for sender in stage.addresses("sender"):

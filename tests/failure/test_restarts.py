@@ -34,10 +34,6 @@ def quiet_stage() -> Iterator[Stage]:
         yield stage
 
 
-def _hold(worker: Any, point: str, path: str) -> None:
-    gates.before(worker, point, lambda: pass_gate(path))
-
-
 def _first(visit: Callable[[], None]) -> Callable[[], None]:
     visits = iter([visit])
     return lambda: next(visits, lambda: None)()
@@ -51,7 +47,7 @@ def test_producers_wait_for_a_receiver_that_leaves(stage: Stage) -> None:
     """They are let go, and take part in the run that follows."""
     victim = stage.addresses("receiver")[0]
     with Gate() as gate:
-        stage.tell(victim, _hold, "receive", gate.path)
+        stage.tell(victim, gates.hold, "receive", gate.path)
         outputs = stage.shuffle()
         stage.wait_for_blocked_producers(4)
         with leaving(stage, victim):
@@ -166,7 +162,7 @@ def test_receiver_that_refuses_messages_before_it_leaves(quiet_stage: Stage) -> 
     sender, victim = stage.addresses("sender")[0], stage.addresses("receiver")[0]
     stage.tell(victim, _refuse)
     with Gate() as gate:
-        stage.tell(sender, _hold, "barrier", gate.path)
+        stage.tell(sender, gates.hold, "barrier", gate.path)
         outputs = stage.shuffle()
         gate.wait_for()
         gate.open()

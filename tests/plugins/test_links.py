@@ -168,49 +168,60 @@ class Deaf:
         return {"status": "relink"}
 
 
+def noting(taken):
+    """Makes messages that UCX does not send at once, and notes for which path."""
+
+    async def compose(path):
+        taken.append(path.name)
+        return Message(b"", [np.zeros(1 << 20, dtype=np.uint8)])
+
+    return compose
+
+
+def with_links_to_the_deaf(test, *, is_silent):
+    """Run a coroutine function with links of a worker, and what calls a peer that is deaf."""
+
+    async def with_engine(links):
+        engine = await UcxEngine.start("127.0.0.1")
+        try:
+            await test(links, Deaf(engine, is_silent).call)
+        finally:
+            await links.ucx.close(DEADLINE_S)
+            await engine.close(DEADLINE_S)
+
+    with_links(with_engine, security=OPEN, address="tcp://127.0.0.1:1", ip="127.0.0.1")
+
+
 @needs_ucxx
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "asks for another link"])
 def test_over_ucx_nothing_is_sent_for_ever_to_a_peer_that_it_does_not_reach(monkeypatch, is_silent):
     monkeypatch.setattr("dask_gpurt.plugins.paths.MESSAGE_DEADLINE_S", 0.1)
     taken = []
+    compose = noting(taken)
 
-    async def compose(path):
-        taken.append(path.name)
-        return Message(b"", [np.zeros(1 << 20, dtype=np.uint8)])
+    async def test(links, call):
+        if is_silent:
+            with pytest.raises(LateError, match="not done within"):
+                await links.deliver("peer", "auto", compose, call)
+        await links.deliver("peer", "auto", compose, call)
+        assert taken == (["ucx", "comm"] if is_silent else ["ucx", "ucx", "comm"])
+        why_not = "not done within 0.1 s" if is_silent else "the peer could not receive"
+        assert why_not in links.report()["peer"]["why_not"]["ucx"]
+        # Whoever asks for it gets it, and everybody after the next cool-down.
+        with pytest.raises(TransportError):
+            await links.deliver("peer", "ucx", compose, call)
+        links.cool_down()
+        assert (await links._path("peer", "auto", call)).name == "ucx"
 
-    async def test(links):
-        engine = await UcxEngine.start("127.0.0.1")
-        deaf = Deaf(engine, is_silent)
-        try:
-            if is_silent:
-                with pytest.raises(LateError, match="not done within"):
-                    await links.deliver("peer", "auto", compose, deaf.call)
-            await links.deliver("peer", "auto", compose, deaf.call)
-            assert taken == (["ucx", "comm"] if is_silent else ["ucx", "ucx", "comm"])
-            why_not = "not done within 0.1 s" if is_silent else "the peer could not receive"
-            assert why_not in links.report()["peer"]["why_not"]["ucx"]
-            # Whoever asks for it gets it, and everybody after the next cool-down.
-            with pytest.raises(TransportError):
-                await links.deliver("peer", "ucx", compose, deaf.call)
-            links.cool_down()
-            assert (await links._path("peer", "auto", deaf.call)).name == "ucx"
-        finally:
-            await links.ucx.close(DEADLINE_S)
-            await engine.close(DEADLINE_S)
-
-    with_links(test, security=OPEN, address="tcp://127.0.0.1:1", ip="127.0.0.1")
+    with_links_to_the_deaf(test, is_silent=is_silent)
 
 
 @needs_ucxx
 def test_a_link_over_ucx_may_break_once_and_is_not_made_for_ever(monkeypatch):
     taken = []
+    compose = noting(taken)
 
-    async def compose(path):
-        taken.append(path.name)
-        return Message(b"", [np.zeros(1 << 20, dtype=np.uint8)])
-
-    async def test(links):
-        there = await UcxEngine.start("127.0.0.1")
+    async def test(links, call):
         here = await links.ucx.engine()
 
         async def breaking(peer, *message):
@@ -218,19 +229,14 @@ def test_a_link_over_ucx_may_break_once_and_is_not_made_for_ever(monkeypatch):
             return await UcxEngine.send(here, peer, *message)
 
         monkeypatch.setattr(here, "send", breaking)
-        deaf = Deaf(there, is_silent=True)
-        try:
-            for _ in range(2):
-                with pytest.raises(TransportError, match="no UCX link"):
-                    await links.deliver("peer", "auto", compose, deaf.call)
-            await links.deliver("peer", "auto", compose, deaf.call)
-            assert taken == ["ucx", "ucx", "comm"]
-            assert "no UCX link" in links.report()["peer"]["why_not"]["ucx"]
-        finally:
-            await links.ucx.close(DEADLINE_S)
-            await there.close(DEADLINE_S)
+        for _ in range(2):
+            with pytest.raises(TransportError, match="no UCX link"):
+                await links.deliver("peer", "auto", compose, call)
+        await links.deliver("peer", "auto", compose, call)
+        assert taken == ["ucx", "ucx", "comm"]
+        assert "no UCX link" in links.report()["peer"]["why_not"]["ucx"]
 
-    with_links(test, security=OPEN, address="tcp://127.0.0.1:1", ip="127.0.0.1")
+    with_links_to_the_deaf(test, is_silent=True)
 
 
 # ------------------------------------------------------------------ memory of a peer
