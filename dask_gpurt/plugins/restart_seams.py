@@ -9,6 +9,10 @@ they run again in a new run. Three things are different here:
 - Shuffles whose outputs go into the same tasks, the two sides of a join, start over together. The
   tasks read both again, and what one side has let go of since, it would ask for in turn.
 - A barrier that asks to run again has its run kept, or a new one made where there is none.
+- Where an output is wanted again, tasks that are still to run get all they are made of from the new
+  run. Inputs may not be the same twice (random numbers, a clock): half of one run and half of the
+  other would be a result that no run has. Stock has its outputs until the end of a run and need not
+  start over here. Where it has to, because a worker left, what is made already is kept as there.
 
 Contract tests in `tests/plugins/test_restart_seams.py` fail when distributed moves any of it.
 
@@ -26,7 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.shuffle._core import ShuffleId, barrier_key, id_from_key
 
+from dask_gpurt.plugins.seams import TO_RUN
+
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from distributed import Scheduler
     from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 
@@ -53,24 +61,36 @@ class Restarts:
 
     def _released_by(self, id: ShuffleId) -> dict[Any, Any]:
         """What is released so that a shuffle starts over: in place of stock's of another name."""
-        released: dict[Any, Any] = {}
-        for barrier in self._joined_with(self._scheduler.tasks[barrier_key(id)]):
+        barriers = self._joined_with(self._scheduler.tasks[barrier_key(id)])
+        # With a worker that leaves, the run has ended before this is asked.
+        is_wanted_again = id in self._plugin.active_shuffles
+        anew: set[Any] = set()
+        while is_wanted_again:
+            anew = made_anew(barriers)
+            # Tasks between two shuffles: what the second has of the first run must not stay either.
+            further = [task for task in anew if self._is_active(task) and task not in barriers]
+            if not further:
+                break
+            barriers = [*barriers, *(b for b in self._joined_with(*further) if b not in barriers)]
+        released = {task.key: "released" for task in anew if task.state == "memory"}
+        for barrier in barriers:
             if barrier.state != "erred":
                 tasks = [*barrier.dependents, barrier, *barrier.dependencies]
                 released.update((one.key, "released") for one in tasks if one.state != "erred")
         return released
 
-    def _joined_with(self, barrier: Any) -> list[Any]:
-        """A barrier, and those of active shuffles whose outputs go into tasks with its own."""
-        found = {barrier.key: barrier}
-        left = [barrier]
+    def _is_active(self, task: Any) -> bool:
+        """Whether it is the barrier of a shuffle that has a run."""
+        return id_from_key(task.key) in self._plugin.active_shuffles
+
+    def _joined_with(self, *barriers: Any) -> list[Any]:
+        """Barriers, and those of active shuffles whose outputs go into tasks with their own."""
+        found = {barrier.key: barrier for barrier in barriers}
+        left = [*barriers]
         while left:
             others = {o for task in left.pop().dependents for o in task.dependencies}
             for other in others:
-                if (
-                    other.key not in found
-                    and id_from_key(other.key) in self._plugin.active_shuffles
-                ):
+                if other.key not in found and self._is_active(other):
                     found[other.key] = other
                     left.append(other)
         return list(found.values())
@@ -92,6 +112,31 @@ class Restarts:
         """Give the stock method and handler back."""
         vars(self._plugin).pop("_restart_recommendations", None)
         self._scheduler.stream_handlers["reschedule"] = self._stock_reschedule
+
+
+def made_anew(barriers: Collection[Any]) -> set[Any]:
+    """Tasks to be made of what these shuffles put out when they have started over.
+
+    Those that are still to run, and for their sake what is made of outputs already and goes into
+    them. What nobody waits for is not among them: it is whole, of the run that is over.
+    """
+    outputs = {task for barrier in barriers for task in barrier.dependents}
+    beyond: set[Any] = set()
+    left = [task for output in outputs for task in output.dependents]
+    to_run = [task for task in left if task.state in TO_RUN]
+    while left:
+        task = left.pop()
+        if task not in beyond and task not in outputs:
+            beyond.add(task)
+            left += task.dependents
+    anew: set[Any] = set()
+    while to_run:
+        task = to_run.pop()
+        if task in beyond and task not in anew:
+            anew.add(task)
+            to_run += task.dependencies
+            to_run += [one for one in task.dependents if one.state in TO_RUN]
+    return anew
 
 
 def _is_awaited_from(task: Any, worker: str) -> bool:

@@ -124,7 +124,7 @@ def lacks_shuffles(scheduler: Scheduler) -> str | None:
 
 
 #: States of a task on the scheduler that is wanted and has no result.
-_TO_RUN = frozenset({"waiting", "queued", "no-worker", "processing"})
+TO_RUN = frozenset({"waiting", "queued", "no-worker", "processing"})
 
 
 class SpecSwap:
@@ -216,7 +216,7 @@ def read_order(scheduler: Scheduler, shuffle_id: ShuffleId) -> list[Any]:
     common, as those of two computations over one collection do, each read it with tasks of theirs.
     """
     barrier = scheduler.tasks.get(barrier_key(shuffle_id))
-    readers = [task for task in barrier.dependents if task.state in _TO_RUN] if barrier else []
+    readers = [task for task in barrier.dependents if task.state in TO_RUN] if barrier else []
     readers.sort(key=lambda task: task.priority or ())
     return [
         partition for task in readers for partition in partitions_read(task.run_spec, shuffle_id)

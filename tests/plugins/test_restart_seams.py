@@ -89,3 +89,33 @@ def test_both_sides_of_a_join_start_over() -> None:
     assert released(tasks, {"a", "b", "c"}, "b") == expected
     # A side that has no run yet has let go of nothing.
     assert released(tasks, {"a"}, "a") == {one.key for one in [*left, *outputs]}
+
+
+def test_who_is_to_run_gets_all_it_is_made_of_from_the_new_run() -> None:
+    tasks = shuffle("a")
+    outputs = [task(f"out-{n}", needs=(tasks[-1],)) for n in range(3)]
+    whole = task("whole", needs=(outputs[0],))
+    read = [task("read-0", needs=(outputs[0],)), task("read-1", "released", (outputs[1],))]
+    between = task("between", needs=(read[1],))
+    elsewhere = task("elsewhere")
+    to_run = task("to-run", "waiting", (outputs[2], read[0], between, elsewhere))
+    every = [*tasks, *outputs, whole, *read, between, elsewhere, to_run]
+    expected = {one.key for one in [*tasks, *outputs]}
+    assert released(every, {"a"}, "a") == {*expected, "read-0", "between"}
+    # After a worker left, as in stock.
+    assert released(every, set(), "a") == expected
+
+
+def test_shuffles_that_took_in_what_is_made_anew_start_over() -> None:
+    first = shuffle("a")
+    outputs = [task(f"out-{n}", needs=(first[-1],)) for n in range(2)]
+    taken_in = [task("b-0", needs=(outputs[0],)), task("b-1", "waiting", (outputs[1],))]
+    second = [*taken_in, task("b-2"), task(barrier_key("b"), "waiting")]  # type: ignore[arg-type]
+    for transfer in second[:-1]:
+        second[-1].dependencies.add(transfer)
+        transfer.dependents.add(second[-1])
+    beyond = task("beyond", "waiting", (second[-1],))
+    through = shuffle("c")
+    tasks = [*first, *outputs, *second, beyond, *through]
+    expected = {one.key for one in [*first, *outputs, *second, beyond]}
+    assert released(tasks, {"a", "b", "c"}, "a") == expected

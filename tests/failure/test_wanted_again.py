@@ -1,0 +1,169 @@
+"""A second computation over a shuffle that another reads, with inputs that are not the same twice.
+
+What an output was made of is let go of once it is made, so the shuffle starts over for the second.
+Each of the two gets all of its rows from one run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from tests.failure import gates
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate, until
+
+N_PARTITIONS = 4
+HELD = N_PARTITIONS - 1
+ALL_ROWS = N_PARTITIONS * 100
+META = pd.DataFrame({"key": [0], "time": [0]}).iloc[:0]
+
+#: How often each input was made; the workers are in this process.
+_times: Counter[int] = Counter()
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    options: dict[str, Any] = {"protocol": "tcp://", "memory_limit": 0, "dashboard_address": ":0"}
+    with LocalCluster(n_workers=2, threads_per_worker=4, processes=False, **options) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[Client]:
+    with Client(cluster, set_as_default=False) as client:
+        dask_gpurt.enable(client)
+        yield client
+
+
+@pytest.fixture
+def gate(client: Client) -> Iterator[Gate]:
+    """Where one output of each shuffle has to wait before it is put together."""
+    with Gate() as gate:
+        client.run(_hold_an_output, gate.path)
+        yield gate
+
+
+def _hold_an_output(path: str, dask_worker: Any) -> None:
+    def make(proceed: Callable[..., Any]) -> Callable[..., Any]:
+        def held(shuffle_id: str, run_id: int, partition_id: int, *args: Any, **kw: Any) -> Any:
+            if partition_id == HELD:
+                pass_gate(path)
+            return proceed(shuffle_id, run_id, partition_id, *args, **kw)
+
+        return held
+
+    gates.replace(dask_worker, "unpack", make)
+
+
+def make(number: int) -> pd.DataFrame:
+    """An input partition; every row says how often it has been made."""
+    _times[number] += 1
+    return pd.DataFrame({"key": np.arange(100), "time": _times[number]})
+
+
+@pytest.fixture
+def shuffled(client: Client) -> list[Any]:
+    _times.clear()
+    return shuffle(client, [dask.delayed(make, pure=False)(n) for n in range(N_PARTITIONS)])
+
+
+def shuffle(client: Client, inputs: list[Any]) -> list[Any]:
+    with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        import dask.dataframe as dd
+
+        lazy = dd.from_delayed(inputs, meta=META, verify_meta=False)
+        return list(lazy.shuffle("key", npartitions=N_PARTITIONS).to_delayed())
+
+
+def see(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame
+
+
+def times_of(frames: list[pd.DataFrame]) -> tuple[int, list[int]]:
+    """How many rows there are, and of which times."""
+    whole = pd.concat(frames)
+    return len(whole), sorted(set(whole["time"]))
+
+
+def seen(outputs: list[Any], name: str) -> list[Any]:
+    return [
+        dask.delayed(see)(output, dask_key_name=(name, number))
+        for number, output in enumerate(outputs)
+    ]
+
+
+def wait_for_all_but_the_held(cluster: LocalCluster, name: str) -> None:
+    """And until the outputs that these saw were let go of."""
+
+    async def is_so() -> bool:
+        tasks = [cluster.scheduler.tasks[name, number] for number in range(HELD)]
+        # What a shuffle has taken in is let go of as well.
+        return all(
+            task.state in ("memory", "released")
+            and all(output.state == "released" for output in task.dependencies)
+            for task in tasks
+        )
+
+    until(lambda: cluster.sync(is_so), "the first computation does not come so far")
+
+
+def wait_for_runs(client: Client, n_runs: int) -> None:
+    until(
+        lambda: dask_gpurt.status(client)["runs"] == {"gpurt": n_runs, "stock": 0},
+        f"there are no {n_runs} runs",
+    )
+
+
+def test_what_is_read_already_is_read_again(
+    cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
+) -> None:
+    first = client.compute(dask.delayed(times_of)(seen(shuffled, "first")))
+    gate.wait_for()
+    wait_for_all_but_the_held(cluster, "first")
+    second = client.compute(dask.delayed(times_of)(seen(shuffled, "second")))
+    wait_for_runs(client, 2)
+    gate.open()
+    assert first.result(DEADLINE_S) == second.result(DEADLINE_S) == (ALL_ROWS, [2])
+    wait_for_runs(client, 2)
+
+
+def test_a_shuffle_that_took_some_of_it_in_starts_over_as_well(
+    cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
+) -> None:
+    beyond = shuffle(client, seen(shuffled, "first"))
+    first = client.compute(dask.delayed(times_of)(beyond))
+    gate.wait_for()
+    wait_for_runs(client, 2)
+    wait_for_all_but_the_held(cluster, "first")
+    second = client.compute(dask.delayed(times_of)(seen(shuffled, "second")))
+    wait_for_runs(client, 4)
+    gate.open()
+    assert first.result(DEADLINE_S) == second.result(DEADLINE_S) == (ALL_ROWS, [2])
+    wait_for_runs(client, 4)
+
+
+def test_what_is_whole_already_stays(
+    cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
+) -> None:
+    """Nobody waits again for what is made of the first run alone."""
+    reads = seen(shuffled, "first")
+    some = client.compute(dask.delayed(times_of)(reads[:HELD]))
+    # It keeps the run, which would be over else.
+    last = client.compute(reads[HELD])
+    gate.wait_for()
+    assert some.result(DEADLINE_S)[1] == [1]
+    second = client.compute(dask.delayed(times_of)(seen(shuffled, "second")))
+    wait_for_runs(client, 2)
+    assert some.done() and some.result(DEADLINE_S)[1] == [1]
+    gate.open()
+    assert second.result(DEADLINE_S) == (ALL_ROWS, [2])
+    assert set(last.result(DEADLINE_S)["time"]) == {2}
+    assert some.result(DEADLINE_S)[1] == [1]
