@@ -123,7 +123,9 @@ class GpurtScheduler(SchedulerPlugin):
             "gpurt_worker_ready": self.worker_ready,
         }
         scheduler.handlers.update(self._handlers)
-        self._swap = seams.SpecSwap(scheduler, self._choose, self._everyone_reported)
+        self._swap = seams.SpecSwap(
+            scheduler, self._choose, self._everyone_reported, self.ready.__contains__
+        )
         self._restarts = Restarts(scheduler)
         self.is_active = True
         # Not only once workers know, as the scheduler would: some may come or leave until then.

@@ -11,6 +11,9 @@ is created; the control plane stays distributed's | `SpecSwap.remove` |
 | handler `shuffle_get_or_create` | waits for workers that are just joining, and sends output tasks
 to the owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock
 lets each run once in the wrong place to find out | `SpecSwap.remove` |
+| handler `shuffle_get` | as the one before it, has a shuffle start over whose spec a worker asks
+for that must not have it (`_fail_on_workers`, `_clean_on_scheduler`, `_restart_shuffle`, as when a
+worker left); the task that asked runs again | `SpecSwap.remove` |
 | `P2PBarrierTask.spec` | what will be shuffled, before there is a run | |
 | `dask.array.core.concatenate3` | chunks that are not plain memory are joined as by stock | |
 | handler `shuffle_restrict_task` | sends a task to the owner of its partition although it was sent
@@ -41,9 +44,9 @@ from typing import TYPE_CHECKING, Any
 
 import distributed
 from dask._task_spec import Task
-from distributed.core import Status, clean_exception
+from distributed.core import Status, clean_exception, error_message
 from distributed.exceptions import Reschedule
-from distributed.metrics import context_meter, thread_time
+from distributed.metrics import context_meter, thread_time, time
 from distributed.protocol import to_serialize
 from distributed.shuffle._core import (
     ShuffleId,
@@ -137,7 +140,10 @@ class SpecSwap:
     replace
         Stock spec to the one to use, which may be the same.
     ready
-        Awaited before a run is created.
+        Awaited before a run is created, or given up.
+    takes_part
+        Whether a worker may be told of a run whose spec is not stock's. If one that must not asks
+        for it, the shuffle starts over.
     """
 
     def __init__(
@@ -145,26 +151,35 @@ class SpecSwap:
         scheduler: Scheduler,
         replace: Callable[[ShuffleSpec[Any]], ShuffleSpec[Any]],
         ready: Callable[[], Awaitable[None]],
+        takes_part: Callable[[str], bool],
     ) -> None:
         self._scheduler = scheduler
         self._plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
         self._stock_handler = scheduler.handlers["shuffle_get_or_create"]
+        self._stock_get = stock_get = scheduler.handlers["shuffle_get"]
         self._stock_restrict = scheduler.handlers["shuffle_restrict_task"]
+        self._ready, self._takes_part = ready, takes_part
         retrieve = type(self._plugin)._retrieve_spec
         plugin, stock_handler = self._plugin, self._stock_handler
 
         def retrieve_spec(shuffle_id: ShuffleId) -> ShuffleSpec[Any]:
             return replace(retrieve(plugin, shuffle_id))
 
-        async def get_or_create(shuffle_id: ShuffleId, **kwargs: Any) -> Any:
+        async def get(id: ShuffleId, worker: str) -> Any:
+            await self._start_over_without(worker, id)
+            return self._mild(stock_get(id=id, worker=worker), worker, id, Reschedule())
+
+        async def get_or_create(shuffle_id: ShuffleId, worker: str, **kwargs: Any) -> Any:
             await ready()
+            await self._start_over_without(worker, shuffle_id)
             is_new = shuffle_id not in plugin.active_shuffles
-            answer = stock_handler(shuffle_id=shuffle_id, **kwargs)
+            answer = stock_handler(shuffle_id=shuffle_id, worker=worker, **kwargs)
             if inspect.isawaitable(answer):
                 answer = await answer
             if is_new and shuffle_id in plugin.active_shuffles:
                 self._place_outputs(shuffle_id)
-            return answer
+            closed = ShuffleClosedError(f"{shuffle_id} is over, or has yet to begin")
+            return self._mild(answer, worker, shuffle_id, closed)
 
         def restrict_task(key: Any, worker: str, **kwargs: Any) -> Any:
             # Output tasks are placed before they run. Somebody may have restricted one to another
@@ -177,8 +192,44 @@ class SpecSwap:
 
         # On the instance, so that taking it back is deleting it.
         self._plugin._retrieve_spec = retrieve_spec  # type: ignore[method-assign]
+        scheduler.handlers["shuffle_get"] = get
         scheduler.handlers["shuffle_get_or_create"] = get_or_create
         scheduler.handlers["shuffle_restrict_task"] = restrict_task
+
+    async def _start_over_without(self, worker: str, shuffle_id: ShuffleId) -> None:
+        """Give a run up that a worker would have to know of, and must not.
+
+        To keep its tasks from that worker would not do: it may be the only one that is left.
+        """
+        if self._refused(worker, shuffle_id) is None:
+            return
+        # It may be just joining.
+        await self._ready()
+        run = self._refused(worker, shuffle_id)
+        if run is not None:
+            stimulus_id = f"gpurt-cannot-take-part-{time()}"
+            self._plugin._fail_on_workers(run, f"{worker} cannot take part in {run}")
+            self._plugin._clean_on_scheduler(shuffle_id, stimulus_id)
+            self._plugin._restart_shuffle(shuffle_id, self._scheduler, stimulus_id=stimulus_id)
+
+    def _refused(self, worker: str, shuffle_id: ShuffleId) -> Any:
+        """The run of a shuffle, if a worker must not know of it."""
+        run = self._plugin.active_shuffles.get(shuffle_id)
+        if run is None or worker not in self._scheduler.workers or self._takes_part(worker):
+            return None
+        is_stock_s = run.run_spec.spec is stock_spec(self._scheduler, shuffle_id)
+        return None if is_stock_s else run
+
+    def _mild(self, answer: Any, worker: str, shuffle_id: ShuffleId, error: Exception) -> Any:
+        """What stock answers, but that a task on a worker without us is to run again, not to fail.
+
+        A task that asks for a run that is given up may come back to the same worker before it has
+        the answer, which is then taken for that of the next attempt.
+        """
+        is_known = barrier_key(shuffle_id) in self._scheduler.tasks
+        if answer["status"] == "OK" or not is_known or self._takes_part(worker):
+            return answer
+        return error_message(error)
 
     def _place_outputs(self, shuffle_id: ShuffleId) -> None:
         run_spec = self._plugin.active_shuffles[shuffle_id].run_spec
@@ -193,6 +244,7 @@ class SpecSwap:
     def remove(self) -> None:
         """Give the stock method and handlers back."""
         vars(self._plugin).pop("_retrieve_spec", None)
+        self._scheduler.handlers["shuffle_get"] = self._stock_get
         self._scheduler.handlers["shuffle_get_or_create"] = self._stock_handler
         self._scheduler.handlers["shuffle_restrict_task"] = self._stock_restrict
 

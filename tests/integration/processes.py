@@ -89,10 +89,9 @@ class CommandLineCluster:
         return "\n".join(log.read_text() for log in self.logs)
 
     def stop(self) -> None:
+        # Workers while there is a scheduler: one that loses it as it is told to stop may not end.
         for process in reversed(self._processes):
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        for process in self._processes:
+            process.send_signal(signal.SIGTERM)
             try:
                 process.wait(15)
             except subprocess.TimeoutExpired:

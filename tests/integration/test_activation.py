@@ -22,6 +22,7 @@ from dask_gpurt import preload
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.plugins.scheduler import _switching_of
 from tests.conftest import stock_client
+from tests.failure.gates import until
 from tests.integration.comparing import collection, partitions, runs
 from tests.integration.processes import (
     FUTURE_DISTRIBUTED,
@@ -254,6 +255,31 @@ class TestWhereItCannotWork:
             client.retire_workers(list(dask_gpurt.status(client)["not_ready"]))
             assert len(partitions(client, shuffled())) == 3
             assert runs(client) == {"gpurt": 1, "stock": 1}
+
+    @pytest.mark.parametrize("waits", ["shuffle-transfer", "shuffle-barrier"])
+    def test_worker_without_the_package_that_joins_a_run(self, cluster, waits):
+        """The shuffle starts over, as stock's, once it cannot do without it."""
+        cluster.scheduler()
+        cluster.worker("--no-nanny")
+        with cluster.client() as client:
+            client.wait_for_workers(1)
+            dask_gpurt.enable(client)
+
+            def only_there(key):
+                name, number = key if isinstance(key, tuple) else (key, 3)
+                return {"late": 1} if name.startswith(waits) and number == 3 else {}
+
+            with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+                lazy = shuffled().to_delayed()
+            with dask.annotate(resources=only_there):
+                outputs = client.compute(lazy)
+            until(lambda: runs(client) == {"gpurt": 1, "stock": 0}, "the shuffle does not begin")
+            late = ["--resources", "late=1"]
+            cluster.worker("--no-nanny", *late, before=WITHOUT_PACKAGE)
+            assert sum(len(output) for output in client.gather(outputs)) == 400
+            status = dask_gpurt.status(client)
+            assert status["runs"] == {"gpurt": 1, "stock": 1}
+            assert len(status["not_ready"]) == 1
 
     def test_unsupported_distributed(self, cluster):
         cluster.scheduler(before=FUTURE_DISTRIBUTED, **{ON: "true"})

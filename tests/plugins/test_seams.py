@@ -13,7 +13,13 @@ from dask._task_spec import Task
 from dask.dataframe.dask_expr._merge import HashJoinP2P
 from dask.dataframe.dask_expr._shuffle import P2PShuffle
 from dask.utils import get_default_shuffle_method
-from distributed.shuffle._core import P2PBarrierTask, ShuffleRun, barrier_key
+from distributed.shuffle._core import (
+    P2PBarrierTask,
+    ShuffleRun,
+    barrier_key,
+    handle_transfer_errors,
+    p2p_barrier,
+)
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
 
@@ -55,6 +61,19 @@ def test_scheduler_plugin_has_what_we_replace():
     assert parameters(ShuffleSchedulerPlugin._set_restriction) == ["self", "ts", "worker"]
     assert "_retrieve_spec" in inspect.getsource(ShuffleSchedulerPlugin._create)
     assert "create_new_run" in inspect.getsource(ShuffleSchedulerPlugin._create)
+    assert parameters(ShuffleSchedulerPlugin.get) == ["self", "id", "worker"]
+    of_creating = parameters(ShuffleSchedulerPlugin.get_or_create)
+    assert of_creating == ["self", "shuffle_id", "key", "worker"]
+    # What has a task run again in place of failing, on a worker that has nothing of ours.
+    source = inspect.getsource(handle_transfer_errors)
+    assert "except ShuffleClosedError:\n        raise Reschedule()" in source
+    assert "except Reschedule as e:\n        raise e" in inspect.getsource(p2p_barrier)
+    assert "raise exc.with_traceback(tb)" in inspect.getsource(_ShuffleRunManager._fetch)
+    # How a run is given up, when a worker leaves and here.
+    assert parameters(ShuffleSchedulerPlugin._fail_on_workers) == ["self", "shuffle", "message"]
+    assert parameters(ShuffleSchedulerPlugin._clean_on_scheduler) == ["self", "id", "stimulus_id"]
+    of_restart = parameters(ShuffleSchedulerPlugin._restart_shuffle)
+    assert of_restart == ["self", "id", "scheduler", "stimulus_id"]
 
 
 def test_worker_plugin_has_what_we_replace():
