@@ -83,6 +83,8 @@ async def _register(client: Client, settings: config.Settings) -> None:
             f"the scheduler at {_scheduler(client).address} has no dask-gpurt ({error}); "
             f"run `pip install dask-gpurt=={dask_gpurt.__version__}` there. Stock Dask runs."
         ) from error
+    except ActivationError as error:
+        raise ActivationError(f"{error}. Stock Dask runs.") from None
     status = await _status(client, ask_workers=False)
     if not status["active"]:
         raise ActivationError(f"{status['reason']}; stock Dask runs")

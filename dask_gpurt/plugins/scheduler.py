@@ -22,7 +22,7 @@ from distributed.protocol.pickle import dumps
 
 import dask_gpurt
 from dask_gpurt.config import Settings
-from dask_gpurt.errors import StrictFallbackError
+from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.foresight import Pace
 from dask_gpurt.plugins import memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
@@ -78,6 +78,21 @@ class GpurtScheduler(SchedulerPlugin):
         self._telling_workers: asyncio.Future[Any] | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
+        """Called by the scheduler.
+
+        Raises
+        ------
+        ActivationError
+            The client has another version. It leaves nothing here that would keep out others.
+        ConfigError
+            The description of the machines is wrong.
+        """
+        if self.version != dask_gpurt.__version__:
+            raise ActivationError(
+                f"the scheduler on {socket.gethostname()} has dask-gpurt "
+                f"{dask_gpurt.__version__}, the client {self.version}; "
+                f"run `pip install dask-gpurt=={self.version}` there"
+            )
         async with _switching_of(scheduler):
             # The scheduler, too, leaves it at the first: it looks before it calls this, and after.
             if NAME not in scheduler.plugins:
@@ -141,12 +156,6 @@ class GpurtScheduler(SchedulerPlugin):
         await asyncio.wait({self._telling_workers}, timeout=JOIN_TIMEOUT_S)
 
     def _unusable(self) -> str | None:
-        if self.version != dask_gpurt.__version__:
-            return (
-                f"the scheduler on {socket.gethostname()} has dask-gpurt "
-                f"{dask_gpurt.__version__}, the client {self.version}; "
-                f"run `pip install dask-gpurt=={self.version}` there"
-            )
         return seams.unsupported_reason() or seams.lacks_shuffles(self.scheduler)
 
     async def configure(self, settings: dict[str, Any], version: str) -> str | None:

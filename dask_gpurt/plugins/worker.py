@@ -191,6 +191,7 @@ class WorkerState:
     def detach(self) -> None:
         """The runtime is taken off: keep nothing for runs that will not come. On the loop."""
         self.is_attached = False
+        self._to_release.clear()
         if self._cooling is not None:
             self._cooling.cancel()
         self.cool_down()
@@ -207,8 +208,12 @@ class WorkerState:
             self._row_numbers.release()
 
     def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
-        """Let go of a partition's shards once the result of task `key` is in memory."""
-        self._to_release.setdefault(key, []).append((store, slot))
+        """Let go of a partition's shards once the result of task `key` is in memory.
+
+        With the end of the run where the runtime is off here: nobody would say that it is.
+        """
+        if self.is_attached:
+            self._to_release.setdefault(key, []).append((store, slot))
 
     def task_left(self, key: Any, state: str) -> None:
         """A task went to another state: its result is safe in memory, or it will not come."""

@@ -20,7 +20,7 @@ from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 import dask_gpurt
 from dask_gpurt import preload
 from dask_gpurt.errors import ActivationError, StrictFallbackError
-from dask_gpurt.plugins.scheduler import _switching_of
+from dask_gpurt.plugins.scheduler import GpurtScheduler, _switching_of
 from tests.conftest import stock_client
 from tests.failure.gates import until
 from tests.integration.comparing import collection, partitions, runs
@@ -486,6 +486,21 @@ async def test_what_a_worker_has_yet_to_take_in_is_not_left_there(c, s, a, b, mo
     comes_to.set()
     await disabled
     assert "gpurt" not in a.plugins and "gpurt" not in b.plugins
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_client_of_another_version_keeps_nobody_out(c, s, a, b, monkeypatch):
+    class OfAnotherVersion(GpurtScheduler):
+        def __init__(self, settings, version):
+            super().__init__(settings, "0.0.9")
+
+    with monkeypatch.context() as other:
+        other.setattr("dask_gpurt.plugins.scheduler.GpurtScheduler", OfAnotherVersion)
+        with pytest.raises(ActivationError, match=r"dask-gpurt==0\.0\.9"):
+            await dask_gpurt.enable(c)
+    assert "gpurt_status" not in s.handlers and "gpurt" not in s.plugins
+    await dask_gpurt.enable(c)
+    assert (await dask_gpurt.status(c))["active"]
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)

@@ -165,6 +165,9 @@ def test_the_last_run_after_disable_leaves_no_ucx(engines, client):
         dask_gpurt.disable(client)
         gate.open()
         assert_right(client.gather(parts))
+    # Nobody says any more that an output is safe.
+    states = [state_of(worker) for worker in client.cluster.workers.values()]
+    assert not any(state._to_release for state in states)
     del parts
     assert len(engines) > n_before
     until(lambda: are_closed(engines))
