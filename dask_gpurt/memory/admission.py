@@ -151,7 +151,8 @@ class Admission:
     def _missing(self, claim: Claim) -> bool:
         missing = False
         for value in self._there(claim.values):
-            if not value.is_home and value.key not in claim.lost | claim.given_up:
+            is_hopeless = value.key in claim.lost | claim.given_up or value.home in value.refused
+            if not value.is_home and not is_hopeless:
                 self._residency.load(value)
                 missing = True
         return missing

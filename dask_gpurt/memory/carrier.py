@@ -24,6 +24,10 @@ from dask_gpurt.memory.shortage import Shortage
 logger = logging.getLogger("dask_gpurt.memory")
 
 
+class _NotRestoredError(Exception):
+    """What is in a tier is whole, and to make the value of it again raised the cause."""
+
+
 class Carrier:
     """Objects at home, their copies in tiers, and the way between.
 
@@ -225,6 +229,11 @@ class Carrier:
         if place is not None:
             try:
                 found = self._restore(move.target, move.source, place)
+            except _NotRestoredError:
+                with self._lock:
+                    self._residency.load_refused(move)
+                self._decide()
+                return
             except Exception as error:
                 if will_pass(error):
                     with self._lock:
@@ -261,6 +270,8 @@ class Carrier:
             It is not here, or cannot be read any more, or the store was closed.
         MemoryError
             There is no room for it now.
+        Exception
+            Whatever its own unpickling raises.
         """
         while True:
             with self._lock:
@@ -275,7 +286,10 @@ class Carrier:
                 found = self._restore(value.home, level, place)
                 with self._lock:
                     self._shortage.read(value)
+                    value.refused.discard(value.home)
                 return found
+            except _NotRestoredError as error:
+                refusal = error.__cause__
             except Exception as error:
                 with self._lock:
                     if will_pass(error):
@@ -288,10 +302,26 @@ class Carrier:
                         continue
                 self._lose(value, _told(error))
                 raise KeyError(key) from error
+            # It would be this as often as it is computed again. Raised out here, or each of the two
+            # would lead to the other.
+            assert refusal is not None
+            raise refusal
 
     def _restore(self, home: int, level: int, place: Any) -> Any:
+        """Read a value from a tier, which sees to it that this is what was put there.
+
+        Raises
+        ------
+        _NotRestoredError
+            The value itself is not to be had of it.
+        """
         flat = self._tiers[level].get(place)
-        return self._packings[home].restore(flat.header, flat.buffers)
+        try:
+            return self._packings[home].restore(flat.header, flat.buffers)
+        except Exception as error:
+            if will_pass(error):
+                raise
+            raise _NotRestoredError from error
 
     def _lose(self, value: Value, problem: str) -> None:
         """The last copy of a value cannot be read."""

@@ -54,7 +54,7 @@ class Value:
     pins: int = 0
     #: Just used. If nobody else is known to want it, its release is probably on the way.
     rests: bool = False
-    #: Tiers that cannot take it, whatever their room.
+    #: Levels that cannot take it, whatever their room; its home, if it cannot be made again.
     refused: set[int] = field(default_factory=set)
 
     @property
@@ -239,6 +239,12 @@ class Residency:
         """A value, if it still is one, was not read for want of memory; its copy is as good."""
         return self._load_ended(move)
 
+    def load_refused(self, move: Load) -> None:
+        """A copy is as good, and yet no value: whoever wants it reads it, to see what is wrong."""
+        value = self._load_ended(move)
+        if value is not None:
+            value.refused.add(move.target)
+
     def load_failed(self, move: Load) -> bool:
         """A copy could not be read and is let go of; False if the value has no other."""
         value = self._load_ended(move)
@@ -332,7 +338,7 @@ class Residency:
                 if ahead_nbytes + value.nbytes > AHEAD_SHARE * level.capacity_nbytes:
                     return
             ahead_nbytes += value.nbytes
-            if value.is_home or value.moving is not None:
+            if value.is_home or value.moving is not None or value.home in value.refused:
                 continue
             if self._loads >= MAX_MOVES:
                 return

@@ -164,6 +164,47 @@ def test_directory_that_somebody_removes(client: Client) -> None:
     assert_no_values_left(client)
 
 
+class OneWay:
+    """A value that goes to disk, and cannot be made again of what is there."""
+
+    def __init__(self, number: int) -> None:
+        _n_made[number] += 1
+        self.block = make_block(number)
+
+    def __sizeof__(self) -> int:
+        return self.block.nbytes
+
+    def __reduce__(self) -> Any:
+        return _come_back, (self.block.tobytes(),)
+
+
+def _come_back(data: bytes) -> None:
+    raise ValueError("this does not come back")
+
+
+#: How often each was made; the workers are in this process.
+_n_made: Counter[int] = Counter()
+
+
+def test_values_that_do_not_come_back(client: Client) -> None:
+    """Their tasks fail, as with Dask's own store: computed again they would be as they are.
+
+    Only where they are: to a peer Dask cannot send them from memory either.
+    """
+    _n_made.clear()
+    (there, _) = client.scheduler_info()["workers"]
+    values = client.map(OneWay, range(N_BLOCKS), workers=[there], pure=False)
+    wait(values, timeout=DEADLINE_S)
+    cold = cold_ones(client, values)
+    assert len(cold) > 1
+    result = client.submit(len, cold, workers=[there])
+    with pytest.raises(ValueError, match="this does not come back"):
+        result.result(DEADLINE_S)
+    assert set(_n_made.values()) == {1}
+    values = cold = result = None
+    assert sums_of(client, make_blocks(client)) == expected_sums()
+
+
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 def test_every_nth_value_is_damaged_when_it_is_read(client: Client, every: int) -> None:
     damaged: Counter[str] = Counter()
