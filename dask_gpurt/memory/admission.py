@@ -151,8 +151,9 @@ class Admission:
     def _missing(self, claim: Claim) -> bool:
         missing = False
         for value in self._there(claim.values):
-            is_hopeless = value.key in claim.lost | claim.given_up or value.home in value.refused
-            if not value.is_home and not is_hopeless:
+            if value.is_home or value.home in value.refused:
+                continue
+            if value.key not in claim.lost | claim.given_up:
                 self._residency.load(value)
                 missing = True
         return missing

@@ -2,7 +2,7 @@
 
 A shuffle starts over when a worker that took part leaves, when its inputs were not all of one run,
 or when an output is wanted that was let go of. Stock releases all tasks of that shuffle, so that
-they run again in a new run. Three things are different here:
+they run again in a new run. Four things are different here:
 
 - A task that failed for good is left as it is. Stock would not start over for its sake, and whoever
   waits for another output of the shuffle would ask for ever.

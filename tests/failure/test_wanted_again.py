@@ -122,32 +122,38 @@ def wait_for_runs(client: Client, n_runs: int) -> None:
     )
 
 
+def assert_both_have_rows_of_the_second_run(
+    cluster: LocalCluster,
+    client: Client,
+    shuffled: list[Any],
+    gate: Gate,
+    first: list[Any],
+    n_shuffles: int,
+) -> None:
+    """Where `first` is what the first computation reads, by way of so many shuffles."""
+    total = client.compute(dask.delayed(times_of)(first))
+    gate.wait_for()
+    wait_for_runs(client, n_shuffles)
+    wait_for_all_but_the_held(cluster, "first")
+    second = client.compute(dask.delayed(times_of)(seen(shuffled, "second")))
+    wait_for_runs(client, 2 * n_shuffles)
+    gate.open()
+    assert total.result(DEADLINE_S) == second.result(DEADLINE_S) == (ALL_ROWS, [2])
+    wait_for_runs(client, 2 * n_shuffles)
+
+
 def test_what_is_read_already_is_read_again(
     cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
 ) -> None:
-    first = client.compute(dask.delayed(times_of)(seen(shuffled, "first")))
-    gate.wait_for()
-    wait_for_all_but_the_held(cluster, "first")
-    second = client.compute(dask.delayed(times_of)(seen(shuffled, "second")))
-    wait_for_runs(client, 2)
-    gate.open()
-    assert first.result(DEADLINE_S) == second.result(DEADLINE_S) == (ALL_ROWS, [2])
-    wait_for_runs(client, 2)
+    first = seen(shuffled, "first")
+    assert_both_have_rows_of_the_second_run(cluster, client, shuffled, gate, first, 1)
 
 
 def test_a_shuffle_that_took_some_of_it_in_starts_over_as_well(
     cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
 ) -> None:
-    beyond = shuffle(client, seen(shuffled, "first"))
-    first = client.compute(dask.delayed(times_of)(beyond))
-    gate.wait_for()
-    wait_for_runs(client, 2)
-    wait_for_all_but_the_held(cluster, "first")
-    second = client.compute(dask.delayed(times_of)(seen(shuffled, "second")))
-    wait_for_runs(client, 4)
-    gate.open()
-    assert first.result(DEADLINE_S) == second.result(DEADLINE_S) == (ALL_ROWS, [2])
-    wait_for_runs(client, 4)
+    first = shuffle(client, seen(shuffled, "first"))
+    assert_both_have_rows_of_the_second_run(cluster, client, shuffled, gate, first, 2)
 
 
 def test_what_is_whole_already_stays(
