@@ -28,13 +28,22 @@ FRAME = pd.DataFrame({"a": [3, 1, 2, 3], "b": [1.5, np.nan, -0.0, 0.0], "c": lis
 
 
 @pytest.fixture(autouse=True)
-def nobody_else(monkeypatch):
-    """Workers of other tests in this process may want it so still, or be found to be gone."""
-    gc.collect()
-    monkeypatch.setattr(AssignPartitioningIndex, "operation", staticmethod(STOCK_OPERATION))
-    for module in (merge_module, shuffle_module):
-        monkeypatch.setattr(module, "partitioning_index", STOCK_NUMBERS)
-    monkeypatch.setattr(frame_seams, "_replaced", frame_seams._Replaced())
+def nobody_else():
+    """Workers of other tests in this process may want it so still, and let go at any time.
+
+    What they have is held for as long as a test takes: let go by the last of them, Dask's own
+    would be put back in the midst of it.
+    """
+    others = frame_seams._replaced
+    held = others.acquire()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AssignPartitioningIndex, "operation", staticmethod(STOCK_OPERATION))
+        for module in (merge_module, shuffle_module):
+            patch.setattr(module, "partitioning_index", STOCK_NUMBERS)
+        patch.setattr(frame_seams, "_replaced", frame_seams._Replaced())
+        yield
+    if held:
+        others.release()
 
 
 @pytest.fixture
