@@ -78,8 +78,9 @@ def main() -> None:
             for way in ways:
                 if options.only and options.only not in f"{name}, {way}":
                     continue
-                # To tell three hundredths apart takes more runs than to see what is twice as fast.
-                repeats = options.repeats * (1 if rate else 3)
+                # To tell three hundredths apart takes more runs than to see what is twice as fast:
+                # the medians of 21 differ by up to seven from series to series.
+                repeats = options.repeats * (1 if rate else 8)
                 timings.append(compare(client, way, name, lineitem, repeats, target))
     write_json(options.json, timings, sides={"stock_s": "none", "enabled_s": "auto"})
 

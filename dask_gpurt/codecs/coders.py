@@ -59,6 +59,8 @@ def decompress(coder: str, payload: Bytes, nbytes: int) -> Bytes:
     ------
     ProtocolError
         The payload is damaged or holds more. One that holds less goes unnoticed here.
+    MemoryError
+        There is no room for what it holds, which says nothing of the payload.
     """
     if coder == "none" or not nbytes:
         if payload.nbytes != nbytes:
@@ -68,6 +70,8 @@ def decompress(coder: str, payload: Bytes, nbytes: int) -> Bytes:
         raise ProtocolError(f"{nbytes} bytes are more than {coder} encodes at once")
     try:
         decoded = _MAKERS[coder]().decompress(pa.py_buffer(payload), decompressed_size=nbytes)
+    except MemoryError:
+        raise  # Arrow's own is an ArrowException as well
     except (pa.ArrowException, OSError) as error:
         raise ProtocolError(f"damaged {coder} bytes: {error}") from error
     return np.frombuffer(decoded, dtype=np.uint8)

@@ -255,9 +255,10 @@ class CompressedTier(_HostTier[CompressedPlace]):
         TierFullError
             It does not fit.
         ValueRefusedError
-            It does not shrink enough to be worth it.
+            It does not shrink enough to be worth it, or to fit into all of this tier.
         """
-        most_nbytes = int(flat.nbytes * self._most)
+        # Of this value alone: smaller ones need not wait for one that is more than there is room.
+        most_nbytes = min(int(flat.nbytes * self._most), self.capacity_nbytes)
         expected_nbytes = self._expected(flat)
         if expected_nbytes > most_nbytes:
             raise ValueRefusedError(f"{flat.nbytes} bytes would be {expected_nbytes} compressed")

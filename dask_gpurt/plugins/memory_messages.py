@@ -2,7 +2,8 @@
 
 Stock reads them on the loop, one after the other. If there is no memory for one there, its peer
 learns of an error that it keeps to itself, and waits for ever (dask/distributed#6705). Here it is
-told to ask again, for as long as there may be memory later.
+told to ask again, for as long as there may be memory later. A message that stock would not send
+now, since the worker is paused or sends enough as it is, has nothing read for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.memory.store import TieredStore
+from dask_gpurt.plugins import memory_seams
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -46,6 +48,8 @@ class Messages:
         self._reads = reads
         self._tell = tell
         self._is_closed = False
+        #: Messages that values are read for. To stock they are none yet.
+        self._n_reading = 0
 
     def close(self) -> None:
         """Nothing is read any more. Messages under way go out with what is in memory, or in the
@@ -64,13 +68,14 @@ class Messages:
         """
         loans: list[int] = []
         try:
-            # What is in memory may leave it while others are read.
-            while (cold := self._cold(keys, loans)) and not self._is_closed:
-                for key, nbytes in cold.items():
-                    if (loan := await self._lend(key, nbytes)) is not None:
-                        loans.append(loan)
-            if cold and self._worker.data is self._store:
-                keys = [key for key in keys if key not in cold]  # they are not read any more
+            if self._cold(keys, loans) and not self._is_closed:
+                if memory_seams.sends_no_more(self._worker, comm, self._n_reading):
+                    return {"status": "busy"}
+                self._n_reading += 1
+                try:
+                    keys = await self._at_hand(keys, loans)
+                finally:
+                    self._n_reading -= 1
             return await stock(comm, keys, **kwargs)
         except _NotNow:
             # Stock would try once more, on the event loop, and have the peer wait for ever.
@@ -78,6 +83,23 @@ class Messages:
         finally:
             for loan in loans:
                 self._store.take_back(loan)
+
+    async def _at_hand(self, keys: Collection[Any], loans: list[int]) -> Collection[Any]:
+        """Those of these keys that need no reading any more. What was read is added to the loans.
+
+        Raises
+        ------
+        _NotNow, MemoryError
+            As `_lend`.
+        """
+        # What is in memory may leave it while others are read.
+        while (cold := self._cold(keys, loans)) and not self._is_closed:
+            for key, nbytes in cold.items():
+                if (loan := await self._lend(key, nbytes)) is not None:
+                    loans.append(loan)
+        if cold and self._worker.data is self._store:
+            return [key for key in keys if key not in cold]  # they are not read any more
+        return keys
 
     async def _lend(self, key: Hashable, nbytes: int) -> int | None:
         """Have a value read for a message, beside the loop; see `TieredStore.lend`.

@@ -11,6 +11,8 @@ over where it is, and what is on disk when it goes is written there | |
 | `Worker.execute` | a task begins once its inputs are at home and its output has room, and not by
 reading from disk on the event loop | `StoreSwap.remove` |
 | handler `get_data` | values that are sent are read off the event loop | `StoreSwap.remove` |
+| `Worker.transfer_outgoing_count`, `.transfer_outgoing_count_limit` | nothing is read for a message
+that stock then answers with `busy` | |
 | `Worker._get_client`, `distributed.worker.thread_state` | a task that has a client may wait for
 others, which must not wait for it | `StoreSwap.remove` |
 | `WorkerMemoryManager._maybe_spill` | memory that the store does not know of shrinks its room;
@@ -42,6 +44,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
+from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 from distributed.metrics import time
 from distributed.protocol.cuda import cuda_dumps as take_apart_on_device
@@ -78,6 +81,7 @@ __all__ = [
     "recompute",
     "reschedule",
     "safe_sizeof",
+    "sends_no_more",
     "spill_marks_nbytes",
     "take_apart_on_device",
     "take_over",
@@ -197,6 +201,24 @@ def put_on_disk(stock: Any, key: Any, value: Any) -> None:
         except Exception:
             pass  # in memory it may have a place, and Dask says what is wrong with it or the disk
     stock[key] = value
+
+
+def sends_no_more(worker: Worker, comm: Any, n_more: int) -> bool:
+    """Whether a peer that asks for values now is told that the worker is busy.
+
+    Parameters
+    ----------
+    comm
+        Connection to the peer.
+    n_more
+        Messages under way besides those that the worker counts.
+    """
+    limit = worker.transfer_outgoing_count_limit
+    if get_address_host(comm.peer_address) == get_address_host(worker.address):
+        limit = limit * 2
+    if worker.status == Status.paused:
+        limit = 1
+    return limit is not False and worker.transfer_outgoing_count + n_more >= limit
 
 
 def spill_marks_nbytes(worker: Worker) -> tuple[int, int | None] | None:

@@ -173,6 +173,12 @@ def test_a_payload_made_up_with_the_right_crc_is_filled_in_or_refused(
     assert set(surroundings[:32]) | set(surroundings[32 + nbytes :]) == {0xA5}
 
 
+def test_want_of_memory_is_no_damage():
+    payload = coders.compress("zstd", np.zeros(1_000, np.uint8))
+    with pytest.raises(MemoryError):
+        coders.decompress("zstd", payload, 1 << 60)
+
+
 def test_unknown_bytes_for_a_coder():
     with pytest.raises(ProtocolError, match="zstd"):
         coders.decompress("zstd", np.zeros(9, np.uint8), 100)

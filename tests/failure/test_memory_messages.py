@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,48 @@ def test_a_client_is_told_to_ask_again_for_what_cannot_be_read_now(
     short = ShortOfRoom(monkeypatch, times=2)
     assert sum_of(cold.result(DEADLINE_S)) == sum_of(make_block(blocks.index(cold)))
     assert all(name.startswith("gpurt read") for name in short.threads)
+
+
+def test_nothing_is_read_for_a_message_that_is_not_sent_now(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, _ = workers_of(client)
+    blocks = make_blocks(client, workers=[holder.address])
+    wait(blocks, timeout=DEADLINE_S)
+    cold = next(block for block in blocks if holder.data.is_cold(block.key))
+    short = ShortOfRoom(monkeypatch, times=0)
+    monkeypatch.setattr(holder, "transfer_outgoing_count", 1_000)
+    assert ask(client, cold.key).result(DEADLINE_S) == {"status": "busy"}
+    assert not short.threads
+    monkeypatch.setattr(holder, "transfer_outgoing_count", 0)
+    assert ask(client, cold.key).result(DEADLINE_S)["status"] == "OK"
+    assert len(short.threads) == 1
+
+
+def test_messages_that_are_read_for_count_as_sent(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, _ = workers_of(client)
+    blocks = make_blocks(client, workers=[holder.address])
+    wait(blocks, timeout=DEADLINE_S)
+    cold = [block for block in blocks if holder.data.is_cold(block.key)]
+    may_read = threading.Event()
+    read = DiskTier.get
+
+    def held(tier: DiskTier, place: Any) -> Any:
+        assert may_read.wait(DEADLINE_S)
+        return read(tier, place)
+
+    monkeypatch.setattr(DiskTier, "get", held)
+    # To a peer on the same host, twice as many.
+    monkeypatch.setattr(holder, "transfer_outgoing_count_limit", 1)
+    asked = [ask(client, block.key) for block in cold[:3]]
+    try:
+        done, _ = concurrent.futures.wait(asked, DEADLINE_S, "FIRST_COMPLETED")
+        assert [one.result() for one in done] == [{"status": "busy"}]
+    finally:
+        may_read.set()
+    assert sorted(one.result(DEADLINE_S)["status"] for one in asked) == ["OK", "OK", "busy"]
 
 
 @pytest.mark.parametrize("where", ["here", "at a peer"])

@@ -9,7 +9,7 @@ import pytest
 
 from dask_gpurt.codecs.coders import compress
 from dask_gpurt.devices.pinned import PinnedPool, plain
-from dask_gpurt.errors import DamagedValueError, TierFullError
+from dask_gpurt.errors import DamagedValueError, TierFullError, ValueRefusedError
 from dask_gpurt.frames.values import Flat
 from dask_gpurt.memory import host_tiers
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
@@ -241,8 +241,22 @@ def test_room_found_missing_after_the_work_is_refused(coder):
     buffer[(2 << 20) - (128 << 10) : (2 << 20) + (128 << 10)] = 0
     value = flat(buffer)
     needed = CompressedTier(MANY, coder).put(value).nbytes
-    tier = CompressedTier(needed - 1, coder)
+    tier = CompressedTier(2 * needed - 1, coder)
+    tier.put(value)
     with pytest.raises(TierFullError, match="no room"):
+        tier.put(value)
+    assert tier.used_nbytes == needed
+
+
+@pytest.mark.parametrize("promises_more", [False, True])
+def test_a_value_of_more_than_all_of_it_is_never_tried_again(coder, promises_more):
+    buffer = compressible(4 << 20)
+    if promises_more:
+        buffer[(2 << 20) - (128 << 10) : (2 << 20) + (128 << 10)] = 0
+    value = flat(buffer)
+    needed = CompressedTier(MANY, coder).put(value).nbytes
+    tier = CompressedTier(needed - 1, coder)
+    with pytest.raises(ValueRefusedError):
         tier.put(value)
     assert tier.used_nbytes == 0
 
