@@ -40,9 +40,6 @@ _SCALES = 10.0 ** np.arange(_MAX_POWER + 1)[:, None]
 #: Items looked at before a whole column is.
 _PROBES = 64
 
-#: Integers up to here are exact in a double.
-_EXACT = 2**53
-
 ITEMSIZES = (2, 4, 8)
 
 
@@ -179,14 +176,12 @@ def _whole(values: Array, power: int, reading: int) -> Array | None:
     """The integers that give exactly these doubles in this reading, or None."""
     numbers = np.multiply(values, 10.0**power)
     np.rint(numbers, out=numbers)
-    numbers += 0.0  # there is no negative zero among integers
-    # Not a number fails both comparisons, as it should.
-    if not (numbers.min() > -_EXACT and numbers.max() < _EXACT):
-        return None
-    back = _scaled(numbers.copy(), power, reading)
-    if not np.array_equal(back.view("<i8"), values.view("<i8")):
-        return None
-    return numbers.astype("<i8")
+    whole = numbers.astype("<i8")
+    # Bit by bit what the receiver will make of them: a negative zero, what is not a number and
+    # what no integer reaches become something else.
+    np.copyto(numbers, whole)
+    back = _scaled(numbers, power, reading)
+    return whole if np.array_equal(back.view("<i8"), values.view("<i8")) else None
 
 
 def _scaled(numbers: Array, power: int, reading: int) -> Array:

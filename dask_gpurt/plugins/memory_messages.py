@@ -68,7 +68,7 @@ class Messages:
         """
         loans: list[int] = []
         try:
-            if self._cold(keys, loans) and not self._is_closed:
+            if self._cold(keys, loans):
                 if memory_seams.sends_no_more(self._worker, comm, self._n_reading):
                     return {"status": "busy"}
                 self._n_reading += 1

@@ -65,6 +65,9 @@ class Lingers:
 
 def test_a_worker_that_closes_still_sends_what_it_has_in_memory(client: Client) -> None:
     holder, _ = workers_of(client)
+    blocks = make_blocks(client, workers=[holder.address])
+    wait(blocks, timeout=DEADLINE_S)
+    cold = next(block for block in blocks if holder.data.is_cold(block.key))
     block = client.submit(make_block, 7, workers=[holder.address])
     wait(block, timeout=DEADLINE_S)
     # Connected: a worker that closes takes no new connections.
@@ -75,6 +78,8 @@ def test_a_worker_that_closes_still_sends_what_it_has_in_memory(client: Client) 
         assert lingers.is_reached.wait(DEADLINE_S)
         answer = ask(client, block.key).result(DEADLINE_S)
         assert (answer["data"][block.key] == make_block(7)).all()
+        # What is on disk only is gone with the files.
+        assert ask(client, cold.key).result(DEADLINE_S) == {"status": "OK", "data": {}}
     finally:
         client.loop.asyncio_loop.call_soon_threadsafe(lingers.may_go.set)
         closing.result(DEADLINE_S)
