@@ -51,6 +51,14 @@ def ask(client: Client, key: str) -> Any:
     return on_loop(client, asked)
 
 
+def blocks_of(client: Client) -> tuple[list[Any], list[Any]]:
+    """Futures of more than the first worker holds in memory, all its own, and the cold ones."""
+    holder, _ = workers_of(client)
+    blocks = make_blocks(client, workers=[holder.address])
+    wait(blocks, timeout=DEADLINE_S)
+    return blocks, [block for block in blocks if holder.data.is_cold(block.key)]
+
+
 class Lingers:
     """Holds a worker up while it closes, when its plugins are gone and its server is not."""
 
@@ -65,9 +73,7 @@ class Lingers:
 
 def test_a_worker_that_closes_still_sends_what_it_has_in_memory(client: Client) -> None:
     holder, _ = workers_of(client)
-    blocks = make_blocks(client, workers=[holder.address])
-    wait(blocks, timeout=DEADLINE_S)
-    cold = next(block for block in blocks if holder.data.is_cold(block.key))
+    _, (cold, *_) = blocks_of(client)
     block = client.submit(make_block, 7, workers=[holder.address])
     wait(block, timeout=DEADLINE_S)
     # Connected: a worker that closes takes no new connections.
@@ -106,10 +112,8 @@ class ShortOfRoom:
 def test_a_peer_is_told_to_ask_again_for_what_cannot_be_read_now(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder, asking = workers_of(client)
-    blocks = make_blocks(client, workers=[holder.address])
-    wait(blocks, timeout=DEADLINE_S)
-    cold = next(block for block in blocks if holder.data.is_cold(block.key))
+    _, asking = workers_of(client)
+    blocks, (cold, *_) = blocks_of(client)
     short = ShortOfRoom(monkeypatch, times=2)
     summed = client.submit(sum_of, cold, workers=[asking.address])
     assert summed.result(DEADLINE_S) == sum_of(make_block(blocks.index(cold)))
@@ -134,9 +138,7 @@ def test_nothing_is_read_for_a_message_that_is_not_sent_now(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, _ = workers_of(client)
-    blocks = make_blocks(client, workers=[holder.address])
-    wait(blocks, timeout=DEADLINE_S)
-    cold = next(block for block in blocks if holder.data.is_cold(block.key))
+    _, (cold, *_) = blocks_of(client)
     short = ShortOfRoom(monkeypatch, times=0)
     monkeypatch.setattr(holder, "transfer_outgoing_count", 1_000)
     assert ask(client, cold.key).result(DEADLINE_S) == {"status": "busy"}
@@ -150,9 +152,7 @@ def test_messages_that_are_read_for_count_as_sent(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, _ = workers_of(client)
-    blocks = make_blocks(client, workers=[holder.address])
-    wait(blocks, timeout=DEADLINE_S)
-    cold = [block for block in blocks if holder.data.is_cold(block.key)]
+    _, cold = blocks_of(client)
     may_read = threading.Event()
     read = DiskTier.get
 
