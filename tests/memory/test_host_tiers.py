@@ -26,6 +26,13 @@ def compressible(nbytes, seed=0):
     return values
 
 
+def with_zeros_in_the_middle(buffer):
+    """It promises to shrink more than it does: the middle is what is looked at first."""
+    middle = buffer.nbytes // 2
+    buffer[middle - (128 << 10) : middle + (128 << 10)] = 0
+    return buffer
+
+
 def noise(nbytes, seed=0):
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
@@ -207,8 +214,7 @@ def test_what_does_not_shrink_costs_a_sample(coder, monkeypatch):
 
 
 def test_what_looks_well_in_the_middle_only_is_refused_as_well(coder):
-    buffer = noise(4 << 20)
-    buffer[(2 << 20) - (128 << 10) : (2 << 20) + (128 << 10)] = 0
+    buffer = with_zeros_in_the_middle(noise(4 << 20))
     tier = CompressedTier(MANY, coder)
     with pytest.raises(TierFullError, match="do not shrink"):
         tier.put(flat(buffer))
@@ -237,8 +243,7 @@ def test_a_value_that_does_not_fit_is_refused(coder):
 
 def test_room_found_missing_after_the_work_is_refused(coder):
     """The middle promised more than the rest kept."""
-    buffer = compressible(4 << 20)
-    buffer[(2 << 20) - (128 << 10) : (2 << 20) + (128 << 10)] = 0
+    buffer = with_zeros_in_the_middle(compressible(4 << 20))
     value = flat(buffer)
     needed = CompressedTier(MANY, coder).put(value).nbytes
     tier = CompressedTier(2 * needed - 1, coder)
@@ -252,7 +257,7 @@ def test_room_found_missing_after_the_work_is_refused(coder):
 def test_a_value_of_more_than_all_of_it_is_never_tried_again(coder, promises_more):
     buffer = compressible(4 << 20)
     if promises_more:
-        buffer[(2 << 20) - (128 << 10) : (2 << 20) + (128 << 10)] = 0
+        buffer = with_zeros_in_the_middle(buffer)
     value = flat(buffer)
     needed = CompressedTier(MANY, coder).put(value).nbytes
     tier = CompressedTier(needed - 1, coder)
