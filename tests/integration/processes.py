@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,13 @@ TIMEOUT_S = 90
 WITHOUT_PACKAGE = "import sys; sys.modules['dask_gpurt'] = None\n"
 #: ... or makes distributed look like a release that nobody tested.
 FUTURE_DISTRIBUTED = "import distributed; distributed.__version__ = '2031.1.0'\n"
+
+#: What a worker of stock Dask logs that closes while a heartbeat of its waits for the answer.
+LATE_HEARTBEAT = re.compile(
+    r"^[^\n]* - ERROR - Failed to communicate with scheduler during heartbeat\.\n"
+    r"Traceback.*?^distributed\.comm\.core\.CommClosedError: [^\n]*\n",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -39,6 +47,11 @@ def run_program(source: str, *, directory: Path, **env: str) -> subprocess.Compl
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def shows_a_traceback(stderr: str) -> bool:
+    """Whether one was printed, but for those that stock Dask prints now and then at closing."""
+    return "Traceback" in LATE_HEARTBEAT.sub("", stderr)
 
 
 class CommandLineCluster:
