@@ -150,21 +150,21 @@ class Residency:
 
     # ------------------------------------------------------------------ what happened
 
-    def insert(self, key: Hashable, nbytes: int, home: int = 0) -> Value:
-        """A new value is at home. A value of the same key must have been removed before."""
-        return self._insert(key, nbytes, home, home)
+    def insert(self, key: Hashable, nbytes: int, home: int = 0, level: int | None = None) -> Value:
+        """A new value is at home, or in a tier alone; then `nbytes` may be unknown, which is 0.
 
-    def insert_below(self, key: Hashable, nbytes: int, level: int) -> Value:
-        """A value whose only copy is in a tier. What it takes at home may not be known: 0."""
-        return self._insert(key, nbytes, 0, level)
-
-    def _insert(self, key: Hashable, nbytes: int, home: int, level: int) -> Value:
+        A value of the same key must have been removed before.
+        """
         assert key not in self.values
         self._serial += 1
         value = Value(key, self._serial, home, nbytes, self._tick())
         self.values[key] = value
-        self._add(value, level, nbytes)
+        self._add(value, home if level is None else level, nbytes)
         return value
+
+    def found(self, value: Value, level: int) -> None:
+        """A tier has a copy that nobody here put there."""
+        self._add(value, level, value.nbytes)
 
     def remove(self, key: Hashable) -> Value:
         """A value is gone; `due` says which copies of it to let go of."""

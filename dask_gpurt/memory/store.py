@@ -324,6 +324,25 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             values = self.residency.values.items()
             return {key: value.serial for key, value in values if level in value.copies}
 
+    def leave_at(self, level: int, key: Hashable, serial: int) -> None:
+        """A tier has a copy of a value now that nobody here put there: others below are not needed.
+
+        Nothing is done about a value that is gone or on its way, or is at home on a device, whose
+        bytes are not what such a tier reads.
+        """
+        with self._lock:
+            value = self.residency.values.get(key)
+            if value is None or value.serial != serial or value.moving:
+                return
+            if value.home != HOME or level in value.copies:
+                return
+            others = [other for other in value.copies if other != value.home]
+            self.residency.found(value, level)
+            self._carrier.found(value, level, Inherited(key, value.nbytes))
+            for other in others:
+                self.residency.lose(value, other)
+            self._carrier.begin(self.residency.take_moves())
+
     def contents(self) -> tuple[dict[Hashable, Any], dict[Hashable, int]]:
         """Values in memory, and serial numbers of all, at one instant: lanes go on meanwhile."""
         with self._lock:
@@ -349,7 +368,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """
         with self._lock:
             for key, nbytes in cold.items():
-                value = self.residency.insert_below(key, nbytes, level)
+                value = self.residency.insert(key, nbytes, level=level)
                 self._carrier.found(value, level, Inherited(key, nbytes))
             for key, found in objects.items():
                 self[key] = found

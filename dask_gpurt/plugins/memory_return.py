@@ -1,7 +1,8 @@
 """Gives a worker the store back that it had, with everything that ours has by then.
 
 What is not in memory goes from our files to Dask's beside the event loop, one value at a time,
-while tasks go on. What is in memory is handed over by reference in the end, in one step of the
+while tasks go on; each of our files goes before the next value is written, so no more than one of
+them is on disk twice. What is in memory is handed over by reference in the end, in one step of the
 event loop, so that the worker has the one store or the other. Which store a worker uses is
 changed in `plugins.memory_seams`.
 """
@@ -44,7 +45,11 @@ async def return_cold(
         rest = {key: n for key, n in store.cold().items() if given.get(key) != n}
         if not rest:
             break
-        given |= await asyncio.wrap_future(lane.submit(_return, store, stock, rest))
+        for key, serial in rest.items():
+            # One a job: what a job lets go of is dropped after it, and before the next.
+            job = lane.submit(_return, store, stock, {key: serial}, inherited_level)
+            found: Given = await asyncio.wrap_future(job)
+            given |= found
     return given
 
 
@@ -52,19 +57,20 @@ def _return(
     store: TieredStore,
     stock: MutableMapping[Any, Any],
     serials: Mapping[Hashable, int],
-    *,
-    is_last: bool = False,
+    inherited_level: int | None,
 ) -> Given:
     given = {}
     for key, serial in serials.items():
         try:
             memory_seams.put_on_disk(stock, key, store[key])
             given[key] = serial
+            if inherited_level is not None and key in memory_seams.on_disk(stock):
+                store.leave_at(inherited_level, key, serial)
         except KeyError:
             pass  # released meanwhile, or lost, of which the store tells by itself
         except Exception as error:
-            # It may be memory or descriptors that are short, and later there may be some.
-            if not is_last:
+            # It may be memory or descriptors that are short, and in the end there may be some.
+            if inherited_level is not None:
                 continue
             # As text: the error holds the value.
             logger.error("%r cannot be handed over (%s); it will be computed again", key, error)
@@ -87,4 +93,4 @@ def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Give
     for key, value in held.items():
         if key in rest:
             stock[key] = value
-    _return(store, stock, {key: n for key, n in rest.items() if key not in held}, is_last=True)
+    _return(store, stock, {key: n for key, n in rest.items() if key not in held}, None)

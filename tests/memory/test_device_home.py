@@ -135,6 +135,18 @@ class Setup:
         return list(self.store.explain(key)["levels"])
 
 
+def test_what_is_at_home_on_the_device_is_left_to_no_tier_that_reads_for_the_host():
+    setup = Setup()
+    for key in "abc":
+        setup.store[key] = setup.made(noise(400))
+        setup.settle()
+    ((key, serial), *_) = setup.store.cold().items()
+    before = setup.levels(key)
+    setup.store.leave_at(3, key, serial)
+    setup.settle()
+    assert setup.levels(key) == before == ["pinned"]
+
+
 # ------------------------------------------------------------------ the way down and back
 
 

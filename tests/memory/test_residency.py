@@ -249,7 +249,7 @@ def test_while_writes_are_as_many_as_may_be_a_copy_is_looked_for_among_the_first
     for key in range(n):
         uses[key] = (n - key,)
         if key in (near, far):
-            residency.load(residency.insert_below(key, SMALL_NBYTES, 1))
+            residency.load(residency.insert(key, SMALL_NBYTES, level=1))
             residency.loaded(*residency.take_moves())
         else:
             residency.insert(key, SMALL_NBYTES)
@@ -397,7 +397,7 @@ def test_n_tasks_of_four_tenths_never_run_more_than_two_at_a_time():
 def test_a_lost_input_does_not_hold_its_task():
     residency = two_levels(100)
     admission = Admission(residency)
-    residency.insert_below("a", 10, 1)
+    residency.insert("a", 10, level=1)
     claim = admission.ask("x", ["a"], 0, ())
     assert admission.due() == []
     (move,) = residency.take_moves()

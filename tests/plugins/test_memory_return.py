@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+from functools import partial
 
 import pytest
+from distributed.spill import SpillBuffer
 
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.errors import DamagedValueError
+from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.inherited import InheritedTier
+from dask_gpurt.memory.policy import POLICIES
+from dask_gpurt.memory.port import Lanes, Packing
+from dask_gpurt.memory.residency import Level, Residency
+from dask_gpurt.memory.store import TieredStore
+from dask_gpurt.plugins import memory_seams
 from dask_gpurt.plugins.memory_return import return_cold, return_rest
-from tests.memory.test_store import Setup, filled
+from tests.memory.stepping import ListLane
+from tests.memory.test_store import Setup, filled, flatten, restore, sizeof
 
 
 class Stock(dict):
@@ -107,3 +118,109 @@ def test_what_cannot_be_read_until_the_end_is_lost(caplog):
     assert setup.lost == ["a"]
     assert stock == contents(*"bcd")
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+class OnDisk:
+    """A store that keeps `room_nbytes` in memory, of a worker that had Dask's own with a disk."""
+
+    INHERITED = 2
+
+    def __init__(self, directory, lane, room_nbytes=0):
+        self.stock = SpillBuffer(str(directory / "stock"), target=1 << 30)
+        self.disk = DiskTier(str(directory), None, None)
+        self.lost, self.read, self.owner = [], ListLane(), ListLane()
+        levels = [Level("memory", room_nbytes), Level("disk"), Level("inherited")]
+        self.residency = Residency(levels, {0: (1, self.INHERITED)}, POLICIES["lru"])
+        self.store = TieredStore(
+            self.residency,
+            [self.disk, InheritedTier(memory_seams.on_disk(self.stock), flatten)],
+            [Packing(sizeof, flatten, restore)],
+            Lanes(partial(self._submit, lane), self.read, self.owner, self.owner),
+            on_lost=self.lost.append,
+        )
+
+    @staticmethod
+    def _submit(lane, call, path="", nbytes=0):
+        lane.submit(call)
+
+    def fill(self, lane, values):
+        for key, value in values.items():
+            self.store[key] = value
+            self.settle(lane)
+        assert set(self.store.cold()) == set(values)
+
+    def settle(self, lane):
+        """Have what was decided done, and what that leads to."""
+        lane.submit(int).result()
+        while self.owner.calls:
+            self.owner.step()
+            lane.submit(int).result()
+
+    def give_back(self, lane, meanwhile=lambda key: None):
+        """As a worker does, with something done just before each value is handed over."""
+        put_on_disk = memory_seams.put_on_disk
+
+        def watched(stock, key, value):
+            meanwhile(key)
+            put_on_disk(stock, key, value)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory_seams, "put_on_disk", watched)
+            given = asyncio.run(return_cold(self.store, self.stock, lane, self.INHERITED))
+        lane.submit(int).result()
+        return given
+
+
+def stored_nbytes(directory):
+    return sum(
+        os.path.getsize(os.path.join(folder, name))
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )
+
+
+def test_one_value_at_a_time_is_on_disk_twice(tmp_path):
+    values = {key: os.urandom(100_000) for key in "abcdefghij"}
+    with Lane("write") as lane:
+        setup = OnDisk(tmp_path, lane)
+        setup.fill(lane, values)
+        before_nbytes = stored_nbytes(tmp_path)
+        taken = []
+        given = setup.give_back(lane, lambda key: taken.append(stored_nbytes(tmp_path)))
+        assert set(given) == set(values)
+        assert max(taken) < before_nbytes + 20_000
+        # Whoever wants one meanwhile finds it where it is by now.
+        assert {key: setup.store[key] for key in values} == values
+        return_rest(setup.store, setup.stock, given)
+        assert set(setup.stock.disk) == set(values)
+        assert dict(setup.stock) == values
+    assert not setup.lost
+
+
+def test_a_value_that_is_being_read_stays_where_it_is_read_from(tmp_path):
+    values = {key: os.urandom(1000) for key in "ab"}
+    with Lane("write") as lane:
+        setup = OnDisk(tmp_path, lane, room_nbytes=1000)
+        setup.fill(lane, {"a": values["a"], "b": values["b"], "c": os.urandom(2000)})
+        told = []
+        setup.store.claim("task", ["a"], 0, (), told.append)
+        setup.settle(lane)
+        assert len(setup.read.calls) == 1
+        setup.give_back(lane)
+        setup.read.step()
+        assert setup.store.memory["a"] == values["a"]
+    assert not setup.lost
+
+
+def test_values_that_are_released_or_replaced_after_they_were_handed_over(tmp_path):
+    with Lane("write") as lane:
+        setup = OnDisk(tmp_path, lane)
+        setup.fill(lane, {key: key.encode() * 1000 for key in "abc"})
+        given = setup.give_back(lane)
+        del setup.store["a"]
+        setup.store["b"] = b"new" * 1000
+        setup.settle(lane)
+        assert set(memory_seams.on_disk(setup.stock)) == {"c"}
+        return_rest(setup.store, setup.stock, given)
+        assert dict(setup.stock) == {"b": b"new" * 1000, "c": b"c" * 1000}
+    assert not setup.lost
