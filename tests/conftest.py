@@ -37,6 +37,9 @@ def pytest_configure() -> None:
     # GIL. No timeout of a test ends that. distributed's own tests switch it off, too.
     dask.config.set({"distributed.worker.profile.enabled": False})
     os.environ["DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED"] = "False"
+    # Workers in processes are forked from one that has imported what all of them do, which is a
+    # second and a half of a core for each; those of scripts and of the command line are not.
+    dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 
 
 @pytest.fixture(scope="session", autouse=True)
