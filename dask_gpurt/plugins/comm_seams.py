@@ -21,6 +21,14 @@ round: 30 to 110 ms where there are some hundreds. They are handled a few at a t
 |---|---|
 | `Worker.batched_stream.comm`, `Comm.read` | what the scheduler sends passes through it |
 | `Server.handle_stream` | lets the loop come round after each message that it read |
+
+A message that could not be written is never let go of by itself: the stream keeps the error, the
+error the frame that was writing, that frame the connection, and as long as there is the connection
+its finalizer keeps the stream. `let_go_of_message` takes that apart.
+
+| what | why |
+|---|---|
+| `distributed.comm.tcp.TCP._finalizer` | keeps the stream, which keeps what went wrong with it |
 """
 
 from __future__ import annotations
@@ -56,6 +64,16 @@ async def read_in_pieces(stream: Any, n: int) -> memoryview:
         if end - first >= SMALL_NBYTES:
             await asyncio.sleep(0)
     return buffer
+
+
+def let_go_of_message(error: BaseException) -> None:
+    """Have an error of sending a message not keep the message; it says what it said before."""
+    found = [error]
+    for one in found:
+        for other in (one.__cause__, one.__context__, getattr(one, "real_error", None)):
+            if other is not None and other not in found:
+                other.__traceback__ = None
+                found.append(other)
 
 
 class _Replaced:

@@ -21,6 +21,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
 from dask_gpurt.devices.port import Priority
 from dask_gpurt.frames.port import BodyAdapter, DeviceMemory, Landing, on_host
+from dask_gpurt.plugins.comm_seams import let_go_of_message
 from dask_gpurt.plugins.links import DEVICE, came_inside
 from dask_gpurt.plugins.paths import Path
 from dask_gpurt.plugins.seams import (
@@ -105,9 +106,13 @@ class Courier:
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
-            answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
-                data=data, shuffle_id=run.id, run_id=run.run_id
-            )
+            try:
+                answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
+                    data=data, shuffle_id=run.id, run_id=run.run_id
+                )
+            except OSError as unsent:
+                let_go_of_message(unsent)
+                raise
             if answer["status"] == "error":
                 _, error, traceback = clean_exception(**answer)
                 assert error is not None

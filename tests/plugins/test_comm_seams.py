@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import socket
+import weakref
 from itertools import chain
 from types import SimpleNamespace
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 from distributed import Client, Event, LocalCluster, Scheduler, Worker
 from distributed.comm import connect, listen
+from distributed.core import send_recv
 from distributed.protocol import to_serialize
 from distributed.utils_test import gen_test
 
@@ -23,6 +27,7 @@ from dask_gpurt.plugins.comm_seams import (
     SMALL_NBYTES,
     PiecewiseReads,
     ShortTurns,
+    let_go_of_message,
     read_in_pieces,
 )
 
@@ -151,6 +156,37 @@ def test_a_peer_that_goes_away_is_noticed(reads):
 
 
 # ------------------------------------------------------------------ taken back
+
+
+@pytest.mark.parametrize("is_let_go_of", [False, True])
+def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_let_go_of):
+    async def no_answer(comm):
+        await asyncio.Event().wait()
+
+    async def fail_to_send(address):
+        comm = await connect(address)
+        comm.stream.socket.shutdown(socket.SHUT_WR)
+        message = np.ones(PIECE_NBYTES, dtype=np.uint8)
+        try:
+            await send_recv(comm, op="anything", data=to_serialize(message))
+        except OSError as error:
+            assert "Broken pipe" in str(error)
+            if is_let_go_of:
+                let_go_of_message(error)
+            assert "Broken pipe" in str(error)
+            return weakref.ref(message)
+
+    @gen_test()
+    async def run():
+        listener = await listen("tcp://127.0.0.1", no_answer)
+        try:
+            kept = await fail_to_send(listener.contact_address)
+        finally:
+            listener.stop()
+        gc.collect()
+        assert (kept() is None) == is_let_go_of
+
+    run()
 
 
 def test_it_stays_until_the_last_worker_has_let_go(reads):
