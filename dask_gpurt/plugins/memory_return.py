@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Hashable, Mapping, MutableMapping
+from collections.abc import Hashable, MutableMapping
 from typing import Any
 
 from dask_gpurt.devices.lanes import Lane
@@ -47,37 +47,29 @@ async def return_cold(
             break
         for key, serial in rest.items():
             # One a job: what a job lets go of is dropped after it, and before the next.
-            job = lane.submit(_return, store, stock, {key: serial}, inherited_level)
-            found: Given = await asyncio.wrap_future(job)
-            given |= found
+            job = lane.submit(_return, store, stock, key, serial, inherited_level)
+            if await asyncio.wrap_future(job):
+                given[key] = serial
     return given
 
 
 def _return(
     store: TieredStore,
     stock: MutableMapping[Any, Any],
-    serials: Mapping[Hashable, int],
-    inherited_level: int | None,
-) -> Given:
-    given = {}
-    for key, serial in serials.items():
-        try:
-            memory_seams.put_on_disk(stock, key, store[key])
-            given[key] = serial
-            if inherited_level is not None and key in memory_seams.on_disk(stock):
-                store.leave_at(inherited_level, key, serial)
-        except KeyError:
-            pass  # released meanwhile, or lost, of which the store tells by itself
-        except Exception as error:
-            # It may be memory or descriptors that are short, and in the end there may be some.
-            if inherited_level is not None:
-                continue
-            # As text: the error holds the value.
-            logger.error("%r cannot be handed over (%s); it will be computed again", key, error)
-            store.give_up(key)
-            if key in stock:  # a value before it
-                del stock[key]
-    return given
+    key: Hashable,
+    serial: int,
+    inherited_level: int,
+) -> bool:
+    """Hand over a value that is not in memory; False if that cannot be done now."""
+    try:
+        memory_seams.put_on_disk(stock, key, store[key])
+        if key in memory_seams.on_disk(stock):
+            store.leave_at(inherited_level, key, serial)
+    except Exception:
+        # Released meanwhile, or lost, of which the store tells by itself. Or memory or descriptors
+        # are short, and in the end there may be some.
+        return False
+    return True
 
 
 def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Given) -> None:
@@ -93,4 +85,14 @@ def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Give
     for key, value in held.items():
         if key in rest:
             stock[key] = value
-    _return(store, stock, {key: n for key, n in rest.items() if key not in held}, None)
+    for key in [key for key in rest if key not in held]:
+        try:
+            memory_seams.put_on_disk(stock, key, store[key])
+        except KeyError:
+            pass  # released meanwhile, or lost
+        except Exception as error:
+            # As text: the error holds the value.
+            logger.error("%r cannot be handed over (%s); it will be computed again", key, error)
+            store.give_up(key)
+            if key in stock:  # a value before it
+                del stock[key]

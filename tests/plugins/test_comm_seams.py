@@ -155,7 +155,7 @@ def test_a_peer_that_goes_away_is_noticed(reads):
     asyncio.run(exchange())
 
 
-# ------------------------------------------------------------------ taken back
+# ------------------------------------------------------------------ let go of
 
 
 @pytest.mark.parametrize("is_let_go_of", [False, True])
@@ -187,6 +187,9 @@ def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_le
         assert (kept() is None) == is_let_go_of
 
     run()
+
+
+# ------------------------------------------------------------------ taken back
 
 
 def test_it_stays_until_the_last_worker_has_let_go(reads):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from functools import partial
 
 import pytest
 from distributed.spill import SpillBuffer
@@ -126,6 +125,7 @@ class OnDisk:
     INHERITED = 2
 
     def __init__(self, directory, lane, room_nbytes=0):
+        self.lane = lane
         self.stock = SpillBuffer(str(directory / "stock"), target=1 << 30)
         self.disk = DiskTier(str(directory), None, None)
         self.lost, self.read, self.owner = [], ListLane(), ListLane()
@@ -135,28 +135,27 @@ class OnDisk:
             self.residency,
             [self.disk, InheritedTier(memory_seams.on_disk(self.stock), flatten)],
             [Packing(sizeof, flatten, restore)],
-            Lanes(partial(self._submit, lane), self.read, self.owner, self.owner),
+            Lanes(self._write, self.read, self.owner, self.owner),
             on_lost=self.lost.append,
         )
 
-    @staticmethod
-    def _submit(lane, call, path="", nbytes=0):
-        lane.submit(call)
+    def _write(self, call, path="", nbytes=0):
+        self.lane.submit(call)
 
-    def fill(self, lane, values):
+    def fill(self, values):
         for key, value in values.items():
             self.store[key] = value
-            self.settle(lane)
+            self.settle()
         assert set(self.store.cold()) == set(values)
 
-    def settle(self, lane):
+    def settle(self):
         """Have what was decided done, and what that leads to."""
-        lane.submit(int).result()
+        self.lane.submit(int).result()
         while self.owner.calls:
             self.owner.step()
-            lane.submit(int).result()
+            self.lane.submit(int).result()
 
-    def give_back(self, lane, meanwhile=lambda key: None):
+    def give_back(self, meanwhile=lambda key: None):
         """As a worker does, with something done just before each value is handed over."""
         put_on_disk = memory_seams.put_on_disk
 
@@ -166,8 +165,8 @@ class OnDisk:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(memory_seams, "put_on_disk", watched)
-            given = asyncio.run(return_cold(self.store, self.stock, lane, self.INHERITED))
-        lane.submit(int).result()
+            given = asyncio.run(return_cold(self.store, self.stock, self.lane, self.INHERITED))
+        self.lane.submit(int).result()
         return given
 
 
@@ -183,10 +182,10 @@ def test_one_value_at_a_time_is_on_disk_twice(tmp_path):
     values = {key: os.urandom(100_000) for key in "abcdefghij"}
     with Lane("write") as lane:
         setup = OnDisk(tmp_path, lane)
-        setup.fill(lane, values)
+        setup.fill(values)
         before_nbytes = stored_nbytes(tmp_path)
         taken = []
-        given = setup.give_back(lane, lambda key: taken.append(stored_nbytes(tmp_path)))
+        given = setup.give_back(lambda key: taken.append(stored_nbytes(tmp_path)))
         assert set(given) == set(values)
         assert max(taken) < before_nbytes + 20_000
         # Whoever wants one meanwhile finds it where it is by now.
@@ -201,12 +200,11 @@ def test_a_value_that_is_being_read_stays_where_it_is_read_from(tmp_path):
     values = {key: os.urandom(1000) for key in "ab"}
     with Lane("write") as lane:
         setup = OnDisk(tmp_path, lane, room_nbytes=1000)
-        setup.fill(lane, {"a": values["a"], "b": values["b"], "c": os.urandom(2000)})
-        told = []
-        setup.store.claim("task", ["a"], 0, (), told.append)
-        setup.settle(lane)
+        setup.fill({**values, "c": os.urandom(2000)})
+        setup.store.claim("task", ["a"], 0, (), lambda lost: None)
+        setup.settle()
         assert len(setup.read.calls) == 1
-        setup.give_back(lane)
+        setup.give_back()
         setup.read.step()
         assert setup.store.memory["a"] == values["a"]
     assert not setup.lost
@@ -215,11 +213,11 @@ def test_a_value_that_is_being_read_stays_where_it_is_read_from(tmp_path):
 def test_values_that_are_released_or_replaced_after_they_were_handed_over(tmp_path):
     with Lane("write") as lane:
         setup = OnDisk(tmp_path, lane)
-        setup.fill(lane, {key: key.encode() * 1000 for key in "abc"})
-        given = setup.give_back(lane)
+        setup.fill({key: key.encode() * 1000 for key in "abc"})
+        given = setup.give_back()
         del setup.store["a"]
         setup.store["b"] = b"new" * 1000
-        setup.settle(lane)
+        setup.settle()
         assert set(memory_seams.on_disk(setup.stock)) == {"c"}
         return_rest(setup.store, setup.stock, given)
         assert dict(setup.stock) == {"b": b"new" * 1000, "c": b"c" * 1000}
