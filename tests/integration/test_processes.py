@@ -1,33 +1,28 @@
-"""What the tests take for an error of a process, and what they know to be stock Dask's own."""
+"""What programs are started with does what it says."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.integration.processes import run_program, shows_a_traceback
+from tests.integration.no_heartbeats import NEVER_MS
+from tests.integration.processes import WITHOUT_HEARTBEATS, run_program
 
-#: A cluster that closes as soon as a heartbeat waits for the scheduler's answer.
-CLOSES_WITH_A_HEARTBEAT = """
-import asyncio, threading
-from distributed import LocalCluster
+PROGRAM = """
+from distributed import Client, LocalCluster
 
-cluster = LocalCluster(n_workers=1, processes=False, protocol="tcp", dashboard_address=":0")
-arrived = threading.Event()
+def pause_ms(dask_worker):
+    callback = dask_worker.periodic_callbacks["heartbeat"]
+    return callback.is_running(), callback.callback_time
 
-async def no_answer(**_):
-    arrived.set()
-    await asyncio.Event().wait()
-
-cluster.scheduler.handlers["heartbeat_worker"] = no_answer
-arrived.wait()
-cluster.close()
+if __name__ == "__main__":
+    with LocalCluster(n_workers=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+        print(client.run(pause_ms).values())
 """
 
 
 @pytest.mark.cluster
-def test_a_heartbeat_that_a_closing_cluster_cuts_off_is_no_error_of_ours(tmp_path):
-    stderr = run_program(CLOSES_WITH_A_HEARTBEAT, directory=tmp_path).stderr
-    assert "CommClosedError" in stderr
-    assert not shows_a_traceback(stderr)
-    stderr += run_program("1 / 0", directory=tmp_path).stderr
-    assert shows_a_traceback(stderr)
+@pytest.mark.parametrize("env", [{}, WITHOUT_HEARTBEATS], ids=["stock", "without"])
+def test_a_worker_without_heartbeats_sends_none(tmp_path, env):
+    done = run_program(PROGRAM, directory=tmp_path, **env)
+    assert (f"(True, {NEVER_MS})" in done.stdout) == bool(env), done.stderr
+    assert "(True, " in done.stdout
