@@ -129,6 +129,12 @@ class Lane:
         with self._changed:
             return len(self._jobs)
 
+    def is_pending(self) -> bool:
+        """Whether anything waits or is being done. Asked at each launch that may be shaped."""
+        # Without the lock, which whoever launches would wait for: a thread stops being idle before
+        # it takes a piece of work, so that nothing is missed in between.
+        return bool(self._jobs) or self._n_idle < len(self._threads)
+
     def close(self) -> None:
         """Cancel what has not begun and wait for what has. Does nothing the second time."""
         with self._changed:
@@ -160,8 +166,10 @@ class Lane:
         with self._changed:
             self._n_idle += 1
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
+            if not self._jobs:
+                return None  # closed; what has ended is as good as idle
             self._n_idle -= 1
-            return heapq.heappop(self._jobs) if self._jobs else None
+            return heapq.heappop(self._jobs)
 
     def _do(self, job: _Job) -> None:
         if not job.future.set_running_or_notify_cancel():

@@ -15,6 +15,7 @@ import pytest
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Entry, Ledger
 from dask_gpurt.devices.port import Priority
+from tests.failure.gates import until
 
 PATIENCE_S = 20.0
 
@@ -112,6 +113,30 @@ def test_the_urgent_overtakes_all_that_waits(gate):
     assert ran == [("HIGH", 2), ("HIGH", 4), ("NORMAL", 1), ("LOW", 0), ("LOW", 3)]
     assert lane.n_waiting == 0
     lane.close()
+
+
+def test_a_lane_is_pending_from_what_is_handed_in_to_its_end(gate):
+    lane = Lane("lane")
+    assert not lane.is_pending()
+    lane.submit(gate)
+    assert gate.entered.wait(PATIENCE_S)
+    assert lane.n_waiting == 0
+    assert lane.is_pending(), "nothing waits, but something is being done"
+    last = lane.submit(divmod, 7, 2)
+    assert lane.is_pending()
+    gate.open.set()
+    last.result(PATIENCE_S)
+    until(lambda: not lane.is_pending(), "the lane's thread did not become idle")
+    lane.close()
+    assert not lane.is_pending(), "a lane whose threads have ended does nothing"
+
+
+def test_a_lane_that_gets_no_thread_is_not_pending(monkeypatch):
+    with Lane("lane") as lane:
+        out_of_threads(monkeypatch)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            lane.submit(pytest.fail, "nobody was to do this")
+        assert not lane.is_pending()
 
 
 def test_threads_of_a_lane_work_at_once():
