@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import statistics
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
-from benchmarks.harness import arguments, machine
+from benchmarks.harness import arguments, write_json
 from dask_gpurt.devices.architectures import SM90
 from dask_gpurt.devices.cuda_launches import Launches
 from dask_gpurt.devices.shaping import Extent, KernelAttributes, LaunchHook, Planner, shaped
@@ -140,9 +139,7 @@ def main() -> None:
         rows.append({"launches": name, **row})
         added = "  ".join(f"{mode} +{row[mode]:.2f}" for mode in PENDING)
         print(f"  {name:10} no hook {row['no hook']:.2f}  {added}", flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": machine(), "launch_overhead": rows}, file, indent=1)
+    write_json(options.json, [], launch_overhead=rows)
 
 
 if __name__ == "__main__":
