@@ -24,7 +24,12 @@ for Distributed Memory Computers", 1996).
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from math import ceil
 from typing import NamedTuple
+
+#: What a host may be given, to the mean of all. With 7 rows and 7 columns on 4 times 4 hosts one
+#: makes 4 outputs where 3 would be its share: the bytes that saves are not worth a third more time.
+MAX_OVERLOAD = 1.25
 
 
 class Operand(NamedTuple):
@@ -41,16 +46,35 @@ class Operand(NamedTuple):
     hosts: Iterable[str] = ()
 
 
-def grid(n_hosts: int, rows_nbytes: float, columns_nbytes: float) -> tuple[int, int]:
-    """Rows and columns of hosts such that least is sent.
+class Side(NamedTuple):
+    """Rows, or columns, of outputs.
 
-    Parameters
+    Attributes
     ----------
-    rows_nbytes, columns_nbytes
-        Of all first operands, each of which a row of hosts needs, and of all second ones.
+    count
+        How many there are; it may be a fraction, where it is reckoned from the sizes of groups.
+    nbytes
+        Of all their operands.
     """
-    shapes = [(rows, n_hosts // rows) for rows in range(1, n_hosts + 1) if n_hosts % rows == 0]
-    return min(shapes, key=lambda one: (one[1] - 1) * rows_nbytes + (one[0] - 1) * columns_nbytes)
+
+    count: float
+    nbytes: float
+
+
+def grid(n_hosts: int, rows: Side, columns: Side) -> tuple[int, int] | None:
+    """Rows and columns of hosts such that least is sent; None if some would have far too much."""
+    shapes = [(n, n_hosts // n) for n in range(1, n_hosts + 1) if n_hosts % n == 0]
+    return min(
+        (one for one in shapes if _overload(one, rows.count, columns.count) <= MAX_OVERLOAD),
+        key=lambda one: (one[1] - 1) * rows.nbytes + (one[0] - 1) * columns.nbytes,
+        default=None,
+    )
+
+
+def _overload(shape: tuple[int, int], n_rows: float, n_columns: float) -> float:
+    """Outputs of the host that has most of them, to the mean."""
+    most = ceil(n_rows / shape[0]) * ceil(n_columns / shape[1])
+    return most * shape[0] * shape[1] / (n_rows * n_columns)
 
 
 class Deal:
@@ -60,12 +84,12 @@ class Deal:
     ----------
     hosts
         All of them, with as many threads each.
-    rows_nbytes, columns_nbytes
-        As `grid` takes them.
+    shape
+        Rows and columns of hosts, from `grid`.
     """
 
-    def __init__(self, hosts: Sequence[str], rows_nbytes: float, columns_nbytes: float) -> None:
-        n_rows, n_columns = grid(len(hosts), rows_nbytes, columns_nbytes)
+    def __init__(self, hosts: Sequence[str], shape: tuple[int, int]) -> None:
+        n_rows, n_columns = shape
         self._rows = _Axis([hosts[n * n_columns : (n + 1) * n_columns] for n in range(n_rows)])
         self._columns = _Axis([hosts[n::n_columns] for n in range(n_columns)])
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dask_gpurt.placement.contractions import Deal, Operand
+from dask_gpurt.placement.contractions import Deal, Operand, Side, grid
 from dask_gpurt.placement.siblings import MAX_INPUTS
 from dask_gpurt.plugins.placement_view import MAX_CHAIN, MAX_PLACES, PlacementView
 
@@ -38,8 +38,8 @@ class Contractions:
     def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
         self._scheduler = scheduler
         self._view = view
-        #: By the groups of outputs and operands.
-        self._deals: OrderedDict[tuple[str, str, str], Deal] = OrderedDict()
+        #: By the groups of outputs and operands; None if hosts would have too unequal parts.
+        self._deals: OrderedDict[tuple[str, str, str], Deal | None] = OrderedDict()
         self._hosts: list[str] | None = None
 
     def workers_changed(self) -> None:
@@ -76,11 +76,18 @@ class Contractions:
             return None
         one, other = sorted(product.dependencies, key=_group)
         groups = _group(output), _group(one), _group(other)
-        deal = self._deals.get(groups)
-        if deal is None:
-            deal = self._deals[groups] = Deal(hosts, *self._sizes(one, other))
+        if groups in self._deals:
+            deal = self._deals[groups]
+        else:
+            rows, columns = self._sides(product, one, other)
+            # What was found may be a part of an output, of which there are more.
+            is_enough = rows.count * columns.count >= MIN_OUTPUTS_PER_HOST * len(hosts)
+            shape = grid(len(hosts), rows, columns) if is_enough else None
+            deal = self._deals[groups] = None if shape is None else Deal(hosts, shape)
             if len(self._deals) > MAX_DEALS:
                 self._deals.popitem(last=False)
+        if deal is None:
+            return None
         host = deal.known(one.key, other.key)
         if host is None:
             host = deal.host(*self._operands(output, one, other))
@@ -110,12 +117,18 @@ class Contractions:
             return False
         return not any(map(paths.is_behind_slow_link, workers))
 
-    def _sizes(self, one: TaskState, other: TaskState) -> tuple[float, float]:
-        """Of all first operands, and of all second ones; as if each were one byte if unknown."""
+    def _sides(self, product: TaskState, one: TaskState, other: TaskState) -> tuple[Side, Side]:
+        """Rows and columns; as if each operand were one byte if sizes are not known.
+
+        With `R` rows, `C` columns and `K` products for each output there are `RKC` products of `RK`
+        first operands and `KC` second ones.
+        """
         sizes = self._view.sizes(one), self._view.sizes(other)
         if not all(sizes):
             sizes = 1, 1
-        return sizes[0] * len(one.group), sizes[1] * len(other.group)
+        n_products, n_ones, n_others = (len(ts.group) for ts in (product, one, other))
+        rows = Side(n_products / n_others, sizes[0] * n_ones)
+        return rows, Side(n_products / n_ones, sizes[1] * n_others)
 
     def _operands(
         self, output: TaskState, one: TaskState, other: TaskState

@@ -9,9 +9,20 @@ from math import isqrt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.placement.contractions import Deal, Operand, grid
+from dask_gpurt.placement.contractions import MAX_OVERLOAD, Deal, Operand, Side, grid
 
 HOSTS = list("abcdefgh")
+#: Of so many rows and columns there is something for everybody, whatever the grid.
+MANY = 1e6
+
+
+def shape(n_hosts, rows_nbytes=1, columns_nbytes=1):
+    """Of a grid that only depends on what is sent."""
+    return grid(n_hosts, Side(MANY, rows_nbytes), Side(MANY, columns_nbytes))
+
+
+def dealt_to(hosts):
+    return Deal(hosts, shape(len(hosts)))
 
 
 def operands(kind, number, depth=3):
@@ -24,9 +35,9 @@ def deal_all(deal, outputs):
 
 
 def test_two_hosts_stand_side_by_side_unless_the_first_operands_are_larger():
-    assert grid(2, 1, 1) == (1, 2)
-    assert grid(2, 1, 2) == (1, 2)
-    assert grid(2, 2, 1) == (2, 1)
+    assert shape(2) == (1, 2)
+    assert shape(2, 1, 2) == (1, 2)
+    assert shape(2, 2, 1) == (2, 1)
 
 
 @given(st.integers(1, 64), st.floats(1, 100), st.floats(1, 100))
@@ -34,22 +45,41 @@ def test_no_other_grid_sends_less(n_hosts, rows_nbytes, columns_nbytes):
     def sent(n_rows, n_columns):
         return (n_columns - 1) * rows_nbytes + (n_rows - 1) * columns_nbytes
 
-    found = grid(n_hosts, rows_nbytes, columns_nbytes)
+    found = shape(n_hosts, rows_nbytes, columns_nbytes)
     assert found[0] * found[1] == n_hosts
     others = [(n, n_hosts // n) for n in range(1, n_hosts + 1) if not n_hosts % n]
     assert sent(*found) == min(sent(*one) for one in others)
 
 
+def test_a_grid_that_sends_more_is_taken_where_others_leave_hosts_with_little_to_do():
+    assert grid(4, Side(6, 1), Side(6, 1)) == (2, 2)
+    # Three rows of hosts have two rows of outputs each; two have one and two.
+    assert grid(6, Side(3, 3), Side(6, 1)) == (3, 2)
+    assert grid(16, Side(14, 1), Side(14, 1)) == (2, 8)
+    # Two rows of outputs on one host, and one on each of the others, however they are dealt.
+    assert grid(16, Side(7, 1), Side(7, 1)) is None
+
+
+@given(st.integers(1, 64), st.integers(1, 40), st.integers(1, 40))
+def test_no_host_makes_far_more_than_its_share(n_hosts, n_rows, n_columns):
+    found = grid(n_hosts, Side(n_rows, 1), Side(n_columns, 1))
+    if found is not None:
+        hosts = [str(number) for number in range(n_hosts)]
+        outputs = product(range(n_rows), range(n_columns))
+        made = Counter(deal_all(Deal(hosts, found), outputs).values())
+        assert max(made.values()) <= MAX_OVERLOAD * n_rows * n_columns / n_hosts
+
+
 def test_a_square_number_of_hosts_stands_in_a_square():
     for edge in range(1, 6):
-        assert grid(edge**2, 1, 1) == (edge, edge)
+        assert shape(edge**2) == (edge, edge)
 
 
 @given(st.sampled_from([2, 3, 4, 6, 8]), st.permutations(list(product(range(8), range(8)))))
 def test_each_operand_is_needed_in_one_row_or_column_of_hosts(n_hosts, outputs):
     hosts = HOSTS[:n_hosts]
-    found = deal_all(Deal(hosts, 1, 1), outputs)
-    n_rows, n_columns = grid(n_hosts, 1, 1)
+    found = deal_all(dealt_to(hosts), outputs)
+    n_rows, n_columns = shape(n_hosts)
     assert all(len({found[i, j] for j in range(8)}) <= n_columns for i in range(8))
     assert all(len({found[i, j] for i in range(8)}) <= n_rows for j in range(8))
     counts = Counter(found.values())
@@ -59,20 +89,20 @@ def test_each_operand_is_needed_in_one_row_or_column_of_hosts(n_hosts, outputs):
 
 
 def test_the_first_outputs_of_a_row_are_made_on_different_hosts():
-    found = deal_all(Deal(HOSTS[:2], 1, 1), product(range(4), range(4)))
+    found = deal_all(dealt_to(HOSTS[:2]), product(range(4), range(4)))
     assert [found[0, j] for j in range(4)] == ["a", "b", "a", "b"]
     assert all(found[i, j] == found[0, j] for i in range(4) for j in range(4))
 
 
 def test_a_column_goes_to_who_has_it_unless_that_one_is_ahead():
-    deal = Deal(HOSTS[:2], 1, 1)
+    deal = dealt_to(HOSTS[:2])
     here = [Operand(("b", j), 1, ("b",)) for j in range(2)]
     assert deal.host(operands("a", 0), here[:1]) == "b"
     assert deal.host(operands("a", 0), here[1:]) == "a"
 
 
 def test_operands_are_made_where_they_are_needed_by_all_of_those_as_many():
-    deal = Deal(HOSTS[:4], 1, 1)
+    deal = dealt_to(HOSTS[:4])
     assert deal.home(("a", 0, 0)) is None
     found = deal_all(deal, product(range(4), range(4)))
     made = Counter()
@@ -85,7 +115,7 @@ def test_operands_are_made_where_they_are_needed_by_all_of_those_as_many():
 
 
 def test_what_was_dealt_is_known_by_any_two_operands():
-    deal = Deal(HOSTS[:4], 1, 1)
+    deal = dealt_to(HOSTS[:4])
     assert deal.known(("a", 0, 0), ("b", 0, 0)) is None
     found = deal_all(deal, product(range(3), range(3)))
     for (i, j), k in product(found, range(3)):
@@ -94,7 +124,7 @@ def test_what_was_dealt_is_known_by_any_two_operands():
 
 def test_an_output_of_more_rows_than_were_dealt_alike_is_still_made_on_one_host():
     """A result that adds up several outputs has operands of several rows."""
-    deal = Deal(HOSTS[:2], 1, 1)
+    deal = dealt_to(HOSTS[:2])
     deal_all(deal, product(range(2), range(2)))
     both = [*operands("b", 0), *operands("b", 1)]
     assert deal.host(operands("a", 5), both) == deal.known(("a", 5, 0), ("b", 0, 0))
@@ -104,7 +134,7 @@ def test_crossing_bytes_of_a_square_product_grow_with_the_edge_of_the_grid():
     n = 16
     for n_hosts in (4, 16):
         hosts = [str(number) for number in range(n_hosts)]
-        found = deal_all(Deal(hosts, 1, 1), product(range(n), range(n)))
+        found = deal_all(dealt_to(hosts), product(range(n), range(n)))
         needed = {("a", i, host) for (i, _), host in found.items()}
         needed |= {("b", j, host) for (_, j), host in found.items()}
         assert len(needed) == 2 * n * isqrt(n_hosts)

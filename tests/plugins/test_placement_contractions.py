@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from ast import literal_eval
+from dataclasses import replace
 
 import dask
 import dask.array as da
@@ -139,6 +140,18 @@ def test_nothing_else_of_the_examples_is_a_contraction(asked, make):
 @pytest.mark.parametrize("machine", [boxes(1, 4), boxes(4, slow_nics={3: 1e6})])
 def test_hosts_that_differ_or_are_alone_are_dealt_nothing(asked, machine):
     simulate(matmul(SCALE), machine, told(machine))
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("side", "n_hosts"),
+    # 7 rows of outputs cannot be shared out to 3 hosts; of 4 times 4 there are 2 for each of 8
+    # hosts, and it is not by the 64 products that they are counted.
+    [(14, 3), (8, 8)],
+)
+def test_outputs_that_leave_hosts_with_too_little_to_do_are_not_dealt(asked, side, n_hosts):
+    machine = boxes(n_hosts, 1)
+    simulate(matmul(replace(SCALE, side=side)), machine, told(machine))
     assert not asked
 
 
