@@ -51,13 +51,13 @@ class Side(NamedTuple):
 
     Attributes
     ----------
-    count
+    length
         How many there are; it may be a fraction, where it is reckoned from the sizes of groups.
     nbytes
         Of all their operands.
     """
 
-    count: float
+    length: float
     nbytes: float
 
 
@@ -65,7 +65,7 @@ def grid(n_hosts: int, rows: Side, columns: Side) -> tuple[int, int] | None:
     """Rows and columns of hosts such that least is sent; None if some would have far too much."""
     shapes = [(n, n_hosts // n) for n in range(1, n_hosts + 1) if n_hosts % n == 0]
     return min(
-        (one for one in shapes if _overload(one, rows.count, columns.count) <= MAX_OVERLOAD),
+        (one for one in shapes if _overload(one, rows.length, columns.length) <= MAX_OVERLOAD),
         key=lambda one: (one[1] - 1) * rows.nbytes + (one[0] - 1) * columns.nbytes,
         default=None,
     )

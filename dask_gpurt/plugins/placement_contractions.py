@@ -81,7 +81,7 @@ class Contractions:
         else:
             rows, columns = self._sides(product, one, other)
             # What was found may be a part of an output, of which there are more.
-            is_enough = rows.count * columns.count >= MIN_OUTPUTS_PER_HOST * len(hosts)
+            is_enough = rows.length * columns.length >= MIN_OUTPUTS_PER_HOST * len(hosts)
             shape = grid(len(hosts), rows, columns) if is_enough else None
             deal = self._deals[groups] = None if shape is None else Deal(hosts, shape)
             if len(self._deals) > MAX_DEALS:
