@@ -18,8 +18,9 @@ from dataclasses import replace
 from math import fsum, inf
 from typing import NamedTuple
 
+from dask_gpurt.placement.joins import Join
 from dask_gpurt.topology.model import Path
-from dask_gpurt.topology.places import Place, Places, way
+from dask_gpurt.topology.places import Place, Places
 
 _new = tuple.__new__
 
@@ -185,6 +186,7 @@ def costs_of_held(
         As in `Task`.
     """
     needed_nbytes = sum(sizes)
+    later = [Join(one, places) for one in joins]
     sources = [
         (holder, places[holder][0], nbytes) for holder, nbytes in zip(holders, sizes, strict=True)
     ]
@@ -202,7 +204,7 @@ def costs_of_held(
                 path = (near if holders_host == host else far)[holder]
                 fetches.append(path.latency_s + nbytes / path.bandwidth_nbytes_per_s)
         found[address] = _cost(
-            duration_s, output_nbytes, joins, worker, fsum(fetches), 0.0, new_nbytes, places
+            duration_s, output_nbytes, later, worker, fsum(fetches), 0.0, new_nbytes
         )
     return found
 
@@ -211,6 +213,7 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
     """Cost of a task of many inputs, or of such that several have or will have."""
     _, inputs, duration_s, output_nbytes, joins, _ = task
     needed_nbytes = 0
+    later = [Join(one, places) for one in joins]
     under_way = []
     #: By host, the numbers of the inputs that it has.
     on_host: dict[str, list[int]] = {}
@@ -255,7 +258,7 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
                         fetches[number] = 0.0
                 arriving_s = fsum(waits)
         found[address] = _cost(
-            duration_s, output_nbytes, joins, worker, fsum(fetches), arriving_s, new_nbytes, places
+            duration_s, output_nbytes, later, worker, fsum(fetches), arriving_s, new_nbytes
         )
     return found
 
@@ -263,12 +266,11 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
 def _cost(
     duration_s: float,
     output_nbytes: float,
-    joins: Sequence[Mapping[str, float]],
+    joins: Sequence[Join],
     worker: Worker,
     transfer_s: float,
     arriving_s: float,
     new_nbytes: int,
-    places: Places,
 ) -> Cost:
     address, nthreads, occupancy_s, _, room_nbytes, _, receiving_s, _, slowness = worker
     spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
@@ -282,7 +284,7 @@ def _cost(
             occupancy_s / nthreads,
             duration_s * slowness,
             spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
-            fsum([join_s(address, output_nbytes, one, places) for one in joins]) if joins else 0.0,
+            fsum([one.seconds(address, output_nbytes) for one in joins]) if joins else 0.0,
         ),
     )
 
@@ -315,39 +317,6 @@ def fetches_s(inputs: Iterable[Input], address: str, places: Places) -> list[flo
                 least_s = seconds
         found.append(least_s)
     return found
-
-
-def join_s(address: str, nbytes: float, others: Mapping[str, float], places: Places) -> float:
-    """Seconds of moving what a later task needs to one place, if `nbytes` of it are here.
-
-    The place is the one to which it takes the least; so this is 0 where all of it is.
-    """
-    if len(others) == 1:
-        ((other, other_nbytes),) = others.items()
-        if other == address:
-            return 0.0
-        # `way` there and back, without the calls.
-        host, _, near, far = places[address]
-        others_host, _, others_near, others_far = places[other]
-        if host == others_host:
-            there, back = others_near[address], near[other]
-        else:
-            there, back = others_far[address], far[other]
-        return min(
-            there.latency_s + nbytes / there.bandwidth_nbytes_per_s,
-            back.latency_s + other_nbytes / back.bandwidth_nbytes_per_s,
-        )
-    placed = {**others, address: others.get(address, 0.0) + nbytes}
-    return min(
-        fsum(
-            [
-                way(places, source, target).transfer_s(n)
-                for source, n in placed.items()
-                if source != target
-            ]
-        )
-        for target in placed
-    )
 
 
 def is_surely_cheaper(task: Task, one: Worker, other: Worker, places: Places, doubt: float) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dask_gpurt.placement.cost import join_s
+from dask_gpurt.placement.joins import Join
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Seat, seat
 from dask_gpurt.plugins.held_back import HeldBack
 from dask_gpurt.plugins.placement_contractions import Contractions
@@ -132,9 +132,10 @@ class RootPlaces:
         nbytes = known_nbytes or NOMINAL_NBYTES
         if not known_nbytes:
             joins = [dict.fromkeys(others, NOMINAL_NBYTES) for others in joins]
+        later = [Join(others, view.paths.places) for others in joins]
 
         def joined_s(address: str) -> float:
-            return sum(join_s(address, nbytes, others, view.paths.places) for others in joins)
+            return sum(one.seconds(address, nbytes) for one in later)
 
         to_come = (len(state.queued) + ts.group.states["waiting"]) / state.total_nthreads
         stocks_ahead = _ahead(stock)
