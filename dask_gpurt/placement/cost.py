@@ -51,6 +51,9 @@ class Worker(NamedTuple):
     slowness
         Seconds it takes for what takes others one (`dask_gpurt.placement.speeds`). `occupancy_s` is
         at its own speed already.
+    inlet_s
+        Seconds until the link through which it gets data from other hosts has carried what workers
+        behind that link are fetching already.
     """
 
     address: str
@@ -62,6 +65,7 @@ class Worker(NamedTuple):
     receiving_s: float = 0.0
     n_tasks: int = 0
     slowness: float = 1.0
+    inlet_s: float = 0.0
 
     @property
     def queue_s(self) -> float:
@@ -115,7 +119,8 @@ class Cost(NamedTuple):
     ----------
     transfer_s
         Fetching what is missing, each input over the best way from any holder, after what the
-        worker is fetching already.
+        worker is fetching already; and after what comes through the same link, where an input is
+        on no worker of its host.
     sending_s
         What the holders spend on it meanwhile: serialising and sending takes one of their
         processors for about as long. Without this term everything that is not quite idle would
@@ -196,15 +201,21 @@ def costs_of_held(
         host, _, near, far = places[address]
         new_nbytes = needed_nbytes
         fetches = []
+        wait_s = worker[6]
         for holder, holders_host, nbytes in sources:
             if holder == address:
                 new_nbytes -= nbytes
+                continue
+            if holders_host == host:
+                path = near[holder]
             else:
-                # `Path.transfer_s`, without the call.
-                path = (near if holders_host == host else far)[holder]
-                fetches.append(path.latency_s + nbytes / path.bandwidth_nbytes_per_s)
+                path = far[holder]
+                if worker[9] > wait_s:
+                    wait_s = worker[9]
+            # `Path.transfer_s`, without the call.
+            fetches.append(path.latency_s + nbytes / path.bandwidth_nbytes_per_s)
         found[address] = _cost(
-            duration_s, output_nbytes, later, worker, fsum(fetches), 0.0, new_nbytes
+            duration_s, output_nbytes, later, worker, fsum(fetches), wait_s, 0.0, new_nbytes
         )
     return found
 
@@ -239,9 +250,11 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
             fetches = from_afar[kind] = _all_from_afar(inputs, far)
         new_nbytes = needed_nbytes
         arriving_s = 0.0
-        if under_way or host in on_host:
+        here = on_host.get(host, ())
+        n_crossing = len(inputs) - len(here)
+        if under_way or here:
             fetches = fetches[:]
-            for number in on_host.get(host, ()):
+            for number in here:
                 _, nbytes, holders, _ = inputs[number]
                 if address in holders:
                     new_nbytes -= nbytes
@@ -256,9 +269,12 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
                         # It has been on its way for a while; it never takes longer than anew.
                         waits.append(min(arriving[address], fetches[number]))
                         fetches[number] = 0.0
+                        n_crossing -= number not in here
                 arriving_s = fsum(waits)
+        transfer_s = fsum(fetches)
+        wait_s = max(worker.receiving_s, worker.inlet_s) if n_crossing else worker.receiving_s
         found[address] = _cost(
-            duration_s, output_nbytes, later, worker, fsum(fetches), arriving_s, new_nbytes
+            duration_s, output_nbytes, later, worker, transfer_s, wait_s, arriving_s, new_nbytes
         )
     return found
 
@@ -269,16 +285,17 @@ def _cost(
     joins: Sequence[Join],
     worker: Worker,
     transfer_s: float,
+    wait_s: float,
     arriving_s: float,
     new_nbytes: int,
 ) -> Cost:
-    address, nthreads, occupancy_s, _, room_nbytes, _, receiving_s, _, slowness = worker
+    address, nthreads, occupancy_s, _, room_nbytes, _, _, _, slowness, _ = worker
     spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
     # As `Cost(...)` does, in half the time.
     return _new(
         Cost,
         (
-            transfer_s + receiving_s if transfer_s else 0.0,
+            transfer_s + wait_s if transfer_s else 0.0,
             transfer_s,
             arriving_s,
             occupancy_s / nthreads,

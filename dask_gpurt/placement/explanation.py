@@ -11,6 +11,7 @@ from dask_gpurt.placement.cost import Cost
 REASONS = {
     "cost": "lowest cost of the candidates",
     "holder": "has all inputs and a thread to spare, so that no other worker can be better",
+    "new": "has nearly all of the inputs, and nobody knows how long such a task takes",
     "most": "has most of the inputs and nothing to do, and others are reached alike, so that no"
     " other worker can be better",
     "siblings": "has what a later task will need together with this one",

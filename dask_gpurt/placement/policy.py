@@ -96,7 +96,7 @@ def least_cost(workers: Iterable[Worker], found: Mapping[str, Cost]) -> str | No
     # What is minimised, then ties.
     chosen: tuple[float, float, int, str] | None = None
     least_s = inf
-    for address, nthreads, _, nbytes, _, _, _, n_tasks, _ in workers:
+    for address, nthreads, _, nbytes, _, _, _, n_tasks, _, _ in workers:
         total_s = sum(found[address])
         if total_s <= least_s:
             bid = total_s, n_tasks / nthreads, nbytes, address
@@ -115,7 +115,7 @@ def stocks_choice(
     """`Stock.objective` of those workers that are `holders`, from the bytes that each has."""
     stock: tuple[float, int, str] | None = None
     soonest_s = inf
-    for address, nthreads, queued_s, nbytes, _, _, _, _, _ in workers:
+    for address, nthreads, queued_s, nbytes, _, _, _, _, _, _ in workers:
         if address in holders:
             start_s = queued_s / nthreads + (needed_nbytes - held.get(address, 0)) / bandwidth
             if start_s <= soonest_s and (stock is None or (start_s, nbytes, address) < stock):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
+from math import inf
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.cost import Task, fetches_s
@@ -38,6 +39,9 @@ class Arrivals:
         By input, then by worker: when it will be there. Look, and ask `arriving_s`.
     by_worker
         When it will have all that decisions had it fetch. Look, and ask `receiving_s`.
+    by_inlet
+        When a link into a host (`WorkerPaths.inlet`) will have carried all that decisions had
+        workers behind it fetch from other hosts. Look, and ask `inlet_s`.
     """
 
     def __init__(
@@ -48,10 +52,14 @@ class Arrivals:
         self._clock = clock
         self.by_key: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
         self.by_worker: dict[str, float] = {}
+        self.by_inlet: dict[str, float] = {}
 
     def remove_worker(self, address: str) -> None:
         """A worker left."""
         self.by_worker.pop(address, None)
+        # Whether it was the last one of its host is not worth finding out.
+        now = self._clock()
+        self.by_inlet = {name: until for name, until in self.by_inlet.items() if until > now}
 
     def expect(self, address: str, task: Task) -> None:
         """A worker will now fetch what it lacks of a task; note when it should have it."""
@@ -61,12 +69,19 @@ class Arrivals:
             if address not in one.holders and address not in one.arriving_s
         ]
         if missing:
+            places = self._paths.places
             at = self._free_at(address)
-            fetches = fetches_s(missing, address, self._paths.places)
+            fetches = fetches_s(missing, address, places)
+            host = places[address][0]
+            carried = []
             for one, seconds in zip(missing, fetches, strict=True):
                 at += seconds
                 self.by_key.setdefault(one.key, {})[address] = at
+                if all(places[holder][0] != host for holder in one.holders):
+                    carried.append((one.nbytes, seconds))
             self._receives_until(address, at)
+            if carried:
+                self._carries(address, carried)
 
     def expect_from(
         self, holders: Iterable[str], ts: TaskState, sizes: Iterable[int], address: str
@@ -77,14 +92,21 @@ class Arrivals:
         host, _, near, far = places[address]
         at = self._free_at(address)
         is_fetching = False
+        carried = []
         for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
             if holder != address:
                 is_fetching = True
-                path = (near if places[holder][0] == host else far)[holder]
-                at += path.latency_s + nbytes / path.bandwidth_nbytes_per_s
+                is_near = places[holder][0] == host
+                path = (near if is_near else far)[holder]
+                seconds = path.latency_s + nbytes / path.bandwidth_nbytes_per_s
+                at += seconds
                 by_key.setdefault(dts.key, {})[address] = at
+                if not is_near:
+                    carried.append((nbytes, seconds))
         if is_fetching:
             self._receives_until(address, at)
+            if carried:
+                self._carries(address, carried)
 
     def is_arriving(self, ts: TaskState) -> bool:
         """Whether somebody may be fetching an input of a task."""
@@ -123,6 +145,19 @@ class Arrivals:
             del self.by_worker[ws.address]
             return 0.0
         return max(0.0, until - self._clock())
+
+    def inlet_s(self, address: str) -> float:
+        """Seconds until what a worker fetches from other hosts has its inlet to itself."""
+        until = self.by_inlet.get(self._paths.inlet(address).name)
+        return 0.0 if until is None else max(0.0, until - self._clock())
+
+    def _carries(self, address: str, carried: Iterable[tuple[int, float]]) -> None:
+        """A worker's inlet will carry so many bytes, which take so many seconds on their ways."""
+        name, rate = self._paths.inlet(address)
+        now = self._clock()
+        # What a slower link on the way holds up leaves room for others.
+        seconds = sum(took_s if rate == inf else nbytes / rate for nbytes, took_s in carried)
+        self.by_inlet[name] = max(now, self.by_inlet.get(name, now)) + seconds
 
     def _free_at(self, address: str) -> float:
         """When a worker will begin to receive what it is sent now."""

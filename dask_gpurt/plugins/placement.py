@@ -9,7 +9,7 @@ What is replaced on the scheduler is in `placement_seams`; what is read of it, i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ from dask_gpurt.plugins.placement_seams import DecisionSwap, expected_duration_s
 from dask_gpurt.plugins.placement_view import (
     MAX_HOLDERS,
     MAX_PLACES,
+    NEW_S,
     UNKNOWN_S,
     PlacementView,
     unknown_s,
@@ -169,14 +170,27 @@ class Placement:
                 valid = set(here) if any(view.slowness(ws) <= 1 for ws in here) else None
         holders = view.single_holders(ts)
         only = self._only_holder(holders, valid) if holders else None
+        is_new = view.is_new(ts)
         sizes: list[int] = []
+        if is_new:
+            sizes = view.sizes.observe(ts.dependencies)
+            most = view.with_nearly_all(ts, sizes)
+            if most is not None:
+                # No byte is moved for a wait that nobody has seen.
+                if (
+                    self._runs_as_quickly(most, valid)
+                    and view.ahead_s(most, view.queue_lasts_s()) <= NEW_S * most.nthreads
+                ):
+                    self.log.keep(ts.key, most.address, "new", None)
+                    return most
+                is_new = False
         if (
             only is not None
             and (n_joins := view.times_joined(ts)) is not None
             and not view.arrivals.is_arriving(ts)
             and not view.keeps_waiting(only)
         ):
-            sizes = view.sizes.observe(ts.dependencies)
+            sizes = sizes or view.sizes.observe(ts.dependencies)
             if holder_is_best(sum(sizes), view.sizes(ts), n_joins, view.room_nbytes(only)):
                 return self._at_holder(ts, only)
         joins = view.joins(ts)
@@ -189,13 +203,14 @@ class Placement:
             return self._at_holder(ts, only)
         sizes = sizes or view.sizes.observe(ts.dependencies)
         # Where nobody is idle and nothing is queued, whoever has an input keeps a task waiting.
-        if holders and valid is None and not joins and (state.idle or state.queued):
+        if holders and valid is None and not joins and not is_new and (state.idle or state.queued):
             first = self._foremost(ts, holders, sizes)
             if first is not None:
                 return first
-        idle = view.company(ts, joins)
+        idle = () if is_new else view.company(ts, joins)
+        workers = view.workers_to_a_new_kind if is_new else view.workers
         if holders and valid is None:
-            best = self._cheapest(ts, holders, sizes, joins, idle)
+            best = self._cheapest(ts, holders, sizes, joins, idle, workers)
             if best is not None:
                 return best
         task = view.task(ts, sizes, joins, idle)
@@ -204,7 +219,7 @@ class Placement:
         decision = self._policy.decide(
             Snapshot(
                 task,
-                view.workers,
+                workers,
                 self._paths.places,
                 None if valid is None else {ws.address for ws in valid},
                 idle,
@@ -227,17 +242,18 @@ class Placement:
         first = holders[0]
         if holders.count(first) < len(holders):
             return None
-        state, view = self._scheduler, self._view
-        ws = state.workers.get(first)
-        if (
-            ws is None
-            or ws not in state.running
-            or (view.with_gpu and first not in view.with_gpu)
-            or (valid is not None and ws not in valid)
-            or view.slowness(ws) > 1
-        ):
-            return None
-        return ws
+        ws = self._scheduler.workers.get(first)
+        return ws if ws is not None and self._runs_as_quickly(ws, valid) else None
+
+    def _runs_as_quickly(self, ws: WorkerState, valid: Collection[WorkerState] | None) -> bool:
+        """Whether a worker may run a task, and as quickly as any."""
+        with_gpu = self._view.with_gpu
+        return (
+            ws in self._scheduler.running
+            and (not with_gpu or ws.address in with_gpu)
+            and (valid is None or ws in valid)
+            and self._view.slowness(ws) <= 1
+        )
 
     def _at_holder(self, ts: TaskState, only: WorkerState) -> WorkerState:
         self.log.keep(ts.key, only.address, "holder", only.address)
@@ -281,6 +297,7 @@ class Placement:
         sizes: list[int],
         joins: list[dict[str, float]],
         idle: tuple[str, ...],
+        workers: Callable[[Iterable[str]], list[Worker]],
     ) -> WorkerState | None:
         """Where a task costs least, if it is of the plain shape that most are."""
         state, view = self._scheduler, self._view
@@ -298,7 +315,7 @@ class Placement:
             holders,
             sizes,
             held,
-            view.workers(held),
+            workers(held),
             self._paths.places,
             duration_s=expected_duration_s(state, ts),
             output_nbytes=output_nbytes,

@@ -121,14 +121,14 @@ class Contractions:
         """Rows and columns; as if each operand were one byte if sizes are not known.
 
         With `R` rows, `C` columns and `K` products for each output there are `RKC` products of `RK`
-        first operands and `KC` second ones.
+        first operands and `KC` second ones. There may be more, of the same two operands each.
         """
         sizes = self._view.sizes(one), self._view.sizes(other)
         if not all(sizes):
             sizes = 1, 1
         n_products, n_ones, n_others = (len(ts.group) for ts in (product, one, other))
-        rows = Side(n_products / n_others, sizes[0] * n_ones)
-        return rows, Side(n_products / n_ones, sizes[1] * n_others)
+        rows = Side(min(n_products / n_others, n_ones), sizes[0] * n_ones)
+        return rows, Side(min(n_products / n_ones, n_others), sizes[1] * n_others)
 
     def _operands(
         self, output: TaskState, one: TaskState, other: TaskState

@@ -37,10 +37,17 @@ MAX_PLACES = 4
 MAX_CHAIN = 3
 #: Joins of one output, each with something else, that a glance is enough for.
 MAX_JOINS_AT_A_GLANCE = 2
+#: Share of a task's inputs that is as good as all of them.
+NEARLY_ALL = 0.9
 #: Results smaller than this are joined wherever it suits.
 MIN_JOIN_NBYTES = 64 * 1024
 #: Seconds that handling a task takes at the least, in a worker of Dask's.
 UNKNOWN_S = 0.001
+#: What one counts for where another is placed of whose kind none has ended, either; and what it may
+#: have to wait for where its inputs are. Stock's half a second has blocks sent over NVLink that are
+#: worked through in less, and a millisecond has all of them wait where they need the fewest bytes:
+#: either had some graphs take longer than with stock.
+NEW_S = 0.1
 #: Share of its memory limit at which a worker begins to spill, unless it is told otherwise.
 SPILL_FROM = 0.6
 
@@ -104,11 +111,16 @@ class PlacementView:
 
         return takes
 
-    def workers(self, addresses: Iterable[str]) -> list[Worker]:
+    def workers(self, addresses: Iterable[str], new_s: float = 0.0) -> list[Worker]:
         """What is known of workers; nothing of those that are gone.
 
         While one is taken off, tasks that ran there are placed anew one by one, and what they will
         be joined with may still be said to be there.
+
+        Parameters
+        ----------
+        new_s
+            Seconds that a task counts for in a queue at the least if none of its kind has ended.
         """
         state = self._scheduler
         known, arrivals, with_gpu = state.workers, self.arrivals, self.with_gpu
@@ -123,17 +135,26 @@ class PlacementView:
             terms = (
                 address,
                 ws.nthreads,
-                self.ahead_s(ws, lasting_s, slowness) if n_tasks else 0.0,
+                self.ahead_s(ws, lasting_s, slowness, new_s) if n_tasks else 0.0,
                 ws.nbytes,
                 self.room_nbytes(ws),
                 _WITH_GPU if address in with_gpu else (),
                 arrivals.receiving_s(ws) if address in arrivals.by_worker else 0.0,
                 n_tasks,
                 slowness,
+                arrivals.inlet_s(address) if arrivals.by_inlet else 0.0,
             )
             # As `Worker(*terms)` does, in half the time.
             found.append(_new(Worker, terms))
         return found
+
+    def workers_to_a_new_kind(self, addresses: Iterable[str]) -> list[Worker]:
+        """The same to a task of whose kind none has ended.
+
+        There may be thousands of them before the first one does. They are dealt out rather than
+        sent wherever they need the fewest bytes.
+        """
+        return self.workers(addresses, NEW_S)
 
     def running_on(self, host: str) -> list[WorkerState]:
         """Workers of a host that take tasks, in order of their addresses.
@@ -147,7 +168,12 @@ class PlacementView:
 
     def is_ready(self, ws: WorkerState) -> bool:
         """Whether a worker that could begin at once can fetch and run a task as quickly as any."""
-        return not self.arrivals.receiving_s(ws) and self.slowness(ws) <= 1
+        arrivals = self.arrivals
+        return (
+            not arrivals.receiving_s(ws)
+            and not arrivals.inlet_s(ws.address)
+            and self.slowness(ws) <= 1
+        )
 
     def keeps_waiting(self, ws: WorkerState) -> bool:
         """Whether what a worker is given now has to wait for what it was given before."""
@@ -178,14 +204,16 @@ class PlacementView:
         is_idle = not ws.processing
         self.speeds.ended(ws.address, ts.group.name, seconds, self._clock(), is_idle=is_idle)
 
-    def ahead_s(self, ws: WorkerState, lasting_s: float, slowness: float = 1.0) -> float:
+    def ahead_s(
+        self, ws: WorkerState, lasting_s: float, slowness: float = 1.0, new_s: float = 0.0
+    ) -> float:
         """Seconds of computing ahead of what a worker is given now, beyond what is made up for.
 
         As long as the scheduler has tasks in its queue, a worker that has much to do is given
         fewer of them, and a worker that has little is given more. Only what it has to do after
         the queue has run dry, after `lasting_s`, keeps anybody waiting.
         """
-        busy_s = self.busy_s(ws, slowness)
+        busy_s = self.busy_s(ws, slowness, new_s)
         return max(0.0, busy_s - lasting_s * ws.nthreads) if lasting_s else busy_s
 
     def queue_lasts_s(self) -> float:
@@ -196,8 +224,8 @@ class PlacementView:
         root_s = max(0.0, queued.peek().prefix.duration_average)
         return len(queued) * root_s / self._scheduler.total_nthreads
 
-    def busy_s(self, ws: WorkerState, slowness: float = 1.0) -> float:
-        """Seconds of computing that a worker has been given.
+    def busy_s(self, ws: WorkerState, slowness: float = 1.0, new_s: float = 0.0) -> float:
+        """Seconds of computing that a worker has been given; of `new_s`, see `workers`.
 
         Unlike stock's occupancy, without what it has to fetch: that is known better here, and it
         fetches while it computes.
@@ -210,7 +238,7 @@ class PlacementView:
         for name, count in ws.task_prefix_count.items():
             prefix = prefixes[name]
             duration_s = prefix.duration_average
-            total_s += count * (duration_s if duration_s >= 0 else unknown_s(prefix))
+            total_s += count * (duration_s if duration_s >= 0 else max(unknown_s(prefix), new_s))
         # What runs is half done, on average.
         n_running = ws.nthreads if ws.nthreads < n_tasks else n_tasks
         return slowness * total_s * (1 - n_running / (2 * n_tasks))
@@ -277,6 +305,11 @@ class PlacementView:
         return holders
 
     @staticmethod
+    def is_new(ts: TaskState) -> bool:
+        """Whether no task of a kind has ended yet, nor is it said how long they take."""
+        return bool(ts.prefix.duration_average < 0)
+
+    @staticmethod
     def single_holders(ts: TaskState) -> list[str]:
         """Address of the worker that has it, for each input; none if others have one, too."""
         found = []
@@ -287,6 +320,17 @@ class PlacementView:
             (ws,) = who
             found.append(ws.address)
         return found
+
+    @staticmethod
+    def with_nearly_all(ts: TaskState, sizes: Sequence[int]) -> WorkerState | None:
+        """The one worker that has nearly all of a task's inputs, if there is one."""
+        held: dict[WorkerState, int] = {}
+        for dts, nbytes in zip(ts.dependencies, sizes, strict=True):
+            for ws in islice(dts.who_has or (), MAX_HOLDERS):
+                held[ws] = held.get(ws, 0) + nbytes
+        least = NEARLY_ALL * sum(sizes)
+        found = [ws for ws, nbytes in held.items() if nbytes >= least]
+        return found[0] if len(found) == 1 else None
 
     @staticmethod
     def has_few_holders(ts: TaskState) -> bool:

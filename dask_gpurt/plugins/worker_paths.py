@@ -33,6 +33,21 @@ _SAMPLED_HOSTS = 16
 _ELSEWHERE = End("", "")
 
 
+class Inlet(NamedTuple):
+    """What data from other hosts comes through, shared by all workers of which it is the inlet.
+
+    Attributes
+    ----------
+    name
+        Of a link, or of a host where none is described.
+    nbytes_per_s
+        What it carries; infinite if that is only known of whole ways.
+    """
+
+    name: str
+    nbytes_per_s: float
+
+
 class _Spot(NamedTuple):
     """Where a worker is on a topology: a node, its host, and the number of `Topology.outside`."""
 
@@ -75,6 +90,7 @@ class WorkerPaths:
         self._examples: dict[int, list[_Spot]] = {}
         #: By what is alike of two nodes on different hosts. Few, unless hosts are cabled together.
         self._between: dict[tuple[int, int], Path | None] = {}
+        self._inlets: _Found[Inlet] = _Found(self._find_inlet)
         self._outlets: dict[str, float] = {}
         self._behind_slow_link: dict[str, bool] = {}
         self._usual_outlet: float | None = None
@@ -135,6 +151,7 @@ class WorkerPaths:
         self._n_known = 0
 
     def _forget_outlets(self) -> None:
+        self._inlets.clear()
         self._outlets.clear()
         self._behind_slow_link.clear()
         self._usual_outlet = None
@@ -172,6 +189,23 @@ class WorkerPaths:
             return None
         device = self._topology.device(spot.node)
         return None if device is None else device.kind
+
+    def inlet(self, address: str) -> Inlet:
+        """What data from other hosts comes to a worker through."""
+        return self._inlets[address]
+
+    def _find_inlet(self, address: str) -> Inlet:
+        spot = self._spots.get(address)
+        if spot is not None and self._topology is not None:
+            # Whichever the other host is: there are few ways into a host for each of its nodes.
+            for others in self._examples.values():
+                for other in others:
+                    if other.host != spot.host:
+                        link = self._topology.entrance(other.node, spot.node)
+                        if link is not None:
+                            return Inlet(link.name, link.bandwidth_nbytes_per_s)
+        end = self._ends.get(address)
+        return Inlet(end.host if end is not None else address, math.inf)
 
     def outlet_nbytes_per_s(self, address: str) -> float:
         """What a worker can send to other hosts: the median of ways to a few; infinite if none."""

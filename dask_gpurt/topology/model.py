@@ -247,6 +247,21 @@ class Topology:
         )
         return Path(way.latency_s, narrowest.bandwidth_nbytes_per_s, narrowest.kind, way.links)
 
+    def entrance(self, source: str, target: str) -> Link | None:
+        """The narrowest link of a node's host on the way from a node of another host.
+
+        Whatever comes from outside through the same one shares what it carries. None if there is no
+        way, or it has no link of that host.
+        """
+        path = self.path(source, target)
+        host = target.partition("/")[0] + "/"
+        own = [
+            link
+            for link in (self._links[name] for name in (path.links if path else ()))
+            if any(end.startswith(host) for end in link.ends)
+        ]
+        return min(own, key=lambda one: one.bandwidth_nbytes_per_s, default=None)
+
     def outside(self, node: str) -> int:
         """A number, the same for nodes of whatever host from which others are reached alike.
 

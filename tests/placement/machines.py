@@ -103,7 +103,9 @@ def workers(draw):
             draw(sizes),
             float(draw(st.integers(-(2**30), 2**32))),
             draw(st.sampled_from([(), ("gpu",)])),
+            receiving_s=draw(st.sampled_from([0.0, 0.0, 0.5])),
             slowness=draw(st.sampled_from([1.0, 1.0, 5.0])),
+            inlet_s=draw(st.sampled_from([0.0, 0.0, 0.25, 2.0])),
         )
         for name in NAMES
     ]

@@ -38,8 +38,11 @@ def cost(task, worker, places):
     fetched = [one for one in missing if worker.address not in one.arriving_s]
     transfer_s = math.fsum(fetch_s(one, worker.address, places) for one in fetched)
     new_nbytes = sum(one.nbytes for one in missing) + task.output_nbytes
+    host = places[worker.address].host
+    crosses = any(all(places[a].host != host for a in one.holders) for one in fetched)
+    wait_s = max(worker.receiving_s, worker.inlet_s) if crosses else worker.receiving_s
     return Cost(
-        transfer_s=transfer_s + worker.receiving_s if transfer_s else 0.0,
+        transfer_s=transfer_s + wait_s if transfer_s else 0.0,
         sending_s=transfer_s,
         arriving_s=math.fsum(
             min(one.arriving_s[worker.address], fetch_s(one, worker.address, places))

@@ -114,3 +114,23 @@ def test_a_steal_has_to_save_more_than_it_moves():
 def test_nothing_is_stolen_back_and_forth(a_queue, a_data, b_queue, b_data):
     a, b = term(a_queue, a_data), term(b_queue, b_data)
     assert not (steal_pays(a, b) and steal_pays(b, a))
+
+
+def test_what_comes_from_other_hosts_waits_for_what_their_link_carries_already():
+    places = machines.by_host(
+        {"a": "left", "b": "left", "c": "right"},
+        dict.fromkeys("abc", 0),
+        lambda source, target: LOCAL if source == target else Path(0.0, 1000.0, "k"),
+        lambda source, target: Path(0.0, 100.0, "k"),
+    )
+    near, far = Task("t", [Input("x", 1000, {"b"})]), Task("t", [Input("x", 1000, {"c"})])
+    behind = Worker("a", 1, receiving_s=0.5, inlet_s=3.0)
+    assert cost(near, behind, places).transfer_s == 1.5
+    assert cost(far, behind, places).transfer_s == 13
+    # Whatever it waits for first, it waits for both at the same time; and it sends nobody longer.
+    later = Worker("a", 1, receiving_s=4.0, inlet_s=3.0)
+    assert cost(far, later, places).transfer_s == 14
+    assert cost(far, later, places).sending_s == 10
+    # What it has, or is fetching anyway, does not come through it again.
+    both = Task("t", [Input("x", 1000, {"c"}, {"a": 2.0}), Input("y", 1000, {"b"})])
+    assert cost(both, behind, places).transfer_s == 1.5

@@ -88,7 +88,9 @@ def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
     found = [one._replace(nbytes=data.draw(few), n_tasks=0) for one in data.draw(workers())]
     idle = {name for name in NAMES if data.draw(st.booleans())}
     found = [
-        one._replace(occupancy_s=0.0, room_nbytes=2.0**40, slowness=1.0)
+        one._replace(
+            occupancy_s=0.0, room_nbytes=2.0**40, receiving_s=0.0, slowness=1.0, inlet_s=0.0
+        )
         if one.address in idle
         # With something to do, and not done with it at once: that would be a tie for stock.
         else one._replace(n_tasks=1, occupancy_s=max(one.occupancy_s, 0.001))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -166,3 +167,59 @@ def test_how_others_of_its_kind_reach_a_worker_is_worked_out_as_it_comes():
     # Not by looking up, which would work it out now.
     assert far.keys() >= set(addresses[1:])
     assert far[addresses[0]] is far[addresses[1]] is far[addresses[2]]
+
+
+TWO_CARDS = """
+hosts:
+  - name: left
+    addresses: [10.0.0.1]
+    numa: [{name: numa0}]
+    devices:
+      - {name: gpu0, kind: gpu, numa: numa0, workers: [left-0]}
+      - {name: gpu1, kind: gpu, numa: numa0, workers: [left-1]}
+      - {name: gpu2, kind: gpu, numa: numa0, workers: ["3"]}
+    nics: [{name: eth0, numa: numa0}, {name: eth1, numa: numa0}]
+    links:
+      - {between: [gpu0, eth0], kind: pcie, bandwidth: 25 GB/s}
+      - {between: [gpu1, eth1], kind: pcie, bandwidth: 25 GB/s}
+      - {between: [gpu2, eth1], kind: pcie, bandwidth: 25 GB/s}
+  - name: right
+    addresses: [10.0.0.2]
+    numa: [{name: numa0}]
+    nics: [{name: eth0, numa: numa0}]
+    links: [{between: [numa0, eth0], kind: pcie, bandwidth: 25 GB/s}]
+switches: [fabric]
+links:
+  - {between: ["left/eth*", fabric], kind: ethernet, bandwidth: 10 GB/s}
+  - {between: [right/eth0, fabric], kind: ethernet, bandwidth: 5 GB/s}
+"""
+
+
+def test_workers_that_get_data_from_outside_through_one_card_share_it():
+    paths = WorkerPaths(parse(TWO_CARDS))
+    for one in (LEFT0, LEFT1, RIGHT0, NO_GPU):
+        paths.add(one)
+    first, second, third = (paths.inlet(one.address) for one in (LEFT0, LEFT1, NO_GPU))
+    assert first != second == third
+    # Its own card, and not the slower one of who sends.
+    assert second.nbytes_per_s == 10e9
+    assert paths.inlet(RIGHT0.address).nbytes_per_s == 5e9
+
+
+def test_workers_of_a_host_that_is_not_described_share_what_it_has():
+    paths = WorkerPaths(None)
+    for one in (LEFT0, LEFT1, RIGHT0):
+        paths.add(one)
+    assert paths.inlet(LEFT0.address) == paths.inlet(LEFT1.address)
+    assert paths.inlet(LEFT0.address) != paths.inlet(RIGHT0.address)
+    assert paths.inlet(LEFT0.address).nbytes_per_s == math.inf
+    paths.remove(RIGHT0.address)
+    assert paths.inlet(RIGHT0.address).name == RIGHT0.address
+
+
+def test_a_worker_that_was_alone_has_its_card_once_there_are_others():
+    paths = WorkerPaths(parse(TWO_CARDS))
+    paths.add(LEFT0)
+    assert paths.inlet(LEFT0.address).nbytes_per_s == math.inf
+    paths.add(RIGHT0)
+    assert paths.inlet(LEFT0.address).nbytes_per_s == 10e9
