@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
+#: Seconds of what a link into a host still has to carry that are too few to look further for.
+LEAST_INLET_S = 0.005
 #: Inputs whose transfers are remembered.
 MAX_ARRIVALS = 10_000
 
@@ -149,7 +151,8 @@ class Arrivals:
     def inlet_s(self, address: str) -> float:
         """Seconds until what a worker fetches from other hosts has its inlet to itself."""
         until = self.by_inlet.get(self._paths.inlet(address).name)
-        return 0.0 if until is None else max(0.0, until - self._clock())
+        waiting_s = 0.0 if until is None else until - self._clock()
+        return waiting_s if waiting_s >= LEAST_INLET_S else 0.0
 
     def _carries(self, address: str, carried: Iterable[tuple[int, float]]) -> None:
         """A worker's inlet will carry so many bytes, which take so many seconds on their ways."""

@@ -90,7 +90,7 @@ class WorkerPaths:
         self._examples: dict[int, list[_Spot]] = {}
         #: By what is alike of two nodes on different hosts. Few, unless hosts are cabled together.
         self._between: dict[tuple[int, int], Path | None] = {}
-        self._inlets: _Found[Inlet] = _Found(self._find_inlet)
+        self._inlets: dict[str, Inlet] = {}
         self._outlets: dict[str, float] = {}
         self._behind_slow_link: dict[str, bool] = {}
         self._usual_outlet: float | None = None
@@ -115,10 +115,12 @@ class WorkerPaths:
                 if spot.outside in self._from_afar:
                     # Whoever was on the host of all others of the kind had no way to another.
                     self._from_afar[spot.outside].clear()
+        self._inlets.pop(ws.address, None)
         if self._is_described:
             # Now rather than in the middle of a decision, also how others of its kind reach it.
             place = self._places[ws.address] = self._place(ws.address)
             place.far[ws.address]
+            self.inlet(ws.address)
         else:
             self._forget_paths()
 
@@ -140,6 +142,7 @@ class WorkerPaths:
         """A worker left."""
         self._ends.pop(address, None)
         self._spots.pop(address, None)
+        self._inlets.pop(address, None)
         self._learned.forget(address)
         self._is_described = None
         self._forget_paths()
@@ -151,7 +154,6 @@ class WorkerPaths:
         self._n_known = 0
 
     def _forget_outlets(self) -> None:
-        self._inlets.clear()
         self._outlets.clear()
         self._behind_slow_link.clear()
         self._usual_outlet = None
@@ -192,7 +194,13 @@ class WorkerPaths:
 
     def inlet(self, address: str) -> Inlet:
         """What data from other hosts comes to a worker through."""
-        return self._inlets[address]
+        found = self._inlets.get(address)
+        if found is None:
+            found = self._find_inlet(address)
+            if self._topology is None or found.nbytes_per_s < math.inf:
+                self._inlets[address] = found
+            # Else there may yet be another host, from which there is a way.
+        return found
 
     def _find_inlet(self, address: str) -> Inlet:
         spot = self._spots.get(address)
