@@ -197,11 +197,10 @@ def costs_of_held(
     ]
     found = {}
     for worker in workers:
-        address = worker[0]
+        address, _, _, _, _, _, wait_s, _, _, inlet_s = worker
         host, _, near, far = places[address]
         new_nbytes = needed_nbytes
         fetches = []
-        wait_s = worker[6]
         for holder, holders_host, nbytes in sources:
             if holder == address:
                 new_nbytes -= nbytes
@@ -210,8 +209,8 @@ def costs_of_held(
                 path = near[holder]
             else:
                 path = far[holder]
-                if worker[9] > wait_s:
-                    wait_s = worker[9]
+                if inlet_s > wait_s:
+                    wait_s = inlet_s
             # `Path.transfer_s`, without the call.
             fetches.append(path.latency_s + nbytes / path.bandwidth_nbytes_per_s)
         found[address] = _cost(

@@ -37,11 +37,11 @@ class Join:
         """
         others, places = self._others, self._places
         # `way` and `Path.transfer_s` without the calls, here and below.
-        host, _, near, far = places[address]
         if len(others) == 1:
             ((other, other_nbytes),) = others.items()
             if other == address:
                 return 0.0
+            host, _, near, far = places[address]
             others_host, _, others_near, others_far = places[other]
             if host == others_host:
                 there, back = others_near[address], near[other]
@@ -51,12 +51,7 @@ class Join:
                 there.latency_s + nbytes / there.bandwidth_nbytes_per_s,
                 back.latency_s + other_nbytes / back.bandwidth_nbytes_per_s,
             )
-        fetches = []
-        for source, n in others.items():
-            if source != address:
-                path = (near if places[source][0] == host else far)[source]
-                fetches.append(path.latency_s + n / path.bandwidth_nbytes_per_s)
-        least_s = fsum(fetches)
+        least_s = fsum(self._fetches_s(address).values())
         targets = self._targets
         if targets is None:
             targets = self._targets = self._by_seconds()
@@ -71,17 +66,22 @@ class Join:
         return least_s
 
     def _by_seconds(self) -> list[tuple[float, str, dict[str, float]]]:
-        others, places = self._others, self._places
         found = []
-        for target in others:
-            host, _, near, far = places[target]
-            of_each = {}
-            for source, n in others.items():
-                if source != target:
-                    path = (near if places[source][0] == host else far)[source]
-                    of_each[source] = path.latency_s + n / path.bandwidth_nbytes_per_s
+        for target in self._others:
+            of_each = self._fetches_s(target)
             found.append((fsum(of_each.values()), target, of_each))
         found.sort(key=_seconds)
+        return found
+
+    def _fetches_s(self, target: str) -> dict[str, float]:
+        """Seconds of moving the others to a place, by where they are."""
+        places = self._places
+        host, _, near, far = places[target]
+        found = {}
+        for source, n in self._others.items():
+            if source != target:
+                path = (near if places[source][0] == host else far)[source]
+                found[source] = path.latency_s + n / path.bandwidth_nbytes_per_s
         return found
 
 
