@@ -82,12 +82,16 @@ class Input(NamedTuple):
         Workers that have it, each once.
     arriving_s
         Workers that are fetching it, with the seconds until they have it.
+    outlet_s
+        Seconds until the link out of the host of one that has it has carried what workers of other
+        hosts are fetching already.
     """
 
     key: Hashable
     nbytes: int
     holders: Collection[str]
     arriving_s: Mapping[str, float] = {}
+    outlet_s: float = 0.0
 
 
 class Task(NamedTuple):
@@ -119,8 +123,8 @@ class Cost(NamedTuple):
     ----------
     transfer_s
         Fetching what is missing, each input over the best way from any holder, after what the
-        worker is fetching already; and after what comes through the same link, where an input is
-        on no worker of its host.
+        worker is fetching already; and, where an input is on no worker of its host, after what
+        has to come through the same links, at either end.
     sending_s
         What the holders spend on it meanwhile: serialising and sending takes one of their
         processors for about as long. Without this term everything that is not quite idle would
@@ -162,19 +166,23 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
     _, inputs, duration_s, output_nbytes, joins, _ = task
     if len(inputs) > _FEW:
         return _costs_of_many(task, workers, places)
-    from_one, sizes = [], []
-    for _, nbytes, holders, arriving in inputs:
+    from_one, sizes, outlets_s = [], [], []
+    for _, nbytes, holders, arriving, outlet_s in inputs:
         if arriving or len(holders) != 1:
             return _costs_of_many(task, workers, places)
         (holder,) = holders
         from_one.append(holder)
         sizes.append(nbytes)
-    return costs_of_held(from_one, sizes, duration_s, output_nbytes, joins, workers, places)
+        outlets_s.append(outlet_s)
+    return costs_of_held(
+        from_one, sizes, outlets_s, duration_s, output_nbytes, joins, workers, places
+    )
 
 
 def costs_of_held(
     holders: Sequence[str],
     sizes: Sequence[int],
+    outlets_s: Sequence[float],
     duration_s: float,
     output_nbytes: float,
     joins: Sequence[Mapping[str, float]],
@@ -185,15 +193,16 @@ def costs_of_held(
 
     Parameters
     ----------
-    holders, sizes
-        For each input the worker that has it, and bytes.
+    holders, sizes, outlets_s
+        For each input the worker that has it, bytes, and `Input.outlet_s`.
     duration_s, output_nbytes, joins
         As in `Task`.
     """
     needed_nbytes = sum(sizes)
     later = [Join(one, places) for one in joins]
     sources = [
-        (holder, places[holder][0], nbytes) for holder, nbytes in zip(holders, sizes, strict=True)
+        (holder, places[holder][0], nbytes, outlet_s)
+        for holder, nbytes, outlet_s in zip(holders, sizes, outlets_s, strict=True)
     ]
     found = {}
     for worker in workers:
@@ -201,7 +210,7 @@ def costs_of_held(
         host, _, near, far = places[address]
         new_nbytes = needed_nbytes
         fetches = []
-        for holder, holders_host, nbytes in sources:
+        for holder, holders_host, nbytes, outlet_s in sources:
             if holder == address:
                 new_nbytes -= nbytes
                 continue
@@ -211,6 +220,8 @@ def costs_of_held(
                 path = far[holder]
                 if inlet_s > wait_s:
                     wait_s = inlet_s
+                if outlet_s > wait_s:
+                    wait_s = outlet_s
             # `Path.transfer_s`, without the call.
             fetches.append(path.latency_s + nbytes / path.bandwidth_nbytes_per_s)
         found[address] = _cost(
@@ -225,18 +236,23 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
     needed_nbytes = 0
     later = [Join(one, places) for one in joins]
     under_way = []
+    #: Inputs that have to wait for the way out, the longest wait first.
+    leaving: list[tuple[float, int]] = []
     #: By host, the numbers of the inputs that it has.
     on_host: dict[str, list[int]] = {}
-    for number, (_, nbytes, holders, arriving) in enumerate(inputs):
+    for number, (_, nbytes, holders, arriving, outlet_s) in enumerate(inputs):
         needed_nbytes += nbytes
         if arriving:
             under_way.append(number)
+        if outlet_s:
+            leaving.append((outlet_s, number))
         for holder in holders:
             host = places[holder][0]
             if host not in on_host:
                 on_host[host] = [number]
             elif on_host[host][-1] != number:
                 on_host[host].append(number)
+    leaving.sort(reverse=True)
     #: By kind of place: seconds for each input from other hosts. Most candidates are of one kind,
     #: and have few of the inputs on their own hosts.
     from_afar: dict[Hashable, list[float]] = {}
@@ -251,10 +267,11 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
         arriving_s = 0.0
         here = on_host.get(host, ())
         n_crossing = len(inputs) - len(here)
+        coming: list[int] = []
         if under_way or here:
             fetches = fetches[:]
             for number in here:
-                _, nbytes, holders, _ = inputs[number]
+                _, nbytes, holders, _, _ = inputs[number]
                 if address in holders:
                     new_nbytes -= nbytes
                     fetches[number] = 0.0
@@ -263,15 +280,25 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
             if under_way:
                 waits = []
                 for number in under_way:
-                    _, _, holders, arriving = inputs[number]
+                    _, _, holders, arriving, _ = inputs[number]
                     if address in arriving and address not in holders:
                         # It has been on its way for a while; it never takes longer than anew.
                         waits.append(min(arriving[address], fetches[number]))
                         fetches[number] = 0.0
-                        n_crossing -= number not in here
+                        if number not in here:
+                            n_crossing -= 1
+                            coming.append(number)
                 arriving_s = fsum(waits)
         transfer_s = fsum(fetches)
-        wait_s = max(worker.receiving_s, worker.inlet_s) if n_crossing else worker.receiving_s
+        wait_s = worker.receiving_s
+        if n_crossing:
+            wait_s = max(wait_s, worker.inlet_s)
+            for outlet_s, number in leaving:
+                if outlet_s <= wait_s:
+                    break
+                if number not in here and number not in coming:
+                    wait_s = outlet_s
+                    break
         found[address] = _cost(
             duration_s, output_nbytes, later, worker, transfer_s, wait_s, arriving_s, new_nbytes
         )
@@ -308,7 +335,7 @@ def _cost(
 def _all_from_afar(inputs: Iterable[Input], far: Mapping[str, Path]) -> list[float]:
     """Seconds for each input from a worker of another host, infinite where nobody has it."""
     found = []
-    for _, nbytes, holders, _ in inputs:
+    for _, nbytes, holders, _, _ in inputs:
         least_s = inf
         for holder in holders:
             # `Path.transfer_s`, without the call.
@@ -324,7 +351,7 @@ def fetches_s(inputs: Iterable[Input], address: str, places: Places) -> list[flo
     """Seconds in which a worker has each input, from the holder it takes the least from."""
     host, _, near, far = places[address]
     found = []
-    for _, nbytes, holders, _ in inputs:
+    for _, nbytes, holders, _, _ in inputs:
         least_s = inf
         for holder in holders:
             path = (near if places[holder][0] == host else far)[holder]

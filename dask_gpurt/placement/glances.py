@@ -50,7 +50,11 @@ def holder_is_best(
 
 
 def largest_is_best(
-    holders: Sequence[str], sizes: Sequence[int], duration_s: float, places: Places
+    holders: Sequence[str],
+    sizes: Sequence[int],
+    duration_s: float,
+    wait_s: float,
+    places: Places,
 ) -> bool:
     """Whether a task costs least where its largest input is.
 
@@ -58,6 +62,7 @@ def largest_is_best(
     else the task ran, no less would have to be fetched, over the same ways. It also is of two
     holders that are reached from one another alike. Of those that have an input as large it is the
     one where it could begin at once and that has room for the rest, if that is as quick as others.
+    What has to be waited for there first is less than fetching so much more costs, at both ends.
     False where it is not so plain.
 
     Parameters
@@ -66,22 +71,28 @@ def largest_is_best(
         For each input the only worker that has it or is fetching it, and bytes.
     duration_s
         Of the task, whose output will not be joined with anything.
+    wait_s
+        Until links are free for what has to be fetched; not more than none where two are as large.
     """
     usual = _only_way(holders, places)
     if usual is None:
         return False
-    most_nbytes = next_nbytes = total_nbytes = 0
+    most_nbytes = next_nbytes = total_nbytes = n_most = 0
     for nbytes in sizes:
         total_nbytes += nbytes
         if nbytes > most_nbytes:
-            next_nbytes, most_nbytes = most_nbytes, nbytes
-        elif next_nbytes < nbytes < most_nbytes:
+            next_nbytes, most_nbytes, n_most = most_nbytes, nbytes, 1
+        elif nbytes == most_nbytes:
+            n_most += 1
+        elif nbytes > next_nbytes:
             next_nbytes = nbytes
+    if wait_s and n_most > 1:
+        return False
     # By so much less than is rounded off, nobody is ahead.
     bandwidth = usual.bandwidth_nbytes_per_s
-    all_s = duration_s + len(holders) * usual.latency_s + total_nbytes / bandwidth
+    all_s = duration_s + wait_s + len(holders) * usual.latency_s + total_nbytes / bandwidth
     ahead_s = (most_nbytes - next_nbytes) / bandwidth
-    return ahead_s > all_s * _ROUNDING
+    return 2 * ahead_s - wait_s > 2 * all_s * _ROUNDING
 
 
 def _only_way(holders: Sequence[str], places: Places) -> Path | None:
@@ -147,6 +158,7 @@ def places_to_weigh(
 def cheapest(
     holders: Sequence[str],
     sizes: Sequence[int],
+    outlets_s: Sequence[float],
     held: Mapping[str, int],
     workers: Sequence[Worker],
     places: Places,
@@ -162,6 +174,8 @@ def cheapest(
     ----------
     holders, sizes, joins
         As for `places_to_weigh`.
+    outlets_s
+        For each input `Input.outlet_s`.
     held, workers
         What that found, and what is known of these workers.
     duration_s, output_nbytes
@@ -169,6 +183,8 @@ def cheapest(
     bandwidth
         Of all links, to stock Dask.
     """
-    found = costs_of_held(holders, sizes, duration_s, output_nbytes, joins, workers, places)
+    found = costs_of_held(
+        holders, sizes, outlets_s, duration_s, output_nbytes, joins, workers, places
+    )
     usual = stocks_choice(workers, set(holders), held, sum(sizes), bandwidth)
     return Decision(least_cost(workers, found), found, usual)

@@ -164,7 +164,7 @@ class DataAware:
         held: dict[str, int] = {}
         needed = 0
         is_arriving = False
-        for _, nbytes, having, arriving in inputs:
+        for _, nbytes, having, arriving, _ in inputs:
             needed += nbytes
             for address in having:
                 if address in held:

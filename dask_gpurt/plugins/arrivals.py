@@ -1,4 +1,4 @@
-"""What decisions had workers fetch, and when it should be there. Decides nothing.
+"""What decisions had workers fetch, when it should be there, and what carries it. Decides nothing.
 
 Only of what the scheduler was told to send; what became of it is asked of the scheduler's own
 books when it is looked at: an input that nobody needs there any more has come, or never will.
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
-#: Seconds of what a link into a host still has to carry that are too few to look further for.
-LEAST_INLET_S = 0.005
+#: Seconds of what a host's link still has to carry that are too few to look further for.
+LEAST_UPLINK_S = 0.005
 #: Inputs whose transfers are remembered.
 MAX_ARRIVALS = 10_000
 
@@ -41,9 +41,10 @@ class Arrivals:
         By input, then by worker: when it will be there. Look, and ask `arriving_s`.
     by_worker
         When it will have all that decisions had it fetch. Look, and ask `receiving_s`.
-    by_inlet
-        When a link into a host (`WorkerPaths.inlet`) will have carried all that decisions had
-        workers behind it fetch from other hosts. Look, and ask `inlet_s`.
+    by_inlet, by_outlet
+        When a host's link (`WorkerPaths.uplink`) will have carried all that decisions had workers
+        behind it fetch from other hosts; and all that they had workers of other hosts fetch from
+        behind it. Look, and ask `inlet_s` and `outlet_s`.
     """
 
     def __init__(
@@ -55,13 +56,16 @@ class Arrivals:
         self.by_key: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
         self.by_worker: dict[str, float] = {}
         self.by_inlet: dict[str, float] = {}
+        self.by_outlet: dict[str, float] = {}
 
     def remove_worker(self, address: str) -> None:
         """A worker left."""
         self.by_worker.pop(address, None)
         # Whether it was the last one of its host is not worth finding out.
         now = self._clock()
-        self.by_inlet = {name: until for name, until in self.by_inlet.items() if until > now}
+        for by_uplink in (self.by_inlet, self.by_outlet):
+            for name in [name for name, until in by_uplink.items() if until <= now]:
+                del by_uplink[name]
 
     def expect(self, address: str, task: Task) -> None:
         """A worker will now fetch what it lacks of a task; note when it should have it."""
@@ -75,15 +79,16 @@ class Arrivals:
             at = self._free_at(address)
             fetches = fetches_s(missing, address, places)
             host = places[address][0]
-            carried = []
             for one, seconds in zip(missing, fetches, strict=True):
                 at += seconds
                 self.by_key.setdefault(one.key, {})[address] = at
                 if all(places[holder][0] != host for holder in one.holders):
-                    carried.append((one.nbytes, seconds))
+                    self._carries(self.by_inlet, address, one.nbytes, seconds)
+                    # Workers choose one by lot.
+                    n = len(one.holders)
+                    for holder in one.holders:
+                        self._carries(self.by_outlet, holder, one.nbytes / n, seconds / n)
             self._receives_until(address, at)
-            if carried:
-                self._carries(address, carried)
 
     def expect_from(
         self, holders: Iterable[str], ts: TaskState, sizes: Iterable[int], address: str
@@ -94,7 +99,6 @@ class Arrivals:
         host, _, near, far = places[address]
         at = self._free_at(address)
         is_fetching = False
-        carried = []
         for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
             if holder != address:
                 is_fetching = True
@@ -104,11 +108,10 @@ class Arrivals:
                 at += seconds
                 by_key.setdefault(dts.key, {})[address] = at
                 if not is_near:
-                    carried.append((nbytes, seconds))
+                    self._carries(self.by_inlet, address, nbytes, seconds)
+                    self._carries(self.by_outlet, holder, nbytes, seconds)
         if is_fetching:
             self._receives_until(address, at)
-            if carried:
-                self._carries(address, carried)
 
     def is_arriving(self, ts: TaskState) -> bool:
         """Whether somebody may be fetching an input of a task."""
@@ -149,18 +152,28 @@ class Arrivals:
         return max(0.0, until - self._clock())
 
     def inlet_s(self, address: str) -> float:
-        """Seconds until what a worker fetches from other hosts has its inlet to itself."""
-        until = self.by_inlet.get(self._paths.inlet(address).name)
-        waiting_s = 0.0 if until is None else until - self._clock()
-        return waiting_s if waiting_s >= LEAST_INLET_S else 0.0
+        """Seconds until what a worker fetches from other hosts has the way in to itself."""
+        return self._busy_s(self.by_inlet, address)
 
-    def _carries(self, address: str, carried: Iterable[tuple[int, float]]) -> None:
-        """A worker's inlet will carry so many bytes, which take so many seconds on their ways."""
-        name, rate = self._paths.inlet(address)
+    def outlet_s(self, address: str) -> float:
+        """Seconds until what workers of other hosts fetch from one has the way out to itself."""
+        return self._busy_s(self.by_outlet, address)
+
+    def _busy_s(self, by_uplink: dict[str, float], address: str) -> float:
+        until = by_uplink.get(self._paths.uplink(address).name)
+        waiting_s = 0.0 if until is None else until - self._clock()
+        return waiting_s if waiting_s >= LEAST_UPLINK_S else 0.0
+
+    def _carries(
+        self, by_uplink: dict[str, float], address: str, nbytes: float, took_s: float
+    ) -> None:
+        """A worker's link will carry so many bytes more, which take so long on the whole way."""
+        name, rate = self._paths.uplink(address)
         now = self._clock()
+        until = by_uplink.get(name, now)
         # What a slower link on the way holds up leaves room for others.
-        seconds = sum(took_s if rate == inf else nbytes / rate for nbytes, took_s in carried)
-        self.by_inlet[name] = max(now, self.by_inlet.get(name, now)) + seconds
+        seconds = took_s if rate == inf else nbytes / rate
+        by_uplink[name] = (until if until > now else now) + seconds
 
     def _free_at(self, address: str) -> float:
         """When a worker will begin to receive what it is sent now."""

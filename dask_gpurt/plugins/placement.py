@@ -280,10 +280,11 @@ class Placement:
         if ws not in state.running or (view.with_gpu and address not in view.with_gpu):
             return None
         # Also for what it has already: so close to its limit it is worth a second look.
-        if not view.is_ready(ws) or sum(sizes) + view.sizes(ts) > view.room_nbytes(ws):
+        if view.slowness(ws) > 1 or sum(sizes) + view.sizes(ts) > view.room_nbytes(ws):
             return None
         duration_s = expected_duration_s(state, ts)
-        if not largest_is_best(holders, sizes, duration_s, self._paths.places):
+        wait_s = view.links_wait_s(ws, holders)
+        if not largest_is_best(holders, sizes, duration_s, wait_s, self._paths.places):
             return None
         view.arrivals.expect_from(holders, ts, sizes, address)
         # Stock does not know that nobody waits for what is made up for by its own queue.
@@ -314,6 +315,7 @@ class Placement:
         decision = cheapest(
             holders,
             sizes,
+            view.outlets_s(holders),
             held,
             workers(held),
             self._paths.places,

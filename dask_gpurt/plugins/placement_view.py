@@ -166,14 +166,23 @@ class PlacementView:
         here = (state.workers[one] for one in sorted(addresses))
         return [ws for ws in here if ws in state.running]
 
-    def is_ready(self, ws: WorkerState) -> bool:
-        """Whether a worker that could begin at once can fetch and run a task as quickly as any."""
+    def links_wait_s(self, ws: WorkerState, holders: Iterable[str]) -> float:
+        """Seconds until a worker can fetch what others have, if all of it is on other hosts."""
         arrivals = self.arrivals
-        return (
-            not arrivals.receiving_s(ws)
-            and not arrivals.inlet_s(ws.address)
-            and self.slowness(ws) <= 1
-        )
+        wait_s = arrivals.receiving_s(ws) if ws.address in arrivals.by_worker else 0.0
+        if arrivals.by_inlet:
+            wait_s = max(wait_s, arrivals.inlet_s(ws.address))
+            for holder, outlet_s in zip(holders, self.outlets_s(holders), strict=True):
+                if outlet_s > wait_s and holder != ws.address:
+                    wait_s = outlet_s
+        return wait_s
+
+    def outlets_s(self, holders: Iterable[str]) -> list[float]:
+        """Seconds until ways out of the hosts of some workers are free."""
+        arrivals = self.arrivals
+        if arrivals.by_outlet:
+            return [arrivals.outlet_s(one) for one in holders]
+        return [0.0 for _ in holders]
 
     def keeps_waiting(self, ws: WorkerState) -> bool:
         """Whether what a worker is given now has to wait for what it was given before."""
@@ -279,7 +288,7 @@ class PlacementView:
         """
         inputs = []
         arrivals = self.arrivals
-        by_key = arrivals.by_key
+        by_key, outlet_of = arrivals.by_key, arrivals.outlet_s
         for dts, nbytes in zip(ts.dependencies, sizes, strict=True):
             who = dts.who_has or ()
             holders: Sequence[str]
@@ -290,7 +299,8 @@ class PlacementView:
                 holders = self._some_holders(who, asked)
             key = dts.key
             arriving = arrivals.arriving_s(dts) if key in by_key else _NOTHING
-            inputs.append(_new(Input, (key, nbytes, holders, arriving)))
+            outlet_s = min(map(outlet_of, holders), default=0.0) if arrivals.by_outlet else 0.0
+            inputs.append(_new(Input, (key, nbytes, holders, arriving, outlet_s)))
         device = GPU if self.with_gpu and any(map(_is_on_gpu, ts.dependencies)) else None
         duration_s = expected_duration_s(self._scheduler, ts)
         return _new(Task, (ts.key, inputs, duration_s, self.sizes(ts), joins, device))

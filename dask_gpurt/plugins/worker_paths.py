@@ -33,15 +33,15 @@ _SAMPLED_HOSTS = 16
 _ELSEWHERE = End("", "")
 
 
-class Inlet(NamedTuple):
-    """What data from other hosts comes through, shared by all workers of which it is the inlet.
+class Uplink(NamedTuple):
+    """What data to and from other hosts goes through, shared by all workers of which it is that.
 
     Attributes
     ----------
     name
         Of a link, or of a host where none is described.
     nbytes_per_s
-        What it carries; infinite if that is only known of whole ways.
+        What it carries each way; infinite if that is only known of whole ways.
     """
 
     name: str
@@ -90,7 +90,7 @@ class WorkerPaths:
         self._examples: dict[int, list[_Spot]] = {}
         #: By what is alike of two nodes on different hosts. Few, unless hosts are cabled together.
         self._between: dict[tuple[int, int], Path | None] = {}
-        self._inlets: dict[str, Inlet] = {}
+        self._uplinks: dict[str, Uplink] = {}
         self._outlets: dict[str, float] = {}
         self._behind_slow_link: dict[str, bool] = {}
         self._usual_outlet: float | None = None
@@ -115,12 +115,12 @@ class WorkerPaths:
                 if spot.outside in self._from_afar:
                     # Whoever was on the host of all others of the kind had no way to another.
                     self._from_afar[spot.outside].clear()
-        self._inlets.pop(ws.address, None)
+        self._uplinks.pop(ws.address, None)
         if self._is_described:
             # Now rather than in the middle of a decision, also how others of its kind reach it.
             place = self._places[ws.address] = self._place(ws.address)
             place.far[ws.address]
-            self.inlet(ws.address)
+            self.uplink(ws.address)
         else:
             self._forget_paths()
 
@@ -142,7 +142,7 @@ class WorkerPaths:
         """A worker left."""
         self._ends.pop(address, None)
         self._spots.pop(address, None)
-        self._inlets.pop(address, None)
+        self._uplinks.pop(address, None)
         self._learned.forget(address)
         self._is_described = None
         self._forget_paths()
@@ -192,17 +192,17 @@ class WorkerPaths:
         device = self._topology.device(spot.node)
         return None if device is None else device.kind
 
-    def inlet(self, address: str) -> Inlet:
-        """What data from other hosts comes to a worker through."""
-        found = self._inlets.get(address)
+    def uplink(self, address: str) -> Uplink:
+        """What data to and from other hosts goes through at a worker's end."""
+        found = self._uplinks.get(address)
         if found is None:
-            found = self._find_inlet(address)
+            found = self._find_uplink(address)
             if self._topology is None or found.nbytes_per_s < math.inf:
-                self._inlets[address] = found
+                self._uplinks[address] = found
             # Else there may yet be another host, from which there is a way.
         return found
 
-    def _find_inlet(self, address: str) -> Inlet:
+    def _find_uplink(self, address: str) -> Uplink:
         spot = self._spots.get(address)
         if spot is not None and self._topology is not None:
             # Whichever the other host is: there are few ways into a host for each of its nodes.
@@ -211,9 +211,9 @@ class WorkerPaths:
                     if other.host != spot.host:
                         link = self._topology.entrance(other.node, spot.node)
                         if link is not None:
-                            return Inlet(link.name, link.bandwidth_nbytes_per_s)
+                            return Uplink(link.name, link.bandwidth_nbytes_per_s)
         end = self._ends.get(address)
-        return Inlet(end.host if end is not None else address, math.inf)
+        return Uplink(end.host if end is not None else address, math.inf)
 
     def outlet_nbytes_per_s(self, address: str) -> float:
         """What a worker can send to other hosts: the median of ways to a few; infinite if none."""

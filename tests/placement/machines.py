@@ -78,7 +78,8 @@ def inputs(draw, *, arriving=True):
     holders = draw(subsets.filter(bool))
     coming = draw(subsets) - holders if arriving else frozenset()
     seconds = {one: draw(st.floats(0, 10)) for one in sorted(coming)}
-    return Input(draw(st.integers()), draw(sizes), holders, seconds)
+    outlet_s = draw(st.sampled_from([0.0, 0.0, 0.5, 3.0]))
+    return Input(draw(st.integers()), draw(sizes), holders, seconds, outlet_s)
 
 
 @st.composite

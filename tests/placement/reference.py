@@ -39,8 +39,9 @@ def cost(task, worker, places):
     transfer_s = math.fsum(fetch_s(one, worker.address, places) for one in fetched)
     new_nbytes = sum(one.nbytes for one in missing) + task.output_nbytes
     host = places[worker.address].host
-    crosses = any(all(places[a].host != host for a in one.holders) for one in fetched)
-    wait_s = max(worker.receiving_s, worker.inlet_s) if crosses else worker.receiving_s
+    crossing = [one for one in fetched if all(places[a].host != host for a in one.holders)]
+    waits_s = [max(worker.inlet_s, one.outlet_s) for one in crossing]
+    wait_s = max([worker.receiving_s, *waits_s])
     return Cost(
         transfer_s=transfer_s + wait_s if transfer_s else 0.0,
         sending_s=transfer_s,

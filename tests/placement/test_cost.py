@@ -131,6 +131,9 @@ def test_what_comes_from_other_hosts_waits_for_what_their_link_carries_already()
     later = Worker("a", 1, receiving_s=4.0, inlet_s=3.0)
     assert cost(far, later, places).transfer_s == 14
     assert cost(far, later, places).sending_s == 10
+    # So is the way out at the other end, which what is on its own host does not take.
+    sent = [Task("t", [Input("x", 1000, one, outlet_s=5.0)]) for one in ({"b"}, {"c"})]
+    assert [cost(one, behind, places).transfer_s for one in sent] == [1.5, 15]
     # What it has, or is fetching anyway, does not come through it again.
-    both = Task("t", [Input("x", 1000, {"c"}, {"a": 2.0}), Input("y", 1000, {"b"})])
+    both = Task("t", [Input("x", 1000, {"c"}, {"a": 2.0}, 5.0), Input("y", 1000, {"b"})])
     assert cost(both, behind, places).transfer_s == 1.5

@@ -75,7 +75,11 @@ def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
     """Whatever the others have to do: it is never another than going through all would find."""
     n = data.draw(st.integers(2, 5))
     few = st.sampled_from([100, 100, 101, 2**30])
-    needed = [Input(name, data.draw(few | sizes), (name,)) for name in NAMES[:n]]
+    waits = st.sampled_from([0.0, 0.0, 0.001, 0.5])
+    needed = [
+        Input(name, data.draw(few | sizes), (name,), outlet_s=data.draw(waits))
+        for name in NAMES[:n]
+    ]
     task = Task("t", needed, data.draw(st.floats(0, 10)), data.draw(few | sizes))
     rate, latency_s = data.draw(st.floats(1e6, 1e12)), data.draw(st.floats(0, 0.1))
     alike = Path(latency_s, rate, "k")
@@ -89,7 +93,11 @@ def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
     idle = {name for name in NAMES if data.draw(st.booleans())}
     found = [
         one._replace(
-            occupancy_s=0.0, room_nbytes=2.0**40, receiving_s=0.0, slowness=1.0, inlet_s=0.0
+            occupancy_s=0.0,
+            room_nbytes=2.0**40,
+            receiving_s=data.draw(waits),
+            slowness=1.0,
+            inlet_s=data.draw(waits),
         )
         if one.address in idle
         # With something to do, and not done with it at once: that would be a tie for stock.
@@ -97,12 +105,15 @@ def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
         for one in found
     ]
     nbytes = [one.nbytes for one in needed]
-    if not largest_is_best(NAMES[:n], nbytes, task.duration_s, places):
-        return
     first = {name for name, one in zip(NAMES, nbytes, strict=False) if one == max(nbytes)} & idle
     if not first:
         return
     chosen = min((one.nbytes, one.address) for one in found if one.address in first)[1]
+    (there,) = (one for one in found if one.address == chosen)
+    outlets_s = [one.outlet_s for one in needed if one.key != chosen]
+    wait_s = max([there.receiving_s, there.inlet_s, *outlets_s])
+    if not largest_is_best(NAMES[:n], nbytes, task.duration_s, wait_s, places):
+        return
     decision = DataAware().decide(snapshot(task, found, places))
     assert (decision.worker, decision.stock) == (chosen, chosen)
 
@@ -113,9 +124,9 @@ def test_the_largest_input_decides_where_it_is_plain():
     hosts = dict(zip(NAMES, NAMES, strict=True))
     kinds = dict.fromkeys(NAMES, 0)
 
-    def found(*nbytes, hosts=hosts, kinds=kinds, duration_s=0.0):
+    def found(*nbytes, hosts=hosts, kinds=kinds, duration_s=0.0, wait_s=0.0):
         places = by_host(hosts, kinds, lambda a, b: LOCAL, lambda a, b: alike if a == b else LOCAL)
-        return largest_is_best(NAMES[: len(nbytes)], nbytes, duration_s, places)
+        return largest_is_best(NAMES[: len(nbytes)], nbytes, duration_s, wait_s, places)
 
     assert found(1, 3, 2)
     assert found(3, 1, 3)
@@ -123,6 +134,10 @@ def test_the_largest_input_decides_where_it_is_plain():
     assert not found(1, 3, 2, kinds=kinds | {"w2": 1})
     # Seconds in which a gain as small as that would be rounded away.
     assert not found(1, 3, 2, duration_s=1e6)
+    # A nanosecond is fetched at either end, and more than two of them are waited for.
+    assert found(1, 3, 2, wait_s=1.9e-9)
+    assert not found(1, 3, 2, wait_s=2.1e-9)
+    assert not found(3, 1, 3, wait_s=1e-12)
     assert not found(0, 0)
     assert not found()
 
@@ -148,7 +163,11 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
     few = st.sampled_from([100, 100, 101]) | sizes
     holders = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7))
     nbytes = [data.draw(few) for _ in holders]
-    inputs = [Input(i, n, (one,)) for i, (one, n) in enumerate(zip(holders, nbytes, strict=True))]
+    outlets_s = [data.draw(st.sampled_from([0.0, 0.0, 0.5, 3.0])) for _ in holders]
+    inputs = [
+        Input(i, n, (one,), outlet_s=wait_s)
+        for i, (one, n, wait_s) in enumerate(zip(holders, nbytes, outlets_s, strict=True))
+    ]
     task = task._replace(inputs=inputs, device=None)
     idle = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3))
     held = places_to_weigh(holders, nbytes, task.output_nbytes, task.joins)
@@ -156,6 +175,7 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
     decision = cheapest(
         holders,
         nbytes,
+        outlets_s,
         held,
         looked_up(found)(held),
         places,

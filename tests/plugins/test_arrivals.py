@@ -67,6 +67,10 @@ def test_all_of_a_host_wait_for_what_its_card_carries(arrivals, clock, plain):
     for one in (here, neighbour):
         assert arrivals.inlet_s(one.address) == pytest.approx(1)
     assert arrivals.inlet_s(there.address) == 0
+    # Both ways are carried at once.
+    for one in WORKERS[1]:
+        assert arrivals.outlet_s(one.address) == pytest.approx(1)
+    assert arrivals.outlet_s(here.address) == 0
     # Nobody sends the neighbour anything yet.
     assert arrivals.receiving_s(neighbour) == 0
     fetches(arrivals, neighbour, there, plain=plain)
@@ -83,7 +87,7 @@ def test_what_stays_within_a_host_is_nothing_to_its_card(arrivals, plain):
     (here, neighbour), *_ = WORKERS
     fetches(arrivals, here, neighbour, plain=plain)
     assert arrivals.receiving_s(here) > 0
-    assert arrivals.inlet_s(here.address) == 0
+    assert arrivals.inlet_s(here.address) == arrivals.outlet_s(neighbour.address) == 0
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -92,13 +96,23 @@ def test_a_card_has_room_for_others_while_a_slow_one_sends(arrivals, plain):
     fetches(arrivals, here, slow, plain=plain)
     assert arrivals.receiving_s(here) == pytest.approx(10, rel=1e-3)
     assert arrivals.inlet_s(here.address) == pytest.approx(1)
+    assert arrivals.outlet_s(slow.address) == pytest.approx(10, rel=1e-3)
+
+
+def test_of_several_that_have_it_each_sends_a_part(arrivals):
+    (here, _), others, (slow, _) = WORKERS
+    holders = [one.address for one in (*others, slow)]
+    arrivals.expect(here.address, Task("t", [Input("x", 3 * GB, holders)]))
+    assert arrivals.inlet_s(here.address) == pytest.approx(3)
+    assert arrivals.outlet_s(others[0].address) == pytest.approx(2)
+    assert arrivals.outlet_s(slow.address) == pytest.approx(10)
 
 
 def test_what_is_over_is_forgotten_when_a_worker_leaves(arrivals, clock):
     (here, _), (there, _), _ = WORKERS
     fetches(arrivals, here, there, plain=True)
     arrivals.remove_worker(there.address)
-    assert arrivals.by_inlet
+    assert arrivals.by_inlet and arrivals.by_outlet
     clock.now_s += 2
     arrivals.remove_worker(there.address)
-    assert not arrivals.by_inlet
+    assert not arrivals.by_inlet and not arrivals.by_outlet

@@ -199,27 +199,27 @@ def test_workers_that_get_data_from_outside_through_one_card_share_it():
     paths = WorkerPaths(parse(TWO_CARDS))
     for one in (LEFT0, LEFT1, RIGHT0, NO_GPU):
         paths.add(one)
-    first, second, third = (paths.inlet(one.address) for one in (LEFT0, LEFT1, NO_GPU))
+    first, second, third = (paths.uplink(one.address) for one in (LEFT0, LEFT1, NO_GPU))
     assert first != second == third
     # Its own card, and not the slower one of who sends.
     assert second.nbytes_per_s == 10e9
-    assert paths.inlet(RIGHT0.address).nbytes_per_s == 5e9
+    assert paths.uplink(RIGHT0.address).nbytes_per_s == 5e9
 
 
 def test_workers_of_a_host_that_is_not_described_share_what_it_has():
     paths = WorkerPaths(None)
     for one in (LEFT0, LEFT1, RIGHT0):
         paths.add(one)
-    assert paths.inlet(LEFT0.address) == paths.inlet(LEFT1.address)
-    assert paths.inlet(LEFT0.address) != paths.inlet(RIGHT0.address)
-    assert paths.inlet(LEFT0.address).nbytes_per_s == math.inf
+    assert paths.uplink(LEFT0.address) == paths.uplink(LEFT1.address)
+    assert paths.uplink(LEFT0.address) != paths.uplink(RIGHT0.address)
+    assert paths.uplink(LEFT0.address).nbytes_per_s == math.inf
     paths.remove(RIGHT0.address)
-    assert paths.inlet(RIGHT0.address).name == RIGHT0.address
+    assert paths.uplink(RIGHT0.address).name == RIGHT0.address
 
 
 def test_a_worker_that_was_alone_has_its_card_once_there_are_others():
     paths = WorkerPaths(parse(TWO_CARDS))
     paths.add(LEFT0)
-    assert paths.inlet(LEFT0.address).nbytes_per_s == math.inf
+    assert paths.uplink(LEFT0.address).nbytes_per_s == math.inf
     paths.add(RIGHT0)
-    assert paths.inlet(LEFT0.address).nbytes_per_s == 10e9
+    assert paths.uplink(LEFT0.address).nbytes_per_s == 10e9
