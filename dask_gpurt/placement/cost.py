@@ -224,8 +224,9 @@ def costs_of_held(
                     wait_s = outlet_s
             # `Path.transfer_s`, without the call.
             fetches.append(path.latency_s + nbytes / path.bandwidth_nbytes_per_s)
+        transfer_s = fetches[0] if len(fetches) == 1 else fsum(fetches)
         found[address] = _cost(
-            duration_s, output_nbytes, later, worker, fsum(fetches), wait_s, 0.0, new_nbytes
+            duration_s, output_nbytes, later, worker, transfer_s, wait_s, 0.0, new_nbytes
         )
     return found
 
@@ -317,6 +318,10 @@ def _cost(
 ) -> Cost:
     address, nthreads, occupancy_s, _, room_nbytes, _, _, _, slowness, _ = worker
     spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
+    if len(joins) == 1:
+        join_s = joins[0].seconds(address, output_nbytes)
+    else:
+        join_s = fsum([one.seconds(address, output_nbytes) for one in joins]) if joins else 0.0
     # As `Cost(...)` does, in half the time.
     return _new(
         Cost,
@@ -327,7 +332,7 @@ def _cost(
             occupancy_s / nthreads,
             duration_s * slowness,
             spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
-            fsum([one.seconds(address, output_nbytes) for one in joins]) if joins else 0.0,
+            join_s,
         ),
     )
 

@@ -54,6 +54,7 @@ MAX_SLOWNESS = 32.0
 _LEAST_S = 0.001
 MAX_GROUPS = 2_000
 MAX_OWN_GROUPS = 16
+_USUAL_SQUARES, _LEAST_VARIANCE = _USUAL_COUNT * _USUAL_SCATTER**2, LEAST_SCATTER**2
 _LOG_LEAST, _LOG_PAUSE = log(LEAST_SLOWNESS), log(PAUSE_S)
 
 
@@ -67,11 +68,6 @@ class _Logs:
         self.count = 0
         self.total = 0.0
         self.squares = 0.0
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.total += value
-        self.squares += value * value
 
 
 class _Record:
@@ -116,7 +112,7 @@ class Speeds:
         self._records[worker] = _Record()
 
     def ended(
-        self, worker: str, group: str, seconds: float, now_s: float, *, is_idle: bool = False
+        self, worker: str, group: str, seconds: float, now_s: float, is_idle: bool = False
     ) -> None:
         """Take in that a worker ended a task of a group.
 
@@ -130,6 +126,7 @@ class Speeds:
         if not isfinite(seconds):
             # A worker says so. It would be in the mean of its group from here on.
             return
+        # Done for every task of a cluster: few calls, for the sake of its scheduler.
         record = self._records.get(worker)
         if record is None:
             record = self._records[worker] = _Record()
@@ -142,25 +139,29 @@ class Speeds:
         if own.part_of is not of_all:
             # The group was forgotten in between, and with it what this was a part of.
             own = record.own[group] = _Logs(of_all)
-        if of_all.count - own.count >= _ENOUGH:
-            mean, variance = self._of_others(of_all, own)
+        n_others = of_all.count - own.count
+        if n_others >= _ENOUGH:
+            mean, variance = _of_others(
+                n_others, of_all.total - own.total, of_all.squares - own.squares
+            )
             record.observe(value - mean, variance, mean)
-        of_all.add(value)
-        own.add(value)
-
-    @staticmethod
-    def _of_others(of_all: _Logs, own: _Logs) -> tuple[float, float]:
-        """Mean and variance of logarithms on other workers."""
-        count = of_all.count - own.count
-        mean = (of_all.total - own.total) / count
-        squares = of_all.squares - own.squares - count * mean * mean
-        variance = (squares + _USUAL_COUNT * _USUAL_SCATTER**2) / (count + _USUAL_COUNT)
-        return mean, max(variance, LEAST_SCATTER**2)
+        square = value * value
+        of_all.count += 1
+        of_all.total += value
+        of_all.squares += square
+        own.count += 1
+        own.total += value
+        own.squares += square
 
     def learned(self, worker: str) -> float:
         """Slowness by what a worker ended."""
         record = self._records.get(worker)
         return 1.0 if record is None else record.slowness
+
+    def is_overdue(self, worker: str, now_s: float) -> bool:
+        """Whether a worker with something to do might be told to be slow by its silence."""
+        record = self._records.get(worker)
+        return record is None or record.working_since_s is None or now_s > record.due_s
 
     def slowness(self, worker: str, now_s: float, groups: Iterable[str] | None) -> float:
         """Seconds that a worker with something to do takes for what takes others one.
@@ -194,13 +195,20 @@ class Speeds:
             of_all = self._groups.get(group)
             if of_all is None or of_all.count < _ENOUGH:
                 return None
-            mean, variance = self._of_others(of_all, _Logs())
+            mean, variance = _of_others(of_all.count, of_all.total, of_all.squares)
             longest_s = max(longest_s or 0.0, exp(mean + SIGMAS * sqrt(variance)))
         return longest_s
 
     def forget(self, worker: str) -> None:
         """A worker left."""
         self._records.pop(worker, None)
+
+
+def _of_others(count: int, total: float, squares: float) -> tuple[float, float]:
+    """Mean and variance of logarithms, of which there are so many with these sums."""
+    mean = total / count
+    variance = (squares - count * mean * mean + _USUAL_SQUARES) / (count + _USUAL_COUNT)
+    return mean, variance if variance > _LEAST_VARIANCE else _LEAST_VARIANCE
 
 
 def _worth_it(slowness: float) -> float:

@@ -113,7 +113,8 @@ class Placement:
         ws = self._scheduler.workers.get(address)
         if ws is not None and not self._is_stock:
             self._view.ended(ts, ws, seconds)
-            self._relief.ended(ws)
+            if not ws.processing:
+                self._relief.idle()
 
     def slowness(self, ws: WorkerState) -> float:
         """Seconds that a worker takes for what takes others one."""

@@ -63,6 +63,8 @@ class Contractions:
             # What Dask's order has first will be dealt first.
             user = min(operand.dependents, key=_priority)
             if len(user.dependencies) > 1:
+                if len(operand.dependents) < MIN_USES:
+                    return None
                 dealt = self._dealt(user)
                 return dealt and dealt[0].home(operand.key)
             operand = user

@@ -25,6 +25,7 @@ from dask_gpurt.plugins.placement_contractions import Contractions
 from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.placement_view import (
     MAX_CHAIN,
+    MAX_NEIGHBOURS,
     MIN_JOIN_NBYTES,
     PlacementView,
     n_on_threads,
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
 
 #: Taken for a size that is not known, where only the order of places matters.
 NOMINAL_NBYTES = 64 * 2**20
-#: Workers of a host that are looked at, and hosts of siblings.
-MAX_NEIGHBOURS = 16
+#: Hosts of siblings that are looked at.
 MAX_HOSTS = 3
 #: Operands for each thread that a host is given beyond what makes it full: its products need them.
 MAX_OPERANDS_AHEAD = 2
@@ -129,6 +129,16 @@ class RootPlaces:
         )
         if not joins:
             return None
+        to_come = (len(state.queued) + ts.group.states["waiting"]) / state.total_nthreads
+        stocks_ahead = _ahead(stock)
+        siblings = sorted({address for others in joins for address in others})
+        if len(siblings) == 1:
+            # Most often. Nobody saves more than its own worker, if that costs nothing.
+            ws = state.workers.get(siblings[0])
+            if ws is not None and ws in state.running and _ahead(ws) <= stocks_ahead + to_come:
+                spare = ws.nthreads if known_nbytes else 0
+                if not is_queueing or self._n_free(ws) > -spare:
+                    return ws
         nbytes = known_nbytes or NOMINAL_NBYTES
         if not known_nbytes:
             joins = [dict.fromkeys(others, NOMINAL_NBYTES) for others in joins]
@@ -137,11 +147,8 @@ class RootPlaces:
         def joined_s(address: str) -> float:
             return sum(one.seconds(address, nbytes) for one in later)
 
-        to_come = (len(state.queued) + ts.group.states["waiting"]) / state.total_nthreads
-        stocks_ahead = _ahead(stock)
         elsewhere_s = joined_s(stock.address)
         duration_s = expected_duration_s(state, ts)
-        siblings = sorted({address for others in joins for address in others})
 
         def seated(around: Iterable[WorkerState]) -> WorkerState | None:
             seats = []
@@ -155,11 +162,6 @@ class RootPlaces:
             chosen = seat(seats, ahead=stocks_ahead, duration_s=duration_s, to_come=to_come)
             return None if chosen is None else state.workers[chosen]
 
-        if len(siblings) == 1:
-            # Nobody saves more than the one sibling's own worker.
-            chosen = seated(self._around(siblings, with_neighbours=False))
-            if chosen is not None and _ahead(chosen) <= stocks_ahead + to_come:
-                return chosen
         return seated(self._around(siblings, with_neighbours=is_queueing))
 
     def _around(self, addresses: list[str], *, with_neighbours: bool) -> Iterator[WorkerState]:
@@ -177,13 +179,10 @@ class RootPlaces:
 
     def _free_on(self, host: str) -> Iterator[WorkerState]:
         """Workers of a host that stock might have chosen, in order of their addresses."""
-        state = self._scheduler
-        neighbours = state.host_info.get(host, {}).get("addresses", ())
-        if len(neighbours) <= MAX_NEIGHBOURS:
-            for address in sorted(neighbours):
-                ws = state.workers.get(address)
-                if ws is not None and ws in state.idle_task_count:
-                    yield ws
+        with_place = self._scheduler.idle_task_count
+        here = self._view.on_host(host)
+        if len(here) <= MAX_NEIGHBOURS:
+            yield from (ws for ws in here if ws in with_place)
 
     def _next_to_last(self, stock: WorkerState, *, is_queued: bool) -> WorkerState:
         if self._last_host is None or self._last_host == stock.host:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 #: Workers with little to do that are looked at, and holders of one input.
 MAX_IDLE = 4
 MAX_HOLDERS = 16
+#: Workers of a host that are looked at one by one.
+MAX_NEIGHBOURS = 16
 #: Tasks of a worker that are looked at to see what it could be at.
 MAX_LOOKED_AT = 32
 #: An input that more have is nearly everywhere; where it is tells nothing.
@@ -56,6 +58,7 @@ _WITH_GPU = (GPU,)
 _NOTHING: dict[str, float] = {}
 _new = tuple.__new__
 _group = attrgetter("group.name")
+_address = attrgetter("address")
 #: Packages whose objects are in a GPU's memory.
 _ON_GPU = ("cudf.", "cupy.", "cuml.", "cugraph.", "cuspatial.", "pylibcudf.")
 
@@ -80,10 +83,13 @@ class PlacementView:
         self.sizes = ExpectedSizes()
         self.speeds = Speeds()
         self.with_gpu: set[str] = set()
+        #: By host, workers in order of their addresses, where somebody asked.
+        self._on_host: dict[str, list[WorkerState]] = {}
         self.arrivals = Arrivals(scheduler, paths, clock)
 
     def add_worker(self, ws: WorkerState) -> None:
         """A worker came."""
+        self._on_host.pop(ws.host, None)
         self.paths.add(ws)
         self.speeds.add(ws.address)
         described = self.paths.device_kind(ws.address)
@@ -92,6 +98,7 @@ class PlacementView:
 
     def remove_worker(self, address: str) -> None:
         """A worker left."""
+        self._on_host.clear()
         self.paths.remove(address)
         self.with_gpu.discard(address)
         self.arrivals.remove_worker(address)
@@ -124,6 +131,7 @@ class PlacementView:
         """
         state = self._scheduler
         known, arrivals, with_gpu = state.workers, self.arrivals, self.with_gpu
+        learned = self.speeds.learned
         lasting_s = self.queue_lasts_s()
         found = []
         for address in addresses:
@@ -131,13 +139,19 @@ class PlacementView:
             if ws is None:
                 continue
             n_tasks = len(ws.processing)
-            slowness = self.slowness(ws)
+            if n_tasks:
+                slowness = self.slowness(ws)
+                ahead_s = self.ahead_s(ws, lasting_s, slowness, new_s)
+            else:
+                slowness, ahead_s = learned(address), 0.0
+            nbytes = ws.nbytes
             terms = (
                 address,
                 ws.nthreads,
-                self.ahead_s(ws, lasting_s, slowness, new_s) if n_tasks else 0.0,
-                ws.nbytes,
-                self.room_nbytes(ws),
+                ahead_s,
+                nbytes,
+                # `room_nbytes`, without the call.
+                ws.memory_limit * SPILL_FROM - nbytes if ws.memory_limit else inf,
                 _WITH_GPU if address in with_gpu else (),
                 arrivals.receiving_s(ws) if address in arrivals.by_worker else 0.0,
                 n_tasks,
@@ -156,15 +170,25 @@ class PlacementView:
         """
         return self.workers(addresses, NEW_S)
 
-    def running_on(self, host: str) -> list[WorkerState]:
-        """Workers of a host that take tasks, in order of their addresses.
+    def on_host(self, host: str) -> list[WorkerState]:
+        """Workers of a host in order of their addresses, some of which may be gone.
 
-        None of one that is gone: tasks that ran there are placed anew before we are told of it.
+        Tasks that ran on one that leaves are placed anew before we are told of it. Whoever takes
+        tasks, or has a place for one, is still there.
         """
-        state = self._scheduler
-        addresses = state.host_info.get(host, {}).get("addresses", ())
-        here = (state.workers[one] for one in sorted(addresses))
-        return [ws for ws in here if ws in state.running]
+        found = self._on_host.get(host)
+        if found is None:
+            state = self._scheduler
+            # The scheduler's own list is a set, whose order is another in each process.
+            addresses = sorted(state.host_info.get(host, {}).get("addresses", ()))
+            here = (state.workers.get(one) for one in addresses)
+            found = self._on_host[host] = [ws for ws in here if ws is not None]
+        return found
+
+    def running_on(self, host: str) -> list[WorkerState]:
+        """Workers of a host that take tasks, in order of their addresses."""
+        running = self._scheduler.running
+        return [ws for ws in self.on_host(host) if ws in running]
 
     def links_wait_s(self, ws: WorkerState, holders: Iterable[str]) -> float:
         """Seconds until a worker can fetch what others have, if all of it is on other hosts."""
@@ -198,20 +222,22 @@ class PlacementView:
 
     def slowness(self, ws: WorkerState) -> float:
         """Seconds that a worker takes for what takes others one."""
-        if not ws.processing:
+        processing = ws.processing
+        if not processing:
             return self.speeds.learned(ws.address)
-        groups = None
+        now_s = self._clock()
         # One that has a thread to spare is not heard of because it has little to do: a task or two
         # that take long, or that wait for others.
-        if not ws.needs_what and n_on_threads(ws) >= ws.nthreads:
-            # Nearly always without being gone through.
-            groups = map(_group, islice(ws.processing, MAX_LOOKED_AT))
-        return self.speeds.slowness(ws.address, self._clock(), groups)
+        if ws.needs_what or n_on_threads(ws) < ws.nthreads:
+            return self.speeds.slowness(ws.address, now_s, None)
+        if not self.speeds.is_overdue(ws.address, now_s):
+            return self.speeds.learned(ws.address)
+        groups = map(_group, islice(processing, MAX_LOOKED_AT))
+        return self.speeds.slowness(ws.address, now_s, groups)
 
     def ended(self, ts: TaskState, ws: WorkerState, seconds: float) -> None:
         """A worker ended a task that took it so long."""
-        is_idle = not ws.processing
-        self.speeds.ended(ws.address, ts.group.name, seconds, self._clock(), is_idle=is_idle)
+        self.speeds.ended(ws.address, ts.group.name, seconds, self._clock(), not ws.processing)
 
     def ahead_s(
         self, ws: WorkerState, lasting_s: float, slowness: float = 1.0, new_s: float = 0.0
@@ -263,10 +289,14 @@ class PlacementView:
             largest = max(ts.dependencies, key=lambda dts: (dts.get_nbytes(), str(dts.key)))
             who = largest.who_has or ()
             if 0 < len(who) <= MAX_HOLDERS:
-                # Sorted by address, so that those of a host follow one another. The scheduler's
-                # own list of a host's workers is a set, whose order is another in each process.
-                host, _, _ = min([ws.address for ws in who]).rpartition(":")
-                yield from islice(idle.irange(f"{host}:", f"{host};", (True, False)), MAX_IDLE)
+                first = min(who, key=_address) if len(who) > 1 else next(iter(who))
+                here = self.on_host(first.host)
+                if len(here) <= MAX_NEIGHBOURS:
+                    yield from islice((ws.address for ws in here if ws.address in idle), MAX_IDLE)
+                else:
+                    # Sorted by address, so that those of a host follow one another.
+                    host, _, _ = first.address.rpartition(":")
+                    yield from islice(idle.irange(f"{host}:", f"{host};", (True, False)), MAX_IDLE)
 
     # ------------------------------------------------------------------ tasks
 
