@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distributed.scheduler import TaskPrefix, TaskState, WorkerState
 
 #: Workers with little to do that are looked at, and holders of one input.
-MAX_IDLE = 4
+MAX_IDLE = 2
 MAX_HOLDERS = 16
 #: Workers of a host that are looked at one by one.
 MAX_NEIGHBOURS = 16
