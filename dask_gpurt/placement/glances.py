@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dask_gpurt.placement.cost import Worker, costs_of_held
+from dask_gpurt.placement.cost import Input, Task, Worker, costs_of_held
 from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
     Decision,
     least_cost,
     stocks_choice,
+    unless_in_doubt,
 )
 from dask_gpurt.topology.model import Path
 from dask_gpurt.topology.places import Places, way
@@ -167,6 +168,8 @@ def cheapest(
     output_nbytes: float,
     joins: Sequence[Mapping[str, float]],
     bandwidth: float,
+    doubt: float,
+    asked: str | None,
 ) -> Decision:
     """What `DataAware` decides for a task of which each input has one holder, all of whom run.
 
@@ -182,9 +185,21 @@ def cheapest(
         As in `Task`.
     bandwidth
         Of all links, to stock Dask.
+    doubt, asked
+        As `Snapshot.doubt` and `Snapshot.usual`.
     """
     found = costs_of_held(
         holders, sizes, outlets_s, duration_s, output_nbytes, joins, workers, places
     )
-    usual = stocks_choice(workers, set(holders), held, sum(sizes), bandwidth)
-    return Decision(least_cost(workers, found), found, usual)
+    worker = least_cost(workers, found)
+    usual = asked or stocks_choice(workers, set(holders), held, sum(sizes), bandwidth)
+    if doubt > 1 and worker != usual:
+        inputs = [
+            Input(number, nbytes, (holder,), {}, outlet_s)
+            for number, (holder, nbytes, outlet_s) in enumerate(
+                zip(holders, sizes, outlets_s, strict=True)
+            )
+        ]
+        task = Task(None, inputs, duration_s, output_nbytes, joins)
+        worker = unless_in_doubt(worker, usual, task, workers, places, doubt)
+    return Decision(worker, found, usual)

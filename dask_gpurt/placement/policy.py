@@ -123,6 +123,28 @@ def stocks_choice(
     return stock and stock[2]
 
 
+def unless_in_doubt(
+    worker: str | None,
+    usual: str | None,
+    task: Task,
+    workers: Iterable[Worker],
+    places: Places,
+    doubt: float,
+) -> str | None:
+    """The worker that was chosen; or stock's, if that may cost less after all.
+
+    Parameters
+    ----------
+    workers
+        Those that were weighed. One that was not is not chosen here, either.
+    """
+    known = {one.address: one for one in workers}
+    if worker is None or usual not in known:
+        return worker
+    is_surely = is_surely_cheaper(task, known[worker], known[usual], places, doubt)
+    return worker if is_surely else usual
+
+
 class Stock:
     """What distributed does itself: holders of inputs only, one bandwidth for all links.
 
@@ -191,11 +213,8 @@ class DataAware:
         found_costs = costs(task, allowed, places)
         worker = least_cost(allowed, found_costs)
         usual = asked or stocks_choice(workers, holders, held, needed, bandwidth)
-        known = {one.address: one for one in allowed} if doubt > 1 and worker != usual else {}
-        if worker is not None and usual in known:
-            ours, theirs = known[worker], known[usual]
-            if not is_surely_cheaper(task, ours, theirs, places, doubt):
-                worker = usual
+        if doubt > 1 and worker != usual:
+            worker = unless_in_doubt(worker, usual, task, allowed, places, doubt)
         return Decision(worker, found_costs, usual)
 
     @staticmethod

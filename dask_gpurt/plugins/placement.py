@@ -211,7 +211,7 @@ class Placement:
         idle = () if is_new else view.company(ts, joins)
         workers = view.workers_to_a_new_kind if is_new else view.workers
         if holders and valid is None:
-            best = self._cheapest(ts, holders, sizes, joins, idle, workers)
+            best = self._cheapest(ts, holders, sizes, joins, idle, workers, stock)
             if best is not None:
                 return best
         task = view.task(ts, sizes, joins, idle)
@@ -300,10 +300,11 @@ class Placement:
         joins: list[dict[str, float]],
         idle: tuple[str, ...],
         workers: Callable[[Iterable[str]], list[Worker]],
+        stock: Callable[[TaskState], WorkerState | None],
     ) -> WorkerState | None:
         """Where a task costs least, if it is of the plain shape that most are."""
         state, view = self._scheduler, self._view
-        if view.takes_tasks() or view.arrivals.is_arriving(ts) or self._paths.doubt() > 1:
+        if view.takes_tasks() or view.arrivals.is_arriving(ts):
             return None
         output_nbytes = view.sizes(ts)
         held = places_to_weigh(holders, sizes, output_nbytes, joins)
@@ -313,6 +314,8 @@ class Placement:
             held.setdefault(address, 0)
         if view.with_gpu and not held.keys() <= view.with_gpu:
             return None
+        doubt = self._paths.doubt()
+        usual = stock(ts) if doubt > 1 else None
         decision = cheapest(
             holders,
             sizes,
@@ -324,6 +327,8 @@ class Placement:
             output_nbytes=output_nbytes,
             joins=joins,
             bandwidth=state.bandwidth,
+            doubt=doubt,
+            asked=None if usual is None else usual.address,
         )
         chosen = decision.worker
         if chosen is None:

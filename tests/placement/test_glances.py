@@ -172,6 +172,8 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
     idle = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3))
     held = places_to_weigh(holders, nbytes, task.output_nbytes, task.joins)
     held = {**dict.fromkeys(idle, 0), **held}
+    doubt = data.draw(st.sampled_from([1.0, 2.0, 10.0]))
+    asked = data.draw(st.sampled_from([None, *sorted(held)]))
     decision = cheapest(
         holders,
         nbytes,
@@ -183,8 +185,18 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
         output_nbytes=task.output_nbytes,
         joins=task.joins,
         bandwidth=rate,
+        doubt=doubt,
+        asked=asked,
     )
-    thorough = snapshot(task, found, places, idle=tuple(idle), bandwidth_nbytes_per_s=rate)
+    thorough = snapshot(
+        task,
+        found,
+        places,
+        idle=tuple(idle),
+        bandwidth_nbytes_per_s=rate,
+        doubt=doubt,
+        usual=asked,
+    )
     assert decision == DataAware().decide(thorough)
 
 
