@@ -30,7 +30,7 @@ from distributed import Scheduler
 
 from benchmarks.held_out_graphs import HELD_OUT
 from dask_gpurt.plugins.simulation import Install, simulate
-from dask_gpurt.simulate.examples import EXAMPLES, Scale, add, transpose_add, uneven_tree_sum
+from dask_gpurt.simulate.examples import EXAMPLES, Scale, joins, matmul, stencil
 from dask_gpurt.simulate.machine import ChangesSpeed, Dies, Incident, Machine
 from dask_gpurt.simulate.machines import nvlink_hosts, one_slow_nic, pcie_gpus
 from dask_gpurt.simulate.result import Result
@@ -227,13 +227,15 @@ def _examples(only: str, share: float, seeds: int = 0) -> Iterator[tuple[Machine
 def time_scheduler(workers: int, policy: str, repeats: int) -> dict[str, Any]:
     """Processor time of the scheduler for each task, at a size that few have."""
     machine = nvlink_hosts(math.ceil(workers / 8), 8)
-    scale = Scale(
-        side=round((4 * workers) ** 0.5), block_nbytes=100_000_000, load_rate=1e9, rate=20e9
-    )
+    edge = (4 * workers) ** 0.5
     print(f"{machine.name}: scheduler time, {policy} against stock", flush=True)
     found: dict[str, Any] = {"workers": len(machine.workers), "policy": policy, "workloads": {}}
-    for example in (uneven_tree_sum, add, transpose_add):
-        model = example(scale)
+    for example in EXAMPLES:
+        # About four blocks a worker; fewer where there are many tasks a block.
+        share = {matmul: 0.63, stencil: 0.5, joins: 0.38}.get(example, 1.0)
+        model = example(
+            Scale(side=round(share * edge), block_nbytes=100_000_000, load_rate=1e9, rate=20e9)
+        )
         taken: dict[str, list[float]] = {"stock": [], "policy": []}
         for _ in range(repeats):
             for side, name in (("stock", "stock"), ("policy", policy)):
@@ -254,6 +256,9 @@ def time_scheduler(workers: int, policy: str, repeats: int) -> dict[str, Any]:
             flush=True,
         )
         found["workloads"][model.name] = {**taken, "tasks": len(model.tasks), "ratio": ratio}
+    ratios = [one["ratio"] for one in found["workloads"].values()]
+    found["ratio"] = statistics.geometric_mean(ratios)
+    print(f"  geometric mean {found['ratio']:5.3f}, greatest {max(ratios):5.3f}")
     return found
 
 
