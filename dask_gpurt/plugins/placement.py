@@ -24,12 +24,12 @@ from dask_gpurt.placement.glances import (
 )
 from dask_gpurt.placement.policy import MAX_CANDIDATES, DataAware, Snapshot
 from dask_gpurt.plugins.placement_contractions import Contractions
+from dask_gpurt.plugins.placement_joins import MAX_PLACES, times_joined
 from dask_gpurt.plugins.placement_log import MAX_RECORDS, PlacementLog
 from dask_gpurt.plugins.placement_roots import RootPlaces
 from dask_gpurt.plugins.placement_seams import DecisionSwap, expected_duration_s
 from dask_gpurt.plugins.placement_view import (
     MAX_HOLDERS,
-    MAX_PLACES,
     NEW_S,
     UNKNOWN_S,
     PlacementView,
@@ -187,7 +187,7 @@ class Placement:
                 is_new = False
         if (
             only is not None
-            and (n_joins := view.times_joined(ts)) is not None
+            and (n_joins := times_joined(ts)) is not None
             and not view.arrivals.is_arriving(ts)
             and not view.keeps_waiting(only)
         ):

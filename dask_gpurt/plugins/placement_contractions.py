@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.contractions import Deal, Operand, Side, grid
 from dask_gpurt.placement.siblings import MAX_INPUTS
-from dask_gpurt.plugins.placement_view import MAX_CHAIN, MAX_PLACES, PlacementView
+from dask_gpurt.plugins.placement_joins import MAX_CHAIN, MAX_PLACES
+from dask_gpurt.plugins.placement_view import PlacementView
 
 if TYPE_CHECKING:
     from distributed import Scheduler

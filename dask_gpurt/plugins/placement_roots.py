@@ -22,11 +22,10 @@ from dask_gpurt.placement.joins import Join
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Seat, seat
 from dask_gpurt.plugins.held_back import HeldBack
 from dask_gpurt.plugins.placement_contractions import Contractions
+from dask_gpurt.plugins.placement_joins import MAX_CHAIN, MIN_JOIN_NBYTES
 from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.placement_view import (
-    MAX_CHAIN,
     MAX_NEIGHBOURS,
-    MIN_JOIN_NBYTES,
     PlacementView,
     n_on_threads,
 )

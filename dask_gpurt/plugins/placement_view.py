@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement.cost import Input, Task, Worker
 from dask_gpurt.placement.policy import MAX_CANDIDATES
-from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS
 from dask_gpurt.placement.speeds import Speeds
 from dask_gpurt.plugins.arrivals import Arrivals
 from dask_gpurt.plugins.expected_sizes import ExpectedSizes
+from dask_gpurt.plugins.placement_joins import MAX_PLACES, LaterJoins
 from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.worker_paths import WorkerPaths
 
@@ -33,16 +33,8 @@ MAX_HOLDERS = 16
 MAX_NEIGHBOURS = 16
 #: Tasks of a worker that are looked at to see what it could be at.
 MAX_LOOKED_AT = 32
-#: An input that more have is nearly everywhere; where it is tells nothing.
-MAX_PLACES = 4
-#: Tasks one after the other, each needing nothing but the one before, that are looked through.
-MAX_CHAIN = 3
-#: Joins of one output, each with something else, that a glance is enough for.
-MAX_JOINS_AT_A_GLANCE = 2
 #: Share of a task's inputs that is as good as all of them.
 NEARLY_ALL = 0.9
-#: Results smaller than this are joined wherever it suits.
-MIN_JOIN_NBYTES = 64 * 1024
 #: Seconds that handling a task takes at the least, in a worker of Dask's.
 UNKNOWN_S = 0.001
 #: What one counts for where another is placed of whose kind none has ended, either; and what it may
@@ -81,6 +73,7 @@ class PlacementView:
         self.paths = paths
         self._clock = clock
         self.sizes = ExpectedSizes()
+        self.joins = LaterJoins(self.sizes)
         self.speeds = Speeds()
         self.with_gpu: set[str] = set()
         #: By host, workers in order of their addresses, where somebody asked.
@@ -377,23 +370,6 @@ class PlacementView:
         """Whether stock, which looks at all holders of inputs, does not have many to look at."""
         return all(len(dts.who_has or ()) <= MAX_HOLDERS for dts in ts.dependencies)
 
-    @staticmethod
-    def times_joined(ts: TaskState) -> int | None:
-        """Of how many tasks at most `joins` tells; None if that takes more than a glance."""
-        for _ in range(MAX_CHAIN):
-            dependents = ts.dependents
-            if len(dependents) != 1:
-                if len(dependents) > MAX_JOINS_AT_A_GLANCE:
-                    return None
-                for one in dependents:
-                    if len(one.dependencies) == 1:
-                        return None
-                return len(dependents)
-            (ts,) = dependents
-            if len(ts.dependencies) > 1:
-                return 1
-        return 0
-
     def company(self, ts: TaskState, joins: Sequence[dict[str, float]]) -> tuple[str, ...]:
         """Workers with a thread to spare that are to be looked at whatever they have of a task.
 
@@ -420,65 +396,6 @@ class PlacementView:
             return tuple(sorted(free, key=lambda one: (-free[one], one))[:MAX_IDLE])
         return tuple(self.idle_near(ts))
 
-    def joins(
-        self, ts: TaskState, min_nbytes: int = MIN_JOIN_NBYTES, *, other_group: bool = False
-    ) -> list[dict[str, float]]:
-        """Where the other inputs are of those tasks that will need this one's output.
-
-        A task that needs nothing else passes it on, and so it is looked through: of `x.T + x`,
-        blocks meet that were made two tasks apart.
-
-        Parameters
-        ----------
-        min_nbytes
-            What is smaller is left out, on either side: that can be moved when it is time.
-        other_group
-            Leave out those of the task's own group.
-        """
-        found: list[dict[str, float]] = []
-        if not ts.dependents:
-            return found
-        level = [ts]
-        for _ in range(MAX_CHAIN):
-            passed_on = []
-            for one in level:
-                dependents = one.dependents
-                if not dependents or len(dependents) > MAX_DEPENDENTS:
-                    continue
-                if self.sizes(one) < min_nbytes:
-                    continue
-                for later in dependents:
-                    n_needed = len(later.dependencies)
-                    if n_needed == 1:
-                        passed_on.append(later)
-                    elif n_needed <= MAX_INPUTS:
-                        placed = self._others(ts, one, later, min_nbytes, other_group)
-                        if placed and placed not in found:
-                            found.append(placed)
-            level = passed_on
-            if not level or len(found) >= MAX_DEPENDENTS:
-                break
-        return found
-
-    def _others(
-        self,
-        ts: TaskState,
-        one: TaskState,
-        later: TaskState,
-        min_nbytes: int,
-        other_group: bool,
-    ) -> dict[str, float]:
-        """Bytes by worker of what `later` needs besides `one`, which comes of `ts`."""
-        placed: dict[str, float] = {}
-        for other in later.dependencies:
-            if other is one or (ws := _place_of(other)) is None:
-                continue
-            if other_group and other.group is ts.group:
-                continue
-            if (n := self.sizes(other)) >= min_nbytes:
-                placed[ws.address] = placed.get(ws.address, 0.0) + n
-        return placed
-
 
 def n_on_threads(ws: WorkerState) -> int:
     """Tasks that a worker has threads for, or will: all but those that have left theirs."""
@@ -501,17 +418,3 @@ def _n_places(ts: TaskState, joins: Sequence[dict[str, float]]) -> int:
 
 def _is_on_gpu(ts: TaskState) -> bool:
     return ts.type is not None and ts.type.startswith(_ON_GPU)
-
-
-def _place_of(ts: TaskState) -> WorkerState | None:
-    """Where a result is, or will be made; or what it will be made of, where that is one thing."""
-    for _ in range(MAX_CHAIN):
-        who = ts.who_has
-        if who:
-            if len(who) > MAX_PLACES:
-                return None
-            return min(who, key=lambda ws: ws.address) if len(who) > 1 else next(iter(who))
-        if ts.processing_on is not None or len(ts.dependencies) != 1:
-            return ts.processing_on
-        (ts,) = ts.dependencies
-    return None
