@@ -113,8 +113,7 @@ class Placement:
         ws = self._scheduler.workers.get(address)
         if ws is not None and not self._is_stock:
             self._view.ended(ts, ws, seconds)
-            if not ws.processing:
-                self._relief.idle()
+            self._relief.ended(ws)
 
     def slowness(self, ws: WorkerState) -> float:
         """Seconds that a worker takes for what takes others one."""

@@ -47,10 +47,10 @@ class Relief:
         self._balance = balance
         self._next: asyncio.Handle | None = None
 
-    def idle(self) -> None:
-        """A worker has nothing to do any more: see who could use its help."""
+    def ended(self, ws: WorkerState) -> None:
+        """A worker ended a task: where it has nothing else to do, see who could use its help."""
         # It gets the next one of the queue, if there are any.
-        if self._next is None and not self._scheduler.queued:
+        if self._next is None and not ws.processing and not self._scheduler.queued:
             # Not in the middle of a transition.
             self._next = asyncio.get_running_loop().call_soon(self._look)
 

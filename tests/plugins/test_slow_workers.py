@@ -76,7 +76,7 @@ def test_what_waits_behind_the_first_task_of_a_slow_worker_is_taken_from_it_at_o
     assert 1.4 < healthy < 1.5
     bad = HEALTHY.with_incidents(ChangesSpeed(address(0), 0.85, speed=0.2))
     relieved = simulate(model, bad, data_aware)
-    monkeypatch.setattr(Relief, "idle", lambda *args: None)
+    monkeypatch.setattr(Relief, "ended", lambda *args: None)
     left_alone = simulate(model, bad, data_aware)
     # A second each, and the first of them, which ends after 1.6 s, is not for anybody to take.
     assert relieved.makespan_s < 1.8 + PAUSE_S < 2.5 < left_alone.makespan_s
@@ -114,11 +114,12 @@ def test_workers_are_looked_through_while_somebody_waits_and_another_one_is_free
     free = SimpleNamespace(processing=[], nthreads=1)
     state = SimpleNamespace(workers={1: stuck, 2: free}, queued=["t"], idle={2: free})
     relief = Relief(state, lambda ws: slowness[0], lambda: balanced.append(1))
-    relief.idle()
+    relief.ended(stuck)
+    relief.ended(free)
     assert not loop.due
     state.queued.clear()
-    relief.idle()
-    relief.idle()
+    relief.ended(free)
+    relief.ended(free)
     assert loop.step() == 0
     assert loop.step() == INTERVAL_S
     assert not balanced
@@ -130,10 +131,10 @@ def test_workers_are_looked_through_while_somebody_waits_and_another_one_is_free
     loop.step()
     assert balanced == [1]
     # Nobody waits any more: it is looked again when somebody else is free, and not at once.
-    relief.idle()
+    relief.ended(free)
     loop.step()
     assert not loop.due
-    relief.idle()
+    relief.ended(free)
     relief.close()
     assert not loop.due
 
@@ -153,7 +154,7 @@ def test_looks_that_take_long_are_far_apart(monkeypatch, ends_well):
     free = SimpleNamespace(processing=[], nthreads=1)
     state = SimpleNamespace(workers={1: stuck, 2: free}, queued=[], idle={2: free})
     relief = Relief(state, lambda ws: 2.0, balance)
-    relief.idle()
+    relief.ended(free)
     with contextlib.nullcontext() if ends_well else pytest.raises(ZeroDivisionError):
         loop.step()
     ((seconds, _),) = loop.due
