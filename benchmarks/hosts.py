@@ -30,6 +30,13 @@ def hosts(n: int) -> Iterator[list[str]]:
     if os.geteuid():
         sys.exit("network namespaces need root")
     names = [f"gpurt-h{number}" for number in range(1, n + 1)]
+    if os.path.exists(f"/sys/class/net/{BRIDGE}"):
+        leftover = "; ".join(["ip link del " + BRIDGE, *(f"ip netns del {one}" for one in names)])
+        # Not taken away unasked: whoever uses it would lose its network in the middle of a run.
+        sys.exit(
+            f"there is a network {BRIDGE} already: another run is under way, or was killed and left"
+            f" it behind; then take it away with `{leftover}`"
+        )
     with contextlib.ExitStack() as stack:
         run("ip", "link", "add", BRIDGE, "type", "bridge")
         stack.callback(run, "ip", "link", "del", BRIDGE)
