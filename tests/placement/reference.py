@@ -11,8 +11,8 @@ import math
 
 from dask_gpurt.placement.cost import SPILL_NBYTES_PER_S, Cost
 from dask_gpurt.placement.policy import MAX_CANDIDATES, MAX_RESTRICTED, MIN_JOINED_SHARE
-from dask_gpurt.topology.places import way
-from tests.placement.machines import by_pair
+from dask_gpurt.topology.places import Place, way
+from tests.placement.machines import Lazy
 
 
 def fetch_s(one, address, places):
@@ -134,11 +134,16 @@ def decide(snapshot):
 
 
 def scaled(places, factor):
-    """Ways that carry so many times as much."""
+    """Places on the same hosts, of which ways carry so many times as much."""
 
     def path(source, target):
         found = way(places, source, target)
         rate = factor * found.bandwidth_nbytes_per_s
         return dataclasses.replace(found, bandwidth_nbytes_per_s=rate)
 
-    return by_pair(path)
+    def place(target):
+        ways = Lazy(lambda source: path(source, target))
+        # On hosts of their own, what is on the same one would have to wait for its link.
+        return Place(places[target].host, target, ways, ways)
+
+    return Lazy(place)
