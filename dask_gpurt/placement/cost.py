@@ -166,16 +166,18 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
     _, inputs, duration_s, output_nbytes, joins, _ = task
     if len(inputs) > _FEW:
         return _costs_of_many(task, workers, places)
-    from_one, sizes, outlets_s = [], [], []
+    from_one, sizes, outlets_s, under_way = [], [], [], []
     for _, nbytes, holders, arriving, outlet_s in inputs:
-        if arriving or len(holders) != 1:
+        if len(holders) != 1:
             return _costs_of_many(task, workers, places)
         (holder,) = holders
         from_one.append(holder)
         sizes.append(nbytes)
         outlets_s.append(outlet_s)
+        under_way.append(arriving)
+    later = [Join(one, places) for one in joins]
     return costs_of_held(
-        from_one, sizes, outlets_s, duration_s, output_nbytes, joins, workers, places
+        from_one, sizes, outlets_s, under_way, duration_s, output_nbytes, later, workers, places
     )
 
 
@@ -183,50 +185,66 @@ def costs_of_held(
     holders: Sequence[str],
     sizes: Sequence[int],
     outlets_s: Sequence[float],
+    under_way: Sequence[Mapping[str, float]],
     duration_s: float,
     output_nbytes: float,
-    joins: Sequence[Mapping[str, float]],
+    later: Sequence[Join],
     workers: Iterable[Worker],
     places: Places,
+    at_most_s: float = inf,
 ) -> dict[str, Cost]:
-    """The same for a task of which each input is on one worker, and on its way to no other.
+    """The same for a task of which each input is on one worker.
 
     Parameters
     ----------
-    holders, sizes, outlets_s
-        For each input the worker that has it, bytes, and `Input.outlet_s`.
-    duration_s, output_nbytes, joins
+    holders, sizes, outlets_s, under_way
+        For each input the worker that has it, bytes, `Input.outlet_s`, and `Input.arriving_s`.
+    duration_s, output_nbytes
         As in `Task`.
+    later
+        Of `Task.joins`.
+    at_most_s
+        Workers on which it costs more may be left out.
     """
     needed_nbytes = sum(sizes)
-    later = [Join(one, places) for one in joins]
     sources = [
-        (holder, places[holder][0], nbytes, outlet_s)
-        for holder, nbytes, outlet_s in zip(holders, sizes, outlets_s, strict=True)
+        (holder, places[holder][0], nbytes, outlet_s, arriving)
+        for holder, nbytes, outlet_s, arriving in zip(
+            holders, sizes, outlets_s, under_way, strict=True
+        )
     ]
     found = {}
     for worker in workers:
-        address, _, _, _, _, _, wait_s, _, _, inlet_s = worker
+        address, nthreads, occupancy_s, _, _, _, wait_s, _, slowness, inlet_s = worker
         host, _, near, far = places[address]
         new_nbytes = needed_nbytes
         fetches = []
-        for holder, holders_host, nbytes, outlet_s in sources:
+        waits = []
+        for holder, holders_host, nbytes, outlet_s, arriving in sources:
             if holder == address:
                 new_nbytes -= nbytes
                 continue
-            if holders_host == host:
-                path = near[holder]
-            else:
-                path = far[holder]
+            path = (near if holders_host == host else far)[holder]
+            # `Path.transfer_s`, without the call.
+            seconds = path.latency_s + nbytes / path.bandwidth_nbytes_per_s
+            if arriving and address in arriving:
+                # It has been on its way for a while; it never takes longer than anew.
+                waits.append(min(arriving[address], seconds))
+                continue
+            if holders_host != host:
                 if inlet_s > wait_s:
                     wait_s = inlet_s
                 if outlet_s > wait_s:
                     wait_s = outlet_s
-            # `Path.transfer_s`, without the call.
-            fetches.append(path.latency_s + nbytes / path.bandwidth_nbytes_per_s)
+            fetches.append(seconds)
         transfer_s = fetches[0] if len(fetches) == 1 else fsum(fetches)
+        arriving_s = fsum(waits) if waits else 0.0
+        # What its output is joined with takes the longest to look at.
+        least_s = 2 * transfer_s + arriving_s + occupancy_s / nthreads + duration_s * slowness
+        if least_s > at_most_s:
+            continue
         found[address] = _cost(
-            duration_s, output_nbytes, later, worker, transfer_s, wait_s, 0.0, new_nbytes
+            duration_s, output_nbytes, later, worker, transfer_s, wait_s, arriving_s, new_nbytes
         )
     return found
 

@@ -1,16 +1,18 @@
 """Decisions that need no more than a glance: what going through all would come to, sooner. Pure.
 
-Most tasks are of one plain shape: each of their inputs is on one worker, and may be on its way to
-no other. Of those, the first two here are told by a comparison or two, without weighing anything;
-the third weighs them, without making a `Snapshot` first. What they choose is what `DataAware` would
+Most tasks are of one plain shape: each of their inputs is on one worker. Of those, the first two
+here are told by a comparison or two, without weighing anything; the third weighs them without
+making a `Snapshot` first, and only where it has to. What they choose is what `DataAware` would
 choose (asserted in the tests), so the rest of `placement` need not know of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 
 from dask_gpurt.placement.cost import Input, Task, Worker, costs_of_held
+from dask_gpurt.placement.joins import Join
 from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
@@ -20,22 +22,30 @@ from dask_gpurt.placement.policy import (
     unless_in_doubt,
 )
 from dask_gpurt.topology.model import Path
-from dask_gpurt.topology.places import Places, way
+from dask_gpurt.topology.places import Place, Places, way
 
 #: More than sums of seconds are off by, as a share, and far less than matters.
 _ROUNDING = 2.0**-40
+#: The same where it is not worth working out of how many seconds it would be a share.
+_BEYOND_ROUNDING = 0.99
 
 
 def holder_is_best(
-    needed_nbytes: int, output_nbytes: float, n_joins: int, room_nbytes: float
+    needed_nbytes: int,
+    output_nbytes: float,
+    n_joins: int,
+    room_nbytes: float,
+    wait_s: float = 0.0,
+    widest_nbytes_per_s: float = inf,
 ) -> bool:
-    """Whether a task costs least on the one worker that has all it needs, and could begin there.
+    """Whether a task costs least on the one worker that has all it needs.
 
     Wherever else it ran, the inputs would have to be sent first, at the expense of both ends: at
-    least `2 * needed / b` seconds if `b` is what the way carries. Here nothing has to be waited
-    for, and for each join the output can be sent over the same way, and on from there: at most
-    `output / b` more. So there is no need to ask for `b`. Ways through a third place are not taken
-    to be quicker than the direct one.
+    least `2 * needed / b` seconds if `b` is what the way carries. Here nothing has to be fetched,
+    and for each join the output can be sent over the same way, and on from there: at most
+    `output / b` more. So there is no need to ask for `b` where nothing has to be waited for either,
+    and else only for what no way from there exceeds. Ways through a third place are not taken to be
+    quicker than the direct one.
 
     Parameters
     ----------
@@ -46,8 +56,15 @@ def holder_is_best(
         latencies would count.
     room_nbytes
         Before the worker begins to spill.
+    wait_s
+        Until it could begin there.
+    widest_nbytes_per_s
+        As much as any way from there carries, or more.
     """
-    return output_nbytes * n_joins < 2 * needed_nbytes and output_nbytes <= room_nbytes
+    ahead_nbytes = 2 * needed_nbytes - output_nbytes * n_joins
+    if ahead_nbytes <= 0 or output_nbytes > room_nbytes:
+        return False
+    return not wait_s or wait_s * widest_nbytes_per_s < _BEYOND_ROUNDING * ahead_nbytes
 
 
 def largest_is_best(
@@ -128,22 +145,26 @@ def places_to_weigh(
     sizes: Sequence[int],
     output_nbytes: float,
     joins: Sequence[Mapping[str, float]],
+    under_way: Iterable[Mapping[str, float]],
 ) -> dict[str, int]:
     """Workers that a task may go to, with the bytes of its inputs that each has.
 
-    Those that have an input; and those where its output will be joined with something, if joining
-    it there saves enough to be worth a look.
+    Those that have an input, or are fetching one; and those where its output will be joined with
+    something, if joining it there saves enough to be worth a look.
 
     Parameters
     ----------
-    holders, sizes
-        For each input the only worker that has it, and bytes.
+    holders, sizes, under_way
+        For each input the only worker that has it, bytes, and `Input.arriving_s`.
     joins
         As in `Task`.
     """
     found: dict[str, int] = {}
     for holder, nbytes in zip(holders, sizes, strict=True):
         found[holder] = found.get(holder, 0) + nbytes
+    for arriving in under_way:
+        for address in arriving:
+            found.setdefault(address, 0)
     if joins:
         saved: dict[str, float] = {}
         for others in joins:
@@ -160,8 +181,9 @@ def cheapest(
     holders: Sequence[str],
     sizes: Sequence[int],
     outlets_s: Sequence[float],
+    under_way: Sequence[Mapping[str, float]],
     held: Mapping[str, int],
-    workers: Sequence[Worker],
+    workers: Callable[[Iterable[str]], list[Worker]],
     places: Places,
     *,
     duration_s: float,
@@ -173,14 +195,19 @@ def cheapest(
 ) -> Decision:
     """What `DataAware` decides for a task of which each input has one holder, all of whom run.
 
+    Whoever does not have an input is weighed only if fetching them would not by itself cost more
+    than all of it does where one of them is. Others are not among the costs.
+
     Parameters
     ----------
-    holders, sizes, joins
+    holders, sizes, under_way, joins
         As for `places_to_weigh`.
     outlets_s
         For each input `Input.outlet_s`.
-    held, workers
-        What that found, and what is known of these workers.
+    held
+        What that found.
+    workers
+        What is known of workers, by address.
     duration_s, output_nbytes
         As in `Task`.
     bandwidth
@@ -188,18 +215,60 @@ def cheapest(
     doubt, asked
         As `Snapshot.doubt` and `Snapshot.usual`.
     """
-    found = costs_of_held(
-        holders, sizes, outlets_s, duration_s, output_nbytes, joins, workers, places
-    )
-    worker = least_cost(workers, found)
-    usual = asked or stocks_choice(workers, set(holders), held, sum(sizes), bandwidth)
+    having = dict.fromkeys(holders)
+    later = [Join(one, places) for one in joins]
+    known = holders, sizes, outlets_s, under_way, duration_s, output_nbytes, later
+    weighed = workers(having)
+    found = costs_of_held(*known, weighed, places)
+    usual = asked or stocks_choice(weighed, having, held, sum(sizes), bandwidth)
+    if len(held) > len(having):
+        at_most_s = min(map(sum, found.values()), default=inf) * (1 + _ROUNDING)
+        sources = [
+            (places[holder][0], holder, nbytes, arriving)
+            for holder, nbytes, arriving in zip(holders, sizes, under_way, strict=True)
+        ]
+        near = [
+            one
+            for one in held
+            if one not in having
+            and duration_s + _fetching_s(sources, one, places[one]) <= at_most_s
+        ]
+        if near:
+            others = workers(near)
+            of_others = costs_of_held(*known, others, places, at_most_s)
+            found |= of_others
+            weighed += [one for one in others if one[0] in of_others]
+    worker = least_cost(weighed, found)
     if doubt > 1 and worker != usual:
         inputs = [
-            Input(number, nbytes, (holder,), {}, outlet_s)
-            for number, (holder, nbytes, outlet_s) in enumerate(
-                zip(holders, sizes, outlets_s, strict=True)
+            Input(number, nbytes, (holder,), arriving, outlet_s)
+            for number, (holder, nbytes, arriving, outlet_s) in enumerate(
+                zip(holders, sizes, under_way, outlets_s, strict=True)
             )
         ]
         task = Task(None, inputs, duration_s, output_nbytes, joins)
-        worker = unless_in_doubt(worker, usual, task, workers, places, doubt)
+        worker = unless_in_doubt(worker, usual, task, weighed, places, doubt)
     return Decision(worker, found, usual)
+
+
+def _fetching_s(
+    sources: Iterable[tuple[str, str, int, Mapping[str, float]]], address: str, place: Place
+) -> float:
+    """What it costs at the least that a worker gets inputs, none of which it has.
+
+    Parameters
+    ----------
+    sources
+        Of each: host, worker, bytes, and on whom it arrives when.
+    """
+    host, _, near, far = place
+    found_s = 0.0
+    for holders_host, holder, nbytes, arriving in sources:
+        path = (near if holders_host == host else far)[holder]
+        seconds = path.latency_s + nbytes / path.bandwidth_nbytes_per_s
+        if arriving and address in arriving:
+            found_s += min(arriving[address], seconds)
+        else:
+            # At both ends.
+            found_s += 2 * seconds
+    return found_s

@@ -8,7 +8,7 @@ Placement reads it through `dask_gpurt.plugins.placement_view`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 LEAST_UPLINK_S = 0.005
 #: Inputs whose transfers are remembered.
 MAX_ARRIVALS = 10_000
+
+_NOTHING: Mapping[str, float] = {}
 
 
 class Arrivals:
@@ -93,14 +95,14 @@ class Arrivals:
     def expect_from(
         self, holders: Iterable[str], ts: TaskState, sizes: Iterable[int], address: str
     ) -> None:
-        """The same of a task of which each input has one holder, and nobody is fetching any."""
+        """The same of a task of which each input has one holder, and what is under way is known."""
         by_key = self.by_key
         places = self._paths.places
         host, _, near, far = places[address]
         at = self._free_at(address)
         is_fetching = False
         for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
-            if holder != address:
+            if holder != address and not (dts.key in by_key and address in by_key[dts.key]):
                 is_fetching = True
                 is_near = places[holder][0] == host
                 path = (near if is_near else far)[holder]
@@ -122,6 +124,13 @@ class Arrivals:
                 if dts.key in by_key:
                     return True
         return False
+
+    def under_way(self, ts: TaskState) -> list[Mapping[str, float]]:
+        """For each input of a task: seconds until it is there, by worker that is fetching it."""
+        by_key = self.by_key
+        if not by_key:
+            return [_NOTHING for _ in ts.dependencies]
+        return [self.arriving_s(dts) if dts.key in by_key else _NOTHING for dts in ts.dependencies]
 
     def arriving_s(self, dts: TaskState) -> dict[str, float]:
         """Seconds until each worker has an input it is fetching, which is one of `by_key`."""

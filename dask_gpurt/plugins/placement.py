@@ -188,10 +188,16 @@ class Placement:
             only is not None
             and (n_joins := times_joined(ts)) is not None
             and not view.arrivals.is_arriving(ts)
-            and not view.keeps_waiting(only)
         ):
             sizes = sizes or view.sizes.observe(ts.dependencies)
-            if holder_is_best(sum(sizes), view.sizes(ts), n_joins, view.room_nbytes(only)):
+            if holder_is_best(
+                sum(sizes),
+                view.sizes(ts),
+                n_joins,
+                view.room_nbytes(only),
+                view.wait_s(only, NEW_S if is_new else 0.0),
+                self._paths.widest_nbytes_per_s(only.address),
+            ):
                 return self._at_holder(ts, only)
         joins = view.joins(ts)
         if (
@@ -303,10 +309,11 @@ class Placement:
     ) -> WorkerState | None:
         """Where a task costs least, if it is of the plain shape that most are."""
         state, view = self._scheduler, self._view
-        if view.takes_tasks() or view.arrivals.is_arriving(ts):
+        if view.takes_tasks():
             return None
         output_nbytes = view.sizes(ts)
-        held = places_to_weigh(holders, sizes, output_nbytes, joins)
+        under_way = view.arrivals.under_way(ts)
+        held = places_to_weigh(holders, sizes, output_nbytes, joins, under_way)
         if len(held) > MAX_CANDIDATES:
             return None
         for address in idle:
@@ -319,8 +326,9 @@ class Placement:
             holders,
             sizes,
             view.outlets_s(holders),
+            under_way,
             held,
-            workers(held),
+            workers,
             self._paths.places,
             duration_s=expected_duration_s(state, ts),
             output_nbytes=output_nbytes,

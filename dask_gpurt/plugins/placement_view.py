@@ -208,6 +208,15 @@ class PlacementView:
             not self._scheduler.queued or self.ahead_s(ws, self.queue_lasts_s()) > 0
         )
 
+    def wait_s(self, ws: WorkerState, new_s: float = 0.0) -> float:
+        """Seconds until a worker that is no slower than others begins with what it is given now.
+
+        As `Worker.queue_s`; of `new_s`, see `workers`.
+        """
+        if not ws.processing:
+            return 0.0
+        return self.ahead_s(ws, self.queue_lasts_s(), new_s=new_s) / ws.nthreads
+
     @staticmethod
     def room_nbytes(ws: WorkerState) -> float:
         """Bytes that a worker has room for before it begins to spill."""

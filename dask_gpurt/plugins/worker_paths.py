@@ -7,6 +7,7 @@ for several. Knows addresses and hosts, nothing of tasks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -83,6 +84,8 @@ class WorkerPaths:
         self._learned = LearnedLinks()
         self._ends: dict[str, End] = {}
         self._spots: dict[str, _Spot] = {}
+        #: How many workers are on each node.
+        self._n_at: Counter[str] = Counter()
         self._places: _Found[Place] = _Found(self._place)
         self._from_afar: dict[int, _Found[Path]] = {}
         self._n_known = 0
@@ -108,7 +111,9 @@ class WorkerPaths:
         spot = self._spot(ws)
         self._is_described = was_described and spot is not None and self._is_reached(spot)
         if spot is not None:
+            self._leave_spot(ws.address)
             self._spots[ws.address] = spot
+            self._n_at[spot.node] += 1
             examples = self._examples.setdefault(spot.outside, [])
             if len(examples) < 2 and all(one.host != spot.host for one in examples):
                 examples.append(spot)
@@ -141,12 +146,17 @@ class WorkerPaths:
     def remove(self, address: str) -> None:
         """A worker left."""
         self._ends.pop(address, None)
-        self._spots.pop(address, None)
+        self._leave_spot(address)
         self._uplinks.pop(address, None)
         self._learned.forget(address)
         self._is_described = None
         self._forget_paths()
         self._forget_outlets()
+
+    def _leave_spot(self, address: str) -> None:
+        spot = self._spots.pop(address, None)
+        if spot is not None:
+            self._n_at[spot.node] -= 1
 
     def _forget_paths(self) -> None:
         self._places.clear()
@@ -214,6 +224,15 @@ class WorkerPaths:
                             return Uplink(link.name, link.bandwidth_nbytes_per_s)
         end = self._ends.get(address)
         return Uplink(end.host if end is not None else address, math.inf)
+
+    def widest_nbytes_per_s(self, address: str) -> float:
+        """What no way from or to a worker exceeds; infinite where that is not described."""
+        spot = self._spots.get(address)
+        # Between workers on one node it is learnt, as it is to whoever is not on any.
+        if spot is None or self._n_at[spot.node] > 1 or not self._all_described():
+            return math.inf
+        assert self._topology is not None
+        return self._topology.widest_nbytes_per_s(spot.node)
 
     def outlet_nbytes_per_s(self, address: str) -> float:
         """What a worker can send to other hosts: the median of ways to a few; infinite if none."""

@@ -247,6 +247,18 @@ class Topology:
         )
         return Path(way.latency_s, narrowest.bandwidth_nbytes_per_s, narrowest.kind, way.links)
 
+    def widest_nbytes_per_s(self, node: str) -> float:
+        """What no way from or to a node exceeds: its widest link; 0 if it has none."""
+        return self._widest.get(node, 0.0)
+
+    @cached_property
+    def _widest(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for link in self.links:
+            for end in link.ends:
+                found[end] = max(found.get(end, 0.0), link.bandwidth_nbytes_per_s)
+        return found
+
     def entrance(self, source: str, target: str) -> Link | None:
         """The narrowest link of a node's host on the way from a node of another host.
 

@@ -14,6 +14,7 @@ from dask_gpurt.placement.glances import (
 )
 from dask_gpurt.placement.policy import DataAware
 from dask_gpurt.topology.model import LOCAL, Path
+from dask_gpurt.topology.places import way
 from tests.placement.machines import (
     NAMES,
     by_host,
@@ -154,32 +155,50 @@ def test_a_holder_is_not_best_at_a_glance_for_what_is_joined_too_often():
     assert holder_is_best(10, 1000, 0, 1000)
 
 
+def test_a_holder_is_not_best_at_a_glance_where_it_keeps_waiting_too_long():
+    assert holder_is_best(10, 10, 1, 10, 9e-9, 1e9)
+    assert not holder_is_best(10, 10, 1, 10, 11e-9, 1e9)
+    # Nobody knows what the ways from it carry.
+    assert not holder_is_best(10, 10, 1, 10, 1e-9)
+    assert holder_is_best(10, 10, 1, 10, 0.0)
+
+
 @deterministic
 @given(tasks(), workers(), ways(), st.floats(1e6, 1e12), st.data())
 def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
     task, found, places, rate, data
 ):
-    """To the last bit of each term, whoever has which input and whatever the ways are like."""
+    """To the last bit of each term, whoever has which input and whatever the ways are like.
+
+    But for those that need not be weighed, all of which cost more.
+    """
     few = st.sampled_from([100, 100, 101]) | sizes
     holders = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7))
     nbytes = [data.draw(few) for _ in holders]
     outlets_s = [data.draw(st.sampled_from([0.0, 0.0, 0.5, 3.0])) for _ in holders]
+    arriving = st.dictionaries(st.sampled_from(NAMES), st.floats(0, 10), max_size=2)
+    under_way = [data.draw(st.just({}) | arriving) for _ in holders]
+    for one, of_it in zip(holders, under_way, strict=True):
+        of_it.pop(one, None)
     inputs = [
-        Input(i, n, (one,), outlet_s=wait_s)
-        for i, (one, n, wait_s) in enumerate(zip(holders, nbytes, outlets_s, strict=True))
+        Input(i, n, (one,), of_it, wait_s)
+        for i, (one, n, of_it, wait_s) in enumerate(
+            zip(holders, nbytes, under_way, outlets_s, strict=True)
+        )
     ]
     task = task._replace(inputs=inputs, device=None)
     idle = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3))
-    held = places_to_weigh(holders, nbytes, task.output_nbytes, task.joins)
+    held = places_to_weigh(holders, nbytes, task.output_nbytes, task.joins, under_way)
     held = {**dict.fromkeys(idle, 0), **held}
     doubt = data.draw(st.sampled_from([1.0, 2.0, 10.0]))
-    asked = data.draw(st.sampled_from([None, *sorted(held)]))
+    asked = data.draw(st.sampled_from([None, *holders]))
     decision = cheapest(
         holders,
         nbytes,
         outlets_s,
+        under_way,
         held,
-        looked_up(found)(held),
+        looked_up(found),
         places,
         duration_s=task.duration_s,
         output_nbytes=task.output_nbytes,
@@ -197,15 +216,56 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
         doubt=doubt,
         usual=asked,
     )
-    assert decision == DataAware().decide(thorough)
+    expected = DataAware().decide(thorough)
+    assert (decision.worker, decision.stock) == (expected.worker, expected.stock)
+    assert decision.costs.items() <= expected.costs.items()
+    left_out = expected.costs.keys() - decision.costs.keys()
+    assert not left_out & set(holders)
+    least_s = min(one.total_s for one in decision.costs.values())
+    assert all(expected.costs[one].total_s > least_s for one in left_out)
+
+
+@deterministic
+@given(tasks(), workers(), two_levels(), st.floats(0, 1.1), st.data())
+def test_so_is_a_holder_where_it_has_to_wait_for_less_than_anything_takes(
+    task, workers, places, share, data
+):
+    holder, *others = workers
+    holder = holder._replace(slowness=1.0)
+    inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
+    needed_nbytes = sum(one.nbytes for one in inputs)
+    joined_with = st.dictionaries(st.sampled_from(NAMES), sizes, min_size=1)
+    joins = data.draw(st.lists(joined_with, max_size=2))
+    output_nbytes = int(2 * share * needed_nbytes / max(1, len(joins)))
+    ways_from = [way(places, holder.address, one.address) for one in others]
+    widest = max(one.bandwidth_nbytes_per_s for one in ways_from)
+    wait_s = data.draw(st.floats(0, 2)) * needed_nbytes / widest
+    holder = holder._replace(occupancy_s=wait_s * holder.nthreads)
+    task = task._replace(inputs=inputs, output_nbytes=output_nbytes, joins=joins, device=None)
+    if not holder_is_best(
+        needed_nbytes, output_nbytes, len(joins), holder.room_nbytes, wait_s, widest
+    ):
+        return
+    found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
+    costs = DataAware().decide(found).costs
+    least_s = min(one.total_s for one in costs.values())
+    # Elsewhere the output may be sent on in one message with something else.
+    messages_s = len(joins) * max(one.latency_s for one in ways_from)
+    assert costs[holder.address].total_s <= least_s * (1 + 1e-12) + messages_s
 
 
 def test_a_worker_where_little_is_joined_is_not_weighed():
     joins = [{"w2": 100, "w3": 24}, {"w3": 1000}]
-    assert places_to_weigh(["w0", "w1", "w0"], [40, 40, 20], 25, joins) == {
+    nowhere = [{}, {}, {}]
+    assert places_to_weigh(["w0", "w1", "w0"], [40, 40, 20], 25, joins, nowhere) == {
         "w0": 60,
         "w1": 40,
         "w2": 0,
         "w3": 0,
     }
-    assert places_to_weigh(["w0"], [100], 24, joins[:1]) == {"w0": 100}
+    assert places_to_weigh(["w0"], [100], 24, joins[:1], [{}]) == {"w0": 100}
+
+
+def test_a_worker_that_is_fetching_an_input_is_weighed():
+    under_way = [{"w2": 1.0}, {"w0": 0.5}]
+    assert places_to_weigh(["w0", "w1"], [1, 2], 0, [], under_way) == {"w0": 1, "w1": 2, "w2": 0}

@@ -223,3 +223,25 @@ def test_a_worker_that_was_alone_has_its_card_once_there_are_others():
     assert paths.uplink(LEFT0.address).nbytes_per_s == math.inf
     paths.add(RIGHT0)
     assert paths.uplink(LEFT0.address).nbytes_per_s == 10e9
+
+
+def test_what_no_way_from_a_worker_exceeds_is_known_only_where_all_ways_are_described():
+    paths = WorkerPaths(load("two-hosts"))
+    for one in (LEFT0, LEFT1, RIGHT0, NO_GPU):
+        paths.add(one)
+    ends = [one.address for one in (LEFT0, LEFT1, RIGHT0, NO_GPU)]
+    widest = {one: paths.widest_nbytes_per_s(one) for one in ends}
+    for one, other in itertools.permutations(ends, 2):
+        assert paths(one, other).bandwidth_nbytes_per_s <= widest[one] < math.inf
+    # Between two on one node it is learnt.
+    paths.add(NO_GPU_EITHER)
+    assert paths.widest_nbytes_per_s(NO_GPU.address) == math.inf
+    assert paths.widest_nbytes_per_s(LEFT0.address) == widest[LEFT0.address]
+    paths.remove(NO_GPU_EITHER.address)
+    assert paths.widest_nbytes_per_s(NO_GPU.address) == widest[NO_GPU.address]
+    # It came again, and is no other.
+    paths.add(NO_GPU)
+    assert paths.widest_nbytes_per_s(NO_GPU.address) == widest[NO_GPU.address]
+    paths.add(STRANGER)
+    assert paths.widest_nbytes_per_s(LEFT0.address) == math.inf
+    assert WorkerPaths(None).widest_nbytes_per_s(LEFT0.address) == math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pathlib
 
@@ -61,6 +62,17 @@ def test_a_place_is_no_way_from_itself_and_islands_have_none():
     assert islands.path("a/n", "a/n") is LOCAL
     assert LOCAL.transfer_s(1e12) == 0
     assert islands.path("a/n", "b/n") is None
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "pcie-box", "two-hosts", "slow-nic"])
+def test_no_way_is_wider_than_the_widest_link_at_either_end(name):
+    topology = load(name)
+    for one, other in itertools.permutations(topology.nodes, 2):
+        path = topology.path(one, other)
+        if path is not None:
+            ends = map(topology.widest_nbytes_per_s, (one, other))
+            assert path.bandwidth_nbytes_per_s <= min(ends)
+    assert topology.widest_nbytes_per_s("nowhere") == 0
 
 
 def test_of_equally_wide_ways_the_quickest_is_taken():
