@@ -14,6 +14,8 @@ REASONS = {
     "new": "has nearly all of the inputs, and nobody knows how long such a task takes",
     "most": "has most of the inputs and nothing to do, and others are reached alike, so that no"
     " other worker can be better",
+    "small": "decided by stock Dask, since its inputs and its output take no longer to move than to"
+    " ask for",
     "siblings": "has what a later task will need together with this one",
     "stock": "decided by stock Dask",
 }

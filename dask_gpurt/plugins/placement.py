@@ -155,6 +155,13 @@ class Placement:
                 return self._as_stock(ts, ws)
             # Of a group that is not much larger than the cluster; it is never queued.
             return self._as_root(ts, self._roots.choose(ts, ws, may_wait=False) or ws, ws)
+        if view.weighs_nothing(ts):
+            # Where there is nothing to move, stock knows as much as we do, who has how much to do;
+            # but not who is slow, and it does not ask whoever has no input.
+            ws = stock(ts)
+            if ws is not None and self._runs_as_quickly(ws, valid) and self._may_begin(ws):
+                self.log.keep(ts.key, ws.address, "small", ws.address)
+                return ws
         if valid is not None and len(valid) < 2:
             # None, or one, or whatever stock makes of loose restrictions.
             ws = self._as_stock(ts, stock(ts))
@@ -200,12 +207,7 @@ class Placement:
             ):
                 return self._at_holder(ts, only)
         joins = view.joins(ts)
-        if (
-            only is not None
-            and not joins
-            # While the scheduler has tasks in its queue, nobody else is asked.
-            and (len(only.processing) < only.nthreads or not state.idle or state.queued)
-        ):
+        if only is not None and not joins and self._may_begin(only):
             return self._at_holder(ts, only)
         sizes = sizes or view.sizes.observe(ts.dependencies)
         # Where nobody is idle and nothing is queued, whoever has an input keeps a task waiting.
@@ -260,6 +262,12 @@ class Placement:
             and (valid is None or ws in valid)
             and self._view.slowness(ws) <= 1
         )
+
+    def _may_begin(self, ws: WorkerState) -> bool:
+        """Whether a worker has a thread to spare, or nobody else can be asked who has."""
+        state = self._scheduler
+        # While the scheduler has tasks in its queue, nobody else is.
+        return len(ws.processing) < ws.nthreads or not state.idle or bool(state.queued)
 
     def _at_holder(self, ts: TaskState, only: WorkerState) -> WorkerState:
         self.log.keep(ts.key, only.address, "holder", only.address)

@@ -18,7 +18,7 @@ from dask_gpurt.placement.policy import MAX_CANDIDATES
 from dask_gpurt.placement.speeds import Speeds
 from dask_gpurt.plugins.arrivals import Arrivals
 from dask_gpurt.plugins.expected_sizes import ExpectedSizes
-from dask_gpurt.plugins.placement_joins import MAX_PLACES, LaterJoins
+from dask_gpurt.plugins.placement_joins import MAX_PLACES, MIN_JOIN_NBYTES, LaterJoins
 from dask_gpurt.plugins.placement_seams import expected_duration_s
 from dask_gpurt.plugins.worker_paths import WorkerPaths
 
@@ -350,6 +350,16 @@ class PlacementView:
     def is_new(ts: TaskState) -> bool:
         """Whether no task of a kind has ended yet, nor is it said how long they take."""
         return bool(ts.prefix.duration_average < 0)
+
+    def weighs_nothing(self, ts: TaskState) -> bool:
+        """Whether neither a task's inputs nor its output take longer to move than to ask for."""
+        total_nbytes = 0
+        for dts in ts.dependencies:
+            nbytes = dts.nbytes
+            total_nbytes += nbytes if nbytes >= 0 else MIN_JOIN_NBYTES
+            if total_nbytes >= MIN_JOIN_NBYTES:
+                return False
+        return self.sizes(ts) < MIN_JOIN_NBYTES
 
     @staticmethod
     def single_holders(ts: TaskState) -> list[str]:
