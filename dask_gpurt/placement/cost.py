@@ -191,7 +191,6 @@ def costs_of_held(
     later: Sequence[Join],
     workers: Iterable[Worker],
     places: Places,
-    at_most_s: float = inf,
 ) -> dict[str, Cost]:
     """The same for a task of which each input is on one worker.
 
@@ -203,8 +202,6 @@ def costs_of_held(
         As in `Task`.
     later
         Of `Task.joins`.
-    at_most_s
-        Workers on which it costs more may be left out.
     """
     needed_nbytes = sum(sizes)
     sources = [
@@ -215,7 +212,7 @@ def costs_of_held(
     ]
     found = {}
     for worker in workers:
-        address, nthreads, occupancy_s, _, _, _, wait_s, _, slowness, inlet_s = worker
+        address, _, _, _, _, _, wait_s, _, _, inlet_s = worker
         host, _, near, far = places[address]
         new_nbytes = needed_nbytes
         fetches = []
@@ -239,10 +236,6 @@ def costs_of_held(
             fetches.append(seconds)
         transfer_s = fetches[0] if len(fetches) == 1 else fsum(fetches)
         arriving_s = fsum(waits) if waits else 0.0
-        # What its output is joined with takes the longest to look at.
-        least_s = 2 * transfer_s + arriving_s + occupancy_s / nthreads + duration_s * slowness
-        if least_s > at_most_s:
-            continue
         found[address] = _cost(
             duration_s, output_nbytes, later, worker, transfer_s, wait_s, arriving_s, new_nbytes
         )

@@ -1,14 +1,14 @@
 """Decisions that need no more than a glance: what going through all would come to, sooner. Pure.
 
 Most tasks are of one plain shape: each of their inputs is on one worker. Of those, the first two
-here are told by a comparison or two, without weighing anything; the third weighs them without
-making a `Snapshot` first, and only where it has to. What they choose is what `DataAware` would
-choose (asserted in the tests), so the rest of `placement` need not know of them.
+here are told by a comparison or two, without weighing anything; the third weighs them, without
+making a `Snapshot` first. What they choose is what `DataAware` would choose, as the tests assert,
+so the rest of `placement` need not know of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from dask_gpurt.placement.cost import Input, Task, Worker, costs_of_held
@@ -22,7 +22,7 @@ from dask_gpurt.placement.policy import (
     unless_in_doubt,
 )
 from dask_gpurt.topology.model import Path
-from dask_gpurt.topology.places import Place, Places, way
+from dask_gpurt.topology.places import Places, way
 
 #: More than sums of seconds are off by, as a share, and far less than matters.
 _ROUNDING = 2.0**-40
@@ -183,7 +183,7 @@ def cheapest(
     outlets_s: Sequence[float],
     under_way: Sequence[Mapping[str, float]],
     held: Mapping[str, int],
-    workers: Callable[[Iterable[str]], list[Worker]],
+    workers: Sequence[Worker],
     places: Places,
     *,
     duration_s: float,
@@ -195,19 +195,14 @@ def cheapest(
 ) -> Decision:
     """What `DataAware` decides for a task of which each input has one holder, all of whom run.
 
-    Whoever does not have an input is weighed only if fetching them would not by itself cost more
-    than all of it does where one of them is. Others are not among the costs.
-
     Parameters
     ----------
     holders, sizes, under_way, joins
         As for `places_to_weigh`.
     outlets_s
         For each input `Input.outlet_s`.
-    held
-        What that found.
-    workers
-        What is known of workers, by address.
+    held, workers
+        What that found, and what is known of these workers.
     duration_s, output_nbytes
         As in `Task`.
     bandwidth
@@ -215,30 +210,12 @@ def cheapest(
     doubt, asked
         As `Snapshot.doubt` and `Snapshot.usual`.
     """
-    having = dict.fromkeys(holders)
     later = [Join(one, places) for one in joins]
-    known = holders, sizes, outlets_s, under_way, duration_s, output_nbytes, later
-    weighed = workers(having)
-    found = costs_of_held(*known, weighed, places)
-    usual = asked or stocks_choice(weighed, having, held, sum(sizes), bandwidth)
-    if len(held) > len(having):
-        at_most_s = min(map(sum, found.values()), default=inf) * (1 + _ROUNDING)
-        sources = [
-            (places[holder][0], holder, nbytes, arriving)
-            for holder, nbytes, arriving in zip(holders, sizes, under_way, strict=True)
-        ]
-        near = [
-            one
-            for one in held
-            if one not in having
-            and duration_s + _fetching_s(sources, one, places[one]) <= at_most_s
-        ]
-        if near:
-            others = workers(near)
-            of_others = costs_of_held(*known, others, places, at_most_s)
-            found |= of_others
-            weighed += [one for one in others if one[0] in of_others]
-    worker = least_cost(weighed, found)
+    found = costs_of_held(
+        holders, sizes, outlets_s, under_way, duration_s, output_nbytes, later, workers, places
+    )
+    worker = least_cost(workers, found)
+    usual = asked or stocks_choice(workers, set(holders), held, sum(sizes), bandwidth)
     if doubt > 1 and worker != usual:
         inputs = [
             Input(number, nbytes, (holder,), arriving, outlet_s)
@@ -247,28 +224,5 @@ def cheapest(
             )
         ]
         task = Task(None, inputs, duration_s, output_nbytes, joins)
-        worker = unless_in_doubt(worker, usual, task, weighed, places, doubt)
+        worker = unless_in_doubt(worker, usual, task, workers, places, doubt)
     return Decision(worker, found, usual)
-
-
-def _fetching_s(
-    sources: Iterable[tuple[str, str, int, Mapping[str, float]]], address: str, place: Place
-) -> float:
-    """What it costs at the least that a worker gets inputs, none of which it has.
-
-    Parameters
-    ----------
-    sources
-        Of each: host, worker, bytes, and on whom it arrives when.
-    """
-    host, _, near, far = place
-    found_s = 0.0
-    for holders_host, holder, nbytes, arriving in sources:
-        path = (near if holders_host == host else far)[holder]
-        seconds = path.latency_s + nbytes / path.bandwidth_nbytes_per_s
-        if arriving and address in arriving:
-            found_s += min(arriving[address], seconds)
-        else:
-            # At both ends.
-            found_s += 2 * seconds
-    return found_s

@@ -336,7 +336,7 @@ class Placement:
             view.outlets_s(holders),
             under_way,
             held,
-            workers,
+            workers(held),
             self._paths.places,
             duration_s=expected_duration_s(state, ts),
             output_nbytes=output_nbytes,
