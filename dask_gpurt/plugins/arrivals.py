@@ -81,15 +81,16 @@ class Arrivals:
             at = self._free_at(address)
             fetches = fetches_s(missing, address, places)
             host = places[address][0]
+            now = self._clock()
             for one, seconds in zip(missing, fetches, strict=True):
                 at += seconds
                 self.by_key.setdefault(one.key, {})[address] = at
                 if all(places[holder][0] != host for holder in one.holders):
-                    self._carries(self.by_inlet, address, one.nbytes, seconds)
+                    self._carries(self.by_inlet, address, one.nbytes, seconds, now)
                     # Workers choose one by lot.
                     n = len(one.holders)
                     for holder in one.holders:
-                        self._carries(self.by_outlet, holder, one.nbytes / n, seconds / n)
+                        self._carries(self.by_outlet, holder, one.nbytes / n, seconds / n, now)
             self._receives_until(address, at)
 
     def expect_from(
@@ -100,7 +101,9 @@ class Arrivals:
         places = self._paths.places
         host, _, near, far = places[address]
         at = self._free_at(address)
+        now = self._clock()
         is_fetching = False
+        crossing_nbytes, crossing_s = 0, 0.0
         for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
             if holder != address and not (dts.key in by_key and address in by_key[dts.key]):
                 is_fetching = True
@@ -110,10 +113,13 @@ class Arrivals:
                 at += seconds
                 by_key.setdefault(dts.key, {})[address] = at
                 if not is_near:
-                    self._carries(self.by_inlet, address, nbytes, seconds)
-                    self._carries(self.by_outlet, holder, nbytes, seconds)
+                    crossing_nbytes += nbytes
+                    crossing_s += seconds
+                    self._carries(self.by_outlet, holder, nbytes, seconds, now)
         if is_fetching:
             self._receives_until(address, at)
+        if crossing_s:
+            self._carries(self.by_inlet, address, crossing_nbytes, crossing_s, now)
 
     def is_arriving(self, ts: TaskState) -> bool:
         """Whether somebody may be fetching an input of a task."""
@@ -174,11 +180,10 @@ class Arrivals:
         return waiting_s if waiting_s >= LEAST_UPLINK_S else 0.0
 
     def _carries(
-        self, by_uplink: dict[str, float], address: str, nbytes: float, took_s: float
+        self, by_uplink: dict[str, float], address: str, nbytes: float, took_s: float, now: float
     ) -> None:
         """A worker's link will carry so many bytes more, which take so long on the whole way."""
         name, rate = self._paths.uplink(address)
-        now = self._clock()
         until = by_uplink.get(name, now)
         # What a slower link on the way holds up leaves room for others.
         seconds = took_s if rate == inf else nbytes / rate

@@ -197,7 +197,7 @@ class Placement:
             and not view.arrivals.is_arriving(ts)
         ):
             sizes = sizes or view.sizes.observe(ts.dependencies)
-            if holder_is_best(
+            if (not n_joins and self._may_begin(only)) or holder_is_best(
                 sum(sizes),
                 view.sizes(ts),
                 n_joins,
