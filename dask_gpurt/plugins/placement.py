@@ -169,6 +169,16 @@ class Placement:
                 known = view.sizes.observe(ts.dependencies)
                 view.arrivals.expect(ws.address, view.task(ts, known, (), (ws.address,)))
             return ws
+        return self._where_its_inputs_are(ts, valid, stock)
+
+    def _where_its_inputs_are(
+        self,
+        ts: TaskState,
+        valid: set[WorkerState] | None,
+        stock: Callable[[TaskState], WorkerState | None],
+    ) -> WorkerState | None:
+        """Worker for a task that several may run, and that has something to be moved."""
+        state, view = self._scheduler, self._view
         if valid is None and len(ts.dependencies) == 2:
             host = self._contractions.host_of(ts)
             if host is not None:
