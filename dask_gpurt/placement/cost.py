@@ -175,9 +175,8 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
         sizes.append(nbytes)
         outlets_s.append(outlet_s)
         under_way.append(arriving)
-    later = [Join(one, places) for one in joins]
     return costs_of_held(
-        from_one, sizes, outlets_s, under_way, duration_s, output_nbytes, later, workers, places
+        from_one, sizes, outlets_s, under_way, duration_s, output_nbytes, joins, workers, places
     )
 
 
@@ -188,7 +187,7 @@ def costs_of_held(
     under_way: Sequence[Mapping[str, float]],
     duration_s: float,
     output_nbytes: float,
-    later: Sequence[Join],
+    joins: Sequence[Mapping[str, float]],
     workers: Iterable[Worker],
     places: Places,
 ) -> dict[str, Cost]:
@@ -198,12 +197,11 @@ def costs_of_held(
     ----------
     holders, sizes, outlets_s, under_way
         For each input the worker that has it, bytes, `Input.outlet_s`, and `Input.arriving_s`.
-    duration_s, output_nbytes
+    duration_s, output_nbytes, joins
         As in `Task`.
-    later
-        Of `Task.joins`.
     """
     needed_nbytes = sum(sizes)
+    later = [Join(one, places) for one in joins]
     sources = [
         (holder, places[holder][0], nbytes, outlet_s, arriving)
         for holder, nbytes, outlet_s, arriving in zip(
@@ -243,7 +241,7 @@ def costs_of_held(
 
 
 def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
-    """Cost of a task of many inputs, or of such that several have or will have."""
+    """Cost of a task of many inputs, or of such that several have."""
     _, inputs, duration_s, output_nbytes, joins, _ = task
     needed_nbytes = 0
     later = [Join(one, places) for one in joins]

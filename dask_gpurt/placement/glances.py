@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from dask_gpurt.placement.cost import Input, Task, Worker, costs_of_held
-from dask_gpurt.placement.joins import Join
 from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
@@ -210,9 +209,8 @@ def cheapest(
     doubt, asked
         As `Snapshot.doubt` and `Snapshot.usual`.
     """
-    later = [Join(one, places) for one in joins]
     found = costs_of_held(
-        holders, sizes, outlets_s, under_way, duration_s, output_nbytes, later, workers, places
+        holders, sizes, outlets_s, under_way, duration_s, output_nbytes, joins, workers, places
     )
     worker = least_cost(workers, found)
     usual = asked or stocks_choice(workers, set(holders), held, sum(sizes), bandwidth)

@@ -78,10 +78,10 @@ class Arrivals:
         ]
         if missing:
             places = self._paths.places
-            at = self._free_at(address)
+            now = self._clock()
+            at = self._free_at(address, now)
             fetches = fetches_s(missing, address, places)
             host = places[address][0]
-            now = self._clock()
             for one, seconds in zip(missing, fetches, strict=True):
                 at += seconds
                 self.by_key.setdefault(one.key, {})[address] = at
@@ -100,8 +100,8 @@ class Arrivals:
         by_key = self.by_key
         places = self._paths.places
         host, _, near, far = places[address]
-        at = self._free_at(address)
         now = self._clock()
+        at = self._free_at(address, now)
         is_fetching = False
         crossing_nbytes, crossing_s = 0, 0.0
         for dts, holder, nbytes in zip(ts.dependencies, holders, sizes, strict=True):
@@ -134,8 +134,6 @@ class Arrivals:
     def under_way(self, ts: TaskState) -> list[Mapping[str, float]]:
         """For each input of a task: seconds until it is there, by worker that is fetching it."""
         by_key = self.by_key
-        if not by_key:
-            return [_NOTHING for _ in ts.dependencies]
         return [self.arriving_s(dts) if dts.key in by_key else _NOTHING for dts in ts.dependencies]
 
     def arriving_s(self, dts: TaskState) -> dict[str, float]:
@@ -189,9 +187,8 @@ class Arrivals:
         seconds = took_s if rate == inf else nbytes / rate
         by_uplink[name] = (until if until > now else now) + seconds
 
-    def _free_at(self, address: str) -> float:
+    def _free_at(self, address: str, now: float) -> float:
         """When a worker will begin to receive what it is sent now."""
-        now = self._clock()
         if address in self.by_worker:
             now += self.receiving_s(self._scheduler.workers[address])
         return now

@@ -169,9 +169,9 @@ class Placement:
                 known = view.sizes.observe(ts.dependencies)
                 view.arrivals.expect(ws.address, view.task(ts, known, (), (ws.address,)))
             return ws
-        return self._where_its_inputs_are(ts, valid, stock)
+        return self._where_it_costs_least(ts, valid, stock)
 
-    def _where_its_inputs_are(
+    def _where_it_costs_least(
         self,
         ts: TaskState,
         valid: set[WorkerState] | None,

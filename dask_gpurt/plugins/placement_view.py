@@ -47,7 +47,6 @@ SPILL_FROM = 0.6
 
 GPU = "gpu"
 _WITH_GPU = (GPU,)
-_NOTHING: dict[str, float] = {}
 _new = tuple.__new__
 _group = attrgetter("group.name")
 _address = attrgetter("address")
@@ -320,8 +319,8 @@ class PlacementView:
         """
         inputs = []
         arrivals = self.arrivals
-        by_key, outlet_of = arrivals.by_key, arrivals.outlet_s
-        for dts, nbytes in zip(ts.dependencies, sizes, strict=True):
+        outlet_of, under_way = arrivals.outlet_s, arrivals.under_way(ts)
+        for dts, nbytes, arriving in zip(ts.dependencies, sizes, under_way, strict=True):
             who = dts.who_has or ()
             holders: Sequence[str]
             if len(who) == 1:
@@ -329,10 +328,8 @@ class PlacementView:
                 holders = (ws.address,)
             else:
                 holders = self._some_holders(who, asked)
-            key = dts.key
-            arriving = arrivals.arriving_s(dts) if key in by_key else _NOTHING
             outlet_s = min(map(outlet_of, holders), default=0.0) if arrivals.by_outlet else 0.0
-            inputs.append(_new(Input, (key, nbytes, holders, arriving, outlet_s)))
+            inputs.append(_new(Input, (dts.key, nbytes, holders, arriving, outlet_s)))
         device = GPU if self.with_gpu and any(map(_is_on_gpu, ts.dependencies)) else None
         duration_s = expected_duration_s(self._scheduler, ts)
         return _new(Task, (ts.key, inputs, duration_s, self.sizes(ts), joins, device))
