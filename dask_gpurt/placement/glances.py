@@ -16,6 +16,7 @@ from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
     Decision,
+    coming,
     least_cost,
     stocks_choice,
     unless_in_doubt,
@@ -161,9 +162,8 @@ def places_to_weigh(
     found: dict[str, int] = {}
     for holder, nbytes in zip(holders, sizes, strict=True):
         found[holder] = found.get(holder, 0) + nbytes
-    for arriving in under_way:
-        for address in arriving:
-            found.setdefault(address, 0)
+    for address in coming(sizes, under_way, found):
+        found[address] = 0
     if joins:
         saved: dict[str, float] = {}
         for others in joins:

@@ -21,11 +21,13 @@ class Join:
         Bytes by worker.
     """
 
-    __slots__ = ("_others", "_places", "_targets")
+    __slots__ = ("_gathered", "_others", "_places", "_targets")
 
     def __init__(self, others: Mapping[str, float], places: Places) -> None:
         self._others = others
         self._places = places
+        #: By place: what others are joined at is a candidate itself, as a rule.
+        self._gathered: dict[str, tuple[float, dict[str, float]]] = {}
         #: Places to join them at, the best one first: seconds of moving the others there, and of
         #: each by where it is.
         self._targets: list[tuple[float, str, dict[str, float]]] | None = None
@@ -51,10 +53,10 @@ class Join:
                 there.latency_s + nbytes / there.bandwidth_nbytes_per_s,
                 back.latency_s + other_nbytes / back.bandwidth_nbytes_per_s,
             )
-        least_s = fsum(self._fetches_s(address).values())
+        least_s, _ = self._gathered_at(address)
         targets = self._targets
         if targets is None:
-            targets = self._targets = self._by_seconds()
+            targets = self._targets = sorted(map(self._target, others), key=_seconds)
         sent_nbytes = others.get(address, 0.0) + nbytes
         for others_s, target, of_each in targets:
             if others_s >= least_s:
@@ -65,23 +67,22 @@ class Join:
                 least_s = min(least_s, fsum({**of_each, address: sent_s}.values()))
         return least_s
 
-    def _by_seconds(self) -> list[tuple[float, str, dict[str, float]]]:
-        found = []
-        for target in self._others:
-            of_each = self._fetches_s(target)
-            found.append((fsum(of_each.values()), target, of_each))
-        found.sort(key=_seconds)
-        return found
+    def _target(self, address: str) -> tuple[float, str, dict[str, float]]:
+        seconds, of_each = self._gathered_at(address)
+        return seconds, address, of_each
 
-    def _fetches_s(self, target: str) -> dict[str, float]:
-        """Seconds of moving the others to a place, by where they are."""
-        places = self._places
-        host, _, near, far = places[target]
-        found = {}
-        for source, n in self._others.items():
-            if source != target:
-                path = (near if places[source][0] == host else far)[source]
-                found[source] = path.latency_s + n / path.bandwidth_nbytes_per_s
+    def _gathered_at(self, target: str) -> tuple[float, dict[str, float]]:
+        """Seconds of moving the others to a place: in all, and by where they are."""
+        found = self._gathered.get(target)
+        if found is None:
+            places = self._places
+            host, _, near, far = places[target]
+            of_each = {}
+            for source, n in self._others.items():
+                if source != target:
+                    path = (near if places[source][0] == host else far)[source]
+                    of_each[source] = path.latency_s + n / path.bandwidth_nbytes_per_s
+            found = self._gathered[target] = fsum(of_each.values()), of_each
         return found
 
 

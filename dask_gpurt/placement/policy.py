@@ -7,6 +7,7 @@ decision. Whoever makes it asks a live scheduler (`dask_gpurt.plugins.placement`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,8 @@ from dask_gpurt.topology.places import Places
 MAX_RESTRICTED = 32
 #: Of more workers that have something of a task with very many inputs, those with most of it.
 MAX_CANDIDATES = 16
+#: Of more workers that have nothing of a task and are fetching something, those with most of it.
+MAX_COMING = 2
 #: Of a task's inputs, the bytes that joining its output on a worker has to save for it to be looked
 #: at. At twice the inputs it pays for itself; but with less it is still a good place for what the
 #: holders have no time for.
@@ -103,6 +106,33 @@ def least_cost(workers: Iterable[Worker], found: Mapping[str, Cost]) -> str | No
             if chosen is None or bid < chosen:
                 chosen, least_s = bid, total_s
     return chosen and chosen[3]
+
+
+def coming(
+    sizes: Iterable[int], under_way: Iterable[Mapping[str, float]], held: Collection[str]
+) -> Mapping[str, int]:
+    """Workers that have nothing of a task but are fetching some of it, with the bytes of that.
+
+    Of many, the few to which most is under way, and of those the ones that have it first.
+
+    Parameters
+    ----------
+    sizes, under_way
+        For each input bytes, and `Input.arriving_s`.
+    held
+        Workers that have something.
+    """
+    nbytes: dict[str, int] = {}
+    last_s: dict[str, float] = {}
+    for size, arriving in zip(sizes, under_way, strict=True):
+        for address, seconds in arriving.items():
+            if address not in held:
+                nbytes[address] = nbytes.get(address, 0) + size
+                last_s[address] = max(last_s.get(address, 0.0), seconds)
+    if len(nbytes) <= MAX_COMING:
+        return nbytes
+    first = sorted(nbytes, key=lambda one: (-nbytes[one], last_s[one], one))[:MAX_COMING]
+    return {one: nbytes[one] for one in first}
 
 
 def stocks_choice(
@@ -231,7 +261,15 @@ class DataAware:
         for one in task.inputs:
             needed_nbytes += one.nbytes
             for address in one.arriving_s:
-                nbytes[address] = nbytes.get(address, 0) + one.nbytes
+                if address in held:
+                    nbytes[address] += one.nbytes
+        under_way = [one.arriving_s for one in task.inputs]
+        if snapshot.valid is not None or snapshot.takes_tasks is not None:
+            fetching = _allowed(snapshot, chain.from_iterable(under_way))
+            under_way = [
+                {one: s for one, s in each.items() if one in fetching} for each in under_way
+            ]
+        nbytes.update(coming([one.nbytes for one in task.inputs], under_way, held))
         joined: dict[str, float] = {}
         saved: dict[str, float] = {}
         for others in task.joins:

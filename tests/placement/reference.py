@@ -10,7 +10,12 @@ import dataclasses
 import math
 
 from dask_gpurt.placement.cost import SPILL_NBYTES_PER_S, Cost
-from dask_gpurt.placement.policy import MAX_CANDIDATES, MAX_RESTRICTED, MIN_JOINED_SHARE
+from dask_gpurt.placement.policy import (
+    MAX_CANDIDATES,
+    MAX_COMING,
+    MAX_RESTRICTED,
+    MIN_JOINED_SHARE,
+)
 from dask_gpurt.topology.places import Place, way
 from tests.placement.machines import Lazy
 
@@ -83,10 +88,21 @@ def candidates(snapshot):
     task = snapshot.task
     if snapshot.valid is not None and len(snapshot.valid) <= MAX_RESTRICTED:
         return set(snapshot.valid)
-    nbytes = {}
-    for one in task.inputs:
-        for address in {*one.holders, *one.arriving_s}:
-            nbytes[address] = nbytes.get(address, 0) + one.nbytes
+    held = {address for one in task.inputs for address in one.holders}
+    fetching = {address for one in task.inputs for address in one.arriving_s} - held
+    fetching = {address for address in fetching if allowed(snapshot, address)}
+
+    def most_first(address):
+        due = [one for one in task.inputs if address in one.arriving_s]
+        last_s = max(one.arriving_s[address] for one in due)
+        return -sum(one.nbytes for one in due), last_s, address
+
+    nbytes = {
+        address: sum(
+            one.nbytes for one in task.inputs if address in {*one.holders, *one.arriving_s}
+        )
+        for address in held | set(sorted(fetching, key=most_first)[:MAX_COMING])
+    }
     needed_nbytes = sum(one.nbytes for one in task.inputs)
     for address in {address for others in task.joins for address in others}:
         joined = [others[address] for others in task.joins if address in others]

@@ -64,6 +64,7 @@ def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, 
         for module in (policy, reference):
             patch.setattr(module, "MAX_CANDIDATES", most)
             patch.setattr(module, "MAX_RESTRICTED", most)
+            patch.setattr(module, "MAX_COMING", most)
         assert DataAware().decide(found) == reference.decide(found)
 
 
@@ -260,3 +261,25 @@ def test_the_decision_that_the_documentation_works_through():
         stock = f"**{stock}**" if worker.address == decision.stock else stock
         stock = "not looked at" if worker.address in found.idle else stock
         assert f"| `{worker.address}` | {row} | {total} | {stock} |" in page
+
+
+def test_of_many_that_are_fetching_an_input_those_that_have_it_first_are_looked_at():
+    workers = [Worker(name, 1) for name in NAMES]
+    first, *others = NAMES
+    arriving = {name: 1.0 + number for number, name in enumerate(others)}
+    needed = [
+        Input("x", 1_000, [first], arriving),
+        # Whoever is fetching more comes before all of those.
+        Input("y", 100, [first], {others[-1]: 9.0}),
+    ]
+    decision = DataAware().decide(snapshot(Task("t", needed), workers, even(1e6)))
+    assert set(decision.costs) == {first, others[0], others[-1]}
+    valid = {first, *others[2:]}
+    for restricted in (
+        snapshot(Task("t", needed), workers, even(1e6))._replace(takes_tasks=valid.__contains__),
+        snapshot(Task("t", needed), workers, even(1e6), valid=valid),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policy, "MAX_RESTRICTED", 0)
+            decision = DataAware().decide(restricted)
+        assert set(decision.costs) == {first, others[2], others[-1]}
