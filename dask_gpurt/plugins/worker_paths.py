@@ -21,6 +21,7 @@ from dask_gpurt.topology.places import Place, Places, way
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 #: A host is behind a slow link if it can send less than this share of what others can.
@@ -50,11 +51,20 @@ class Uplink(NamedTuple):
 
 
 class _Spot(NamedTuple):
-    """Where a worker is on a topology: a node, its host, and the number of `Topology.outside`."""
+    """Where a worker is on a topology: a node, its host, and what is alike of others.
+
+    Attributes
+    ----------
+    outside
+        `Topology.outside` of the node.
+    inside
+        `Topology.inside` of the host, and what the node is called there.
+    """
 
     node: str
     host: str
     outside: int
+    inside: tuple[int, str]
 
 
 class _Found(dict[str, Value]):
@@ -93,6 +103,8 @@ class WorkerPaths:
         self._examples: dict[int, list[_Spot]] = {}
         #: By what is alike of two nodes on different hosts. Few, unless hosts are cabled together.
         self._between: dict[tuple[int, int], Path | None] = {}
+        #: The same of two on one host.
+        self._within: dict[tuple[tuple[int, str], tuple[int, str]], Path | None] = {}
         self._uplinks: dict[str, Uplink] = {}
         self._outlets: dict[str, float] = {}
         self._behind_slow_link: dict[str, bool] = {}
@@ -136,7 +148,9 @@ class WorkerPaths:
         node = self._topology.node_of(address=ws.address, name=ws.name, host=ws.host)
         if node is None:
             return None
-        return _Spot(node, node.partition("/")[0], self._topology.outside(node))
+        host, _, name = node.partition("/")
+        inside = self._topology.inside(host), name
+        return _Spot(node, host, self._topology.outside(node), inside)
 
     def _is_reached(self, spot: _Spot) -> bool:
         """Whether there is a way described from the others, between whom there is one."""
@@ -343,9 +357,13 @@ class WorkerPaths:
 
     def _way_within(self, source: _Spot, target: _Spot) -> Path | None:
         """The way between two places of a host; None if none is described, or they are one."""
-        assert self._topology is not None
-        path = self._topology.path(source.node, target.node)
-        return path if path is not None and path.links else None
+        alike = source.inside, target.inside
+        if alike not in self._within:
+            assert self._topology is not None
+            path = self._topology.path(source.node, target.node)
+            is_one = source.node == target.node
+            self._remember(self._within, alike, None if is_one else path)
+        return self._within[alike]
 
     def _way_between(self, source: _Spot, target: _Spot) -> Path | None:
         """The way between two places of different hosts; None if none is described."""
@@ -353,7 +371,12 @@ class WorkerPaths:
         if kinds not in self._between:
             assert self._topology is not None
             path = self._topology.path(source.node, target.node)
-            if len(self._between) >= _MAX_PATHS:
-                self._between.clear()
-            self._between[kinds] = path and replace(path, links=())
+            self._remember(self._between, kinds, path)
         return self._between[kinds]
+
+    @staticmethod
+    def _remember(ways: dict[Key, Path | None], alike: Key, path: Path | None) -> None:
+        """Keep a way for all places that are alike, which differ in the names of links only."""
+        if len(ways) >= _MAX_PATHS:
+            ways.clear()
+        ways[alike] = path and replace(path, links=())

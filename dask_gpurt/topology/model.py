@@ -13,6 +13,8 @@ take, where nobody described the machines, in `dask_gpurt.topology.learned`.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -280,6 +282,31 @@ class Topology:
         Paths between such nodes of different hosts have the same bandwidth and latency.
         """
         return self._routes.outside(node)
+
+    def inside(self, host: str) -> int:
+        """A number, the same for hosts that differ in their name only.
+
+        Nodes that are called alike there have the same links, to one another and to switches.
+        """
+        return self._insides.get(host, -1)
+
+    @cached_property
+    def _insides(self) -> dict[str, int]:
+        links: dict[str, list[tuple[Hashable, ...]]] = {}
+        for link in self.links:
+            names = [end.partition("/") for end in link.ends]
+            for host in {host for host, slash, _ in names if slash}:
+                ends = sorted(
+                    (True, node, end in self._devices) if own == host else (False, end, False)
+                    for (own, _, node), end in zip(names, link.ends, strict=True)
+                )
+                alike = *ends, link.bandwidth_nbytes_per_s, link.latency_s, link.kind
+                links.setdefault(host, []).append(alike)
+        numbers: dict[Hashable, int] = {}
+        return {
+            host: numbers.setdefault(frozenset(Counter(found).items()), len(numbers))
+            for host, found in links.items()
+        }
 
     @cached_property
     def _routes(self) -> Routes:

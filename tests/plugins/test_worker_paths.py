@@ -124,6 +124,16 @@ def test_what_is_shared_by_alike_places_is_the_way_to_each(topology):
         assert found.bandwidth_nbytes_per_s == described.bandwidth_nbytes_per_s
 
 
+def test_hosts_that_are_alike_share_the_ways_within_them():
+    paths = WorkerPaths(SLOW_NIC)
+    ends = [one.address for one, _ in workers_of(SLOW_NIC)]
+    for one, _ in workers_of(SLOW_NIC):
+        paths.add(one)
+    first, second, slow = (paths(*ends[n : n + 2]) for n in (0, 2, 4))
+    assert first is second
+    assert first is not slow
+
+
 def test_a_way_to_a_kind_is_looked_for_anew_when_there_is_another_host_of_it():
     (first, _), _, (second, _), *_ = workers_of(NVLINK)
     paths = WorkerPaths(NVLINK)

@@ -121,3 +121,37 @@ def test_nodes_of_hosts_with_links_of_their_own_are_like_no_other():
     bus = Link("bus", ("a/n", "a/m"), "bus", 1e9)
     topology = Topology((host, other), (cable, bus))
     assert len({topology.outside(node) for node in topology.nodes}) == 3
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_within_hosts_that_are_alike_ways_are(name):
+    topology = TOPOLOGIES[name]
+    found = {}
+    for source, target in itertools.permutations(topology.nodes, 2):
+        (host, _, one), (others_host, _, other) = source.partition("/"), target.partition("/")
+        if one and other and host == others_host:
+            path = topology.path(source, target)
+            seen = path and (path.bandwidth_nbytes_per_s, pytest.approx(path.latency_s))
+            assert found.setdefault((topology.inside(host), one, other), seen) == seen
+
+
+def test_hosts_that_differ_in_more_than_their_names_are_not_alike():
+    spread = TOPOLOGIES["NVLink"]
+    names = [host.name for host in spread.hosts]
+    # The second one's network card is slower.
+    assert [spread.inside(name) for name in names] == [0, 1, 0]
+    one, other = Host("a", (Numa("n"), Numa("m"))), Host("b", (Numa("n"), Numa("m")))
+
+    def buses(names, rates, cables=()):
+        pairs = enumerate(zip(names, rates, strict=True))
+        own = [Link(f"bus-{n}", (f"{a}/n", f"{a}/m"), "bus", rate) for n, (a, rate) in pairs]
+        return Topology((one, other), (*own, *cables))
+
+    def alike(topology):
+        return topology.inside("a") == topology.inside("b")
+
+    assert alike(buses("ab", [1e9, 1e9]))
+    assert alike(buses("abab", [1e9, 2e9, 2e9, 1e9]))
+    assert not alike(buses("ab", [1e9, 2e9]))
+    assert not alike(buses("aab", [1e9, 1e9, 1e9]))
+    assert not alike(buses("ab", [1e9, 1e9], [Link("cable", ("a/n", "b/n"), "cable", 1e9)]))
