@@ -41,12 +41,15 @@ class Contractions:
         self._view = view
         #: By the groups of outputs and operands; None if hosts would have too unequal parts.
         self._deals: OrderedDict[tuple[str, str, str], Deal | None] = OrderedDict()
+        #: Groups of products that are not dealt out, to be told at once.
+        self._not_dealt: set[str] = set()
         self._hosts: list[str] | None = None
 
     def workers_changed(self) -> None:
         """A worker came or left: what comes from here on is dealt anew."""
         self._hosts = None
         self._deals.clear()
+        self._not_dealt.clear()
 
     def host_of(self, product: TaskState) -> str | None:
         """Where a task had better run if it is a product; else, or if it is all the same, None."""
@@ -72,6 +75,8 @@ class Contractions:
         return None
 
     def _dealt(self, product: TaskState) -> tuple[Deal, str] | None:
+        if _group(product) in self._not_dealt:
+            return None
         if not _is_product(product) or not (hosts := self._alike_hosts()):
             return None
         output = _output_of(product, MIN_OUTPUTS_PER_HOST * len(hosts))
@@ -90,6 +95,9 @@ class Contractions:
             if len(self._deals) > MAX_DEALS:
                 self._deals.popitem(last=False)
         if deal is None:
+            if len(self._not_dealt) >= MAX_DEALS:
+                self._not_dealt.clear()
+            self._not_dealt.add(_group(product))
             return None
         host = deal.known(one.key, other.key)
         if host is None:

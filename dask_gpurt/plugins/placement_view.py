@@ -283,11 +283,14 @@ class PlacementView:
         """A few workers with a thread to spare: any, then of the host of the largest input."""
         idle: Any = self._scheduler.idle
         # Stock also calls those idle that have less to do than others. Those do not wait for us.
-        for address, ws in islice(idle.items(), MAX_IDLE):
+        # As they became idle, which is far cheaper to ask than their addresses' order.
+        for address, ws in islice(dict.items(idle), MAX_IDLE):
             if len(ws.processing) < ws.nthreads:
                 yield address
         if len(idle) > MAX_IDLE:
-            largest = max(ts.dependencies, key=lambda dts: (dts.get_nbytes(), str(dts.key)))
+            largest = next(iter(ts.dependencies))
+            if len(ts.dependencies) > 1:
+                largest = max(ts.dependencies, key=lambda dts: (dts.get_nbytes(), str(dts.key)))
             who = largest.who_has or ()
             if 0 < len(who) <= MAX_HOLDERS:
                 first = min(who, key=_address) if len(who) > 1 else next(iter(who))
