@@ -14,12 +14,14 @@ Two things tell of it:
   data, is at least as slow as it has been silent. Without this, a worker that has become five
   times as slow would have to end a task that takes five times as long before anybody knew.
 
-Nothing is concluded from noise: of an observation, only what is beyond `SIGMAS` standard
-deviations of it counts, and tasks of one group scatter by `LEAST_SCATTER` at the least. A worker
-that has no core for `PAUSE_S` is not slow, however short its tasks are. So where
-tasks take as long as others of their group, to that extent, every slowness is exactly 1, and
-nothing is placed otherwise than without any of this. None is below 1: a worker that is faster than
-the others is free sooner, and that shows as it is.
+Nothing is concluded from noise: a worker is slow where the mean, less `SIGMAS` standard deviations
+of it, is still that of `LEAST_SLOWNESS`, and tasks of one group scatter by `LEAST_SCATTER` at the
+least. How slow it is then is the mean itself. The least that it may be, which would do for the
+first question, had a worker that was given one more task hold up everybody: that was taken for 0.2
+seconds of work and was 0.5. A worker that has no core for `PAUSE_S` is not slow, however short its
+tasks are. So where tasks take as long as others of their group, to that extent, every slowness is
+exactly 1, and nothing is placed otherwise than without any of this. None is below 1: a worker that
+is faster than the others is free sooner, and that shows as it is.
 
 Memory: a few numbers for each worker and `MAX_GROUPS` groups, and of each worker its part in the
 `MAX_OWN_GROUPS` groups that it ended tasks of last.
@@ -31,7 +33,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from math import exp, isfinite, log, sqrt
 
-#: Standard deviations that an observation has to be off before it counts.
+#: Standard deviations that the mean has to be off by for a worker to be slow.
 SIGMAS = 2.0
 #: Standard deviation of logarithms that tasks of a group are taken to have at the least (some
 #: 28 %), and before they are known, which counts for so many of them.
@@ -92,12 +94,10 @@ class _Record:
         self.weight = past + 1
         self.mean = (past * self.mean + value) / self.weight
         self.variance = (past * past * self.variance + variance) / self.weight**2
-        if self.mean < _LOG_LEAST:
-            # Nearly always, and then there is nothing to be worked out.
-            self.slowness = 1.0
-        else:
-            beyond_noise = self.mean - SIGMAS * sqrt(self.variance)
-            self.slowness = _worth_it(exp(min(beyond_noise, 9.0)))
+        # Nearly always the first of these tells, and then there is nothing to be worked out.
+        mean = self.mean
+        is_slow = mean >= _LOG_LEAST and mean - SIGMAS * sqrt(self.variance) >= _LOG_LEAST
+        self.slowness = min(exp(min(mean, 9.0)), MAX_SLOWNESS) if is_slow else 1.0
 
 
 class Speeds:

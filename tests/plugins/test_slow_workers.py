@@ -14,7 +14,9 @@ from dask_gpurt.placement.speeds import PAUSE_S
 from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.relief import INTERVAL_S, Relief
 from dask_gpurt.plugins.simulation import simulate
+from dask_gpurt.simulate.examples import Scale, merge_small
 from dask_gpurt.simulate.machine import ChangesSpeed, Dies
+from dask_gpurt.simulate.machines import pcie_gpus
 from tests.simulate.flat import address, flat, task, workload
 
 MIB = 2**20
@@ -80,6 +82,23 @@ def test_what_waits_behind_the_first_task_of_a_slow_worker_is_taken_from_it_at_o
     left_alone = simulate(model, bad, data_aware)
     # A second each, and the first of them, which ends after 1.6 s, is not for anybody to take.
     assert relieved.makespan_s < 1.8 + PAUSE_S < 2.5 < left_alone.makespan_s
+
+
+def test_what_would_end_sooner_elsewhere_is_not_given_to_one_that_has_shown_to_be_slow():
+    """Two tasks have told: the last ones in the queue wait for others, who have two ahead each."""
+    machine = pcie_gpus()
+
+    def install(scheduler):
+        clock = asyncio.get_running_loop().time
+        Placement(scheduler, "data-aware", machine.network.topology, clock=clock)
+
+    model = merge_small(Scale(side=8, block_nbytes=500_000_000, load_rate=5e9, rate=100e9))
+    healthy = simulate(model, machine, install)
+    slow = machine.workers[0].address
+    bad = machine.with_incidents(ChangesSpeed(slow, 0.4 * healthy.makespan_s, speed=0.2))
+    ours = simulate(model, bad, install)
+    # Another load would take it half a second.
+    assert ours.makespan_s < healthy.makespan_s + 0.25
 
 
 class Timers:
