@@ -10,7 +10,7 @@ from dask_gpurt.placement.cost import Cost
 #: What decided, and what it means.
 REASONS = {
     "cost": "lowest cost of the candidates",
-    "holder": "has all inputs and a thread to spare, so that no other worker can be better",
+    "holder": "has all inputs, and no other worker that comes into question can be better",
     "new": "has nearly all of the inputs, and nobody knows how long such a task takes",
     "most": "has most of the inputs and nothing to do, and others are reached alike, so that no"
     " other worker can be better",

@@ -336,6 +336,8 @@ class Placement:
             return None
         for address in idle:
             held.setdefault(address, 0)
+        if len(held) == 1:
+            return self._at_holder(ts, state.workers[holders[0]])
         if view.with_gpu and not held.keys() <= view.with_gpu:
             return None
         doubt = self._paths.doubt()
