@@ -28,9 +28,8 @@ class Join:
         self._places = places
         #: By place: what others are joined at is a candidate itself, as a rule.
         self._gathered: dict[str, tuple[float, dict[str, float]]] = {}
-        #: Places to join them at, the best one first: seconds of moving the others there, and of
-        #: each by where it is.
-        self._targets: list[tuple[float, str, dict[str, float]]] | None = None
+        #: Places to join them at, the one to which the others are moved soonest first.
+        self._targets: list[str] | None = None
 
     def seconds(self, address: str, nbytes: float) -> float:
         """Of moving everything to one place, if `nbytes` more of it are at `address`.
@@ -56,9 +55,10 @@ class Join:
         least_s, _ = self._gathered_at(address)
         targets = self._targets
         if targets is None:
-            targets = self._targets = sorted(map(self._target, others), key=_seconds)
+            targets = self._targets = sorted(others, key=lambda one: self._gathered_at(one)[0])
         sent_nbytes = others.get(address, 0.0) + nbytes
-        for others_s, target, of_each in targets:
+        for target in targets:
+            others_s, of_each = self._gathered[target]
             if others_s >= least_s:
                 # Nor is any after it better: the output still has to be added.
                 break
@@ -66,10 +66,6 @@ class Join:
                 sent_s = way(places, address, target).transfer_s(sent_nbytes)
                 least_s = min(least_s, fsum({**of_each, address: sent_s}.values()))
         return least_s
-
-    def _target(self, address: str) -> tuple[float, str, dict[str, float]]:
-        seconds, of_each = self._gathered_at(address)
-        return seconds, address, of_each
 
     def _gathered_at(self, target: str) -> tuple[float, dict[str, float]]:
         """Seconds of moving the others to a place: in all, and by where they are."""
@@ -84,7 +80,3 @@ class Join:
                     of_each[source] = path.latency_s + n / path.bandwidth_nbytes_per_s
             found = self._gathered[target] = fsum(of_each.values()), of_each
         return found
-
-
-def _seconds(target: tuple[float, str, dict[str, float]]) -> float:
-    return target[0]

@@ -59,7 +59,7 @@ def test_one_task_is_enough_to_be_suspected_and_a_few_to_be_known(three):
     for _ in range(8):
         three.end("a", 5.0)
         found.append(three.speeds.learned("a"))
-    assert found == sorted(found)
+    assert 1.5 < found[0] < found[1] < found[-1] < 5
     # By the mean of what it showed, with half the weight for each task before; not by the least
     # that this may mean.
     weights = [sum(0.5**n for n in range(times)) / 2 for times in (1, 3)]

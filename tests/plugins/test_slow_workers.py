@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +24,8 @@ MIB = 2**20
 N_WORKERS = 8
 
 
-def data_aware(scheduler):
-    Placement(scheduler, "data-aware", clock=asyncio.get_running_loop().time)
+def data_aware(scheduler, topology=None):
+    Placement(scheduler, "data-aware", topology, clock=asyncio.get_running_loop().time)
 
 
 def pairs(count: int, *, s: float, nbytes: int):
@@ -87,11 +88,7 @@ def test_what_waits_behind_the_first_task_of_a_slow_worker_is_taken_from_it_at_o
 def test_what_would_end_sooner_elsewhere_is_not_given_to_one_that_has_shown_to_be_slow():
     """Two tasks have told: the last ones in the queue wait for others, who have two ahead each."""
     machine = pcie_gpus()
-
-    def install(scheduler):
-        clock = asyncio.get_running_loop().time
-        Placement(scheduler, "data-aware", machine.network.topology, clock=clock)
-
+    install = partial(data_aware, topology=machine.network.topology)
     model = merge_small(Scale(side=8, block_nbytes=500_000_000, load_rate=5e9, rate=100e9))
     healthy = simulate(model, machine, install)
     slow = machine.workers[0].address
