@@ -20,6 +20,7 @@ second, unless nothing is | |
 | handler `heartbeat_worker` | rates of transfers between pairs of workers come with it
 | `DecisionSwap.remove` |
 | `Scheduler._get_prefix_duration` | how long a task is expected to take | |
+| `Scheduler.idle` is a sorted dict | asked as a plain one, and for workers of a host | |
 """
 
 from __future__ import annotations

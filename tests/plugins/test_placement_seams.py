@@ -26,6 +26,15 @@ def test_decisions_have_the_signatures_that_are_replaced():
     assert parameters(SchedulerState.valid_workers) == ["self", "ts"]
 
 
+@gen_cluster(nthreads=[("127.0.0.1", 1)] * 3)
+async def test_idle_workers_are_kept_by_address_in_a_dict_that_is_sorted(s, a, b, c):
+    """It is asked as a plain one, in the order in which they became idle, and for a host's."""
+    assert isinstance(s.idle, dict)
+    assert dict.items(s.idle) == {one.address: s.workers[one.address] for one in (a, b, c)}.items()
+    last = max(one.address for one in (a, b, c))
+    assert list(s.idle.irange("tcp://127.0.0.1:", last, (True, False))) == sorted(s.idle)[:-1]
+
+
 def test_every_task_that_can_run_is_decided_by_one_of_the_three():
     """Nobody else picks a worker for a task, so that nothing goes around placement."""
     source = inspect.getsource(SchedulerState)
