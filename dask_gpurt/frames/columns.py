@@ -9,6 +9,7 @@ move rows (`frames.gather`), does not group columns (`frames.pandas_`), and does
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,11 @@ import pyarrow as pa
 from dask_gpurt.frames.gather import Counting
 
 Part = npt.NDArray[Any]
+
+#: The first detail of an Arrow column: pandas' strings, or its columns of any Arrow type.
+_ARROW = ("string", "arrow")
+#: NumPy's own spelling of a type of plain memory: numbers, booleans, datetimes and timedeltas.
+_PLAIN_DTYPE = re.compile(r"[<>|][biufcmM]\d{1,2}(\[\d*[A-Za-z]+\])?")
 
 
 @dataclass(frozen=True)
@@ -55,17 +61,73 @@ class Layout:
 
     @staticmethod
     def from_plain(plain: Sequence[Any]) -> Layout:
+        """Read what `to_plain` of a peer made.
+
+        Raises
+        ------
+        ValueError
+            No column is carried like that.
+        """
         kind, parts, arrow, objects, detail, children = plain
-        if kind not in _COMPOSE:
-            raise ValueError(f"unknown column kind {kind!r}")
-        return Layout(
+        layout = Layout(
             kind=kind,
-            parts=tuple(str(np.dtype(part).str) for part in parts),
+            parts=tuple(map(_plain_dtype, parts)),
             arrow=bool(arrow),
             objects=bool(objects),
             detail=tuple(detail),
             children=tuple(Layout.from_plain(child) for child in children),
         )
+        if kind not in _COMPOSE or not _is_consistent(layout):
+            raise ValueError(f"no column is carried like {plain!r}"[:200])
+        return layout
+
+
+def _plain_dtype(text: Any) -> str:
+    """Check that a text names a NumPy type of plain memory, as `dtype.str` writes it.
+
+    NumPy itself reads far more: lists of fields, Python objects, and text that it evaluates.
+    """
+    if not (isinstance(text, str) and _PLAIN_DTYPE.fullmatch(text)):
+        raise ValueError(f"no NumPy type of plain memory: {text!r}"[:200])
+    try:
+        return str(np.dtype(text).str)
+    except TypeError as error:
+        raise ValueError(f"no NumPy type of plain memory: {text!r}") from error
+
+
+def _is_consistent(layout: Layout) -> bool:
+    """Whether the fields of a layout fit one another, as those that `decompose` makes do."""
+    kinds = "".join(np.dtype(part).kind for part in layout.parts)
+    if (layout.arrow, layout.objects) != (layout.kind == "arrow", layout.kind == "objects"):
+        return False
+    if layout.kind == "plain":
+        return len(kinds) == 1
+    if layout.kind == "wall":
+        dtype = _dtype_named(layout.detail)
+        return layout.parts == ("<i8",) and isinstance(dtype, (pd.DatetimeTZDtype, pd.PeriodDtype))
+    if layout.kind == "masked":
+        dtype = getattr(_dtype_named(layout.detail), "numpy_dtype", None)
+        return layout.parts[1:] == ("|b1",) and dtype == np.dtype(layout.parts[0])
+    if layout.kind == "categorical":
+        return kinds == "i" and [type(one) for one in layout.detail] == [bool, bool, bytes]
+    if layout.kind == "interval":
+        parts = tuple(part for child in layout.children for part in child.parts)
+        is_closed = layout.detail in (("left",), ("right",), ("both",), ("neither",))
+        ends = {child.kind for child in layout.children}
+        return is_closed and parts == layout.parts and ends <= {"plain", "wall"} and len(parts) == 2
+    if layout.kind == "arrow" and not (len(layout.detail) > 1 and layout.detail[0] in _ARROW):
+        return False
+    return not kinds
+
+
+def _dtype_named(detail: tuple[Any, ...]) -> Any:
+    """The pandas type that the only detail of a layout names; None if it names none."""
+    if len(detail) != 1 or not isinstance(detail[0], str):
+        return None
+    try:
+        return pd.api.types.pandas_dtype(detail[0])
+    except (TypeError, ValueError, KeyError):
+        return None
 
 
 @dataclass
@@ -303,7 +365,4 @@ def _chunked(array: pa.Array | pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _same_dtype(name: str, dtype: Any) -> bool:
-    try:
-        return bool(pd.api.types.pandas_dtype(name) == dtype)
-    except (TypeError, ValueError, KeyError):
-        return False
+    return bool(_dtype_named((name,)) == dtype)

@@ -57,13 +57,16 @@ class FrameLayout:
     def from_key(key: bytes) -> FrameLayout:
         try:
             columns, index, names = msgpack.unpackb(key)
-            return FrameLayout(
+            layout = FrameLayout(
                 tuple(Layout.from_plain(column) for column in columns),
                 tuple(Layout.from_plain(level) for level in index),
                 tuple(name if plain else pickle.loads(name) for plain, name in names),
             )
         except (TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
             raise ValueError(f"not the layout of a pandas frame: {error}") from error
+        if not index or len(index) != len(names):
+            raise ValueError(f"an index of {len(index)} levels and {len(names)} names")
+        return layout
 
     @cached_property
     def all(self) -> tuple[Layout, ...]:

@@ -253,6 +253,17 @@ class PandasFrames:
         """One object for equal layouts, so that what is derived from them is derived once."""
         return self._layouts.setdefault(layout.key, layout)
 
+    def _layout_of(self, key: bytes) -> FrameLayout:
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = FrameLayout.from_key(key)
+            if len(layout.columns) != len(self._names):
+                raise ValueError(
+                    f"a shard of {len(layout.columns)} columns in a shuffle of {len(self._names)}"
+                )
+            layout = self.interned(layout)
+        return layout
+
     def pack(self, body: PandasBody) -> Packed:
         layout = body.layout
         packed = _reserve(layout, body.n_rows, body.batch, body.objects, fresh)
@@ -262,9 +273,7 @@ class PandasFrames:
         return packed
 
     def unpack(self, layout_key: bytes, packed: Packed) -> PandasBody:
-        layout = self._layouts.get(layout_key)
-        if layout is None:
-            layout = self.interned(FrameLayout.from_key(layout_key))
+        layout = self._layout_of(layout_key)
         buffer, n_rows = packed.buffer, packed.n_rows
         fixed_nbytes = layout.fixed_nbytes(n_rows)
         if fixed_nbytes + packed.arrow_nbytes + packed.pickle_nbytes != buffer.nbytes:
@@ -290,9 +299,7 @@ class PandasFrames:
         return PandasBody(layout, n_rows, regions, batch, objects, held)
 
     def sections(self, layout_key: bytes, packed: Packed) -> list[Section]:
-        layout = self._layouts.get(layout_key)
-        if layout is None:
-            layout = self.interned(FrameLayout.from_key(layout_key))
+        layout = self._layout_of(layout_key)
         sections = layout.sections(
             packed.n_rows, packed.arrow_nbytes, packed.pickle_nbytes, self._names
         )
