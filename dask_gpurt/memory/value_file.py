@@ -178,5 +178,7 @@ def read_lead(lead: Bytes, file_nbytes: int, identity: int) -> tuple[bytes, list
     if expected != [lead.nbytes, file_nbytes, identity]:
         raise ValueError("it is another file")
     first = _PREAMBLE.size + n_buffers * _ENTRY.size
+    if first + header_nbytes > lead.nbytes:
+        raise ValueError("its lead contradicts itself")
     entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(lead[_PREAMBLE.size : first].data)]
     return lead[first : first + header_nbytes].tobytes(), entries

@@ -146,6 +146,18 @@ def test_a_lead_that_was_changed_is_refused():
         read_lead(lead, layout.nbytes, 78)
 
 
+def test_a_lead_that_announces_more_than_it_holds_is_refused():
+    layout = layout_of(6, [])
+    lead = np.zeros(layout.lead_nbytes, np.uint8)
+    write_lead(lead, layout, 77, b"header", [], [])
+    for offset, announced in ((32, 1), (32, 2**31), (36, 7)):
+        wrong = lead.copy()
+        wrong[offset : offset + 4] = np.array([announced], "<u4").view(np.uint8)
+        wrong[4:8] = np.array([zlib.crc32(wrong[8:].data)], "<u4").view(np.uint8)
+        with pytest.raises(ValueError, match="contradicts itself"):
+            read_lead(wrong, layout.nbytes, 77)
+
+
 # ------------------------------------------------------------------ in and out
 
 
