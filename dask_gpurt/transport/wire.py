@@ -8,7 +8,7 @@ opaque here.
 ::
 
     offset  size
-         0     4  magic "GRT\\x02": the last byte is the version
+         0     4  magic "GRT\\x03": the last byte is the version
          4     4  CRC-32 of everything after it         u32
          8     4  number of layouts                     u32
         12     4  number of shards                      u32
