@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_gpurt.memory.checksums import STEP_NBYTES, checksum
+from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.memory.value_file import BLOCK_NBYTES, Bytes, padded
 
 #: Disks want much at once; the page cache of the processor wants little.

@@ -9,7 +9,7 @@ one, or with another than its writer meant, is no value.
 ::
 
     offset  size
-         0     4  magic "GRV\\x01": the last byte is the version
+         0     4  magic "GRV\\x02": the last byte is the version
          4     4  CRC-32 of the lead after it              u32, little-endian as all below
          8     8  bytes of the lead                        u64
         16     8  bytes of the file                        u64
@@ -17,8 +17,8 @@ one, or with another than its writer meant, is no value.
         32     4  number of buffers                        u32
         36     4  bytes of the value's header              u32
         40        one entry for each buffer (`_ENTRY`): offset u64, bytes in the file u64,
-                  bytes of the buffer u64, checksum of the buffer u32 (`memory.checksums`; 0 for
-                  those that are in the lead as they are), coder u32 (0: as it is)
+                  bytes of the buffer u64, checksum of the bytes in the file u32
+                  (`codecs.checksums`; 0 for those in the lead), coder u32 (0: as it is)
                   the value's header
                   small buffers, each on a 64-byte boundary
                   blocks, each on a 4 KiB boundary
@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"GRV"
-VERSION = 1
+VERSION = 2
 #: What blocks are aligned to, in files and in memory.
 BLOCK_NBYTES = 4096
 #: Buffers from here on are blocks. Smaller ones never are, however many there are: of a list of a
@@ -64,7 +64,7 @@ class Entry(NamedTuple):
     stored_nbytes, nbytes
         In the file, and once it is decoded.
     checksum
-        Of the decoded bytes; 0 where the lead's own says it all.
+        Of the bytes in the file; 0 where they are in the lead, which has its own.
     coder
         Number in `CODERS`.
     """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dask_gpurt.codecs.checksums import checksum
 from dask_gpurt.codecs.coders import compress, decompress
 from dask_gpurt.errors import DamagedValueError, ProtocolError
 from dask_gpurt.frames.port import fresh
@@ -24,7 +25,6 @@ from dask_gpurt.memory.block_io import (
     write_all,
     write_through,
 )
-from dask_gpurt.memory.checksums import checksum
 from dask_gpurt.memory.value_file import (
     BLOCK_NBYTES,
     CODERS,
@@ -179,10 +179,6 @@ class ValueFiles:
             finally:
                 if bounce is not None:
                     self._bounces.put_back(bounce)
-        for n, coder in enumerate(value.coders):
-            if coder:
-                # What is decoded is checked, and with it the decoder.
-                sums[n] = checksum(value.value.buffers[n])
         entries = [
             Entry(offset, stored.nbytes, raw.nbytes, total, coder)
             for offset, stored, raw, total, coder in zip(
@@ -256,16 +252,14 @@ def _decoded(
     for entry in entries:
         if entry.is_in(place.lead_nbytes):
             data = lead[entry.offset : entry.offset + entry.stored_nbytes]
-            if not entry.coder:
-                yield data
-                continue
         else:
             data = next(waiting)[: entry.stored_nbytes]
+            # Before a decoder sees them: decoders may not expect bytes that nobody encoded.
+            if checksum(data) != entry.checksum:
+                raise ValueError("a buffer is damaged")
         if entry.coder:
             try:
                 data = decompress(CODERS[entry.coder], data, entry.nbytes)
             except ProtocolError as error:
                 raise ValueError(str(error)) from error
-        if checksum(data) != entry.checksum:
-            raise ValueError("a buffer is damaged")
         yield data

@@ -28,6 +28,7 @@ from dask_gpurt.errors import (
     IncompleteExchangeError,
     PartitionReleasedError,
     ProtocolError,
+    ShardStorageError,
     TransportError,
 )
 from dask_gpurt.frames.port import BodyAdapter, Empty, Packed, Piece
@@ -112,6 +113,7 @@ class ExchangeRun:
             on_disk_io=disk_io,
             elsewhere=self._elsewhere,
             readers=self._plan.readers_of_slot,
+            may_spill=self.id not in state.kept_off_disk,
         )
         self._metrics = FineMetrics(worker.digest_metric, span_id)
         self._outbox: Outbox[Outgoing] = Outbox(
@@ -358,8 +360,10 @@ class ExchangeRun:
             try:
                 self._store.seal()
                 pieces = self._store.pieces(slot)
-            except (IncompleteExchangeError, PartitionReleasedError) as error:
+            except (IncompleteExchangeError, PartitionReleasedError, ShardStorageError) as error:
                 self.raise_if_closed()
+                if isinstance(error, ShardStorageError):
+                    self._state.keep_off_disk(self.id)
                 sync(self._worker.loop, self._start_over, error)
             result = self._assemble(partition_id, pieces)
         self._state.counters.add(partitions_out=1)

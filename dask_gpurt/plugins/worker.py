@@ -101,6 +101,22 @@ class WorkerState:
         self.is_attached = True
         #: What an output task read, by its key, until its result is safe.
         self._to_release: dict[Any, list[tuple[ShardStore, int]]] = {}
+        #: Shuffles of which shards were damaged on this worker's disk.
+        self.kept_off_disk: set[str] = set()
+
+    def keep_off_disk(self, shuffle_id: str) -> None:
+        """Have later runs of a shuffle spill nothing here: its shards were damaged on the disk.
+
+        So a disk that stays broken has each shuffle start over once, and not for ever.
+        """
+        if shuffle_id not in self.kept_off_disk:
+            self.kept_off_disk.add(shuffle_id)
+            logger.error(
+                "%s gave back damaged data of shuffle %s, which starts over and stays in memory "
+                "here. Check that disk, or point Dask's temporary-directory to another one.",
+                self._worker.local_directory,
+                shuffle_id,
+            )
 
     @property
     def limit_nbytes(self) -> int:

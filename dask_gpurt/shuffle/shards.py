@@ -34,7 +34,7 @@ from dask_gpurt.errors import (
 )
 from dask_gpurt.frames.port import BodyAdapter, Packed, Piece, on_host
 from dask_gpurt.metrics import Counters
-from dask_gpurt.shuffle.spill_file import SpillFile
+from dask_gpurt.shuffle.spill_file import Extent, SpillFile
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
@@ -100,7 +100,7 @@ class Shard:
     layout_key: bytes
     body: Any = None
     packed: Packed | None = None
-    on_disk: tuple[SpillFile, int] | None = None
+    on_disk: tuple[SpillFile, Extent] | None = None
     packed_nbytes: int = 0
     sections: tuple[int, int] = (0, 0)
     nbytes: int = 0
@@ -154,6 +154,8 @@ class ShardStore:
         Makes a call that may take long, where that holds nobody up.
     readers
         How many results a slot goes into, of those that go into more than one.
+    may_spill
+        False keeps everything in memory, as on a full disk.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class ShardStore:
         on_disk_io: Callable[[str, int], None] | None = None,
         elsewhere: Callable[[Callable[[], None]], object] = lambda call: call(),
         readers: Mapping[int, int] | None = None,
+        may_spill: bool = True,
     ) -> None:
         self._adapter = adapter
         self._slots = slots
@@ -188,7 +191,7 @@ class ShardStore:
         #: What was found for slots that are not released yet.
         self._being_read: dict[int, list[tuple[Shard, int, int]]] = {}
         self._files: list[SpillFile] = []
-        self._can_spill = True
+        self._can_spill = may_spill
         self._was_put_off = False
         self._closed = False
         self.resident_nbytes = 0
@@ -293,12 +296,12 @@ class ShardStore:
         if packed is None:
             return  # let go in the meantime
         packed = on_host(packed)
-        position = file.append(packed.buffer)
+        extent = file.append(packed.buffer)
         with self._lock:
             if not shard.unread or self._closed:
                 return
             file.keep()
-            shard.on_disk = (file, position)
+            shard.on_disk = (file, extent)
             shard.sections = (packed.arrow_nbytes, packed.pickle_nbytes)
             shard.packed_nbytes = packed.buffer.nbytes
             self.spilled_nbytes += packed.buffer.nbytes
@@ -355,7 +358,7 @@ class ShardStore:
         PartitionReleasedError
             The partition was let go by `release`.
         ShardStorageError
-            A spilled shard cannot be read back.
+            A spilled shard cannot be read back, or is not what was written.
         """
         with self._lock:
             if slot in self._released:
@@ -401,12 +404,12 @@ class ShardStore:
                 shard.body, shard.packed, shard.nbytes = body, None, body.nbytes
         return body
 
-    def _read(self, shard: Shard, on_disk: tuple[SpillFile, int]) -> Packed:
-        file, position = on_disk
+    def _read(self, shard: Shard, on_disk: tuple[SpillFile, Extent]) -> Packed:
+        file, extent = on_disk
         buffer = np.empty(shard.packed_nbytes, dtype=np.uint8)
         failure: OSError | None = None
         try:
-            file.read_into(buffer, position)
+            file.read_into(buffer, extent)
         except OSError as error:
             failure = error
         if self._closed or not shard.unread:

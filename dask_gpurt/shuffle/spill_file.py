@@ -1,51 +1,103 @@
 """Files of spilled shards: written from front to end, and removed with the last of their shards.
 
 What is spilled, and when, is up to `shuffle.shards`, whose lock covers the counting.
+
+A file loses its name as soon as it is open. So the system removes it however the process ends, and
+nobody who tidies up a directory can take it from a living process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.errors import ShardStorageError
+
+Buffer = npt.NDArray[np.uint8]
+
+#: Bytes are summed and moved in pieces that stay in the cache between the two.
+_PIECE_NBYTES = 16 * STEP_NBYTES
+
+
+class Extent(NamedTuple):
+    """Where a shard is in its file, and what its bytes add up to."""
+
+    position: int
+    checksum: int
 
 
 class SpillFile:
-    """Shards written one after the other; removed with the last of them."""
+    """Shards written one after the other; removed with the last of them.
+
+    Parameters
+    ----------
+    path
+        Nothing may be there. The directory of the path is removed again if it is empty.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.unlink(path)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        # Network file systems may keep another name until the file is closed.
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(path))
         self.nbytes = 0
         self._removing = threading.Lock()
         #: Shards that need the file, and one more while it is being written.
         self._live = 1
 
-    def append(self, buffer: np.ndarray[Any, Any]) -> int:
-        """Write a buffer and return where it begins."""
+    def append(self, buffer: Buffer) -> Extent:
+        """Write a buffer and return where it is."""
         first = self.nbytes
-        view = buffer.data
-        position = first
-        while len(view):
-            written = os.pwrite(self._fd, view, position)
-            position += written
-            view = view[written:]
+        position, total = first, 0
+        for start in range(0, buffer.nbytes, _PIECE_NBYTES):
+            piece = buffer[start : start + _PIECE_NBYTES]
+            total = checksum(piece, total)
+            view: Any = piece.data
+            while len(view):
+                written = os.pwrite(self._fd, view, position)
+                if not written:
+                    raise OSError(errno.EIO, "the system takes no more bytes and gives no reason")
+                position += written
+                view = view[written:]
         self.nbytes = position
-        return first
+        return Extent(first, total)
 
-    def read_into(self, buffer: np.ndarray[Any, Any], position: int) -> None:
-        view = buffer.data
-        while len(view):
-            count = os.preadv(self._fd, [view], position)
-            if not count:
-                raise ShardStorageError(f"{self.path} ended before its shard did")
-            position += count
-            view = view[count:]
+    def read_into(self, buffer: Buffer, extent: Extent) -> None:
+        """Fill a buffer with a shard of its length.
+
+        Raises
+        ------
+        ShardStorageError
+            The bytes are not those that were written.
+        OSError
+            They cannot be read.
+        """
+        position, total = extent.position, 0
+        for start in range(0, buffer.nbytes, _PIECE_NBYTES):
+            piece = buffer[start : start + _PIECE_NBYTES]
+            view: Any = piece.data
+            while len(view):
+                count = os.preadv(self._fd, [view], position)
+                if not count:
+                    raise ShardStorageError(f"{self.path} ended before its shard did")
+                position += count
+                view = view[count:]
+            total = checksum(piece, total)
+        if total != extent.checksum:
+            raise ShardStorageError(f"{self.path} gave back other bytes than were written")
 
     @property
     def is_needed(self) -> bool:
@@ -62,11 +114,9 @@ class SpillFile:
         return not self._live
 
     def remove(self) -> None:
-        """Give back what it takes of the disk, which for a large file takes its time."""
-        # Whoever comes second waits, so that the directory is empty after this.
+        """Give back the room on the disk, which takes time for a large file."""
+        # A second caller waits, so that the room is free after this.
         with self._removing:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.path)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.memory import block_io, value_file
 from dask_gpurt.memory.backoff import FIRST_S, LONGEST_S, SILENCE_S, Backoff, Complaints
 from dask_gpurt.memory.block_io import Bounces, empty_blocks, is_aligned, read_into, write_through
-from dask_gpurt.memory.checksums import STEP_NBYTES, checksum
 from dask_gpurt.memory.value_file import Entry, layout_of, padded, read_lead, write_lead
 from tests.memory.faulty_system import System, without_direct
 

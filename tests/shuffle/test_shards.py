@@ -6,10 +6,12 @@ with the rows shows in the rows.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import pathlib
+import shutil
 import stat
 import threading
 from itertools import accumulate
@@ -104,6 +106,24 @@ class WatchedBudget(Budget):
             self.emptied.set()
 
 
+def files_of(directory):
+    """Paths that lead to the open files that once had a name in a directory."""
+    found = {}
+    for descriptor in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            name = os.readlink(descriptor)
+            if name.startswith(f"{directory}/"):
+                found[name] = descriptor
+    return [found[name] for name in sorted(found)]
+
+
+def change(path, position, data):
+    """Put other bytes into a file."""
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(position)
+        file.write(data)
+
+
 class Rig:
     """A store for slots 0 to 9, and everything a test wants to look at beside it."""
 
@@ -119,7 +139,9 @@ class Rig:
 
     @property
     def files(self):
-        return sorted(self.directory.iterdir()) if self.directory.exists() else []
+        """Files that are open: they have no name any more, but a descriptor leads to each."""
+        assert not self.directory.exists()
+        return files_of(self.directory)
 
     def counted(self, name):
         return self.counters.snapshot()[name]
@@ -520,7 +542,13 @@ def test_a_clean_shard_is_not_written_again(tmp_path):
 
 
 def test_files_are_private(tmp_path):
-    rig = Rig(tmp_path, limit_nbytes=0)
+    modes = []
+
+    def open_file(path):
+        modes.append(stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode))
+        return SpillFile(path)
+
+    rig = Rig(tmp_path, limit_nbytes=0, open_file=open_file)
     before = os.umask(0)
     try:
         rig.store.add(_spread(2))
@@ -528,7 +556,7 @@ def test_files_are_private(tmp_path):
     finally:
         os.umask(before)
     assert [stat.S_IMODE(file.stat().st_mode) for file in rig.files] == [0o600]
-    assert stat.S_IMODE(rig.directory.stat().st_mode) == 0o700
+    assert modes == [0o700]
 
 
 def test_a_file_that_is_already_there_is_not_written_over(tmp_path):
@@ -721,9 +749,10 @@ def test_a_write_that_comes_in_parts_is_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:7], at))
     file = SpillFile(str(tmp_path / "file"))
     contents = np.arange(100, dtype=np.uint8)
-    positions = [file.append(contents), file.append(contents[::-1].copy())]
-    assert positions == [0, 100]
-    assert (tmp_path / "file").read_bytes() == contents.tobytes() + contents[::-1].tobytes()
+    extents = [file.append(contents), file.append(contents[::-1].copy())]
+    assert [extent.position for extent in extents] == [0, 100]
+    (path,) = files_of(tmp_path)
+    assert path.read_bytes() == contents.tobytes() + contents[::-1].tobytes()
     file.remove()
 
 
@@ -731,11 +760,11 @@ def test_a_read_that_comes_in_parts_is_finished(tmp_path, monkeypatch):
     file = SpillFile(str(tmp_path / "file"))
     contents = np.arange(100, dtype=np.uint8)
     file.append(contents[:3])
-    position = file.append(contents)
+    extent = file.append(contents)
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
     found = np.zeros_like(contents)
-    file.read_into(found, position)
+    file.read_into(found, extent)
     assert found.tolist() == contents.tolist()
     file.remove()
 
@@ -754,7 +783,7 @@ def test_a_file_that_was_cut_short_is_an_error(tmp_path, length):
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     class Broken(SpillFile):
-        def read_into(self, buffer, position):
+        def read_into(self, buffer, extent):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     rig = Rig(tmp_path, limit_nbytes=0, open_file=Broken)
@@ -763,6 +792,94 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     rig.store.seal()
     with pytest.raises(ShardStorageError, match=r"cannot read .*\.shards.*Input/output"):
         rig.store.pieces(0)
+
+
+def zero(path, first, second):
+    change(path, first, bytes(5 * ROW_NBYTES))
+
+
+def flip_one_bit(path, first, second):
+    data = bytearray(path.read_bytes())
+    data[first + 77] ^= 16
+    change(path, 0, data)
+
+
+def swap(path, first, second):
+    data = path.read_bytes()
+    change(path, first, data[second : second + 5 * ROW_NBYTES])
+    change(path, second, data[first : first + 5 * ROW_NBYTES])
+
+
+def repeat(path, first, second):
+    change(path, first, path.read_bytes()[second : second + 5 * ROW_NBYTES])
+
+
+def cut_and_lengthen(path, first, second):
+    length = path.stat().st_size
+    os.truncate(path, first + 1)
+    os.truncate(path, length)
+
+
+@pytest.mark.parametrize("damage", [zero, flip_one_bit, swap, repeat, cut_and_lengthen])
+def test_other_bytes_than_were_written_are_an_error_before_anybody_parses_them(tmp_path, damage):
+    class NothingToParse(TripleFrames):
+        def unpack(self, layout_key, packed):
+            pytest.fail("damaged bytes were parsed")
+
+    rig = Rig(tmp_path, limit_nbytes=0, adapter=NothingToParse())
+    shards = [_shard(0, 0, [5]), _shard(1, 1, [5])]
+    rig.store.add(shards)
+    rig.store.make_room()
+    rig.store.seal()
+    (path,) = rig.files
+    damage(path, *(shard.on_disk[1].position for shard in shards))
+    with pytest.raises(ShardStorageError, match="gave back other bytes"):
+        rig.store.pieces(0)
+    assert rig.budget.used_nbytes == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 65_535, 65_536, (1 << 20) + 1, (3 << 20) + 65_537])
+def test_each_byte_of_a_file_is_checked(tmp_path, nbytes):
+    file = SpillFile(str(tmp_path / "file"))
+    contents = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+    file.append(contents[:5])
+    extent = file.append(contents)
+    found = np.zeros_like(contents)
+    file.read_into(found, extent)
+    assert np.array_equal(found, contents)
+    (path,) = files_of(tmp_path)
+    for position in sorted({0, nbytes // 3, nbytes - 1} & set(range(nbytes))):
+        change(path, extent.position + position, bytes([contents[position] ^ 1]))
+        with pytest.raises(ShardStorageError, match="gave back other bytes"):
+            file.read_into(found, extent)
+        change(path, extent.position + position, contents[position : position + 1].tobytes())
+    file.read_into(found, extent)
+    file.remove()
+
+
+def test_a_store_that_is_kept_off_the_disk(tmp_path):
+    rig = Rig(tmp_path, limit_nbytes=0, may_spill=False)
+    rig.store.add(_spread(3))
+    assert not rig.store.is_over_limit
+    rig.store.make_room()
+    assert rig.store.spilled_nbytes == 0
+    rig.store.seal()
+    assert [_read(rig.store, slot) for slot in range(3)] == [_rows(0, s, 2) for s in range(3)]
+
+
+def test_a_directory_that_is_removed_takes_no_shard_along(tmp_path):
+    """As somebody who tidies up does it."""
+    rig = Rig(tmp_path, limit_nbytes=0)
+    rig.store.add(_spread(3))
+    rig.store.make_room()
+    shutil.rmtree(tmp_path)
+    rig.store.add([_shard(1, 4, [2])])
+    rig.store.make_room()
+    rig.store.seal()
+    assert [_read(rig.store, slot) for slot in range(3)] == [_rows(0, s, 2) for s in range(3)]
+    assert _read(rig.store, 4) == _rows(1, 4, 2)
+    rig.store.close()
+    assert rig.files == []
 
 
 # ------------------------------------------------------------------ at the same time
@@ -964,12 +1081,12 @@ def test_a_read_that_outlives_its_store_is_not_believed(tmp_path, is_reused):
     """The file is closed under it, and its descriptor may be another file's by then."""
 
     class ClosingFile(SpillFile):
-        def read_into(self, buffer, position):
+        def read_into(self, buffer, extent):
             rig.store.close()
             if is_reused:
                 buffer[:] = 0
             else:
-                super().read_into(buffer, position)
+                super().read_into(buffer, extent)
 
     rig = Rig(tmp_path, limit_nbytes=0, open_file=ClosingFile)
     rig.store.add([_shard(0, 0, [2])])
@@ -1126,7 +1243,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def no_file_outlives_its_shards(self):
         wanted = {shard.on_disk[0].path for shard in self.shards if shard.on_disk}
-        assert {str(path) for path in self.rig.files} == wanted
+        assert {os.readlink(path).removesuffix(" (deleted)") for path in self.rig.files} == wanted
 
     def teardown(self):
         store = self.rig.store

@@ -1,7 +1,7 @@
-"""A checksum at the speed of memory, for bytes that this process reads back itself.
+"""A checksum at the speed of memory, for bytes that a process reads back from its own disk.
 
-The transport has one like it for shards. This one notices blocks that changed places as well,
-which is what a disk may do to them, and can be taken piece by piece.
+The transport has a similar one for messages. This one also notices blocks that changed places, as
+a disk may do to them, and can be taken piece by piece.
 """
 
 from __future__ import annotations
