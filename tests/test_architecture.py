@@ -54,10 +54,11 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "placement": ({"topology"}, set(), set()),
     # Public parts of Dask, of whose graphs workloads are made; never distributed.
     "simulate": ({"errors", "topology"}, {"dask", "pandas"}, set()),
+    # The subprocess removes what a killed worker leaves.
     "memory": (
         {"codecs", "devices", "errors", "frames", "metrics"},
         {"msgpack", "numpy"},
-        {"logging", "os", "threading", "time"},
+        {"logging", "os", "subprocess", "threading", "time"},
     ),
     "plugins": (
         {

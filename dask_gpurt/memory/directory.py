@@ -1,13 +1,12 @@
 """The directory that a process keeps values in, and the removal of those of dead processes.
 
-A directory has a lock file beside it, which its process holds locked (`flock`) for as long as it
-lives; the system lets go of the lock however the process ends. The lock file comes before the
-directory and goes after it. Whoever holds the lock may remove both, so:
+A directory has a lock file beside it. The file names its owner (`memory.owner`), and the process
+holds it locked (`flock`) for as long as it lives. The lock file comes before the directory and goes
+after it. A sweep removes both if the owner can be shown to be dead. It leaves a file without an
+owner alone: its process may be about to write its name, or be of an earlier version.
 
-- a lock that can be taken belongs to nobody any more, or to somebody who has made the file and not
-  locked it yet;
-- the latter finds, once he has the lock, that the file he locked is not the one at its path, and
-  starts over with another name.
+A killed process has its reaper (`memory.reaper`) remove both at once. A sweep is for what that one
+could not do.
 
 A process that was forked off holds the lock too: what it leaves is swept once both are gone.
 
@@ -27,13 +26,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from dask_gpurt.memory import owner
 from dask_gpurt.memory.block_io import takes_direct
+from dask_gpurt.memory.owner import Fate
+from dask_gpurt.memory.reaper import Reaper
 
 logger = logging.getLogger("dask_gpurt.memory")
 
 PREFIX = "dask-gpurt-values-"
 _LOCK = ".lock"
-#: Answers of file systems without locks. A sweep gets the same answer, and leaves them alone.
+#: Answers of file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
@@ -46,12 +48,21 @@ class ValueDirectory:
         Where it is made; made too if it is not there.
     system
         The module `os` but in tests.
+    locks
+        Whether files are locked here; False where users say that this file system's locks do not
+        work.
     """
 
     def __init__(
-        self, parent: str, system: Any = os, new_name: Callable[[], str] | None = None
+        self,
+        parent: str,
+        system: Any = os,
+        new_name: Callable[[], str] | None = None,
+        *,
+        locks: bool = True,
     ) -> None:
         self.parent = parent
+        self._locks = locks
         self._system = system
         self._new_name = new_name or (lambda: PREFIX + secrets.token_hex(8))
         # Held while the directory is made, which happens once; never while a file is written.
@@ -59,6 +70,7 @@ class ValueDirectory:
         self._path: str | None = None
         self._lock_fd = -1
         self._pid = -1
+        self._reaper: Reaper | None = None
         self._is_direct = False
 
     def ready(self) -> tuple[str, bool]:
@@ -94,7 +106,7 @@ class ValueDirectory:
         system.makedirs(self.parent, mode=0o700, exist_ok=True)
         while True:
             path = os.path.join(self.parent, self._new_name())
-            fd = _made_lock(system, path + _LOCK)
+            fd = _made_lock(system, path + _LOCK, self._locks)
             if fd is not None:
                 break
         made = False
@@ -109,26 +121,35 @@ class ValueDirectory:
             system.close(fd)
             raise
         self._path, self._lock_fd, self._pid = path, fd, os.getpid()
+        self._reaper = Reaper(path, path + _LOCK)
 
     def _remove(self) -> None:
-        path, fd = self._path, self._lock_fd
+        path, fd, reaper = self._path, self._lock_fd, self._reaper
         if path is None:
             return
-        self._path, self._lock_fd = None, -1
+        self._path, self._lock_fd, self._reaper = None, -1, None
         # A fork has the descriptor too, and nothing to remove.
         if os.getpid() == self._pid:
             _remove_tree(path)
             _unlink(path + _LOCK)
+            if reaper is not None:
+                reaper.end()
         with contextlib.suppress(OSError):
             self._system.close(fd)
 
 
-def sweep(parent: str) -> int:
+def sweep(parent: str, locks: bool = True) -> int:
     """Remove what dead processes of this user left in a directory; how many there were.
 
     Never raises: what cannot be removed is left, and said.
+
+    Parameters
+    ----------
+    locks
+        As for `ValueDirectory`. Without locks, only processes that can be looked up are dead.
     """
     n_removed = 0
+    unknown = []
     try:
         names = os.listdir(parent)
     except OSError:
@@ -137,57 +158,96 @@ def sweep(parent: str) -> int:
         if name.startswith(PREFIX) and name.endswith(_LOCK):
             path = os.path.join(parent, name.removesuffix(_LOCK))
             try:
-                n_removed += _swept(path)
+                found = _swept(path, locks)
             except OSError as error:
                 logger.warning("cannot remove %s of a dead worker: %s", path, error)
+                continue
+            n_removed += found is Fate.DEAD
+            if found is Fate.UNKNOWN:
+                unknown.append(path)
+    if unknown:
+        logger.info(
+            "%s has %d directories of processes that cannot be looked up from here, as those of "
+            "other machines. They are left alone. %s%s names the process of the first one. Remove "
+            "a directory and its lock file if that process is gone.",
+            parent,
+            len(unknown),
+            unknown[0],
+            _LOCK,
+        )
     return n_removed
 
 
-def _swept(path: str) -> bool:
+def _swept(path: str, locks: bool) -> Fate | None:
+    """Remove a directory if its process is dead; what became of that process.
+
+    None for what is of another user, or gone.
+    """
     lock = path + _LOCK
     try:
         fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except (FileNotFoundError, PermissionError):
-        return False
+        return None
     try:
-        if os.fstat(fd).st_uid != os.geteuid() or not _locked(fd) or not _is_at(fd, lock):
-            return False
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            return None
+        found = owner.fate(
+            owner.unpacked(os.pread(fd, owner.MOST_NBYTES, 0)),
+            owner.this_place(),
+            owner.started,
+            status.st_dev,
+            lambda: _locked(fd) if locks else None,
+        )
+        if found is not Fate.DEAD:
+            return found
+        if not _is_at(fd, lock):
+            return None
         _remove_tree(path)
         if os.path.lexists(path):
             raise OSError(errno.ENOTEMPTY, "some of it cannot be removed")
         # Last: without it, whoever comes next would not know that something is left.
-        os.unlink(lock)
-        return True
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(lock)
+        return found
     finally:
         os.close(fd)
 
 
-def _made_lock(system: Any, path: str) -> int | None:
-    """A locked file at `path`; None if the name is taken, or a sweep got hold of it first."""
+def _made_lock(system: Any, path: str, locks: bool) -> int | None:
+    """A file at `path` that names this process and is locked; None if the name is taken."""
     flags = system.O_RDWR | system.O_CREAT | system.O_EXCL | system.O_CLOEXEC | system.O_NOFOLLOW
     try:
         fd: int = system.open(path, flags, 0o600)
     except FileExistsError:
         return None
     try:
-        mine = _locked(fd) and _is_at(fd, path)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
+        is_locked = _locked(fd) if locks else None
+        # Another process had the lock for a moment: an earlier version, which then removes both.
+        if is_locked is not False and _is_at(fd, path):
+            me = owner.this_process(bool(is_locked), os.fstat(fd).st_dev)
+            if me is not None:
+                os.write(fd, me.packed())
             return fd
+    except BaseException:
         _unlink(path)
         system.close(fd)
         raise
-    if mine:
-        return fd
+    _unlink(path)
     system.close(fd)
     return None
 
 
-def _locked(fd: int) -> bool:
+def _locked(fd: int) -> bool | None:
+    """Take a lock; False if somebody else has it, None if this file system has none."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
     return True
 
 

@@ -54,6 +54,8 @@ class DiskTier:
         is read through the page cache.
     system, clock
         The module `os` and a clock, but in tests.
+    locks
+        Whether files are locked (`memory.directory`).
     """
 
     name = "disk"
@@ -68,6 +70,7 @@ class DiskTier:
         empty: Callable[[int], Bytes] = empty_blocks,
         system: Any = os,
         clock: Callable[[], float] = time.monotonic,
+        locks: bool = True,
     ) -> None:
         if compression is not None and compression not in CODERS[1:]:
             raise ValueError(f"no coder is called {compression!r}: {', '.join(CODERS[1:])}")
@@ -75,7 +78,7 @@ class DiskTier:
         self._coder = CODERS.index(compression) if compression else 0
         self._on_io = on_io or (lambda label, nbytes, seconds: None)
         self._clock = clock
-        self._directory = ValueDirectory(directory, system)
+        self._directory = ValueDirectory(directory, system, locks=locks)
         self._files = ValueFiles(system, empty)
         self._numbers = itertools.count()
         self._first_identity = secrets.randbits(62)

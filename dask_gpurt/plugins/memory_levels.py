@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import dask.config
+
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.devices.pinned import PinnedPool
 from dask_gpurt.frames.values import flatten, restore
@@ -88,12 +90,15 @@ class StoreLevels:
             self._add(CompressedTier(settings.compressed_nbytes), USUAL_SHARE)
         # Whole, as Dask's own is: a task may change the working directory.
         parent = os.path.abspath(os.path.expanduser(settings.directory or worker.local_directory))
-        sweep(parent)
+        # Users switch Dask's locks off where a file system's do not work.
+        locks = bool(dask.config.get("distributed.worker.use-file-locking", True))
+        sweep(parent, locks)
         self.disk = DiskTier(
             parent,
             settings.disk_limit_nbytes or worker.memory_manager.max_spill or None,
             None if settings.compression == "none" else settings.compression,
             on_io,
+            locks=locks,
         )
         self._add(self.disk)
         self.inherited = InheritedTier(memory_seams.on_disk(stock), packing.flatten)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import fcntl
 import itertools
+import logging
 import multiprocessing
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 
+import psutil
 import pytest
 
-from dask_gpurt.memory import directory
+from dask_gpurt.memory import directory, owner
 from dask_gpurt.memory.directory import ValueDirectory, sweep
 from dask_gpurt.memory.disk import DiskTier
 from tests.conformance.tier_suite import assert_same, flat_of
+from tests.failure.gates import until
 from tests.memory.faulty_system import System
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE_S = 120.0
+#: This machine outside of all containers, where it has an identity.
+HERE = dataclasses.replace(
+    owner.this_place(), machine="an identity", pid_namespace=owner.SYSTEM_NAMESPACE
+)
 
 #: Writes values for ever and says before the n-th write of a value that it is about to.
 WRITER = """
@@ -55,13 +65,24 @@ def inside(parent):
     return sorted(path.name for path in pathlib.Path(parent).iterdir())
 
 
-def left_by_a_dead_process(parent, name):
-    """As the system leaves it: all is there, and nobody has the lock."""
+def left_by(parent, name, **changes):
+    """As the system leaves it when an owner like this process dies: nobody has the lock.
+
+    `started` is another unless it is given: a later process has the id of the dead one.
+    """
     path = pathlib.Path(parent) / (directory.PREFIX + name)
     path.mkdir(parents=True)
     (path / "00000000").write_bytes(b"value")
-    path.with_name(path.name + ".lock").touch()
+    lock = path.with_name(path.name + ".lock")
+    lock.touch()
+    me = owner.this_process(True, lock.stat().st_dev)
+    changes.setdefault("started", me.started + 1)
+    lock.write_bytes(dataclasses.replace(me, **changes).packed())
     return path
+
+
+def left_by_a_dead_process(parent, name):
+    return left_by(parent, name)
 
 
 def test_a_living_directory_is_not_swept(parent):
@@ -93,8 +114,7 @@ def test_what_the_dead_left_is_swept_and_nothing_else(parent):
 
 
 def test_a_lock_whose_directory_never_came_to_be_is_swept(parent):
-    os.makedirs(parent)
-    pathlib.Path(parent, directory.PREFIX + "early.lock").touch()
+    shutil.rmtree(left_by_a_dead_process(parent, "early"))
     assert sweep(parent) == 1
     assert inside(parent) == []
 
@@ -113,7 +133,8 @@ def test_a_link_is_not_followed(parent, tmp_path):
     os.symlink(elsewhere / "file", name + ".lock")
     assert sweep(parent) == 0
     os.unlink(name + ".lock")
-    pathlib.Path(name + ".lock").touch()
+    os.rename(left_by_a_dead_process(parent, "other"), tmp_path / "other")
+    os.rename(os.path.join(parent, directory.PREFIX + "other.lock"), name + ".lock")
     sweep(parent)
     assert (elsewhere / "file").exists()
 
@@ -147,9 +168,8 @@ def test_two_that_sweep_at_once_remove_it_once(parent):
     assert inside(parent) == []
 
 
-def test_a_sweep_between_a_lock_file_and_its_lock_costs_a_name(parent):
-    """The one moment when a living process's lock can be taken by another."""
-    names = map((directory.PREFIX + "{}").format, itertools.count())
+def test_a_sweep_between_a_lock_file_and_its_owner_changes_nothing(parent):
+    """The one moment when nobody can tell whose it is."""
     swept = []
 
     def opened(real, path, *args):
@@ -158,12 +178,30 @@ def test_a_sweep_between_a_lock_file_and_its_lock_costs_a_name(parent):
             swept.append(sweep(parent))
         return fd
 
+    mine = ValueDirectory(parent, System(open=opened))
+    path, _ = mine.ready()
+    assert swept == [0]
+    assert sorted(inside(parent)) == [os.path.basename(path), os.path.basename(path) + ".lock"]
+    mine.remove()
+    assert inside(parent) == []
+
+
+def test_a_lock_that_an_earlier_version_takes_for_a_moment_costs_a_name(parent):
+    names = map((directory.PREFIX + "{}").format, itertools.count())
+    taken = []
+
+    def opened(real, path, *args):
+        fd = real(path, *args)
+        if path.endswith(".lock") and not taken:
+            taken.append(os.open(path, os.O_RDWR))
+            fcntl.flock(taken[0], fcntl.LOCK_EX)
+        return fd
+
     mine = ValueDirectory(parent, System(open=opened), new_name=lambda: next(names))
     path, _ = mine.ready()
-    assert swept == [1]
+    os.close(*taken)
     assert os.path.basename(path) == directory.PREFIX + "1"
     assert inside(parent) == [directory.PREFIX + "1", directory.PREFIX + "1.lock"]
-    assert sweep(parent) == 0
     mine.remove()
     assert inside(parent) == []
 
@@ -190,17 +228,147 @@ def test_a_name_that_is_taken_is_not_taken_again(parent):
     mine.remove()
 
 
-def test_where_there_are_no_locks_nothing_is_swept(parent, monkeypatch):
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS])
+def test_where_there_are_no_locks_only_what_can_be_looked_up_is_swept(parent, monkeypatch, code):
     def flock(fd, how):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(directory.fcntl, "flock", flock)
     mine = ValueDirectory(parent)
     path, _ = mine.ready()
-    assert sweep(parent) == 0
+    record = owner.unpacked(pathlib.Path(path + ".lock").read_bytes())
+    assert not record.is_locked
+    left_by(parent, "dead", is_locked=False)
+    left_by(parent, "of another container", is_locked=False, pid_namespace=7)
+    assert sweep(parent) == 1
     assert os.path.isdir(path)
     mine.remove()
+    assert inside(parent) == [
+        directory.PREFIX + "of another container",
+        directory.PREFIX + "of another container.lock",
+    ]
+
+
+def test_no_locks_are_taken_where_users_say_so(parent, monkeypatch):
+    """Dask's `distributed.worker.use-file-locking: false`."""
+
+    def flock(fd, how):
+        pytest.fail("a lock was asked for")
+
+    monkeypatch.setattr(directory.fcntl, "flock", flock)
+    mine = ValueDirectory(parent, locks=False)
+    path, _ = mine.ready()
+    left_by(parent, "dead")
+    left_by(parent, "of another container", pid_namespace=7)
+    assert sweep(parent, locks=False) == 1
+    assert os.path.isdir(path)
+    assert (pathlib.Path(parent) / (directory.PREFIX + "of another container")).exists()
+    mine.remove()
+
+
+# ------------------------------------------------------------------ whose it is
+
+ELSEWHERE = [
+    {"host": "another", "boot": "another"},
+    {"host": "another", "boot": "another", "machine": "another"},
+    # Two containers of one name and one image, on two machines.
+    {"boot": "another", "pid_namespace": 7},
+    # Machines without an identity.
+    {"boot": "another", "machine": ""},
+    # Another container on this machine, and a mount of its own.
+    {"pid_namespace": 7, "device": 77},
+    {"pid_namespace": 7, "is_locked": False},
+]
+GONE = [
+    {},
+    {"pid": 1 << 30},
+    {"is_locked": False},
+    # The machine was started again; a clock that was set does not matter.
+    {"boot": "another"},
+    # The name of a machine may change while it runs.
+    {"host": "another"},
+    # Another container on this machine, and a mount that both see.
+    {"pid_namespace": 7},
+]
+
+
+@pytest.mark.parametrize("changes", ELSEWHERE, ids=str)
+def test_what_cannot_be_looked_up_is_left_alone(parent, changes, caplog, monkeypatch):
+    monkeypatch.setattr(owner, "this_place", lambda: HERE)
+    path = left_by(parent, "elsewhere", **changes)
+    with caplog.at_level(logging.INFO, "dask_gpurt.memory"):
+        assert sweep(parent) == 0
+    assert (path / "00000000").exists()
+    assert str(path) in caplog.text
+
+
+@pytest.mark.parametrize("changes", GONE, ids=str)
+def test_what_can_be_looked_up_is_swept_if_it_is_dead(parent, changes, monkeypatch):
+    monkeypatch.setattr(owner, "this_place", lambda: HERE)
+    left_by(parent, "dead", **changes)
+    assert sweep(parent) == 1
     assert inside(parent) == []
+
+
+@pytest.mark.parametrize("changes", [*ELSEWHERE, *GONE], ids=str)
+def test_whoever_holds_the_lock_lives(parent, changes, monkeypatch):
+    """Forks of a process hold it as well."""
+    monkeypatch.setattr(owner, "this_place", lambda: HERE)
+    path = left_by(parent, "held", **{**changes, "is_locked": True})
+    with open(f"{path}.lock", "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert sweep(parent) == 0
+    assert (path / "00000000").exists()
+
+
+def test_a_lock_that_another_machine_can_take_as_well(parent, monkeypatch):
+    monkeypatch.setattr(directory.fcntl, "flock", lambda fd, how: None)
+    mine = DiskTier(parent)
+    value = flat_of((100_000,))
+    place = mine.put(value)
+    assert sweep(parent) == 0
+    assert_same(mine.get(place), value)
+    mine.close()
+
+
+def test_a_living_process_is_believed_whatever_its_lock_says(parent):
+    """As on a file system whose locks are known on one machine, or to one mount, only."""
+    path = left_by(parent, "living", started=owner.started(os.getpid()))
+    assert sweep(parent) == 0
+    assert (path / "00000000").exists()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"", b"{", b"[]", b"7", b"[" * 4096, b"9" * 4096, b'{"pid": "1"}', bytes(range(256))],
+    ids=repr,
+)
+def test_a_directory_of_nobody_is_left_alone(parent, record):
+    """Of an earlier version, or of a process that is about to write its name."""
+    path = left_by_a_dead_process(parent, "nobody")
+    whole = pathlib.Path(f"{path}.lock").read_bytes()
+    for text in (record, whole[: len(whole) // 2]):
+        pathlib.Path(f"{path}.lock").write_bytes(text)
+        assert sweep(parent) == 0
+        assert (path / "00000000").exists()
+
+
+def test_a_record_comes_back_as_it_was():
+    me = owner.this_process(True, 5)
+    assert owner.unpacked(me.packed()) == me
+    assert owner.started(me.pid) == me.started
+    assert len(me.packed()) < owner.MOST_NBYTES
+
+
+def test_a_dead_process_has_not_started():
+    child = subprocess.Popen(["/bin/true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert owner.started(child.pid) is None, "nobody has waited for it yet"
+    child.wait(DEADLINE_S)
+    assert owner.started(child.pid) is None
+
+
+# ------------------------------------------------------------------ processes
 
 
 def test_a_fork_does_not_remove_what_is_its_parents(parent):
@@ -240,8 +408,65 @@ def test_killed_in_the_middle_of_a_write(parent):
     finally:
         writer.kill()
         writer.communicate()
-    assert sweep(parent) == 1
+    # Its reaper removes it. Nobody else starts here, and nobody sweeps.
+    until(lambda: len(inside(parent)) == 2, "what the dead process left stays")
     assert not path.exists()
     assert_same(tier.get(place), flat_of((100_000,)))
+    tier.close()
+    assert inside(parent) == []
+
+
+@pytest.mark.cluster
+def test_killed_together_with_its_reaper(parent):
+    """As at the end of a container: whoever starts next sweeps."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, parent],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
+    try:
+        assert writer.stdout.readline() == "writing\n"
+        (reaper,) = psutil.Process(writer.pid).children()
+        assert "dask-gpurt-reaper" in reaper.cmdline()
+        reaper.kill()
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(DEADLINE_S)
+    finally:
+        writer.kill()
+        writer.communicate()
+    assert len(inside(parent)) == 2
+    assert sweep(parent) == 1
+    assert inside(parent) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_reaper_outlives_what_ends_a_group_of_processes(parent, number):
+    mine = ValueDirectory(parent)
+    mine.ready()
+    shell = mine._reaper
+    until(lambda: _ignores(shell.pid, number), "it does not ignore the signal")
+    os.kill(shell.pid, number)
+    assert os.getpgid(shell.pid) != os.getpgid(0)
+    # As if this process had ended.
+    shell.end()
+    assert inside(parent) == []
+
+
+def _ignores(pid, number):
+    lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = [line.split()[1] for line in lines if line.startswith("SigIgn:")]
+    return int(mask, 16) >> (number - 1) & 1
+
+
+def test_without_a_shell_a_directory_is_used_all_the_same(parent, monkeypatch):
+    def refused(*args, **kwargs):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    tier = DiskTier(parent)
+    value = flat_of((100_000,))
+    assert_same(tier.get(tier.put(value)), value)
     tier.close()
     assert inside(parent) == []
