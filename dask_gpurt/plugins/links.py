@@ -39,7 +39,7 @@ from dask_gpurt.plugins.seams import event_loop
 from dask_gpurt.plugins.worker_ucx import RefusedError, WorkerUcx, result_if_any
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport.host_readings import HostReadings
-from dask_gpurt.transport.shared import Borrower, Lender
+from dask_gpurt.transport.shared import Borrower, Lender, seal
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -316,12 +316,16 @@ class Links:
         ------
         TransportError
             The sender has to offer its path again.
+        DamagedError
+            The payload is not what was sent.
         ProtocolError
             The payload is not what was announced.
         """
         if came_inside(payload):
             return [_viewed(part, nbytes) for part, nbytes in _pairs(payload, lengths)]
         if payload["by"] == "shared":
+            if seal(payload["token"], payload["places"]) != payload["seal"]:
+                raise DamagedError("places in shared memory were damaged on their way")
             return await self._borrow(payload["token"], payload["places"], lengths, empty, beside)
         if payload["by"] != "ucx" or self.ucx.started is None:
             raise TransportError("a path that was not offered")

@@ -14,7 +14,7 @@ from dask_gpurt.plugins.seams import delivered, to_serialize
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.rate import LinkRate
-from dask_gpurt.transport.shared import Lender
+from dask_gpurt.transport.shared import Lender, seal
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -85,7 +85,8 @@ class SharedPath:
     async def carry(self, message: Message, call: Call) -> Answer:
         # Small buffers are not in shared memory; they are cheap to send.
         places = [self._lender.place(buffer) or buffer.tobytes() for buffer in message.buffers]
-        payload = {"by": self.name, "token": self._lender.descriptor["token"], "places": places}
+        token = self._lender.descriptor["token"]
+        payload = {"by": self.name, "token": token, "places": places, "seal": seal(token, places)}
         return await call({"header": message.header, "payload": payload})
 
 

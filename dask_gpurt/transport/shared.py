@@ -23,7 +23,9 @@ import contextlib
 import fcntl
 import os
 import stat
+import struct
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -34,6 +36,8 @@ from dask_gpurt.errors import ProtocolError, TransportError
 
 Buffer = npt.NDArray[np.uint8]
 _TOKEN_NBYTES = 16
+#: Whether a part is carried, and its length.
+_PART = struct.Struct("<?Q")
 _NOT_OFFERED = "shared memory that was not offered, or whose process has ended"
 
 
@@ -199,6 +203,33 @@ class Borrower:
     def close(self) -> None:
         for token in list(self._loans):
             self.forget(token)
+
+
+def seal(token: bytes, parts: Iterable[Any]) -> int:
+    """CRC-32 of what a message says of shared memory, with the bytes that it carries itself.
+
+    The memory of a host has its own checks. What a message carries has none: another position
+    would be read without complaint, as other rows.
+
+    Parameters
+    ----------
+    parts
+        For each buffer its places, or its bytes.
+
+    Raises
+    ------
+    ProtocolError
+        These are not such parts.
+    """
+    try:
+        total = zlib.crc32(token)
+        for part in parts:
+            is_carried = isinstance(part, bytes)
+            piece = part if is_carried else np.array(part, dtype="<u8").tobytes()
+            total = zlib.crc32(piece, zlib.crc32(_PART.pack(is_carried, len(piece)), total))
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ProtocolError("not places in shared memory") from error
+    return total
 
 
 def _read_into(view: memoryview, fd: int, places: Sequence[tuple[int, int]]) -> None:

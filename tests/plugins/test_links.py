@@ -257,6 +257,10 @@ class Peer:
         places = [self._lender.place(buffer) for buffer in self.lent]
         token = self._lender.descriptor["token"]
         self.payload = {"by": "shared", "token": token, "places": [*places, b"end"]}
+        self.sign()
+
+    def sign(self):
+        self.payload["seal"] = shared.seal(self.payload["token"], self.payload["places"])
 
     def fetched_by(self, links, beside):
         return links.fetch(self.payload, self.lengths, empty, beside)
@@ -300,8 +304,51 @@ def test_nothing_of_a_message_is_read_unless_all_of_it_is_there():
     async def test(links):
         peer = Peer(LEAST_BESIDE_NBYTES)
         peer.payload["places"][-1] = b"too long"
+        peer.sign()
         await links.accept(peer.offer)
         with pytest.raises(ProtocolError, match="8 bytes came of 3"):
+            await peer.fetched_by(links, never)
+
+    with_links(test)
+
+
+#: Smaller ones are not in shared memory.
+PLACED_NBYTES = 100_000
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda place, end: [[(place - 64, PLACED_NBYTES)], end],
+        lambda place, end: [[(place, PLACED_NBYTES - 1), (place, 1)], end],
+        lambda place, end: [[(place, PLACED_NBYTES)], b"enD"],
+        lambda place, end: [[(place, PLACED_NBYTES)], end, b""],
+        lambda place, end: [end, [(place, PLACED_NBYTES)]],
+    ],
+    ids=["elsewhere", "cut otherwise", "other bytes", "one more", "another order"],
+)
+def test_places_that_were_damaged_on_their_way_are_not_read(damaged):
+    """They may well be inside of the memory that was lent, and lead to other rows."""
+
+    async def test(links):
+        peer = Peer(PLACED_NBYTES)
+        await links.accept(peer.offer)
+        [[(place, nbytes)], end] = peer.payload["places"]
+        assert nbytes == PLACED_NBYTES
+        peer.payload["places"] = damaged(place, end)
+        with pytest.raises(DamagedError, match="damaged on their way"):
+            await peer.fetched_by(links, never)
+
+    with_links(test)
+
+
+@pytest.mark.parametrize("parts", [None, 7, [None], ["text"], [[("a", 1)]], [[(-1, 1)]]])
+def test_what_are_no_places_is_refused(parts):
+    async def test(links):
+        peer = Peer(PLACED_NBYTES)
+        await links.accept(peer.offer)
+        peer.payload["places"] = parts
+        with pytest.raises(ProtocolError):
             await peer.fetched_by(links, never)
 
     with_links(test)

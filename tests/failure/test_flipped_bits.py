@@ -1,0 +1,22 @@
+"""A thousand bits flip in files and messages: no wrong row, no crash."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_thousand_flipped_bits() -> None:
+    command = [sys.executable, "-m", "tests.failure.flipped_bits", "--flips", "1000"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert "1,000 flips, 0 wrong or unexpected" in done.stdout
+    # It would be as quiet if it read what nobody touched.
+    noticed = sum(map(int, re.findall(r"'noticed': (\d+)", done.stdout)))
+    assert noticed > 950
