@@ -111,6 +111,18 @@ def rechunked(client: Client) -> None:
         np.testing.assert_array_equal(lazy.compute(), source)
 
 
+def merged(client: Client) -> None:
+    """Both sides are shuffled, and start over together."""
+    parts = [frame(number) for number in range(4)]
+    other = pd.DataFrame({"key": np.arange(1000), "more": np.arange(1000) * 3})
+    others = [other[number::4] for number in range(4)]
+    with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        lazy = collection(parts).merge(collection(others), on="key", broadcast=False)
+        outputs = client.gather(client.compute(lazy.to_delayed()))
+    joined = pd.concat(outputs).sort_values("origin", ignore_index=True)
+    pd.testing.assert_frame_equal(joined, pd.concat(parts).merge(other, on="key"))
+
+
 @pytest.fixture
 def spilling(client: Client) -> Client:
     with dask.config.set({"gpurt.shuffle.memory": "4 KiB"}):
@@ -136,6 +148,13 @@ def test_a_rechunk_starts_over(spilling: Client, harm: Any) -> None:
     run_ids = harm(flip_bits, 1)
     rechunked(spilling)
     assert 2 <= len(run_ids) <= 3
+
+
+def test_a_merge_starts_over(spilling: Client, harm: Any) -> None:
+    run_ids = harm(flip_bits, 2)
+    merged(spilling)
+    # The run of the other side may be over before anybody reads from it.
+    assert 3 <= len(run_ids) <= 6
 
 
 @pytest.mark.parametrize("damage", [flip_bits, answer_eio])

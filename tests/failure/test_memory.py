@@ -18,6 +18,8 @@ from distributed import Client, wait
 
 import dask_gpurt
 from dask_gpurt.errors import DamagedValueError
+from dask_gpurt.memory import owner
+from dask_gpurt.memory.directory import sweep
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate, until
 from tests.failure.memory_stage import (
     MIB,
@@ -417,3 +419,18 @@ def test_damaged_values_when_the_runtime_is_disabled(client: Client, tmp_path: P
     dask_gpurt.disable(client)
     assert sums_of(client, blocks) == expected_sums()
     assert all(type(store).__name__ == "SpillBuffer" for store in stores(client))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_locks_are_taken_as_dask_takes_them(tmp_path: Path, locks: bool) -> None:
+    """Where a file system's locks do not work, users switch Dask's off."""
+    config = {"distributed.worker.use-file-locking": locks, "gpurt.memory.directory": str(tmp_path)}
+    with open_small(tmp_path, n_workers=1, **config) as client:
+        found = client.run(lambda dask_worker: disk_of(dask_worker).look()["directory"])
+        (directory,) = found.values()
+        record = owner.unpacked(Path(f"{directory}.lock").read_bytes())
+        assert record is not None
+        assert (record.pid, record.is_locked) == (os.getpid(), locks)
+        assert bool(orphans(tmp_path)) != locks, "its lock can be taken, so nobody holds it"
+        assert sweep(str(tmp_path), locks) == sweep(str(tmp_path), not locks) == 0
+    assert not list(tmp_path.rglob("dask-gpurt-values-*"))

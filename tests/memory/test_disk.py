@@ -19,7 +19,7 @@ import pytest
 
 from dask_gpurt.errors import DamagedValueError, TierFullError, ValueRefusedError
 from dask_gpurt.frames.values import Flat, flatten, restore
-from dask_gpurt.memory import block_io
+from dask_gpurt.memory import block_io, value_io
 from dask_gpurt.memory.block_io import empty_blocks
 from dask_gpurt.memory.disk import DiskTier
 from tests.conformance.tier_suite import TierSuite, assert_same, flat_of, half_noise
@@ -290,6 +290,27 @@ def test_damage_is_noticed_wherever_it_is(parent, lengths, compression):
             tier.get(place)
     path.write_bytes(good)
     assert_same(tier.get(place), value)
+    tier.close()
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_no_decoder_sees_damaged_bytes(parent, compression, monkeypatch):
+    tier = DiskTier(str(parent), None, compression)
+    place = tier.put(Flat(b"", (half_noise(1 << 20, 0),)))
+    assert place.nbytes < 1 << 20, "nothing was compressed"
+    path = pathlib.Path(place.path)
+    good = path.read_bytes()
+
+    def decompress(*args):
+        pytest.fail("damaged bytes were decoded")
+
+    monkeypatch.setattr(value_io, "decompress", decompress)
+    for position in (place.lead_nbytes, place.lead_nbytes + 70_001):
+        bad = bytearray(good)
+        bad[position] ^= 2
+        path.write_bytes(bad)
+        with pytest.raises(DamagedValueError, match="a buffer is damaged"):
+            tier.get(place)
     tier.close()
 
 
