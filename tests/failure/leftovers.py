@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import time
@@ -34,10 +35,16 @@ async def left_on(dask_worker: Any) -> list[str]:
 
 
 def files_in(directory: str) -> list[str]:
-    """Spill directories under a worker's own one."""
-    if not os.path.isdir(directory):
-        return []
-    return [f"directory {name}" for name in os.listdir(directory) if name.startswith("gpurt-")]
+    """Spill directories under a worker's own one, and open files that had a name in one."""
+    found = []
+    if os.path.isdir(directory):
+        found = [f"directory {name}" for name in os.listdir(directory) if name.startswith("gpurt-")]
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if path.startswith(os.path.join(directory, "gpurt-")):
+                found.append(f"open file {path}")
+    return found
 
 
 def _memory_of(worker: Any) -> list[str]:

@@ -28,6 +28,7 @@ from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import shards, spill_file
 from tests.conftest import stock_client
 from tests.failure import gates
+from tests.failure.leftovers import files_in
 from tests.integration.comparing import collection, runs
 
 N_PARTITIONS = 12
@@ -324,7 +325,7 @@ def test_retried_output_reads_its_shards_again(client, tmp_path):
 
 def directories(client):
     def find(dask_worker):
-        return [n for n in os.listdir(dask_worker.local_directory) if n.startswith("gpurt-")]
+        return files_in(dask_worker.local_directory)
 
     return [name for names in client.run(find).values() for name in names]
 
