@@ -325,7 +325,11 @@ class Carrier:
 
     def _lose(self, value: Value, problem: str) -> None:
         """The last copy of a value cannot be read."""
-        logger.error("%r cannot be read back (%s); it will be computed again", value.key, problem)
+        logger.error(
+            "%r cannot be read back (%s); it is lost, or is computed again if a task made it",
+            value.key,
+            problem,
+        )
         self._lost(value)
 
     def close(self) -> None:

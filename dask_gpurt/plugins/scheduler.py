@@ -28,6 +28,7 @@ from dask_gpurt.plugins import memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.asking import Answers, ask
 from dask_gpurt.plugins.frame_run import FrameSpec, frame_kind, obstacle
+from dask_gpurt.plugins.loss_seams import LostValues
 from dask_gpurt.plugins.machines import Machines
 from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.restart_seams import Restarts
@@ -142,6 +143,7 @@ class GpurtScheduler(SchedulerPlugin):
             scheduler, self._choose, self._everyone_reported, self.ready.__contains__
         )
         self._restarts = Restarts(scheduler)
+        self._lost_values = LostValues(scheduler)
         self.is_active = True
         # Not only once workers know, as the scheduler would: some may come or leave until then.
         scheduler.add_plugin(self, name=NAME, idempotent=True)
@@ -272,6 +274,8 @@ class GpurtScheduler(SchedulerPlugin):
             await self.scheduler.unregister_worker_plugin(None, name=NAME)
         finally:
             self._take_off(for_workers)
+            # Workers may lose values for as long as they give them back.
+            self._lost_values.remove()
 
     def _take_off(self, handlers: dict[str, Callable[..., Any]]) -> None:
         registered = self.scheduler.handlers
