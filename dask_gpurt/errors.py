@@ -99,7 +99,7 @@ class TraceError(SimulationError, ValueError):
     """A recorded workload is damaged, of another version, or makes no sense."""
 
 
-def will_pass(error: Exception) -> bool:
+def will_pass(error: BaseException) -> bool:
     """Whether something failed for want of memory or descriptors, and may work later."""
     return isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno in _PASSING

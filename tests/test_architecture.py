@@ -77,7 +77,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "transport",
         },
         # Tornado: the loop of a simulation has to be one that distributed's callbacks know.
-        DASK | {"numpy", "packaging", "prometheus_client", "psutil", "pynvml", "tornado"},
+        DASK
+        | {"msgpack", "numpy", "packaging", "prometheus_client", "psutil", "pynvml", "tornado"},
         IMPURE,
     ),
     "preload": ({"errors", "plugins"}, {"dask"}, {"logging"}),

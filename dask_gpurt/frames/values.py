@@ -20,7 +20,8 @@ import datetime
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -52,6 +53,10 @@ _SMALL_PICKLE_NBYTES = 512
 #: `dumps(value, protocol=5, buffer_callback=f)`, and its inverse `loads(data, buffers=...)`.
 Dumps = Callable[..., bytes]
 Loads = Callable[..., Any]
+#: Takes a value apart by a serializer that was registered for its type; None if there is none.
+TakeApart = Callable[[Any], tuple[bytes, Sequence[memoryview]] | None]
+#: Its inverse.
+Rebuild = Callable[[bytes, Sequence[memoryview]], Any]
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,16 @@ class Flat:
         return len(self.header) + sum(buffer.nbytes for buffer in self.buffers)
 
 
-def flatten(value: Any, dumps: Dumps = pickle.dumps) -> Flat:
+def flatten(value: Any, dumps: Dumps = pickle.dumps, take_apart: TakeApart | None = None) -> Flat:
     """Take a value apart.
 
     Parameters
     ----------
+    take_apart
+        Asked first for what has no layout of its own. Not asked for what is in a container that
+        has one.
     dumps
-        Pickles what has no layout of its own.
+        Pickles what is left.
 
     Returns
     -------
@@ -93,14 +101,19 @@ def flatten(value: Any, dumps: Dumps = pickle.dumps) -> Flat:
     TypeError
         The value, or something in it, cannot be pickled.
     """
-    into = _Flattening(dumps)
+    into = _Flattening(dumps, take_apart)
     node = into.node(value)
     sealed = msgpack.packb([[buffer.nbytes for buffer in into.buffers], node])
     header = _PREAMBLE.pack(MAGIC, VERSION, zlib.crc32(sealed)) + sealed
     return Flat(header, tuple(into.buffers))
 
 
-def restore(header: bytes, buffers: Sequence[Buffer], loads: Loads = pickle.loads) -> Any:
+def restore(
+    header: bytes,
+    buffers: Sequence[Buffer],
+    loads: Loads = pickle.loads,
+    rebuild: Rebuild | None = None,
+) -> Any:
     """Put a value together over the memory given; the inverse of `flatten`.
 
     Arrays are writable if their buffers are, but for those that were read-only. Buffers should
@@ -109,17 +122,22 @@ def restore(header: bytes, buffers: Sequence[Buffer], loads: Loads = pickle.load
     Raises
     ------
     ValueError
-        Header and buffers are not what `flatten` made, or what was pickled does not come back.
+        Header and buffers are not what `flatten` made.
+    Exception
+        Whatever the value's own code raises as it is put together: that of its class, or of a
+        serializer that was registered for it.
     """
+    restoring = _Restoring(buffers, loads, rebuild)
     try:
         nbytes, node = _decoded(header)
         if nbytes != [buffer.nbytes for buffer in buffers]:
             raise ValueError("the buffers of a value do not have the lengths in its header")
-        return _Restoring(buffers, loads).value(node)
+        return restoring.value(node)
     except (ValueError, MemoryError):
         raise
     except Exception as error:
-        # Pickle calls code of others, which may raise anything.
+        if restoring.is_error_of_others:
+            raise
         raise ValueError(f"a value cannot be put together: {error!r}") from error
 
 
@@ -139,9 +157,10 @@ def _decoded(header: bytes) -> tuple[list[int], Node]:
 class _Flattening:
     """A value that is being taken apart."""
 
-    def __init__(self, dumps: Dumps) -> None:
+    def __init__(self, dumps: Dumps, take_apart: TakeApart | None) -> None:
         self.buffers: list[Buffer] = []
         self._dumps = dumps
+        self._take_apart = take_apart
         #: Node of each object by its address, which the object, held here, keeps to itself.
         self._seen: dict[int, tuple[Any, list[Any]]] = {}
         self._n_shared = 0
@@ -182,8 +201,15 @@ class _Flattening:
             keys = self.node(list(value))
             made = ["dict", keys, [self.node(item) for item in value.values()]]
         else:
-            made = self.pickled(value)
+            made = self._registered(value) or self.pickled(value)
         return made
+
+    def _registered(self, value: Any) -> Node:
+        apart = self._take_apart(value) if self._take_apart is not None else None
+        if apart is None:
+            return None
+        header, frames = apart
+        return ["registered", header, [self.add(np.asarray(frame)) for frame in frames]]
 
     def pickled(self, value: Any) -> Node:
         apart: list[pickle.PickleBuffer] = []
@@ -205,9 +231,12 @@ class _Flattening:
 class _Restoring:
     """A value that is being put together."""
 
-    def __init__(self, buffers: Sequence[Buffer], loads: Loads) -> None:
+    def __init__(self, buffers: Sequence[Buffer], loads: Loads, rebuild: Rebuild | None) -> None:
         self._buffers = buffers
         self._loads = loads
+        self._rebuild = rebuild
+        #: Whether code of others raised what was raised. The error itself would hold this.
+        self.is_error_of_others = False
         self._shared: dict[int, Any] = {}
 
     def buffer(self, number: int) -> Buffer:
@@ -233,7 +262,24 @@ class _Restoring:
             self.buffer(number).data.toreadonly() if fixed else self.buffer(number).data
             for number, fixed in zip(numbers, read_only, strict=True)
         ]
-        return self._loads(data, buffers=views)
+        with self._code_of_others():
+            return self._loads(data, buffers=views)
+
+    def rebuilt(self, node: Node) -> Any:
+        _, header, numbers = node
+        assert self._rebuild is not None
+        frames = [self.buffer(number).data for number in numbers]
+        with self._code_of_others():
+            return self._rebuild(header, frames)
+
+    @contextmanager
+    def _code_of_others(self) -> Iterator[None]:
+        """Notes that an error is not ours."""
+        try:
+            yield
+        except BaseException:
+            self.is_error_of_others = True
+            raise
 
 
 def _dict_of(node: Node, out_of: OutOf) -> dict[Any, Any]:
@@ -260,6 +306,7 @@ _MAKERS: dict[str, Callable[[Node, Any], Any]] = {
     "list": lambda node, out_of: list(map(out_of.value, node[1])),
     "dict": _dict_of,
     "pickle": lambda node, out_of: out_of.unpickled(node),
+    "registered": lambda node, out_of: out_of.rebuilt(node),
     "first": lambda node, out_of: out_of.first(node),
     "again": lambda node, out_of: out_of.again(node),
 }

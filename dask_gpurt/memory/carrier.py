@@ -19,12 +19,12 @@ from dask_gpurt.errors import TierFullError, ValueRefusedError, will_pass
 from dask_gpurt.memory.moves import Drop, Load, Move, Put
 from dask_gpurt.memory.port import Lane, Lanes, Packing, Tier
 from dask_gpurt.memory.residency import Residency, Value
-from dask_gpurt.memory.shortage import Shortage
+from dask_gpurt.memory.shortage import Shortage, is_short
 
 logger = logging.getLogger("dask_gpurt.memory")
 
 
-class _NotRestoredError(Exception):
+class NotRestoredError(Exception):
     """What is in a tier is whole, and to make the value of it again raised the cause."""
 
 
@@ -229,7 +229,7 @@ class Carrier:
         if place is not None:
             try:
                 found = self._restore(move.target, move.source, place)
-            except _NotRestoredError:
+            except NotRestoredError:
                 with self._lock:
                     self._residency.load_refused(move)
                 self._decide()
@@ -268,10 +268,10 @@ class Carrier:
         ------
         KeyError
             It is not here, or cannot be read any more, or the store was closed.
-        MemoryError
+        MemoryError, OSError
             There is no room for it now.
-        Exception
-            Whatever its own unpickling raises.
+        NotRestoredError
+            Its own unpickling raises something.
         """
         while True:
             with self._lock:
@@ -288,8 +288,9 @@ class Carrier:
                     self._shortage.read(value)
                     value.refused.discard(value.home)
                 return found
-            except _NotRestoredError as error:
-                refusal = error.__cause__
+            except NotRestoredError as error:
+                _note(error, key)
+                raise
             except Exception as error:
                 with self._lock:
                     if will_pass(error):
@@ -302,26 +303,23 @@ class Carrier:
                         continue
                 self._lose(value, _told(error))
                 raise KeyError(key) from error
-            # It would be this as often as it is computed again. Raised out here, or each of the two
-            # would lead to the other.
-            assert refusal is not None
-            raise refusal
 
     def _restore(self, home: int, level: int, place: Any) -> Any:
         """Read a value from a tier, which sees to it that this is what was put there.
 
         Raises
         ------
-        _NotRestoredError
+        NotRestoredError
             The value itself is not to be had of it.
         """
         flat = self._tiers[level].get(place)
         try:
             return self._packings[home].restore(flat.header, flat.buffers)
-        except Exception as error:
-            if will_pass(error):
+        except BaseException as error:
+            # On a device there is no room but for what has left it, which takes a while.
+            if will_pass(error) and (home or is_short(error, flat.nbytes)):
                 raise
-            raise _NotRestoredError from error
+            raise NotRestoredError from error
 
     def _lose(self, value: Value, problem: str) -> None:
         """The last copy of a value cannot be read."""
@@ -340,6 +338,16 @@ class Carrier:
             self._places.clear()
         for tier in self._tiers.values():
             tier.close()
+
+
+def _note(error: NotRestoredError, key: Hashable) -> None:
+    """Have the cause say which value it is about."""
+    note = f"raised when {key!r} was put together again, which had left memory"
+    cause = error.__cause__
+    assert cause is not None
+    # Code of others may raise the same error each time.
+    if note not in getattr(cause, "__notes__", ()):
+        cause.add_note(note)
 
 
 def _told(error: Exception) -> str:

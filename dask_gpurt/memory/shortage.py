@@ -2,17 +2,42 @@
 
 Memory comes and goes, so what is short of it is read again in a moment. Where nothing is left that
 could give any back, that would go on for ever; so whoever waits is let go on in the end, and reads
-for itself or fails. Takes the time, and never asks for it; whoever calls holds the store's lock.
+for itself or fails. Takes the time, and never asks for it; whoever calls `Shortage` holds the
+store's lock.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
+
+import numpy as np
 
 from dask_gpurt.memory.residency import Value
 
 #: What was not tried for so long is not waited for any more.
 FORGET_S = 5.0
+
+
+def is_short(error: BaseException, nbytes: int) -> bool:
+    """Whether an error of somebody else's code is for want of memory or of descriptors.
+
+    Such code may raise what it likes, and to wait would not help it. So it is looked whether there
+    are a descriptor and so many bytes.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+        try:
+            np.empty(nbytes, np.uint8)
+        except MemoryError:
+            return True
+    elif number in (errno.EMFILE, errno.ENFILE):
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return True
+    return False
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from collections.abc import MutableMapping as MutableMappingABC
 from typing import Any, NoReturn
 
 from dask_gpurt.memory.admission import Admission, Claim
-from dask_gpurt.memory.carrier import Carrier
+from dask_gpurt.memory.carrier import Carrier, NotRestoredError
 from dask_gpurt.memory.inherited import Inherited
 from dask_gpurt.memory.loans import Loans
 from dask_gpurt.memory.port import Lanes, Packing, Tier
@@ -123,7 +123,14 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             if found.serial in self._loans:
                 return self._loans[found.serial]
         # Whoever did not claim the key waits for it here; the object is not kept.
-        return self._carrier.read_through(key)
+        try:
+            return self._carrier.read_through(key)
+        except NotRestoredError as error:
+            refusal = error.__cause__
+        # It would be this as often as it is computed again. Raised out here, or each of the two
+        # would lead to the other.
+        assert refusal is not None
+        raise refusal
 
     def __delitem__(self, key: Hashable) -> None:
         with self._lock:
@@ -207,6 +214,13 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         Returns
         -------
         What `take_back` needs; None if the key is not here.
+
+        Raises
+        ------
+        MemoryError, OSError
+            There is no room for it now.
+        NotRestoredError
+            Its own unpickling raises the cause.
         """
         with self._lock:
             value = self.residency.values.get(key)

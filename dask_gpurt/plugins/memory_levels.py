@@ -70,8 +70,8 @@ class StoreLevels:
     ) -> None:
         packing = Packing(
             memory_seams.safe_sizeof,
-            partial(flatten, dumps=memory_seams.dumps),
-            partial(restore, loads=memory_seams.loads),
+            partial(flatten, dumps=memory_seams.dumps, take_apart=memory_seams.take_apart),
+            partial(restore, loads=memory_seams.loads, rebuild=memory_seams.rebuild),
         )
         self.packings = [packing]
         self.levels = [Level("memory", room_nbytes)]

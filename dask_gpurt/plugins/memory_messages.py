@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.port import Priority
+from dask_gpurt.memory.carrier import NotRestoredError
 from dask_gpurt.memory.store import TieredStore
 from dask_gpurt.plugins import memory_seams
 
@@ -110,6 +111,8 @@ class Messages:
             There is no room for it.
         MemoryError
             Nor will there be.
+        Exception
+            Whatever the value's own unpickling raises.
         """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -129,6 +132,9 @@ class Messages:
             if self._store.is_given_up(key):
                 raise MemoryError(f"{key!r} cannot be read: {error}") from error
             raise _NotNow from error
+        except NotRestoredError as error:
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
         if loan is not None:
             self._tell("get-data", ("disk-read", "seconds"), loop.time() - began_s)
             self._tell("get-data", ("disk-read", "bytes"), nbytes)

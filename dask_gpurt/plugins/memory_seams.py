@@ -21,6 +21,8 @@ stock would write on the event loop | `StoreSwap.remove` |
 | `WorkerState.tasks`, `.ready`, `TaskState.dependents` | which value is needed next | |
 | `distributed.protocol.cuda` | which values are on a GPU, and what memory they consist of: what
 libraries register there to be sent from one GPU to another | |
+| `distributed.protocol.serialize` | values whose type has a serializer that was registered with
+Dask are taken apart by that, as they are where stock spills them | |
 | `FreeKeysEvent`, `ReleaseWorkerDataMsg` | a value that cannot be read back is computed again | |
 | `TaskState.waiters`, `.waiting_on`, `.priority`, `.state`, `.processing_on` and
 `WorkerState.processing` of the scheduler | the next use of a value that no task here waits for | |
@@ -43,16 +45,25 @@ from collections.abc import (
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 from dask.utils import format_bytes
 from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 from distributed.metrics import time
+from distributed.protocol.compression import decompress
 from distributed.protocol.cuda import cuda_dumps as take_apart_on_device
 from distributed.protocol.cuda import cuda_loads as put_together_on_device
 from distributed.protocol.cuda import cuda_serialize
 from distributed.protocol.pickle import dumps, loads
+from distributed.protocol.serialize import (
+    check_dask_serializable,
+    dask_serialize,
+    merge_and_deserialize,
+    serialize_and_split,
+)
 from distributed.sizeof import safe_sizeof
 from distributed.spill import SpillBuffer
+from distributed.utils import ensure_memoryview
 from distributed.worker import thread_state
 from distributed.worker_state_machine import ExecuteSuccessEvent, FreeKeysEvent, RescheduleEvent
 
@@ -78,11 +89,13 @@ __all__ = [
     "put_together_on_device",
     "queued",
     "ran",
+    "rebuild",
     "recompute",
     "reschedule",
     "safe_sizeof",
     "sends_no_more",
     "spill_marks_nbytes",
+    "take_apart",
     "take_apart_on_device",
     "take_over",
     "warn_of_unmanaged",
@@ -308,6 +321,64 @@ def is_on_device(value: Any) -> bool:
     except (TypeError, ImportError):
         return False
     return True
+
+
+#: Types of these have layouts of ours, or are left to pickle, which keeps all of them.
+_NOT_FOR_SERIALIZERS = frozenset({"builtins", "array", "numpy", "pandas", "pyarrow"})
+#: Frames are not split.
+_NO_SPLIT_NBYTES = 1 << 62
+#: A container may hold itself.
+_DEEPEST = 32
+
+
+def take_apart(value: Any) -> tuple[bytes, list[memoryview]] | None:
+    """Take a value apart as stock does where a serializer was registered for its type.
+
+    Returns
+    -------
+    A header and memory, for `rebuild`. None if pickle is to do it.
+
+    Raises
+    ------
+    TypeError
+        The serializer failed.
+    """
+    if not _has_serializer(value):
+        return None
+    try:
+        header, frames = serialize_and_split(value, on_error="raise", size=_NO_SPLIT_NBYTES)
+    except TypeError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from None
+        # Dask's own text has all of the value in it.
+        raise TypeError(
+            f"the serializer that Dask has for {type(value).__qualname__} failed: "
+            f"{error.__cause__ or error.args[0]!r}"
+        ) from error
+    return msgpack.dumps(header, use_bin_type=True), [ensure_memoryview(one) for one in frames]
+
+
+def _has_serializer(value: Any) -> bool:
+    """Whether a serializer was registered for a value, or for what a container begins with."""
+    inner = value
+    for _ in range(_DEEPEST):
+        if type(inner) not in (list, tuple, set, dict) or not inner:
+            break
+        # Dask looks at the first item alone, too.
+        inner = next(iter(inner.values() if type(inner) is dict else inner))
+    if type(inner).__module__.partition(".")[0] in _NOT_FOR_SERIALIZERS:
+        return False
+    try:
+        dask_serialize.dispatch(type(inner))
+    except (TypeError, ImportError):
+        return False
+    return inner is value or check_dask_serializable(value)
+
+
+def rebuild(header: bytes, frames: Collection[memoryview]) -> Any:
+    """Put together what `take_apart` made."""
+    read = msgpack.loads(header, raw=False, use_list=False)
+    return merge_and_deserialize(read, decompress(read, list(frames)))
 
 
 def is_cancelled(worker: Worker, key: Any) -> bool:

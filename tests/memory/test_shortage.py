@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
+import pytest
+
 from dask_gpurt.memory.residency import Value
-from dask_gpurt.memory.shortage import FORGET_S, Shortage
+from dask_gpurt.memory.shortage import FORGET_S, Shortage, is_short
 
 
 def value(serial):
@@ -46,3 +50,16 @@ def test_who_asks_is_told_once_that_waiting_is_over():
     assert shortage.is_over(one)
     assert not shortage.is_over(one)
     assert not shortage.look(0.0)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")])
+def test_it_is_looked_whether_there_really_is_no_memory(error):
+    assert is_short(error, 1 << 60)
+    assert not is_short(error, 1 << 10)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "too many"), OSError(errno.EAGAIN, "again"), ValueError()]
+)
+def test_what_others_say_is_no_shortage(error):
+    assert not is_short(error, 1 << 60)

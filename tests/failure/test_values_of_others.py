@@ -1,0 +1,255 @@
+"""Values that their own code, or a registered serializer, takes apart: as in stock Dask."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client, wait
+from distributed.protocol import dask_deserialize, dask_serialize, register_generic
+
+from dask_gpurt.plugins import memory_seams
+from tests.failure.gates import DEADLINE_S, until
+from tests.failure.memory_stage import (
+    MIB,
+    assert_no_values_left,
+    make_block,
+    open_small,
+    stores,
+    sum_of,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with open_small(tmp_path_factory.mktemp("others"), n_workers=1) as client:
+        yield client
+
+
+@pytest.fixture
+def client(cluster: Client) -> Iterator[Client]:
+    yield cluster
+    assert_no_values_left(cluster)
+
+
+class Sized:
+    """Holds a block."""
+
+    def __init__(self, number: int, nbytes: int = 2 * MIB) -> None:
+        self.number = number
+        self.block = make_block(number, nbytes)
+
+    def __sizeof__(self) -> int:
+        return self.block.nbytes
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and np.array_equal(self.block, other.block)  # type: ignore[attr-defined]
+
+
+class Locked(Sized):
+    """Pickle refuses it."""
+
+    def __init__(self, number: int, nbytes: int = 2 * MIB) -> None:
+        super().__init__(number, nbytes)
+        self.lock = threading.Lock()
+
+
+class LockedMore(Locked):
+    """Has the serializer of its base."""
+
+
+class Generic(Sized):
+    """Dask goes through its attributes."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not by pickle")
+
+
+class NotSo(Sized):
+    """Its serializer leaves it to pickle."""
+
+
+class Failing(Sized):
+    """Its serializer fails, though pickle would not."""
+
+
+class WithState(Sized):
+    """Pickle asks it for its state."""
+
+    def __getstate__(self) -> Any:
+        return {"number": self.number}
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(state["number"])  # type: ignore[misc]
+
+
+class Unpicklable(Sized):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("nobody takes this apart")
+
+
+@dask_serialize.register(Locked)
+def _serialize(value: Locked) -> Any:
+    return {"type": type(value).__name__, "number": value.number}, [value.block]
+
+
+@dask_deserialize.register(Locked)
+def _deserialize(header: Any, frames: Any) -> Locked:
+    made = globals()[header["type"]](header["number"], 0)
+    made.block = np.frombuffer(frames[0], np.int64)
+    return made
+
+
+register_generic(Generic)
+
+
+@dask_serialize.register(NotSo)
+def _not_so(value: NotSo) -> Any:
+    raise NotImplementedError
+
+
+@dask_serialize.register(Failing)
+def _fail(value: Failing) -> Any:
+    raise RuntimeError("the serializer is broken")
+
+
+def is_right(value: Any, number: int) -> bool:
+    while not isinstance(value, Sized):
+        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+    return np.array_equal(value.block, make_block(number))
+
+
+def contained(kind: type, number: int, container: str) -> Any:
+    made = kind(number)
+    return {
+        "none": made,
+        "list": [made, kind(number)],
+        "tuple": (made,),
+        "dict": {"a": made},
+        "nested": [{"a": (made,)}],
+    }[container]
+
+
+@pytest.mark.parametrize(
+    ("kind", "container"),
+    [(Locked, c) for c in ("none", "list", "tuple", "dict", "nested")]
+    + [(kind, "none") for kind in (LockedMore, Generic, NotSo, WithState)],
+)
+def test_what_a_registered_serializer_takes_apart_leaves_memory(
+    client: Client, kind: type, container: str
+) -> None:
+    (store,) = stores(client)
+    made = client.map(contained, [kind] * 16, range(16), container=container, pure=False)
+    wait(made, timeout=DEADLINE_S)
+    memory = store.residency.levels[0]
+    until(lambda: memory.used_nbytes <= memory.capacity_nbytes, "values stay in memory")
+    until(lambda: store.has_cold, "values stay in memory")
+    rights = client.map(is_right, made, range(16), pure=False)
+    assert all(client.gather(rights))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Unpicklable, "nobody takes this apart"), (Failing, "the serializer is broken")],
+)
+def test_what_nobody_takes_apart_stays_in_memory_and_is_said_once(
+    client: Client, caplog: pytest.LogCaptureFixture, kind: type, why: str
+) -> None:
+    (store,) = stores(client)
+    with caplog.at_level(logging.WARNING, "dask_gpurt.memory"):
+        made = client.map(kind, range(14), pure=False)
+        wait(made, timeout=DEADLINE_S)
+        blocks = client.map(make_block, range(20), pure=False)
+        # Others leave for it, and tasks go on.
+        assert client.gather(client.map(sum_of, blocks, pure=False))
+    assert not any(store.is_cold(one.key) for one in made)
+    said = [one.getMessage() for one in caplog.records if "it stays in memory" in one.getMessage()]
+    assert said
+    assert len(said) == len(set(said))
+    assert all(why in one for one in said)
+    # The text does not hold the value.
+    assert max(map(len, said)) < 500
+    assert all(client.gather(client.map(is_there, made, pure=False)))
+
+
+def is_there(value: Any) -> bool:
+    return isinstance(value, Sized)
+
+
+class OwnError(Exception):
+    """An error of a program."""
+
+
+ERRORS: dict[str, BaseException] = {
+    "own": OwnError("not this one"),
+    "key": KeyError("k"),
+    "value": ValueError("not this one"),
+    "connection": ConnectionError("no such database"),
+    "memory": MemoryError("not enough in there"),
+    "os": FileNotFoundError(2, "gone"),
+    "descriptors": OSError(24, "too many"),
+}
+
+
+class Sour(Sized):
+    """Goes out, and does not come back."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(1)
+        self.kind = kind
+
+    def __reduce__(self) -> Any:
+        return _raise, (self.kind,)
+
+
+def _raise(kind: str) -> None:
+    raise ERRORS[kind]
+
+
+def use(value: Any) -> int:
+    return int(value.number)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_in_unpickling_comes_as_it_is_with_the_key(client: Client, kind: str) -> None:
+    (store,) = stores(client)
+    # Shortages are waited for, for as long as anything else may go on.
+    sour = client.submit(Sour, kind, pure=False)
+    wait(sour, timeout=DEADLINE_S)
+    blocks = client.map(make_block, range(16), pure=False)
+    wait(blocks, timeout=DEADLINE_S)
+    until(lambda: store.is_cold(sour.key), "it stays in memory")
+    used = client.submit(use, sour, pure=False)
+    error = used.exception(DEADLINE_S)
+    assert type(error) is type(ERRORS[kind])
+    assert str(error) == str(ERRORS[kind])
+    assert any(sour.key in note for note in error.__notes__)
+    assert len(error.__notes__) == 1
+    # It was not computed again, nor is it waited for.
+    assert store.is_cold(sour.key)
+    assert not store.put_off(0.0)
+    assert client.gather(client.map(sum_of, blocks[:4], pure=False))
+    ERRORS[kind].__notes__ = []  # type: ignore[attr-defined]
+    ERRORS[kind].__traceback__ = None
+
+
+def test_a_container_that_holds_itself_is_left_to_pickle() -> None:
+    outer: list[Any] = []
+    inner = [outer]
+    outer.append(inner)
+    assert memory_seams.take_apart([outer]) is None
+
+
+@pytest.mark.parametrize("value", [[b"a"], np.ma.masked_array([1, 2], [0, 1]), "a", [], {}])
+def test_what_has_a_layout_or_is_for_pickle_is_left_alone(value: Any) -> None:
+    assert memory_seams.take_apart(value) is None
+
+
+def test_a_frame_of_nothing_comes_back() -> None:
+    empty = Locked(3, 0)
+    header, frames = memory_seams.take_apart(empty)  # type: ignore[misc]
+    assert memory_seams.rebuild(header, frames) == empty
