@@ -94,7 +94,9 @@ class Unpicklable(Sized):
 
 @dask_serialize.register(Locked)
 def _serialize(value: Locked) -> Any:
-    return {"type": type(value).__name__, "number": value.number}, [value.block]
+    # Views cannot be pickled, so what Dask's pickler makes of this is no way out.
+    header = {"type": type(value).__name__, "number": value.number}
+    return header, [memoryview(value.block.view(np.uint8))]
 
 
 @dask_deserialize.register(Locked)
