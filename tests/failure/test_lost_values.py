@@ -180,8 +180,9 @@ def test_a_scattered_value_that_others_hold_for_a_client_that_left(
             assert LOST in said_of(take())
     # There may be one of that name again.
     key = client.get_dataset("published").key
-    client.scatter({key: make_block(1)}, workers=[holder.address])
+    anew = client.scatter({key: make_block(1)}, workers=[holder.address])
     assert sum_of(client.get_dataset("published").result(DEADLINE_S)) == sum_of(make_block(1))
+    del anew
     assert_all_else_goes_on(client)
     client.unpublish_dataset("published")
     Variable("v", client).delete()
