@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import pickle
 import sys
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.port import (
     OBJECT_NBYTES,
     DeviceMemory,
@@ -254,8 +254,11 @@ class OpenChunk:
         rechunking: Rechunking,
         devices: _Libraries,
         sizeof: Sizeof,
+        pickling: Pickling,
     ) -> None:
         self._chunk = chunk
+        self._pickling = pickling
+        self._name = f"chunk {index} of an array"
         self._devices = devices
         layout = ChunkLayout.of(chunk, devices.known)
         if layout is not None and (
@@ -266,6 +269,7 @@ class OpenChunk:
         parts = rechunking.of_input(index)
         self.parts: list[Part]
         if layout is None:
+            pickling.try_some(chunk, self._name)
             self.layout_key = _PICKLED
             self.parts = [Part(output, box, (), 1) for output, box, _ in parts]
             self._object_nbytes = _object_nbytes(chunk, sizeof)
@@ -286,7 +290,7 @@ class OpenChunk:
             arrays = [_own(chunk[part.box]) for part in parts]
             held = sum(_held_nbytes(array, self._object_nbytes) for array in arrays)
             pickled = PickledBody(arrays, held)
-            return _pack(pickled) if leaves else pickled
+            return _pack(pickled, self._pickling, self._name) if leaves else pickled
         n_rows = sum(part.n_rows for part in parts)
         nbytes = n_rows * layout.dtype.itemsize
         device = self._devices.of(layout)
@@ -336,8 +340,8 @@ def _held_nbytes(array: Any, object_nbytes: float = OBJECT_NBYTES) -> int:
     return nbytes
 
 
-def _pack(body: PickledBody) -> Packed:
-    data = pickle.dumps(body.arrays, protocol=5)
+def _pack(body: PickledBody, pickling: Pickling, what: str) -> Packed:
+    data = pickling.dump(body.arrays, what)
     return Packed(np.frombuffer(data, np.uint8), len(body.arrays), pickle_nbytes=len(data))
 
 
@@ -372,6 +376,8 @@ class Arrays:
         Libraries whose arrays are cut and joined on their devices.
     sizeof
         Measures objects; only the sizes of shards depend on it.
+    pickling
+        How arrays are pickled that are not plain memory.
     """
 
     def __init__(
@@ -380,8 +386,10 @@ class Arrays:
         join: Callable[[Any], Any],
         devices: Devices | None = None,
         sizeof: Sizeof = sys.getsizeof,
+        pickling: Pickling | None = None,
     ) -> None:
         self.rechunking = rechunking
+        self._pickling = pickling or Pickling()
         self._sizeof = sizeof
         self._join = join
         self._devices = _Libraries(devices or {})
@@ -394,16 +402,18 @@ class Arrays:
         return self._devices[name].room(nbytes)
 
     def open(self, chunk: Any, index: Index) -> OpenChunk:
-        return OpenChunk(chunk, index, self.rechunking, self._devices, self._sizeof)
+        return OpenChunk(chunk, index, self.rechunking, self._devices, self._sizeof, self._pickling)
 
     def pack(self, body: Body) -> Packed:
-        return body.packed if isinstance(body, PlainBody) else _pack(body)
+        if isinstance(body, PlainBody):
+            return body.packed
+        return _pack(body, self._pickling, "a piece of an array")
 
     def unpack(self, layout_key: bytes, packed: Packed) -> Body:
         if layout_key == _PICKLED:
             if packed.pickle_nbytes != packed.buffer.nbytes:
                 raise ValueError("a pickled shard with something beside the pickle")
-            arrays = pickle.loads(packed.buffer.data)
+            arrays = self._pickling.load_columns(packed.buffer.data, lambda: "pieces of an array")
             if len(arrays) != packed.n_rows:
                 raise ValueError(f"{len(arrays)} pieces came of {packed.n_rows}")
             return PickledBody(arrays, max(packed.pickle_nbytes, sum(map(_held_nbytes, arrays))))

@@ -8,7 +8,6 @@ move rows (`frames.gather`), does not group columns (`frames.pandas_`), and does
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import pandas as pd
 import pyarrow as pa
 
 from dask_gpurt.frames.gather import Counting
+from dask_gpurt.frames.pickling import Pickling
 
 Part = npt.NDArray[Any]
 
@@ -27,6 +27,7 @@ Part = npt.NDArray[Any]
 _ARROW = ("string", "arrow")
 #: NumPy's own spelling of a type of plain memory: numbers, booleans, datetimes and timedeltas.
 _PLAIN_DTYPE = re.compile(r"[<>|][biufcmM]\d{1,2}(\[\d*[A-Za-z]+\])?")
+_PLAIN = Pickling()
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,16 @@ class Column:
     objects: Any = None
 
 
-def decompose_index(level: pd.Index) -> Column:
+def decompose_index(level: pd.Index, pickling: Pickling = _PLAIN, what: str = "an index") -> Column:
     """Take an index, or one level of it, apart."""
     if isinstance(level, pd.RangeIndex):
         return Column(Layout("plain", ("<i8",)), [Counting(level.start, level.step)])
-    return decompose(np_or_extension(level))
+    return decompose(np_or_extension(level), None, pickling, what)
 
 
-def decompose(values: Any, expected: Any = None) -> Column:
+def decompose(
+    values: Any, expected: Any = None, pickling: Pickling = _PLAIN, what: str = "a column"
+) -> Column:
     """Take one column apart.
 
     Parameters
@@ -157,12 +160,16 @@ def decompose(values: Any, expected: Any = None) -> Column:
     expected
         Type the column has in the frame's meta. Categories equal to those expected do not
         travel.
+    pickling
+        For categories that are objects.
+    what
+        Names the column in an error.
     """
     dtype = values.dtype
     if isinstance(dtype, np.dtype):
         return _decompose_numpy(values)
     if isinstance(dtype, pd.CategoricalDtype):
-        return _decompose_categorical(values, expected)
+        return _decompose_categorical(values, expected, pickling, what)
     if isinstance(dtype, (pd.DatetimeTZDtype, pd.PeriodDtype)):
         name = str(dtype)
         # A zone that its name does not bring back (dateutil's files, for one) goes as objects.
@@ -223,15 +230,15 @@ def _decompose_objects(values: Any) -> Column:
     return Column(Layout("objects", objects=True, detail=detail), objects=values)
 
 
-def _decompose_categorical(values: Any, expected: Any) -> Column:
+def _decompose_categorical(values: Any, expected: Any, pickling: Pickling, what: str) -> Column:
     dtype = values.dtype
     same = (
         isinstance(expected, pd.CategoricalDtype)
         and expected.ordered == dtype.ordered
         and expected.categories.dtype == dtype.categories.dtype
-        and expected.categories.equals(dtype.categories)
+        and _are_same(expected.categories, dtype.categories)
     )
-    categories = b"" if same else _pack_index(dtype.categories)
+    categories = b"" if same else _pack_index(dtype.categories, pickling, what)
     codes = values.codes
     layout = Layout(
         "categorical", (codes.dtype.str,), detail=(bool(dtype.ordered), bool(same), categories)
@@ -239,7 +246,15 @@ def _decompose_categorical(values: Any, expected: Any) -> Column:
     return Column(layout, [codes])
 
 
-def _pack_index(index: pd.Index) -> bytes:
+def _are_same(one: pd.Index, other: pd.Index) -> bool:
+    """Whether two indexes are equal, and of objects also whether their types are."""
+    if not one.equals(other):
+        return False
+    # A member of an IntEnum equals its number, and a string one of a subclass.
+    return one.dtype != object or list(map(type, one)) == list(map(type, other))
+
+
+def _pack_index(index: pd.Index, pickling: Pickling = _PLAIN, what: str = "a column") -> bytes:
     """Categories as bytes: an Arrow stream where Arrow brings them back as they were."""
     try:
         table = pa.table({"categories": pa.array(index)})
@@ -248,16 +263,16 @@ def _pack_index(index: pd.Index) -> bytes:
             writer.write_table(table)
         packed: bytes = b"A" + str(index.dtype).encode() + b"\0" + sink.getvalue().to_pybytes()
         back = _unpack_index(packed)
+        if back.dtype == index.dtype and _are_same(back, index):
+            return packed
     except (pa.ArrowException, TypeError, ValueError, AttributeError):
-        return b"P" + pickle.dumps(index, protocol=5)
-    if back.dtype == index.dtype and back.equals(index):
-        return packed
-    return b"P" + pickle.dumps(index, protocol=5)
+        pass
+    return b"P" + pickling.dump(index, what)
 
 
-def _unpack_index(packed: bytes) -> pd.Index:
+def _unpack_index(packed: bytes, pickling: Pickling = _PLAIN) -> pd.Index:
     if packed[:1] == b"P":
-        index: pd.Index = pickle.loads(packed[1:])
+        index: pd.Index = pickling.loads(packed[1:])
         return index
     name, _, stream = packed[1:].partition(b"\0")
     with pa.ipc.open_stream(stream) as reader:
@@ -265,10 +280,28 @@ def _unpack_index(packed: bytes) -> pd.Index:
     return pd.Index(column.to_pandas().array, dtype=name.decode())
 
 
-def categories_of(layout: Layout, expected: Any) -> pd.Index:
-    """Categories of a categorical column, which may be those its meta already has."""
-    _, same, packed = layout.detail
-    return expected.categories if same else _unpack_index(packed)
+class Categories:
+    """The categories of the columns of one run, each read once.
+
+    Parameters
+    ----------
+    pickling
+        For categories that are objects.
+    """
+
+    def __init__(self, pickling: Pickling = _PLAIN) -> None:
+        self._pickling = pickling
+        self._read: dict[bytes, pd.Index] = {}
+
+    def of(self, layout: Layout, expected: Any) -> pd.Index:
+        """Categories of a categorical column, which may be those its meta already has."""
+        _, same, packed = layout.detail
+        if same:
+            return expected.categories
+        index = self._read.get(packed)
+        if index is None:
+            index = self._read.setdefault(packed, _unpack_index(packed, self._pickling))
+        return index
 
 
 def _compose_categorical(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:

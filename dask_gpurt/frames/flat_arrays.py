@@ -8,7 +8,6 @@ between the elements. Axes along which all elements are one and the same in memo
 from __future__ import annotations
 
 import math
-import pickle
 from typing import Any
 
 import numpy as np
@@ -54,12 +53,20 @@ def array_node(array: npt.NDArray[Any], into: Into, *, may_be_read_only: bool = 
     number = into.add(dense.reshape(-1).view(np.uint8))
     # Elements that are one and the same in memory must not become writable either.
     read_only = (may_be_read_only or bool(repeated)) and not array.flags.writeable
-    return ["array", number, _dtype_node(array.dtype), list(array.shape), axes, repeated, read_only]
+    return [
+        "array",
+        number,
+        _dtype_node(array.dtype, into),
+        list(array.shape),
+        axes,
+        repeated,
+        read_only,
+    ]
 
 
 def array_of(node: Node, out_of: OutOf) -> npt.NDArray[Any]:
     _, number, dtype_node, shape, axes, repeated, read_only = node
-    dtype = _dtype_of(dtype_node)
+    dtype = _dtype_of(dtype_node, out_of)
     raw = out_of.buffer(number)
     lengths = [1 if axis in repeated else length for axis, length in enumerate(shape)]
     if math.prod(lengths) * dtype.itemsize != raw.nbytes or any(n < 0 for n in shape):
@@ -86,12 +93,12 @@ def _axes_by_stride(array: npt.NDArray[Any]) -> list[int]:
     return [] if axes == list(range(array.ndim)) else axes
 
 
-def _dtype_node(dtype: np.dtype[Any]) -> Node:
+def _dtype_node(dtype: np.dtype[Any], into: Into) -> Node:
     """A type string; a pickle of what one does not say: fields, metadata, types of others."""
     text = dtype.str
     if dtype.metadata is None and dtype.names is None and _is_named(text, dtype):
         return text
-    return pickle.dumps(dtype, protocol=5)
+    return into.pickled(dtype)
 
 
 def _is_named(text: str, dtype: np.dtype[Any]) -> bool:
@@ -101,8 +108,8 @@ def _is_named(text: str, dtype: np.dtype[Any]) -> bool:
         return False
 
 
-def _dtype_of(node: Node) -> np.dtype[Any]:
-    dtype = np.dtype(node) if isinstance(node, str) else pickle.loads(node)
+def _dtype_of(node: Node, out_of: OutOf) -> np.dtype[Any]:
+    dtype = np.dtype(node) if isinstance(node, str) else out_of.value(node)
     if dtype.hasobject or not dtype.itemsize:
         raise ValueError(f"no plain array is of {dtype}")
     return dtype  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from dask_gpurt.frames.columns import Part, categories_of, compose_categorical
+from dask_gpurt.frames.columns import Categories, Part, compose_categorical
 from dask_gpurt.frames.port import Piece
 
 try:
@@ -58,7 +58,7 @@ def join_objects(arrays: list[Any], pieces: list[Piece]) -> Any:
 
 
 def join_categorical(
-    number: int, codes: Part, pieces: list[Piece], expected: Any
+    number: int, codes: Part, pieces: list[Piece], expected: Any, known: Categories
 ) -> pd.Categorical:
     """Categorical out of joined codes, over the union of the pieces' categories.
 
@@ -68,14 +68,14 @@ def join_categorical(
     details = [piece.body.layout.all[number].detail for piece in pieces]
     layouts = [piece.body.layout.all[number] for piece in pieces]
     if all(detail == details[0] for detail in details):
-        categories = categories_of(layouts[0], expected)
+        categories = known.of(layouts[0], expected)
         dtype = pd.CategoricalDtype(categories, ordered=details[0][0])
         return compose_categorical(codes, dtype)
     first = 0
     same: list[pd.Categorical] = []
     for piece, layout in zip(pieces, layouts, strict=True):
         last = first + piece.stop - piece.start
-        dtype = pd.CategoricalDtype(categories_of(layout, expected), ordered=layout.detail[0])
+        dtype = pd.CategoricalDtype(known.of(layout, expected), ordered=layout.detail[0])
         same.append(compose_categorical(codes[first:last], dtype))
         first = last
     return _union(same)

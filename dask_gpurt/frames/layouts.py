@@ -6,9 +6,8 @@ more than one. Values only: what a layout describes is gathered and joined by `f
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.frames.columns import Layout
+from dask_gpurt.frames.flattening import is_scalar
+from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.sections import Section
 
 _ALIGNMENT = 8
@@ -37,30 +38,40 @@ class Group:
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """How every column and index level of a frame is carried."""
+    """How every column and index level of a frame is carried.
+
+    Attributes
+    ----------
+    pickling
+        For names that are objects.
+    """
 
     columns: tuple[Layout, ...]
     index: tuple[Layout, ...]
     index_names: tuple[Any, ...]
+    pickling: Pickling = field(default_factory=Pickling, compare=False)
 
     @cached_property
     def key(self) -> bytes:
         names: list[Any] = []
-        for name in self.index_names:
-            plain = name is None or type(name) in (str, int)
-            names.append([plain, name if plain else pickle.dumps(name, protocol=5)])
+        for level, name in enumerate(self.index_names):
+            plain = is_scalar(name)
+            what = f"the name of index level {level}, {name!r},"
+            names.append([plain, name if plain else self.pickling.dump(name, what)])
         return msgpack.packb(  # type: ignore[no-any-return]
             [[c.to_plain() for c in self.columns], [i.to_plain() for i in self.index], names]
         )
 
     @staticmethod
-    def from_key(key: bytes) -> FrameLayout:
+    def from_key(key: bytes, pickling: Pickling | None = None) -> FrameLayout:
+        pickling = pickling or Pickling()
         try:
             columns, index, names = msgpack.unpackb(key)
             layout = FrameLayout(
                 tuple(Layout.from_plain(column) for column in columns),
                 tuple(Layout.from_plain(level) for level in index),
-                tuple(name if plain else pickle.loads(name) for plain, name in names),
+                tuple(name if plain else pickling.loads(name) for plain, name in names),
+                pickling,
             )
         except (TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
             raise ValueError(f"not the layout of a pandas frame: {error}") from error

@@ -10,7 +10,6 @@ What a single column is made of is `frames.columns`' business.
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import pyarrow as pa
 
 from dask_gpurt.frames.arrow_rows import ArrowRows
 from dask_gpurt.frames.columns import (
+    Categories,
     Column,
     Part,
     compose,
@@ -40,6 +40,7 @@ from dask_gpurt.frames.joining import (
     with_common_categories,
 )
 from dask_gpurt.frames.layouts import FrameLayout
+from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.port import (
     OBJECT_NBYTES,
     Empty,
@@ -94,14 +95,22 @@ class PandasPartition:
             if isinstance(index, pd.MultiIndex)
             else [index]
         )
-        self._columns: list[Column] = taken + [decompose_index(level) for level in levels]
+        self._columns: list[Column] = taken + [
+            decompose_index(level, adapter.pickling, adapter.name_of(len(taken) + number))
+            for number, level in enumerate(levels)
+        ]
         self.layout = adapter.interned(
             FrameLayout(
                 tuple(column.layout for column in taken),
                 tuple(column.layout for column in self._columns[len(taken) :]),
                 tuple(index.names),
+                adapter.pickling,
             )
         )
+        self._adapter = adapter
+        for number in self.layout.objects:
+            values = self._columns[number].objects
+            adapter.pickling.try_some(values, adapter.name_of(number))
         self._n_rows = len(frame)
         self._arrow = {
             str(number): ArrowRows(self._columns[number].arrow)
@@ -135,7 +144,7 @@ class PandasPartition:
             n_rows = len(selection.rows)
             objects = [self._columns[n].objects.take(selection.rows) for n in self.layout.objects]
             if selection.leaves:
-                packed = _reserve(self.layout, n_rows, batch, objects, selection.empty)
+                packed = self._adapter.reserve(self.layout, n_rows, batch, objects, selection.empty)
                 regions.append(self.layout.regions(packed.buffer, n_rows))
                 shards.append(packed)
             else:
@@ -172,26 +181,6 @@ def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:
         writer.write_batch(batch)
 
 
-def _reserve(
-    layout: FrameLayout, n_rows: int, batch: pa.RecordBatch | None, objects: list[Any], empty: Empty
-) -> Packed:
-    """Buffer for a whole shard, its Arrow and pickle sections already written."""
-    fixed_nbytes = layout.fixed_nbytes(n_rows)
-    arrow_nbytes = 0
-    if batch is not None:
-        measure = pa.MockOutputStream()
-        _write_stream(measure, batch)
-        arrow_nbytes = measure.size()
-    pickled = pickle.dumps(objects, protocol=5) if objects else b""
-    buffer = empty(fixed_nbytes + arrow_nbytes + len(pickled))
-    if batch is not None:
-        section = buffer[fixed_nbytes : fixed_nbytes + arrow_nbytes]
-        _write_stream(pa.FixedSizeBufferWriter(pa.py_buffer(section)), batch)
-    if pickled:
-        buffer[fixed_nbytes + arrow_nbytes :] = np.frombuffer(pickled, dtype=np.uint8)
-    return Packed(buffer, n_rows, arrow_nbytes, len(pickled))
-
-
 class PandasFrames:
     """Adapter for the pandas DataFrames of one shuffle.
 
@@ -205,19 +194,29 @@ class PandasFrames:
         Whether that column is left out of the output.
     sizeof
         Measures objects; only the sizes of shards depend on it.
+    pickling
+        How objects are pickled.
     """
 
     landing: Landing | None = None
     shard_nbytes: int | None = None
 
     def __init__(
-        self, meta: pd.DataFrame, column: Any, drop_column: bool, sizeof: Sizeof = sys.getsizeof
+        self,
+        meta: pd.DataFrame,
+        column: Any,
+        drop_column: bool,
+        sizeof: Sizeof = sys.getsizeof,
+        pickling: Pickling | None = None,
     ) -> None:
         self.sizeof = sizeof
+        self.pickling = pickling or Pickling()
+        self._categories = Categories(self.pickling)
         self._meta = meta
-        self._column = column
         self._drop_column = drop_column
-        self._result_meta = meta.drop(columns=column) if drop_column else meta
+        #: Where it is: with columns of several levels, a label is only the first part of a name.
+        self._position = _position_of(meta.columns, column)
+        self._result_meta = _without(meta, self._position) if drop_column else meta
         self._names = [str(name) for name in self._result_meta.columns]
         if len(set(self._names)) < len(self._names):
             self._names = [f"{name} (column {n})" for n, name in enumerate(self._names)]
@@ -238,15 +237,15 @@ class PandasFrames:
 
     def columns_of(self, frame: pd.DataFrame) -> tuple[npt.NDArray[Any], list[Column]]:
         """Output partition of each row, and the columns that travel."""
-        partition_column = self._meta.columns.get_loc(self._column)
         numbers: Any = None
-        taken = []
+        taken: list[Column] = []
         for position, values in enumerate(_column_arrays(frame)):
-            if position == partition_column:
+            if position == self._position:
                 numbers = _partition_numbers(values)
                 if self._drop_column:
                     continue
-            taken.append(decompose(values, self._meta.dtypes.iloc[position]))
+            name = self.name_of(len(taken))
+            taken.append(decompose(values, self._meta.dtypes.iloc[position], self.pickling, name))
         return numbers, taken
 
     def interned(self, layout: FrameLayout) -> FrameLayout:
@@ -256,7 +255,7 @@ class PandasFrames:
     def _layout_of(self, key: bytes) -> FrameLayout:
         layout = self._layouts.get(key)
         if layout is None:
-            layout = FrameLayout.from_key(key)
+            layout = FrameLayout.from_key(key, self.pickling)
             if len(layout.columns) != len(self._names):
                 raise ValueError(
                     f"a shard of {len(layout.columns)} columns in a shuffle of {len(self._names)}"
@@ -264,9 +263,46 @@ class PandasFrames:
             layout = self.interned(layout)
         return layout
 
+    def name_of(self, number: int) -> str:
+        """Name in an error of a column or, counted on from there, of an index level."""
+        if number < len(self._names):
+            return f"column {self._names[number]!r}"
+        return f"index level {number - len(self._names)}"
+
+    def _objects_of(self, layout: FrameLayout) -> str:
+        return ", ".join(self.name_of(number) for number in layout.objects)
+
+    def reserve(
+        self,
+        layout: FrameLayout,
+        n_rows: int,
+        batch: pa.RecordBatch | None,
+        objects: list[Any],
+        empty: Empty,
+    ) -> Packed:
+        """Buffer for a whole shard, its Arrow and pickle sections already written."""
+        fixed_nbytes = layout.fixed_nbytes(n_rows)
+        arrow_nbytes = 0
+        if batch is not None:
+            measure = pa.MockOutputStream()
+            _write_stream(measure, batch)
+            arrow_nbytes = measure.size()
+        pickled = b""
+        if objects:
+            pickled = self.pickling.dump_columns(
+                objects, lambda position: self.name_of(layout.objects[position])
+            )
+        buffer = empty(fixed_nbytes + arrow_nbytes + len(pickled))
+        if batch is not None:
+            section = buffer[fixed_nbytes : fixed_nbytes + arrow_nbytes]
+            _write_stream(pa.FixedSizeBufferWriter(pa.py_buffer(section)), batch)
+        if pickled:
+            buffer[fixed_nbytes + arrow_nbytes :] = np.frombuffer(pickled, dtype=np.uint8)
+        return Packed(buffer, n_rows, arrow_nbytes, len(pickled))
+
     def pack(self, body: PandasBody) -> Packed:
         layout = body.layout
-        packed = _reserve(layout, body.n_rows, body.batch, body.objects, fresh)
+        packed = self.reserve(layout, body.n_rows, body.batch, body.objects, fresh)
         targets = layout.regions(packed.buffer, body.n_rows)
         for region, target in zip(body.regions, targets, strict=True):
             target[:] = region
@@ -288,7 +324,10 @@ class PandasFrames:
                     batch = reader.read_next_batch()
             except (pa.ArrowException, OSError, StopIteration) as error:
                 raise ValueError(f"damaged Arrow section in a shard: {error}") from error
-        objects = pickle.loads(buffer[arrow_end:].data) if packed.pickle_nbytes else []
+        objects = []
+        if packed.pickle_nbytes:
+            data = buffer[arrow_end:].data
+            objects = self.pickling.load_columns(data, lambda: self._objects_of(layout))
         n_arrow = batch.num_columns if batch is not None else 0
         wanted = (len(layout.arrow), len(layout.objects)) if n_rows else (n_arrow, len(objects))
         if (n_arrow, len(objects)) != wanted or (batch is not None and batch.num_rows != n_rows):
@@ -356,7 +395,7 @@ class PandasFrames:
                 expected = None
                 if number < len(layout.columns):
                     expected = self._result_meta.dtypes.iloc[number]
-                return join_categorical(number, mine[0], pieces, expected)
+                return join_categorical(number, mine[0], pieces, expected, self._categories)
             return compose(one, mine, arrow.get(number), objects.get(number))
 
         for number, one in enumerate(layout.columns):
@@ -394,6 +433,21 @@ def _column_arrays(frame: pd.DataFrame) -> Iterator[Any]:
     else:
         for position in range(frame.shape[1]):
             yield np_or_extension(frame.iloc[:, position])
+
+
+def _position_of(columns: pd.Index, label: Any) -> int:
+    found = np.arange(len(columns))[columns.get_loc(label)]
+    if found.size != 1:
+        raise ValueError(f"{found.size} columns have the name {label!r}")
+    return int(found.item())
+
+
+def _without(meta: pd.DataFrame, position: int) -> pd.DataFrame:
+    meta = meta.iloc[:, [n for n in range(meta.shape[1]) if n != position]]
+    if isinstance(meta.columns, pd.MultiIndex):
+        # Its name is no longer among those of its level.
+        meta.columns = meta.columns.remove_unused_levels()
+    return meta
 
 
 def _partition_numbers(values: Any) -> npt.NDArray[Any]:

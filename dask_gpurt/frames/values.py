@@ -36,6 +36,7 @@ from dask_gpurt.frames.flat_arrays import array_node, array_of, is_plain
 from dask_gpurt.frames.flat_arrow import arrow_node, arrow_of, is_arrow
 from dask_gpurt.frames.flat_pandas import is_pandas, pandas_node
 from dask_gpurt.frames.flattening import Buffer, Node, OutOf, is_scalar
+from dask_gpurt.frames.pickling import Dumps, Loads
 
 MAGIC = b"GRV"
 VERSION = 1
@@ -50,9 +51,6 @@ _FEW_ITEMS = 64
 #: Pickles up to here go into the header.
 _SMALL_PICKLE_NBYTES = 512
 
-#: `dumps(value, protocol=5, buffer_callback=f)`, and its inverse `loads(data, buffers=...)`.
-Dumps = Callable[..., bytes]
-Loads = Callable[..., Any]
 #: Takes a value apart by a serializer that was registered for its type; None if there is none.
 TakeApart = Callable[[Any], tuple[bytes, Sequence[memoryview]] | None]
 #: Its inverse.

@@ -14,10 +14,12 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.arrays import Arrays, DeviceArrays, Part
+from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.port import Piece
 from dask_gpurt.frames.rechunking import Index, Rechunking
 from dask_gpurt.plugins.device_room import device_room
@@ -103,7 +105,11 @@ class ArrayRun(ExchangeRun):
     ) -> None:
         self._rechunking = Rechunking(spec.old, spec.new)
         self._arrays = Arrays(
-            self._rechunking, join=join_arrays, devices=DEVICE_ARRAYS, sizeof=safe_sizeof
+            self._rechunking,
+            join=join_arrays,
+            devices=DEVICE_ARRAYS,
+            sizeof=safe_sizeof,
+            pickling=Pickling(dumps, loads),
         )
         plan = ExchangePlan(worker_for, spec.read_order)
         super().__init__(spec, spec.settings, ARRAY, self._arrays, run_id, span_id, plan, plugin)

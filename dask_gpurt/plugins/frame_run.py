@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.device_frames import DeviceFrames
+from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.port import FrameAdapter, Piece, Selection
 from dask_gpurt.plugins.device_room import device_room
 from dask_gpurt.plugins.exchange_run import ExchangeRun
@@ -98,7 +100,9 @@ def _padded(rows: Sequence[int], n_partitions: int) -> tuple[int, ...]:
 def _open_pandas(spec: FrameSpec) -> FrameAdapter:
     from dask_gpurt.frames.pandas_ import PandasFrames
 
-    return PandasFrames(spec.meta, spec.column, spec.drop_column, safe_sizeof)
+    return PandasFrames(
+        spec.meta, spec.column, spec.drop_column, safe_sizeof, Pickling(dumps, loads)
+    )
 
 
 def _open_cudf(spec: FrameSpec) -> FrameAdapter:

@@ -1,0 +1,64 @@
+"""Programs whose frames and arrays hold objects of their own classes, run as a user runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import TIMEOUT_S, environment
+
+PROGRAM = Path(__file__).with_name("own_classes.py")
+#: What cannot be pickled, and the type that its error names.
+UNSENDABLE = {
+    "lock": "_thread.lock",
+    "a lock among numbers": "_thread.lock",
+    "lock in a dict": "_thread.lock",
+    "generator": "generator",
+}
+
+
+def answers(directory: Path, n_workers: int, *, is_cell: bool = False, **env: str):
+    """What the program prints: the name of each case, and how it ended."""
+    # Of a cell of a notebook there is no file that a worker could import.
+    cell = f"exec(compile({PROGRAM.read_text()!r}, '<cell>', 'exec'))"
+    command = [sys.executable, *(["-c", cell] if is_cell else [str(PROGRAM)])]
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env=environment(N_WORKERS=str(n_workers), DASK_GPURT__ENABLED="true", **env),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("n_workers", "env", "paths"),
+    [
+        (1, {}, ""),
+        (2, {"DASK_GPURT__SHUFFLE__MEMORY": "2 B"}, "shared"),
+        (3, {"DASK_GPURT__SHUFFLE__TRANSPORT": "comm", "is_cell": True}, "comm"),
+    ],
+    ids=["one worker", "two that spill", "cell and three over comms"],
+)
+def test_objects_of_own_classes_arrive_as_sent(tmp_path, n_workers, env, paths):
+    found = answers(tmp_path, n_workers, **env)
+    assert found.pop("runs on stock") == "0"
+    assert found.pop("spilled") == str("DASK_GPURT__SHUFFLE__MEMORY" in env)
+    assert found.pop("paths") == paths
+    errors = {name: found.pop(name) for name in UNSENDABLE}
+    assert set(found.values()) == {"as sent"}, found
+    assert len(found) >= 20
+    # Whether they leave their worker or not.
+    for name, what in UNSENDABLE.items():
+        assert errors[name].startswith("TypeError: column 'v' cannot be sent"), errors[name]
+        assert what in errors[name]
+        assert "Leave it out before the shuffle" in errors[name]
