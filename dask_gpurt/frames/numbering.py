@@ -118,6 +118,9 @@ def columns_to_hash(frame: Any, index: Any, meta: pd.DataFrame) -> list[Column] 
     # A label that is the index's as well, or two columns', means something that Dask finds out.
     if not frame.columns.is_unique or frame.index.name in labels:
         return None
+    # With several levels, a label stands for several columns.
+    if frame.columns.nlevels > 1:
+        return None
     if not labels or len(set(labels)) < len(labels):
         return None
     columns = []

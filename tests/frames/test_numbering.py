@@ -112,6 +112,13 @@ def test_labels_that_are_not_one_column_s_are_left_to_dask():
     assert columns_to_hash(twice, ["n"], twice.iloc[:0]) is None
 
 
+def test_a_label_of_several_columns_is_left_to_dask():
+    names = pd.MultiIndex.from_tuples([("oil", "lo"), ("oil", "hi"), ("tea", "lo")])
+    frame = pd.DataFrame([[1, 2, 3]], columns=names)
+    assert columns_to_hash(frame, "oil", frame) is None
+    assert columns_to_hash(frame, ["oil", "tea"], frame) is None
+
+
 def test_a_partition_unlike_its_meta_is_left_to_dask():
     assert columns_to_hash(FRAME, ["n"], FRAME.astype({"n": object})) is None
     assert columns_to_hash(FRAME.astype({"n": object}), ["n"], FRAME) is None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import enum
 
 import dask
+import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 
-from tests.integration.comparing import assert_same_as_stock, collection, on_our_plane
+from tests.integration.comparing import assert_same_as_stock, collection, on_our_plane, partitions
 
 N = 60
 N_PARTITIONS = 4
@@ -240,3 +242,87 @@ def test_unknown_categories(sides):
     lazy = collection(frames(lambda rng, i: rng.choice(["a", "b"], N)))
     lazy = lazy.assign(value=lazy["value"].astype("category"))
     assert_same_as_stock(sides, lazy.shuffle("key", npartitions=3), 1)
+
+
+class Label(enum.Enum):
+    LEFT = 1
+
+
+#: Names of the columns of two frames that are merged, the first of which both have.
+COLUMN_NAMES = {
+    "two levels": ([("oil", "lo"), ("oil", "hi"), ("tea", "lo")], [("oil", "lo"), ("ore", "x")]),
+    "three levels": ([("a", "b", "c"), ("a", "b", "d")], [("a", "b", "c"), ("p", "q", "r")]),
+    "levels of mixed types": ([("oil", 1), ("oil", 2), (3, "lo")], [("oil", 1), ("z", 5)]),
+    "integers": ([0, 1, 2], [0, 7]),
+    "a tuple": (["a", ("b", 1)], ["a", "w"]),
+    "an Enum": (["a", Label.LEFT], ["a", "w"]),
+    "timestamps": (
+        [pd.Timestamp("2020"), pd.Timestamp("2021")],
+        [pd.Timestamp("2020"), pd.Timestamp("2022")],
+    ),
+}
+
+
+def with_names(names, rows, *, level_names=None):
+    if all(isinstance(name, tuple) for name in names):
+        columns = pd.MultiIndex.from_tuples(names, names=level_names)
+    else:
+        columns = pd.Index(names, tupleize_cols=False)
+    return pd.DataFrame(np.multiply.outer(rows, np.arange(1, len(names) + 1)), columns=columns)
+
+
+def lazy_of(frame):
+    return dd.from_pandas(frame, npartitions=3, sort=False)
+
+
+def assert_equals_pandas(sides, lazy, expected, *, has_index=True):
+    """Whatever the order of the rows."""
+    both = [pd.concat(on_our_plane(sides, lazy)), expected]
+    both = [frame.sort_values(list(frame.columns)) for frame in both]
+    if not has_index:
+        both = [frame.reset_index(drop=True) for frame in both]
+    pd.testing.assert_frame_equal(*both)
+
+
+@pytest.mark.parametrize("how", ["inner", "outer"])
+@pytest.mark.parametrize("name", COLUMN_NAMES)
+def test_merge_with_column_names_that_stock_refuses(sides, name, how):
+    left, right = COLUMN_NAMES[name]
+    one, other = with_names(left, np.arange(N) % 11), with_names(right, np.arange(11))
+    on = [left[0]]
+    lazy = lazy_of(one).merge(lazy_of(other), on=on, how=how, broadcast=False)
+    assert_equals_pandas(sides, lazy, one.merge(other, on=on, how=how), has_index=False)
+    with pytest.raises((RuntimeError, KeyError)):
+        partitions(sides.stock, lazy)
+
+
+@pytest.mark.parametrize("level_names", [None, ["kind", "which"]], ids=["", "named"])
+def test_join_with_two_levels_of_columns(sides, level_names):
+    """On their indexes, which are in another order on the other side."""
+    rows = np.random.default_rng(0).permutation(N)
+    left = with_names([("oil", "lo"), ("oil", "hi")], np.arange(N), level_names=level_names)
+    right = with_names([("ore", "x"), ("tea", "lo")], rows, level_names=level_names)
+    left, right = left.set_index(pd.Index(rows, name="ship")), right.rename_axis("ship")
+    lazy = lazy_of(left).merge(
+        lazy_of(right), left_index=True, right_index=True, how="left", broadcast=False
+    )
+    expected = left.merge(right, left_index=True, right_index=True, how="left")
+    assert_equals_pandas(sides, lazy, expected)
+
+
+def test_levels_of_columns_lose_the_column_of_partitions(sides):
+    names = [("oil", "lo"), ("tea", "lo")]
+    one, other = with_names(names, np.arange(N)), with_names([names[0], ("ore", "x")], np.arange(9))
+    lazy = lazy_of(one).merge(lazy_of(other), on=[names[0]], broadcast=False)
+    for part in on_our_plane(sides, lazy):
+        assert "__hash_partition" not in part.columns.levels[0]
+
+
+@pytest.mark.parametrize("name", ["what", ("a", 1), Label.LEFT], ids=str)
+def test_the_name_of_the_columns_is_kept(sides, name):
+    sent = frames()
+    for frame in sent:
+        frame.columns.name = name
+    lazy = collection(sent).shuffle("key", npartitions=5)
+    assert {part.columns.name for part in on_our_plane(sides, lazy, 1)} == {name}
+    assert {part.columns.name for part in partitions(sides.stock, lazy)} == {None}
