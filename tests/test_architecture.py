@@ -97,7 +97,11 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
 
 #: What may only be named in one module.
 ONLY_IN = {
-    "distributed.shuffle": {"plugins/seams.py", "plugins/restart_seams.py"},
+    "distributed.shuffle": {
+        "plugins/owner_seams.py",
+        "plugins/restart_seams.py",
+        "plugins/seams.py",
+    },
     "dask._task_spec": {"plugins/seams.py", "plugins/simulation_seams.py"},
     "pandas._libs": {"frames/gather.py"},
     "ctypes": {"devices/cuda_launches.py", "devices/malloc.py", "devices/pages.py"},

@@ -30,6 +30,7 @@ from dask_gpurt.plugins.asking import Answers, ask
 from dask_gpurt.plugins.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.loss_seams import LostValues
 from dask_gpurt.plugins.machines import Machines
+from dask_gpurt.plugins.owner_seams import OutputOwners
 from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.restart_seams import Restarts
 from dask_gpurt.plugins.worker import NAME, bootstrap
@@ -144,6 +145,7 @@ class GpurtScheduler(SchedulerPlugin):
         )
         self._restarts = Restarts(scheduler)
         self._lost_values = LostValues(scheduler)
+        self._owners = OutputOwners(scheduler)
         self.is_active = True
         # Not only once workers know, as the scheduler would: some may come or leave until then.
         scheduler.add_plugin(self, name=NAME, idempotent=True)
@@ -256,6 +258,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.inactive_reason = "disabled by a client"
         self._swap.remove()
         self._restarts.remove()
+        self._owners.remove()
         self._leave_placing()
         # Shuffles that are about to begin need not wait for workers that are joining.
         await self._say_who_reported()

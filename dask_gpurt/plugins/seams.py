@@ -238,7 +238,9 @@ class SpecSwap:
             partitions = partitions_read(task.run_spec, shuffle_id)
             owners = {run_spec.worker_for.get(partition) for partition in partitions}
             owner = owners.pop() if len(owners) == 1 else None
-            if owner is not None and not task.worker_restrictions:
+            stated = task.worker_restrictions
+            # Where somebody wants it elsewhere, it runs there first, as in stock.
+            if owner is not None and (not stated or owner in stated or task.loose_restrictions):
                 self._plugin._set_restriction(task, owner)
 
     def remove(self) -> None:
