@@ -31,10 +31,11 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "__init__": ({"plugins"}, set(), set()),
     "errors": (set(), set(), set()),
     "metrics": (set(), set(), {"threading"}),
+    "system_calls": (set(), set(), {"os"}),
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
     # The clock is the ledger's, and what the emulated device keeps its rates by.
     "devices": (
-        set(),
+        {"system_calls"},
         {"cupy", "cupy_backends", "numpy", "nvtx", "rmm"},
         {"os", "threading", "time"},
     ),
@@ -43,9 +44,13 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     # The clock times codecs on samples; the lock keeps what was learnt.
     "codecs": ({"errors"}, {"cudf", "numpy", "nvidia", "pyarrow"}, {"threading", "time"}),
     # Sockets: only to ask the kernel of those that UCX made.
-    "transport": ({"errors"}, {"cuda", "numpy", "ucxx"}, {"asyncio", "os", "socket", "threading"}),
+    "transport": (
+        {"errors", "system_calls"},
+        {"cuda", "numpy", "ucxx"},
+        {"asyncio", "os", "socket", "threading"},
+    ),
     "shuffle": (
-        {"codecs", "errors", "frames", "metrics", "transport"},
+        {"codecs", "errors", "frames", "metrics", "system_calls", "transport"},
         {"numpy"},
         {"logging", "os", "threading"},
     ),
@@ -56,7 +61,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "simulate": ({"errors", "topology"}, {"dask", "pandas"}, set()),
     # The subprocess removes what a killed worker leaves.
     "memory": (
-        {"codecs", "devices", "errors", "frames", "metrics"},
+        {"codecs", "devices", "errors", "frames", "metrics", "system_calls"},
         {"msgpack", "numpy"},
         {"logging", "os", "subprocess", "threading", "time"},
     ),
@@ -104,7 +109,12 @@ ONLY_IN = {
     },
     "dask._task_spec": {"plugins/seams.py", "plugins/simulation_seams.py"},
     "pandas._libs": {"frames/gather.py"},
-    "ctypes": {"devices/cuda_launches.py", "devices/malloc.py", "devices/pages.py"},
+    "ctypes": {
+        "devices/cuda_launches.py",
+        "devices/malloc.py",
+        "devices/pages.py",
+        "system_calls.py",
+    },
     "cupy": {
         "devices/cuda_driver.py",
         "devices/cuda_launches.py",

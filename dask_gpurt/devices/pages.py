@@ -20,6 +20,8 @@ import os
 from functools import lru_cache
 from typing import Any
 
+from dask_gpurt.system_calls import memory_file
+
 PAGE_NBYTES = 2 << 20
 
 _PROT_NONE = 0
@@ -143,7 +145,7 @@ class SharedPages(PrivatePages):
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("gpurt", os.MFD_CLOEXEC)
+        self.fd = memory_file("gpurt")
         os.ftruncate(self.fd, PAGE_NBYTES)
         self._end = PAGE_NBYTES
         self._free: list[int] = []

@@ -19,6 +19,7 @@ import numpy as np
 
 from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.memory.value_file import BLOCK_NBYTES, Bytes, padded
+from dask_gpurt.system_calls import preadv
 
 #: Disks want much at once; the page cache of the processor wants little.
 BOUNCE_NBYTES = 4 << 20
@@ -110,7 +111,7 @@ def read_into(system: Any, fd: int, parts: Sequence[Bytes]) -> None:
     views = [part.data for part in parts if part.nbytes]
     position = first = 0
     while first < len(views):
-        count = system.preadv(fd, views[first : first + _MOST_BUFFERS], position)
+        count = preadv(fd, views[first : first + _MOST_BUFFERS], position, system)
         if not count:
             raise EOFError
         position += count

@@ -392,7 +392,8 @@ def bootstrap(version: str, settings: dict[str, Any]) -> WorkerPlugin:
         async def setup(self, worker: Any) -> None:
             import asyncio
 
-            problem = None
+            problem, remedy = None, f"run `pip install dask-gpurt=={version}` on it"
+            failure = None
             self._attachment = None
             # A joining worker sets its plugins up concurrently, and ours may come before stock's.
             for _ in range(1000):
@@ -411,15 +412,16 @@ def bootstrap(version: str, settings: dict[str, Any]) -> WorkerPlugin:
                 problem = f"dask-gpurt cannot be imported there ({error})"
             except Exception as error:
                 problem = f"dask-gpurt {version} failed there ({error!r})"
+                # Another installation would not help.
+                remedy = "please report it with the traceback in that worker's log"
+                failure = error
             if problem is not None:
                 import logging
                 import socket
 
-                problem = (
-                    f"worker {worker.address} on host {socket.gethostname()}: {problem}; "
-                    f"run `pip install dask-gpurt=={version}` on it"
-                )
-                logging.getLogger("dask_gpurt").error("%s", problem)
+                host = socket.gethostname()
+                problem = f"worker {worker.address} on host {host}: {problem}; {remedy}"
+                logging.getLogger("dask_gpurt").error("%s", problem, exc_info=failure)
             await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
 
         def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:

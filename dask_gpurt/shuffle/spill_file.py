@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.errors import ShardStorageError
+from dask_gpurt.system_calls import preadv
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -90,7 +91,7 @@ class SpillFile:
             piece = buffer[start : start + _PIECE_NBYTES]
             view: Any = piece.data
             while len(view):
-                count = os.preadv(self._fd, [view], position)
+                count = preadv(self._fd, [view], position)
                 if not count:
                     raise ShardStorageError(f"{self.path} ended before its shard did")
                 position += count

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
-import stat
 import struct
 import threading
 import zlib
@@ -33,11 +31,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.errors import ProtocolError, TransportError
+from dask_gpurt.system_calls import is_memory_file, preadv, process_fd, process_start
 
 Buffer = npt.NDArray[np.uint8]
 _TOKEN_NBYTES = 16
 #: Whether a part is carried, and its length.
 _PART = struct.Struct("<?Q")
+#: How often it is looked whether peers are alive, where the system does not tell.
+_LOOK_S = 1.0
 _NOT_OFFERED = "shared memory that was not offered, or whose process has ended"
 
 
@@ -71,10 +72,21 @@ class Lender:
 class _Loan:
     """A peer's file, and who has it open: the borrower until it forgets it, and whoever reads."""
 
-    def __init__(self, fd: int, pidfd: int) -> None:
+    def __init__(self, fd: int, pid: int, pidfd: int | None, started: str) -> None:
         self.fd = fd
+        self.pid = pid
+        #: None where the system has none; then the start of the process tells it from others.
         self.pidfd = pidfd
+        self.started = started
         self.n_holders = 1
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has."""
+        try:
+            return process_start(self.pid) != self.started
+        except OSError:
+            return True
 
 
 class Borrower:
@@ -92,6 +104,7 @@ class Borrower:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._loans: dict[bytes, _Loan] = {}
+        self._looking: asyncio.TimerHandle | None = None
         # Guards who holds what; not held over a read.
         self._lock = threading.Lock()
 
@@ -117,17 +130,30 @@ class Borrower:
             return token
         try:
             # First the watch: a process that ends in between is seen, and its number not reused.
-            pidfd = os.pidfd_open(pid)
+            pidfd = process_fd(pid)
+            started = "" if pidfd is not None else process_start(pid)
         except OSError as error:
             raise TransportError(f"its process {pid} is not in view ({error.strerror})") from error
         try:
             fd = _open_signed(f"/proc/{pid}/fd/{number}", token)
         except BaseException:
-            os.close(pidfd)
+            if pidfd is not None:
+                os.close(pidfd)
             raise
-        self._loans[token] = _Loan(fd, pidfd)
-        self._loop.add_reader(pidfd, self.forget, token)
+        self._loans[token] = _Loan(fd, pid, pidfd, started)
+        if pidfd is not None:
+            self._loop.add_reader(pidfd, self.forget, token)
+        elif self._looking is None:
+            self._looking = self._loop.call_later(_LOOK_S, self._look)
         return token
+
+    def _look(self) -> None:
+        """Let go of the files of processes that have ended, where the system does not tell."""
+        watched = {token: loan for token, loan in self._loans.items() if loan.pidfd is None}
+        self._looking = self._loop.call_later(_LOOK_S, self._look) if watched else None
+        for token, loan in watched.items():
+            if loan.has_ended:
+                self.forget(token)
 
     def checked(self, token: bytes, extents: Any, nbytes: int) -> list[tuple[int, int]]:
         """Places as a peer named them, once it is certain that `nbytes` are there.
@@ -196,11 +222,15 @@ class Borrower:
         with self._lock:
             loan = self._loans.pop(token, None)
         if loan is not None:
-            self._loop.remove_reader(loan.pidfd)
-            os.close(loan.pidfd)
+            if loan.pidfd is not None:
+                self._loop.remove_reader(loan.pidfd)
+                os.close(loan.pidfd)
             self._release(loan)
 
     def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         for token in list(self._loans):
             self.forget(token)
 
@@ -237,7 +267,7 @@ def _read_into(view: memoryview, fd: int, places: Sequence[tuple[int, int]]) -> 
         end = position + nbytes
         while position < end:
             try:
-                count = os.preadv(fd, [view[: end - position]], position)
+                count = preadv(fd, [view[: end - position]], position)
             except OSError as error:
                 raise TransportError(f"cannot read the peer's memory: {error}") from error
             if not count:
@@ -253,19 +283,9 @@ def _open_signed(path: str, token: bytes) -> int:
     except OSError as error:
         raise TransportError(f"its memory is not in view ({error.strerror})") from error
     try:
-        is_memory = stat.S_ISREG(os.fstat(fd).st_mode) and _has_seals(fd)
-        if not is_memory or os.pread(fd, len(token), 0) != token:
+        if not is_memory_file(fd) or os.pread(fd, len(token), 0) != token:
             raise TransportError("what is in view there is not its memory: not the same host")
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def _has_seals(fd: int) -> bool:
-    """Only files in memory know of seals."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        return False
-    return True

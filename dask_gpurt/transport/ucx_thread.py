@@ -24,6 +24,7 @@ from concurrent.futures import Future, wait
 from typing import ClassVar
 
 from dask_gpurt.errors import TransportError
+from dask_gpurt.system_calls import Wakeup
 from dask_gpurt.transport import ucx_context
 from dask_gpurt.transport.ucx_switchboard import Switchboard
 
@@ -121,7 +122,7 @@ class UcxThread:
         self._session: Session | None = None
         #: Of the last session; where its peer hung, it holds memory that may still be written to.
         self._board: Switchboard | None = None
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._is_exiting = False
         #: Resolves once the thread calls UCX no more.
         self._has_left: Future[None] = Future()
@@ -157,12 +158,12 @@ class UcxThread:
 
     def wake(self) -> None:
         """Have the thread look around; from any thread."""
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.set()
 
     def _forget(self) -> None:
         """There is nothing to be ended."""
         atexit.unregister(self._exit)
-        os.close(self._wake_fd)
+        self._wakeup.close()
 
     def _exit(self) -> None:
         session = self._session
@@ -175,7 +176,7 @@ class UcxThread:
     def _run(self) -> None:
         try:
             epoll = select.epoll()
-            epoll.register(self._wake_fd, select.EPOLLIN)
+            epoll.register(self._wakeup.fd, select.EPOLLIN)
             ucx = ucx_context.load(self._options)
             epoll.register(ucx.worker.epoll_file_descriptor, select.EPOLLIN)
         except Exception as error:
@@ -270,8 +271,7 @@ class UcxThread:
             return True
         is_closing = board.is_closing and not board.is_idle
         has_news = bool(epoll.poll(_CLOSING_PERIOD_S if is_closing else None))
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        self._wakeup.clear()
         return has_news
 
 

@@ -1,0 +1,164 @@
+"""Programs on a Python without functions of `os` that one built against an old C library lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import textwrap
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+
+import dask_gpurt
+from tests.conftest import stock_client
+from tests.integration.comparing import partitions
+from tests.integration.processes import run_program
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+HAS_UCX = importlib.util.find_spec("ucxx") is not None
+
+#: What such a Python, or the kernel below it, does not have.
+LACKS = {
+    "memory": ["memfd_create", "MFD_CLOEXEC"],
+    "processes": ["pidfd_open"],
+    "events": ["eventfd", "eventfd_read", "eventfd_write", "EFD_NONBLOCK", "EFD_CLOEXEC"],
+    "vectors": ["preadv", "pwritev", "preadv2"],
+    "disks": ["O_DIRECT", "posix_fallocate", "posix_fadvise", "copy_file_range", "sendfile"],
+    "processors": ["sched_getaffinity", "sched_setaffinity", "waitid"],
+}
+EVERYTHING = [name for names in LACKS.values() for name in names]
+
+WITHOUT = """
+import fcntl, os
+for name in {names}:
+    if hasattr(os, name):
+        delattr(os, name)
+for name in ("F_GET_SEALS", "F_ADD_SEALS", "F_OFD_SETLK"):
+    if hasattr(fcntl, name):
+        delattr(fcntl, name)
+if {is_old_kernel}:
+    import errno
+    from dask_gpurt import system_calls
+
+    def refuse(*arguments):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    system_calls._call = refuse
+"""
+
+PROGRAM = """
+    import json
+    import os
+
+    import dask
+    import dask.dataframe as dd
+    import numpy as np
+    import pandas as pd
+    from distributed import Client, LocalCluster, wait
+
+    import dask_gpurt
+
+    SETTINGS = {{
+        "gpurt.enabled": True,
+        "gpurt.shuffle.memory": "64 KiB",
+        "gpurt.shuffle.transport": {transport!r},
+        "distributed.worker.memory.target": 0.01,
+        "distributed.worker.memory.spill": False,
+    }}
+
+    def lacking(dask_worker):
+        return not any(hasattr(os, name) for name in {names})
+
+    def on_disk(dask_worker):
+        return len(dask_worker.data.disk)
+
+    if __name__ == "__main__":
+        numbers = np.random.default_rng(0).integers(0, 1000, 100_000)
+        frame = pd.DataFrame({{"key": numbers, "x": np.arange(100_000)}})
+        with (
+            dask.config.set(SETTINGS),
+            LocalCluster(
+                n_workers=2, threads_per_worker=1, processes={processes}, protocol="tcp://",
+                memory_limit="1 GiB", dashboard_address=":0",
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            assert all(client.run(lacking).values())
+            found = dd.from_pandas(frame, npartitions=6).shuffle("key").compute()
+            found = found.sort_values("x").reset_index(drop=True)
+            pd.testing.assert_frame_equal(found, frame)
+            blocks = client.map(lambda n: np.full(1 << 20, n), range(8))
+            wait(blocks)
+            n_on_disk = sum(client.run(on_disk).values())
+            totals = client.gather(client.map(np.sum, blocks))
+            assert totals == [n << 20 for n in range(8)]
+            status = dask_gpurt.status(client)
+            links = [one["links"].values() for one in status["workers"].values()]
+            print(json.dumps({{
+                "runs": status["runs"],
+                "paths": sorted({{link["path"] for some in links for link in some}}),
+                "has_spilled": bool(n_on_disk and status["totals"]["spilled_nbytes"]),
+                "not_ready": status["not_ready"],
+            }}))
+"""
+
+
+def outcome(directory, names, *, transport="auto", processes=False, is_old_kernel=False):
+    """What a program that shuffles and spills says at its end; its rows are right."""
+    site = directory / "site"
+    site.mkdir()
+    about = {"names": names, "is_old_kernel": is_old_kernel}
+    (site / "sitecustomize.py").write_text(WITHOUT.format(**about))
+    source = textwrap.dedent(PROGRAM).format(names=names, transport=transport, processes=processes)
+    ended = run_program(source, directory=directory, PYTHONPATH=str(site))
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def ours(*paths):
+    return {
+        "runs": {"gpurt": 1, "stock": 0},
+        "paths": list(paths),
+        "has_spilled": True,
+        "not_ready": {},
+    }
+
+
+@pytest.mark.parametrize("what", LACKS)
+def test_a_python_that_lacks_something(monkeypatch, what):
+    for name in LACKS[what]:
+        monkeypatch.delattr(os, name, raising=False)
+    frame = pd.DataFrame({"key": np.arange(20_000) % 999, "x": np.arange(20_000)})
+    settings = {"gpurt.shuffle.memory": "16 KiB", "distributed.worker.memory.target": 1e-3}
+    with dask.config.set({**settings, "distributed.worker.memory.spill": False}):
+        with stock_client(2) as client:
+            dask_gpurt.enable(client)
+            found = pd.concat(
+                partitions(client, dd.from_pandas(frame, npartitions=4).shuffle("key"))
+            )
+            found = found.sort_values("x").reset_index(drop=True)
+            pd.testing.assert_frame_equal(found, frame)
+            block = client.submit(np.arange, 1 << 22)
+            assert client.submit(np.sum, block).result() == sum(range(1 << 22))
+            status = dask_gpurt.status(client)
+            assert status["runs"] == {"gpurt": 1, "stock": 0} and not status["not_ready"]
+            assert status["totals"]["spilled_nbytes"]
+
+
+def test_a_python_that_lacks_everything(tmp_path):
+    assert outcome(tmp_path, EVERYTHING, processes=True) == ours("shared")
+
+
+@pytest.mark.skipif(not HAS_UCX, reason="the ucx extra is not installed")
+def test_ucx_on_a_python_that_lacks_everything(tmp_path):
+    assert outcome(tmp_path, EVERYTHING, transport="ucx") == ours("ucx")
+
+
+def test_a_kernel_that_lacks_everything(tmp_path):
+    """There is no memory to share, and other paths are left."""
+    found = outcome(tmp_path, EVERYTHING, is_old_kernel=True, processes=True)
+    assert found == ours("ucx" if HAS_UCX else "comm")

@@ -1,0 +1,128 @@
+"""Where a Python lacks a system call, the other ways do the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import subprocess
+import sys
+
+import pytest
+
+from dask_gpurt import system_calls
+from dask_gpurt.devices.pages import SharedPages
+
+
+def lacking(monkeypatch, *names):
+    for name in names:
+        monkeypatch.delattr(os, name)
+
+
+def forbidding(monkeypatch, code):
+    """As a kernel without the calls, or a sandbox that forbids them."""
+
+    def refuse(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(system_calls, "_call", refuse)
+
+
+def test_files_in_memory_without_the_function_of_os(monkeypatch):
+    lacking(monkeypatch, "memfd_create", "MFD_CLOEXEC")
+    fd = system_calls.memory_file("gpurt")
+    try:
+        assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:gpurt")
+        assert not os.get_inheritable(fd)
+        assert system_calls.is_memory_file(fd)
+    finally:
+        os.close(fd)
+    SharedPages().close()
+
+
+def test_a_system_without_files_in_memory_says_so(monkeypatch):
+    lacking(monkeypatch, "memfd_create")
+    forbidding(monkeypatch, errno.ENOSYS)
+    with pytest.raises(OSError, match="Function not implemented"):
+        system_calls.memory_file("gpurt")
+    with pytest.raises(OSError, match="Function not implemented"):
+        SharedPages()
+
+
+def test_other_files_are_not_in_memory(tmp_path):
+    reader, writer = os.pipe()
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    assert not any(map(system_calls.is_memory_file, (reader, writer, file)))
+    for fd in (reader, writer, file):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("is_lacking", [False, True])
+def test_the_end_of_a_process_is_told(monkeypatch, is_lacking):
+    if is_lacking:
+        lacking(monkeypatch, "pidfd_open")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    fd = system_calls.process_fd(child.pid)
+    assert fd is not None
+    try:
+        assert not select.select([fd], [], [], 0)[0]
+        child.communicate(b"\n")
+        assert select.select([fd], [], [], 60)[0]
+        with pytest.raises(ProcessLookupError):
+            system_calls.process_fd(child.pid)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
+def test_a_system_that_does_not_tell_the_end_of_a_process(monkeypatch, code):
+    lacking(monkeypatch, "pidfd_open")
+    forbidding(monkeypatch, code)
+    assert system_calls.process_fd(os.getpid()) is None
+
+
+def test_a_process_is_known_by_its_start():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = system_calls.process_start(child.pid)
+    assert started == system_calls.process_start(child.pid)
+    assert started != system_calls.process_start(os.getpid())
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ProcessLookupError):  # it has ended, and is not waited for
+        system_calls.process_start(child.pid)
+    child.wait()
+    with pytest.raises(ProcessLookupError):
+        system_calls.process_start(child.pid)
+
+
+@pytest.mark.parametrize("is_lacking", [False, True])
+def test_buffers_are_filled_from_a_position(monkeypatch, tmp_path, is_lacking):
+    if is_lacking:
+        lacking(monkeypatch, "preadv")
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    fd = os.open(path, os.O_RDONLY)
+    buffers = [bytearray(20), bytearray(30), bytearray(60)]
+    try:
+        assert system_calls.preadv(fd, [memoryview(one) for one in buffers], 10) == 90
+        assert b"".join(buffers)[:90] == bytes(range(10, 100))
+        assert system_calls.preadv(fd, [memoryview(buffers[0])], 100) == 0
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("is_lacking", [False, True])
+def test_a_thread_is_woken(monkeypatch, is_lacking):
+    if is_lacking:
+        lacking(monkeypatch, "eventfd", "eventfd_read", "eventfd_write")
+    before = set(os.listdir("/proc/self/fd"))
+    wakeup = system_calls.Wakeup()
+    assert not select.select([wakeup.fd], [], [], 0)[0]
+    wakeup.clear()  # as often as one likes
+    for _ in range(20_000):  # more than a pipe holds
+        wakeup.set()
+    assert select.select([wakeup.fd], [], [], 0)[0]
+    wakeup.clear()
+    assert not select.select([wakeup.fd], [], [], 0)[0]
+    wakeup.close()
+    assert set(os.listdir("/proc/self/fd")) == before
