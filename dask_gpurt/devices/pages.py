@@ -132,6 +132,10 @@ class PrivatePages:
     def close(self) -> None:
         """Let go of whatever pages are shared by."""
 
+    def part_from_parent(self) -> bool:
+        """In a forked child: whether pages from before the fork are the parent's as well."""
+        return False
+
 
 class SharedPages(PrivatePages):
     """Pages of a file in memory, which other processes read by position.
@@ -213,6 +217,11 @@ class SharedPages(PrivatePages):
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
             os.close(fd)
+
+    def part_from_parent(self) -> bool:
+        """In a forked child: what it wrote to these pages, or gave back, the parent would lose."""
+        self.close()
+        return True
 
     def __del__(self) -> None:
         self.close()

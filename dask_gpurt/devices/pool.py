@@ -13,7 +13,9 @@ Covers host memory only. Sets no limit on what is in use: that is `shuffle.shard
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -29,6 +31,8 @@ Buffer = npt.NDArray[np.uint8]
 _ALIGNMENT = 64
 #: Smaller buffers than this come from NumPy: a page is too coarse for them.
 _SMALLEST_NBYTES = 16 << 10
+
+_pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 
 
 class _Run:
@@ -91,6 +95,7 @@ class HostPool:
         self._is_cold = False
         self._spare: list[int] = []
         self._used_pages = 0
+        _pools.add(self)
 
     def empty(self, nbytes: int, lane: Hashable = None) -> Buffer:
         """Uninitialised bytes. They go back to the pool with the last view of them.
@@ -178,6 +183,14 @@ class HostPool:
         with self._lock:
             self._pages.close()
 
+    def part_from_parent(self) -> None:
+        """In a forked child: leave to the parent what both have."""
+        # Whoever held it in the parent is not there to release it.
+        self._lock = threading.Lock()
+        if self._pages.part_from_parent():
+            self._spare.clear()
+            self._filling.clear()
+
     @property
     def idle_nbytes(self) -> int:
         """Bytes in pages that nobody uses."""
@@ -221,6 +234,14 @@ class HostPool:
                     self._spare.append(address)
                 else:
                     self._pages.give_back(address)
+
+
+def _part_from_parent() -> None:
+    for pool in list(_pools):
+        pool.part_from_parent()
+
+
+os.register_at_fork(after_in_child=_part_from_parent)
 
 
 class Tenant:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.errors import LateError, ProtocolError, TransportError
+from dask_gpurt.transport.forked import guard
 from dask_gpurt.transport.ucx_links import reject
 from dask_gpurt.transport.ucx_protocol import (
     LEAST_DEVICE_NBYTES,
@@ -87,6 +88,7 @@ class UcxEngine:
         TransportError
             UCX is not installed or does not start, and why.
         """
+        guard(asyncio.get_running_loop())
         # Else UCX complains on stderr of a variable that `ucxx` sets and UCX no longer knows.
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         own = {key: on for key, on in _OPTIONS.items() if f"UCX_{key}" not in os.environ}

@@ -18,6 +18,7 @@ import contextlib
 import os
 import select
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -34,6 +35,10 @@ _CLOSING_PERIOD_S, _N_CLOSING_PERIODS = 0.02, 50
 
 #: How long the end of the process waits for a thread.
 _EXIT_S = 5.0
+
+
+#: Why nothing works in a process that was forked from one that uses UCX.
+_FORKED = "UCX was in use when this process was forked, and does not work in a forked process"
 
 
 class Session:
@@ -92,6 +97,16 @@ class Session:
         while self._calls:
             self._calls.popleft()()
 
+    def forget(self) -> None:
+        """Be at an end in a forked child, which has no such thread."""
+        # Whoever held the lock, or waited for one of these, is not there any more either.
+        self._lock = threading.Lock()
+        self._has_ended, self.why_ended = True, _FORKED
+        self._calls.clear()
+        self.started, self.finished = Future(), Future()
+        self.started.set_exception(TransportError(_FORKED))
+        self.finished.set_result(None)
+
     def end(self) -> None:
         """Take no more calls, after those that came while links were closed. In the thread."""
         with self._lock:
@@ -115,6 +130,10 @@ class UcxThread:
     #: Threads whose engine has closed, by what their context was made of, and their guard.
     _free: ClassVar[dict[object, list[UcxThread]]] = {}
     _free_lock: ClassVar = threading.Lock()
+    #: All threads that were ever begun, and have not failed to start.
+    _begun: ClassVar[list[UcxThread]] = []
+    #: This process was forked from one that had any.
+    _is_forked: ClassVar = False
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._options = dict(options)
@@ -129,6 +148,8 @@ class UcxThread:
         # A daemon thread that the interpreter leaves behind inside UCX, holding its locks, would
         # have UCX wait for it for ever as it is unloaded.
         atexit.register(self._exit)
+        self._begun.append(self)
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="gpurt-ucx", daemon=True)
 
     @classmethod
@@ -140,12 +161,15 @@ class UcxThread:
         OSError
             The process may have no more files.
         RuntimeError
-            It may have no more threads.
+            It may have no more threads, or was forked from one that had an engine.
         """
+        if cls._is_forked:
+            raise RuntimeError(_FORKED)
         with cls._free_lock:
             free = cls._free.get(_made_of(options))
             thread = free.pop() if free else cls(options)
             session = thread._session = Session(host, thread)
+            thread._sessions.add(session)
         if thread._thread.is_alive():
             thread.wake()
         else:
@@ -163,7 +187,23 @@ class UcxThread:
     def _forget(self) -> None:
         """There is nothing to be ended."""
         atexit.unregister(self._exit)
+        self._begun.remove(self)
         self._wakeup.close()
+
+    @classmethod
+    def _leave_to_parent(cls) -> None:
+        """Have a forked child touch nothing of UCX, which is its parent's.
+
+        The threads are not there. What they had is never freed: it is referenced by their frames.
+        """
+        cls._free_lock = threading.Lock()
+        cls._free.clear()
+        cls._is_forked = cls._is_forked or bool(cls._begun)
+        for thread in cls._begun:
+            atexit.unregister(thread._exit)
+            for session in list(thread._sessions):
+                session.forget()
+        cls._begun.clear()
 
     def _exit(self) -> None:
         session = self._session
@@ -279,3 +319,6 @@ def _made_of(options: Mapping[str, str]) -> object:
     """What makes a context what it is: its own options, and those of the environment."""
     ours = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
     return tuple(sorted(options.items())), tuple(sorted(ours.items()))
+
+
+os.register_at_fork(after_in_child=UcxThread._leave_to_parent)

@@ -12,6 +12,7 @@ import pytest
 
 from dask_gpurt.devices import pages
 from dask_gpurt.devices.pages import PAGE_NBYTES, PrivatePages, SharedPages
+from dask_gpurt.devices.pool import HostPool
 
 
 @pytest.fixture(params=[PrivatePages, SharedPages])
@@ -350,3 +351,30 @@ def test_closing_the_file_leaves_the_memory_in_use():
         os.fstat(descriptor)
     assert (_bytes_at(address) == 3).all()
     PrivatePages().give_back(address)
+
+
+def test_a_forked_child_takes_nothing_from_its_parent():
+    """Not the bytes of shared pages, which it lets go of as it ends."""
+    pool = HostPool(4 * PAGE_NBYTES, source=SharedPages())
+    spare = pool.empty(PAGE_NBYTES)
+    buffer = pool.empty(3 * PAGE_NBYTES)
+    buffer[:] = 7
+    del spare  # which the child must not hand out
+    pool.idle_nbytes  # noqa: B018 - accounts for it
+    with pool._lock:  # as if another thread held it
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                pool.trim()
+                del buffer
+                mine = pool.empty(2 * PAGE_NBYTES)
+                mine[:] = 9
+                pool.trim()
+                status = 0
+            finally:
+                os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (buffer == 7).all()
+    position, nbytes = pool._pages.extents(buffer.__array_interface__["data"][0], buffer.nbytes)[0]
+    assert os.pread(pool._pages.fd, nbytes, position) == bytes([7]) * nbytes
