@@ -43,11 +43,12 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "frames": (set(), FRAMES | {"cudf", "cupy", "pylibcudf", "rmm"}, set()),
     # The clock times codecs on samples; the lock keeps what was learnt.
     "codecs": ({"errors"}, {"cudf", "numpy", "nvidia", "pyarrow"}, {"threading", "time"}),
-    # Sockets: only to ask the kernel of those that UCX made.
+    # Sockets: to ask the kernel of those that UCX made, and to say who may connect to them.
     "transport": (
         {"errors", "system_calls"},
-        {"cuda", "numpy", "ucxx"},
-        {"asyncio", "os", "socket", "threading"},
+        # Of psutil: which network device has which address.
+        {"cuda", "numpy", "psutil", "ucxx"},
+        {"asyncio", "os", "socket", "threading", "time"},
     ),
     "shuffle": (
         {"codecs", "errors", "frames", "metrics", "system_calls", "transport"},

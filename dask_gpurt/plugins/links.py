@@ -272,7 +272,8 @@ class Links:
             elif name == "ucx":
                 engine = await self.ucx.engine()
                 known = {"takes_device_memory": engine.takes_device_memory}
-                ours = {**engine.descriptor, **known}
+                token = offer.get("token") if isinstance(offer, Mapping) else None
+                ours = {**await engine.invite(token, _LINK_DEADLINE_S), **known}
             elif name == "codecs":
                 ours = sorted(await asyncio.to_thread(nvcomp.usable))
             else:

@@ -25,10 +25,12 @@ import numpy as np
 
 from dask_gpurt.errors import LateError, ProtocolError, TransportError
 from dask_gpurt.transport.forked import guard
+from dask_gpurt.transport.ucx_door import devices_for
 from dask_gpurt.transport.ucx_links import reject
 from dask_gpurt.transport.ucx_protocol import (
     LEAST_DEVICE_NBYTES,
     N_NUMBERS,
+    TOKEN_NBYTES,
     Buffer,
     Descriptor,
 )
@@ -78,7 +80,8 @@ class UcxEngine:
         Parameters
         ----------
         host
-            IP address under which peers reach this process.
+            IP address under which peers reach this process, and at which it listens if it is one
+            of this host's.
         options
             Options of UCX without their prefix, such as ``{"TLS": "tcp"}``. They hold for this
             engine alone, and come before variables of the environment.
@@ -93,7 +96,8 @@ class UcxEngine:
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
         own = {key: on for key, on in _OPTIONS.items() if f"UCX_{key}" not in os.environ}
         try:
-            session = UcxThread.begin(host, {**own, **(options or {})})
+            own = {**own, **devices_for(host, os.environ), **(options or {})}
+            session = UcxThread.begin(host, own)
         except (OSError, RuntimeError) as error:
             raise TransportError(f"UCX does not start: {error}") from error
         try:
@@ -161,6 +165,27 @@ class UcxEngine:
             f"connecting to {wanted.token} at {wanted.host}:{wanted.port}",
         )
         return wanted.token
+
+    async def invite(self, token: object, deadline_s: float) -> dict[str, str | int]:
+        """Let another engine connect for some time; returns what it needs for that.
+
+        UCX cannot tell strangers from peers before it has taken what they send. So nobody can
+        connect whom nobody has announced.
+
+        Parameters
+        ----------
+        token
+            Of the other engine, as it says.
+
+        Raises
+        ------
+        ProtocolError
+            That is no token.
+        """
+        if not isinstance(token, str) or len(token) != 2 * TOKEN_NBYTES:
+            raise ProtocolError("an offer of UCX without a token")
+        await self._ask(partial(self._board.invite, token, deadline_s), None, None, "inviting")
+        return self.descriptor
 
     async def send(
         self, peer_token: str, number: int, buffers: Sequence[Buffer], deadline_s: float

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from dask_gpurt.transport.ucx_door import Door, listening, move
 
 
 @dataclass
@@ -31,6 +33,10 @@ class UcxContext:
         Names of the transports that UCX has to choose from.
     callers
         Who wants to connect: what UCX takes to make an endpoint of.
+    host
+        Address to listen at; empty for all of the host.
+    before
+        Sockets that others listened on before UCX made any.
     """
 
     library: Any
@@ -38,15 +44,19 @@ class UcxContext:
     worker: Any
     transports: list[str]
     callers: deque[int] = field(default_factory=deque)
+    host: str = ""
+    before: Container[int] = ()
 
     def __post_init__(self) -> None:
         # Port 0: any that is free.
         self._listener = self.library.UCXListener.create(self.worker, 0, self.callers.append)
-
-    @property
-    def port(self) -> int:
-        """What the listener listens on, at all addresses of the host."""
-        return int(self._listener.port)
+        #: What the listener listens on.
+        self.port = int(self._listener.port)
+        sockets = {fd: port for fd, port in listening().items() if fd not in self.before}
+        for fd, port in sockets.items():
+            if port == self.port and self.host:
+                self.port = move(fd, self.host) or self.port
+        self.door = Door(sockets)
 
     def endpoint_to(self, host: str, port: int) -> Any:
         """Endpoint to another listener, connected or not."""
@@ -57,13 +67,15 @@ class UcxContext:
         return self._listener.create_endpoint_from_conn_request(caller, True)
 
 
-def load(options: Mapping[str, str]) -> UcxContext:
-    """Load UCX, and listen.
+def load(options: Mapping[str, str], host: str = "") -> UcxContext:
+    """Load UCX, and listen behind a closed door.
 
     Parameters
     ----------
     options
         Options of UCX without the prefix `UCX_`, for this context alone.
+    host
+        Address to listen at; all of the host if that is not one of them.
 
     Raises
     ------
@@ -74,6 +86,7 @@ def load(options: Mapping[str, str]) -> UcxContext:
     from ucxx._lib.arr import Array
 
     _make_device_current()
+    before = set(listening())
     library = ucxx.libucxx
     feature = library.Feature
     features = (feature.TAG, feature.WAKEUP, feature.STREAM)
@@ -82,7 +95,7 @@ def load(options: Mapping[str, str]) -> UcxContext:
     transports = sorted({row[-1].split("/")[0] for row in rows if "flags" in row})
     worker = library.UCXWorker(context)
     worker.init_blocking_progress_mode()
-    return UcxContext(library, Array, worker, transports)
+    return UcxContext(library, Array, worker, transports, host=host, before=before)
 
 
 def _make_device_current() -> None:

@@ -17,6 +17,7 @@ from dask_gpurt.transport.ucx_protocol import (
     SMALL_NBYTES,
     Buffer,
     Descriptor,
+    Greeting,
     parcel_lengths,
     unseal,
 )
@@ -160,6 +161,30 @@ class Link:
         """Whether this side connected."""
         return self.descriptor is not None
 
+    def read_greeting(self) -> Greeting | None:
+        """What the other side greets with, once it is here.
+
+        Raises
+        ------
+        Exception
+            It is no greeting, or UCX could not receive it.
+        """
+        if self.greeting is None or not self.greeting.completed:
+            return None
+        self.greeting.check_error()
+        assert self.greeting_buffer is not None
+        greeting = Greeting.decode(self.greeting_buffer.tobytes())
+        self.greeting = self.greeting_buffer = None
+        return greeting
+
+    def why_broken(self) -> str:
+        """What UCX says of an endpoint that is closed."""
+        try:
+            self.endpoint.raise_on_error()
+        except Exception as error:
+            return f"the other side is gone: {error}"
+        return "the other side closed it"
+
 
 class Peer:
     """Another engine: its links and the messages that are expected from it.
@@ -208,3 +233,13 @@ class Peer:
 
     def refuses(self, number: int) -> bool:
         return number in self._unwanted
+
+
+def counted(transfers: list[Any], peers: list[Any], links: list[Any]) -> dict[str, int]:
+    """How many transfers of each kind, of those that peers have announced too, are not over."""
+    receives = sum(isinstance(transfer, Receive) for transfer in transfers)
+    return {
+        "sends": sum(isinstance(transfer, Send) for transfer in transfers),
+        "receives": receives + sum(len(peer.waiting) for peer in peers),
+        "unclaimed_parcels": sum(link.n_arrived for link in links),
+    }

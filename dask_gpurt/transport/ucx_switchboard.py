@@ -12,8 +12,8 @@ What UCX offers decides some of the design:
 - A tag does not tell which endpoint a message came by. So greetings travel on the endpoint's
   stream, and each side gives the other a channel number to put into its tags.
 
-All of it happens in the thread of `transport.ucx_thread`, which hands in what there is of UCX,
-except reports. Knows no deadlines (`transport.ucx` does); formats are `transport.ucx_protocol`'s.
+All of it but reports happens in the thread of `transport.ucx_thread`. Deadlines of messages are
+`transport.ucx`'s.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
 from dask_gpurt.errors import ProtocolError, TransportError
+from dask_gpurt.transport import ucx_links
 from dask_gpurt.transport.ucx_context import UcxContext
+from dask_gpurt.transport.ucx_guests import Guests
 from dask_gpurt.transport.ucx_links import Link, Peer, Receive, Send, Transfer, reject, resolve
 from dask_gpurt.transport.ucx_protocol import (
     GREETING_NBYTES,
@@ -42,13 +45,14 @@ from dask_gpurt.transport.ucx_protocol import (
     read_tag,
     seal,
 )
+from dask_gpurt.transport.ucx_sink import Sink
 
 #: Connections that have not proven themselves; the oldest gives way to a further one.
-_N_STRANGERS = 64
+_N_STRANGERS = 16
 #: Parcels that nobody has asked for yet, of one link. Large ones are still at their sender.
 _N_UNCLAIMED = 1 << 16
-#: No memory is spent on getting rid of a parcel larger than this.
-_LARGEST_DROPPED_NBYTES = 1 << 30
+#: How long a new link may take at most, and meanwhile connections that UCX makes for it.
+_LINK_S = 30.0
 
 _NOBODY = "0" * 2 * TOKEN_NBYTES
 
@@ -61,7 +65,7 @@ class Switchboard:
     ucx
         Worker and listener, and nobody else's meanwhile.
     host
-        Address that goes into the descriptor; UCX listens on all of them.
+        Address that goes into the descriptor.
     """
 
     def __init__(self, ucx: UcxContext, host: str) -> None:
@@ -82,6 +86,8 @@ class Switchboard:
         #: Endpoints that are closing, and the requests that tell when they are closed.
         self._closing: list[tuple[Any, Any]] = []
         self.is_closing = False
+        self.guests = Guests(ucx.door)
+        self._sink = Sink(ucx, self.counters, lambda transfer: self._transfers.append(transfer))
         self._token, key = os.urandom(TOKEN_NBYTES).hex(), os.urandom(TOKEN_NBYTES).hex()
         self.descriptor = Descriptor(host, ucx.port, self._token, key)
 
@@ -91,14 +97,9 @@ class Switchboard:
 
     def under_way(self) -> dict[str, int]:
         """How many of each kind are not over yet; from any thread."""
-        transfers, peers = list(self._transfers), list(self._peers.values())
-        receives = sum(isinstance(transfer, Receive) for transfer in transfers)
-        return {
-            "sends": sum(isinstance(transfer, Send) for transfer in transfers),
-            "receives": receives + sum(len(peer.waiting) for peer in peers),
-            "unclaimed_parcels": sum(link.n_arrived for link in list(self._links.values())),
-            "closing_links": len(self._draining) + len(self._closing),
-        }
+        held = (self._transfers, self._peers.values(), self._links.values())
+        n_closing = len(self._draining) + len(self._closing)
+        return {**ucx_links.counted(*map(list, held)), "closing_links": n_closing}
 
     def peers(self) -> dict[str, int]:
         """Number of links to each peer that there are any to; from any thread."""
@@ -125,14 +126,21 @@ class Switchboard:
         for link in list(self._links.values()):
             self._lose(link, why)
 
+    def invite(self, token: str, deadline_s: float, future: Future[None]) -> None:
+        """Let the engine of that token connect within this time."""
+        self.guests.expect(token, monotonic() + deadline_s)
+        resolve(future)
+
     def look(self) -> None:
         """See what progress has brought."""
+        if self.guests.look(monotonic()):
+            self._lose_strangers("nobody who was expected")
         while self._ucx.callers:
             self._accept(self._ucx.callers.popleft())
         while self._failed:
             link = self._links.get(self._failed.popleft())
             if link is not None:
-                self._lose(link, self._reason(link))
+                self._lose(link, link.why_broken())
         for link in list(self._strangers.values()):
             self._read_greeting(link)
         while (probe := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
@@ -207,6 +215,8 @@ class Switchboard:
         else:
             link = peer.connecting = self._new_link(descriptor)
             link.waiters.append(future)
+            # UCX over there connects back for a part of what it needs.
+            self.guests.expect(descriptor.token, monotonic() + _LINK_S)
             try:
                 self._meet(link, self._ucx.endpoint_to(descriptor.host, descriptor.port))
                 self._greet(link, Greeting(self._token, descriptor.key, link.channel))
@@ -215,23 +225,27 @@ class Switchboard:
 
     def give_up_connecting(self, token: str, future: Future[None]) -> None:
         """Whoever asked for a link no longer waits for it."""
-        peer = self._peers.get(token)
-        if peer is None or peer.connecting is None:
-            return
-        link = peer.connecting
-        if future in link.waiters:
+        link = peer.connecting if (peer := self._peers.get(token)) is not None else None
+        if link is not None and future in link.waiters:
             link.waiters.remove(future)
             if not link.waiters:
                 self._lose(link, "given up")
 
+    def _lose_strangers(self, reason: str) -> None:
+        """End all links of callers that have not proven themselves."""
+        for link in list(self._strangers.values()):
+            if not link.is_ours:
+                self._lose(link, reason)
+
+    def _turn_away(self, request: int) -> None:
+        """Take and close a connection, or the caller's socket would stay open."""
+        with suppress(Exception):
+            endpoint = self._ucx.endpoint_of(request)
+            self._closing.append((endpoint, endpoint.close()))
+
     def _accept(self, request: int) -> None:
-        if self.is_closing:
-            # Taken, or UCX would leave the caller's socket open, and the caller could not close it.
-            try:
-                endpoint = self._ucx.endpoint_of(request)
-                self._closing.append((endpoint, endpoint.close()))
-            except Exception as error:
-                self.problems.append(str(error))
+        if self.is_closing or not self.guests.any_expected:
+            self._turn_away(request)
             return
         callers = [link for link in self._strangers.values() if link.descriptor is None]
         if len(callers) >= _N_STRANGERS:
@@ -244,16 +258,13 @@ class Switchboard:
 
     def _read_greeting(self, link: Link) -> None:
         """Let a link in whose other side has proven itself."""
-        if link.greeting is None or not link.greeting.completed:
-            return
         try:
-            link.greeting.check_error()
-            assert link.greeting_buffer is not None
-            greeting = Greeting.decode(link.greeting_buffer.tobytes())
+            greeting = link.read_greeting()
         except Exception as error:
             self._lose(link, str(error))
             return
-        link.greeting = link.greeting_buffer = None
+        if greeting is None:
+            return
         if link.descriptor is None:
             if greeting.key != self.descriptor.key:
                 self.problems.append("refused a connection that was meant for another engine")
@@ -269,6 +280,7 @@ class Switchboard:
         link.peer = peer
         peer.links.append(link)
         self.counters["links_made"] += 1
+        self.guests.settle(greeting.token, monotonic())
         if link.descriptor is None:
             # Before this arrives nothing can come for the peer that this side has not let in.
             self._greet(link, Greeting(self._token, _NOBODY, link.channel))
@@ -279,13 +291,6 @@ class Switchboard:
             link.waiters.clear()
         for number in [number for number in link.arrived if number in peer.waiting]:
             self._bind(link, peer.waiting.pop(number))
-
-    def _reason(self, link: Link) -> str:
-        try:
-            link.endpoint.raise_on_error()
-        except Exception as error:
-            return f"the other side is gone: {error}"
-        return "the other side closed it"
 
     def _lose(self, link: Link, reason: str) -> None:
         """End a link: what is under way on it fails, and its memory is let go by UCX."""
@@ -302,7 +307,7 @@ class Switchboard:
         self.counters["links_lost"] += 1
         for probes in link.arrived.values():
             for probe in probes:
-                self._drop(probe, link)
+                self._sink.drop(probe, link)
         link.receives.clear()
         if link.descriptor is not None:
             peer = self._peers.get(link.descriptor.token)
@@ -445,14 +450,18 @@ class Switchboard:
     def _arrive(self, channel: int, number: int, is_retraction: bool, probe: Any) -> None:
         """Find out whom a parcel is for."""
         link = self._links.get(channel)
-        if link is None:
-            self._drop(probe, self._draining.get(channel))
+        known = link or self._draining.get(channel)
+        if known is None or not (known.peer or known.is_ours):
+            self._lose_strangers("it sent a message before it said who it is")
+            self._sink.refuse(probe)
+        elif link is None:
+            self._sink.drop(probe, known)
         elif is_retraction:
-            self._drop(probe, link)
+            self._sink.drop(probe, link)
             probes = link.arrived.pop(number, [])
             link.n_arrived -= len(probes)
             for unwanted in probes:
-                self._drop(unwanted, link)
+                self._sink.drop(unwanted, link)
             if link.peer is not None:
                 link.peer.refuse(number)
         elif number in link.receives:
@@ -462,7 +471,7 @@ class Switchboard:
             self._bind(link, receive)
             self._take(link, receive, probe)
         elif link.peer is not None and link.peer.refuses(number):
-            self._drop(probe, link)
+            self._sink.drop(probe, link)
         else:
             link.arrived.setdefault(number, []).append(probe)
             link.n_arrived += 1
@@ -472,7 +481,7 @@ class Switchboard:
     def _take(self, link: Link, receive: Receive, probe: Any) -> None:
         """Receive a parcel where it belongs, if it is exactly as long as it must be."""
         if receive.is_failed or receive.is_posted:
-            self._drop(probe, link)
+            self._sink.drop(probe, link)
             return
         parcel = receive.parcels[receive.n_posted]
         if probe.length != len(parcel):
@@ -480,7 +489,7 @@ class Switchboard:
                 f"message {receive.number}: parcel {receive.n_posted} has {probe.length} bytes "
                 f"where {len(parcel)} were announced"
             )
-            self._drop(probe, link)
+            self._sink.drop(probe, link)
             self._fail(receive, problem)
             return
         # By handle UCX would write as much as was sent: hence the look at the length above.
@@ -488,13 +497,3 @@ class Switchboard:
         receive.n_posted += 1
         if receive.n_posted == len(receive.parcels):
             del link.receives[receive.number]
-
-    def _drop(self, probe: Any, link: Link | None) -> None:
-        """Receive what nobody wants, so that its sender is done with it."""
-        self.counters["dropped_parcels"] += 1
-        if probe.length > _LARGEST_DROPPED_NBYTES:
-            return  # it stays at its sender until the link ends
-        sink = np.empty(max(1, probe.length), dtype=np.uint8)
-        transfer = Transfer(link)
-        transfer.add(self._worker.tag_recv_with_handle(self._array(sink), probe), sink)
-        self._transfers.append(transfer)

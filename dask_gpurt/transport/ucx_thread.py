@@ -22,16 +22,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from time import monotonic
 from typing import ClassVar
 
 from dask_gpurt.errors import TransportError
 from dask_gpurt.system_calls import Wakeup
 from dask_gpurt.transport import ucx_context
+from dask_gpurt.transport.ucx_door import Door
 from dask_gpurt.transport.ucx_switchboard import Switchboard
 
 #: While closing: how often UCX is asked whether it is done with what it was told to drop, and how
 #: often without any news before it is left without an answer. A peer that hangs never answers.
 _CLOSING_PERIOD_S, _N_CLOSING_PERIODS = 0.02, 50
+
+#: So much does UCX do before it is looked at what came of it.
+_N_STEPS = 64
 
 #: How long the end of the process waits for a thread.
 _EXIT_S = 5.0
@@ -123,6 +128,8 @@ class UcxThread:
 
     Parameters
     ----------
+    host
+        Address to listen at.
     options
         Options of UCX without the prefix `UCX_`, for this context alone.
     """
@@ -135,8 +142,9 @@ class UcxThread:
     #: This process was forked from one that had any.
     _is_forked: ClassVar = False
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        self._options = dict(options)
+    def __init__(self, host: str, options: Mapping[str, str]) -> None:
+        self._host, self._options = host, dict(options)
+        self._door: Door | None = None
         self._made_of: object = None
         self._session: Session | None = None
         #: Of the last session; where its peer hung, it holds memory that may still be written to.
@@ -166,8 +174,8 @@ class UcxThread:
         if cls._is_forked:
             raise RuntimeError(_FORKED)
         with cls._free_lock:
-            free = cls._free.get(_made_of(options))
-            thread = free.pop() if free else cls(options)
+            free = cls._free.get(_made_of(host, options))
+            thread = free.pop() if free else cls(host, options)
             session = thread._session = Session(host, thread)
             thread._sessions.add(session)
         if thread._thread.is_alive():
@@ -201,6 +209,8 @@ class UcxThread:
         cls._is_forked = cls._is_forked or bool(cls._begun)
         for thread in cls._begun:
             atexit.unregister(thread._exit)
+            if thread._door is not None:
+                thread._door.leave_to_parent()
             for session in list(thread._sessions):
                 session.forget()
         cls._begun.clear()
@@ -217,7 +227,8 @@ class UcxThread:
         try:
             epoll = select.epoll()
             epoll.register(self._wakeup.fd, select.EPOLLIN)
-            ucx = ucx_context.load(self._options)
+            ucx = ucx_context.load(self._options, self._host)
+            self._door = ucx.door
             epoll.register(ucx.worker.epoll_file_descriptor, select.EPOLLIN)
         except Exception as error:
             reason = f"UCX does not start: {error}"
@@ -228,7 +239,9 @@ class UcxThread:
             self._session.end()
             self._forget()
             return
-        self._made_of = _made_of(self._options)  # now: `ucxx` sets variables when it is imported
+        self._made_of = _made_of(
+            self._host, self._options
+        )  # now: `ucxx` sets variables when it is imported
         with epoll:
             # Between engines there is nobody to tell; whoever comes next gets another thread.
             with contextlib.suppress(Exception):
@@ -287,7 +300,7 @@ class UcxThread:
         n_periods = 0
         while True:
             session.run_calls()
-            ucx.worker.progress()
+            _progress(ucx)
             board.look()
             if board.is_closing and (board.is_idle or n_periods >= _N_CLOSING_PERIODS):
                 return
@@ -299,7 +312,7 @@ class UcxThread:
     ) -> None:
         """Turn callers away until there is another session, or the process ends."""
         while True:
-            ucx.worker.progress()
+            _progress(ucx)
             board.look()
             if self._is_exiting or (self._session is not None and board.is_idle):
                 return
@@ -310,15 +323,23 @@ class UcxThread:
         if not ucx.worker.arm():
             return True
         is_closing = board.is_closing and not board.is_idle
-        has_news = bool(epoll.poll(_CLOSING_PERIOD_S if is_closing else None))
+        wait_s = _CLOSING_PERIOD_S if is_closing else board.guests.wait_s(monotonic())
+        has_news = bool(epoll.poll(wait_s))
         self._wakeup.clear()
         return has_news
 
 
-def _made_of(options: Mapping[str, str]) -> object:
-    """What makes a context what it is: its own options, and those of the environment."""
+def _progress(ucx: ucx_context.UcxContext) -> None:
+    """Have UCX do what there is to do, but not for ever if somebody sends without an end."""
+    for _ in range(_N_STEPS):
+        if not ucx.worker.progress_once():
+            return
+
+
+def _made_of(host: str, options: Mapping[str, str]) -> object:
+    """What makes a context what it is: address, its own options, and those of the environment."""
     ours = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
-    return tuple(sorted(options.items())), tuple(sorted(ours.items()))
+    return host, tuple(sorted(options.items())), tuple(sorted(ours.items()))
 
 
 os.register_at_fork(after_in_child=UcxThread._leave_to_parent)

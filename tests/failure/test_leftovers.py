@@ -15,6 +15,7 @@ from dask_gpurt.transport.ucx import UcxEngine
 from tests.conftest import stock_client
 from tests.failure.gates import DEADLINE_S
 from tests.failure.leftovers import left_on, links_to_nobody, ucx_report
+from tests.transport.ucx_peer import open_door
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_links_over_ucx_to_nobody_are_seen(client: Client) -> None:
     others: list[UcxEngine] = []
 
     async def link(worker: Any) -> None:
-        others.append(await UcxEngine.start("127.0.0.1"))
+        others.append(await open_door(await UcxEngine.start("127.0.0.1")))
         engine = await state_of(worker).links.ucx.engine()
         await engine.connect(others[0].descriptor, DEADLINE_S)
 

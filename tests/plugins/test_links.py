@@ -28,6 +28,7 @@ from dask_gpurt.transport import shared
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.codecs.test_nvcomp import emulated
 from tests.transport.test_ucx import needs_ucxx
+from tests.transport.ucx_peer import open_door
 
 DEADLINE_S = 20.0
 
@@ -182,7 +183,7 @@ def with_links_to_the_deaf(test, *, is_silent):
     """Run a coroutine function with links of a worker, and what calls a peer that is deaf."""
 
     async def with_engine(links):
-        engine = await UcxEngine.start("127.0.0.1")
+        engine = await open_door(await UcxEngine.start("127.0.0.1"))
         try:
             await test(links, Deaf(engine, is_silent).call)
         finally:

@@ -36,7 +36,7 @@ def do(coroutine):
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()
 one, other = do(UcxEngine.start("127.0.0.1")), do(UcxEngine.start("127.0.0.1"))
-do(one.connect(other.descriptor, 30))
+do(one.connect(do(other.invite(one.token, 30)), 30))
 move(0)
 """
 

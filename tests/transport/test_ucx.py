@@ -21,7 +21,7 @@ from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.transport.rate import TCP_INFO_NBYTES, acked_nbytes
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.frames.emulated_device import EmulatedMemory
-from tests.transport.ucx_peer import PATIENCE_S, exchange
+from tests.transport.ucx_peer import PATIENCE_S, exchange, open_door
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -98,7 +98,7 @@ async def other_process(options=None):
 
 @contextlib.asynccontextmanager
 async def engine_here(options=None):
-    engine = await UcxEngine.start("127.0.0.1", options)
+    engine = await open_door(await UcxEngine.start("127.0.0.1", options))
     try:
         yield engine
     finally:

@@ -19,7 +19,7 @@ from dask_gpurt.errors import TransportError
 from dask_gpurt.transport.ucx import UcxEngine
 from dask_gpurt.transport.ucx_thread import UcxThread
 from tests.transport.test_ucx import over_both
-from tests.transport.ucx_peer import PATIENCE_S
+from tests.transport.ucx_peer import PATIENCE_S, open_door
 
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
 
@@ -28,7 +28,9 @@ pytest.importorskip("ucxx", reason="the ucx extra is not installed")
 def ucx_thread(options=None):
     thread = UcxThread.begin("127.0.0.1", options or {})
     try:
-        yield thread, thread.started.result(PATIENCE_S)
+        board = thread.started.result(PATIENCE_S)
+        asked(thread, board.invite, "0" * 32, 600).result(PATIENCE_S)
+        yield thread, board
     finally:
         thread.close()
         thread.finished.result(PATIENCE_S)
@@ -83,14 +85,14 @@ def test_a_thread_that_ended_takes_no_calls():
 def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_away():
     async def scenario():
         options = {"TLS": "tcp,self"}  # of no other test
-        closed = await UcxEngine.start("127.0.0.1", options)
+        closed = await open_door(await UcxEngine.start("127.0.0.1", options))
         await closed.close(PATIENCE_S)
-        caller = await UcxEngine.start("127.0.0.1")
+        caller = await open_door(await UcxEngine.start("127.0.0.1"))
         # UCX still listens: to free a listener while somebody connects crashes the process.
         with pytest.raises(TransportError, match="UCX link to"):
             await caller.connect(closed.descriptor, PATIENCE_S)
         n_threads = threading.active_count()
-        engine = await UcxEngine.start("127.0.0.1", options)
+        engine = await open_door(await UcxEngine.start("127.0.0.1", options))
         assert threading.active_count() == n_threads
         assert engine.descriptor["port"] == closed.descriptor["port"]
         with pytest.raises(TransportError, match="another engine answered"):
@@ -105,7 +107,7 @@ def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_a
         np.testing.assert_array_equal(*buffers)
         assert closed.report()["peers"] == {} and engine.report()["peers"] == {caller.token: 1}
         # While it is in use, there is another thread for whoever comes.
-        other = await UcxEngine.start("127.0.0.1", options)
+        other = await open_door(await UcxEngine.start("127.0.0.1", options))
         assert other.descriptor["port"] != engine.descriptor["port"]
         for one in (engine, other, caller):
             await one.close(PATIENCE_S)
@@ -134,7 +136,7 @@ def test_a_process_that_may_have_no_more_of_something_has_no_engine(monkeypatch,
             without.setattr(f"dask_gpurt.transport.ucx_thread.{what}", refuse)
             with pytest.raises(TransportError, match=f"UCX does not start: .*{error.args[-1]}"):
                 await UcxEngine.start("127.0.0.1", options)
-        engine = await UcxEngine.start("127.0.0.1", options)
+        engine = await open_door(await UcxEngine.start("127.0.0.1", options))
         await engine.close(PATIENCE_S)
 
     asyncio.run(scenario())
@@ -143,10 +145,10 @@ def test_a_process_that_may_have_no_more_of_something_has_no_engine(monkeypatch,
 def test_a_thread_that_had_an_error_serves_no_further_engine():
     async def scenario():
         options = {"TLS": "self,tcp"}  # of no other test
-        engine = await UcxEngine.start("127.0.0.1", options)
+        engine = await open_door(await UcxEngine.start("127.0.0.1", options))
         engine._session.call(fail)
         await asyncio.wrap_future(engine._session.finished)
-        other = await UcxEngine.start("127.0.0.1", options)
+        other = await open_door(await UcxEngine.start("127.0.0.1", options))
         assert other.descriptor["port"] != engine.descriptor["port"]
         await other.close(PATIENCE_S)
 
@@ -155,7 +157,7 @@ def test_a_thread_that_had_an_error_serves_no_further_engine():
 
 def test_closing_gives_up_on_a_thread_that_is_stuck_and_the_thread_goes_on():
     async def scenario():
-        engine = await UcxEngine.start("127.0.0.1")
+        engine = await open_door(await UcxEngine.start("127.0.0.1"))
         stuck, may_go_on = threading.Event(), threading.Event()
         engine._session.call(lambda: (stuck.set(), may_go_on.wait(PATIENCE_S)))
         try:
@@ -177,7 +179,7 @@ def fail():
 
 def test_an_error_in_the_thread_is_told_to_all_who_wait_and_all_who_come():
     async def scenario():
-        engine = await UcxEngine.start("127.0.0.1")
+        engine = await open_door(await UcxEngine.start("127.0.0.1"))
         await engine.connect(engine.descriptor, PATIENCE_S)
         buffer = np.zeros(10, dtype=np.uint8)
         waiting = asyncio.create_task(engine.receive(engine.token, 1, [buffer], PATIENCE_S))
@@ -198,7 +200,7 @@ def test_an_error_in_the_thread_is_told_to_all_who_wait_and_all_who_come():
 
 def test_an_error_of_one_call_is_told_to_whoever_made_it(monkeypatch):
     async def scenario():
-        engine = await UcxEngine.start("127.0.0.1")
+        engine = await open_door(await UcxEngine.start("127.0.0.1"))
         monkeypatch.setattr(engine._board, "send", lambda *args: fail())
         # More than one, as those that wait for their turn are made while the thread ends.
         sends = [engine.send("peer", number, [], PATIENCE_S) for number in range(3)]

@@ -1,0 +1,52 @@
+"""Parcels that nobody wants: received into memory of their own, or left where they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dask_gpurt.transport.ucx_context import UcxContext
+from dask_gpurt.transport.ucx_links import Link, Transfer
+from dask_gpurt.transport.ucx_protocol import SMALL_NBYTES
+
+#: No memory is spent on getting rid of a parcel larger than this.
+_LARGEST_DROPPED_NBYTES = 1 << 30
+
+
+class Sink:
+    """Gets rid of parcels. In the thread of UCX.
+
+    Parameters
+    ----------
+    hold
+        Keeps memory until UCX is done with it.
+    """
+
+    def __init__(
+        self, ucx: UcxContext, counters: Counter[str], hold: Callable[[Transfer], None]
+    ) -> None:
+        self._worker, self._array = ucx.worker, ucx.array
+        self._counters = counters
+        self._hold = hold
+
+    def drop(self, probe: Any, link: Link | None) -> None:
+        """Receive what nobody wants, so that its sender is done with it."""
+        self._counters["dropped_parcels"] += 1
+        if probe.length > _LARGEST_DROPPED_NBYTES:
+            return  # it stays at its sender until the link ends
+        sink = np.empty(max(1, probe.length), dtype=np.uint8)
+        transfer = Transfer(link)
+        transfer.add(self._worker.tag_recv_with_handle(self._array(sink), probe), sink)
+        self._hold(transfer)
+
+    def refuse(self, probe: Any) -> None:
+        """Spend next to nothing on what somebody sent who has not said who it is.
+
+        A large parcel is left to UCX, which has no more of it than its beginning.
+        """
+        self._counters["refused_parcels"] += 1
+        if probe.length < SMALL_NBYTES:
+            self.drop(probe, None)

@@ -1,0 +1,84 @@
+"""Somebody who knows the ports of a worker and no key: it is not let in, and jobs go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import psutil
+import pytest
+
+from dask_gpurt.errors import TransportError
+from dask_gpurt.transport.ucx import UcxEngine
+from tests.failure import stranger
+from tests.transport.ucx_peer import PATIENCE_S
+
+pytest.importorskip("ucxx", reason="the ucx extra is not installed")
+pytestmark = [pytest.mark.cluster]
+
+
+def listening():
+    connections = psutil.Process().net_connections("tcp")
+    return {one.laddr for one in connections if one.status == psutil.CONN_LISTEN}
+
+
+def test_ucx_listens_where_the_worker_does():
+    async def scenario():
+        before = listening()
+        options = {"TCP_MAX_POLL": "17"}  # of no other test
+        engine = await UcxEngine.start("127.0.0.1", options)
+        made = listening() - before
+        assert len(made) >= 2 and {one.ip for one in made} == {"127.0.0.1"}
+        assert engine.descriptor["port"] in {one.port for one in made}
+        # Nobody was announced: not even a connection comes about.
+        for one in made:
+            with pytest.raises(TimeoutError), socket.socket() as caller:
+                caller.settimeout(0.1)
+                caller.connect(one)
+        await engine.close(PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_was_announced_gets_in_and_nobody_after_it():
+    async def scenario():
+        one, other = [await UcxEngine.start("127.0.0.1") for _ in range(2)]
+        stranger = await UcxEngine.start("127.0.0.1")
+        assert not other._board.guests.any_expected
+        await one.connect(await other.invite(one.token, PATIENCE_S), PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while other._board.guests.any_expected:
+                await asyncio.sleep(0.01)
+        with pytest.raises(TransportError):
+            await stranger.connect(other.descriptor, 0.2)
+        assert list(other.report()["peers"]) == [one.token]
+        for engine in (one, other, stranger):
+            await engine.close(PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
+def test_who_does_not_prove_itself_while_the_door_is_open_is_let_go():
+    async def scenario():
+        engine, caller = [await UcxEngine.start("127.0.0.1") for _ in range(2)]
+        await engine.invite("0" * 32, 0.5)
+        wrong = {**engine.descriptor, "key": os.urandom(16).hex()}
+        with pytest.raises(TransportError):
+            await caller.connect(wrong, PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while engine._board._strangers or engine._board.guests.any_expected:
+                await asyncio.sleep(0.01)
+        assert not engine.report()["peers"]
+        for one in (engine, caller):
+            await one.close(PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_workers_with_a_stranger_on_every_port_shuffle_on():
+    found = stranger.report(seconds=3)
+    assert found["grew_mib"] << 20 <= stranger.MOST_NBYTES, found
+    assert found["shuffles"] >= 2 and not found["runs"]["stock"]
+    assert found["paths"] == ["ucx"]
