@@ -17,6 +17,7 @@ import ipaddress
 import os
 import select
 import socket
+import stat
 import struct
 from collections.abc import Iterable, Mapping
 
@@ -87,6 +88,9 @@ def listening() -> dict[int, int]:
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         with contextlib.suppress(OSError):
+            # A copy of anything else would stay open, and keep it in every epoll that it is in.
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
             if fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 continue
             with socket.socket(fileno=os.dup(fd)) as one:

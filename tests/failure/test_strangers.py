@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from dask_gpurt.errors import TransportError
+from dask_gpurt.transport import ucx_door
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.failure import stranger
 from tests.transport.ucx_peer import PATIENCE_S
@@ -39,6 +40,17 @@ def test_ucx_listens_where_the_worker_does():
         await engine.close(PATIENCE_S)
 
     asyncio.run(scenario())
+
+
+def test_looking_for_sockets_leaves_nothing_open():
+    """A copy of an epoll or of an event would keep it alive after UCX has closed it."""
+    reader, writer = os.pipe()
+    os.set_inheritable(reader, True)
+    before = os.listdir("/proc/self/fd")
+    ucx_door.listening()
+    assert os.listdir("/proc/self/fd") == before
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_peer_that_was_announced_gets_in_and_nobody_after_it():
