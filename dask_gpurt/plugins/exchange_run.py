@@ -32,6 +32,7 @@ from dask_gpurt.errors import (
     TransportError,
 )
 from dask_gpurt.frames.port import BodyAdapter, Empty, Packed, Piece
+from dask_gpurt.plugins.blocking import in_a_thread
 from dask_gpurt.plugins.courier import Courier
 from dask_gpurt.plugins.fine_metrics import FineMetrics, amount, disk_io, left_host
 from dask_gpurt.plugins.links import DAMAGED, RELINK
@@ -444,8 +445,7 @@ class ExchangeRun:
         self._over.set()
         await self._outbox.close()
         self._last_report = self.report()
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._let_go)
+        await in_a_thread(self._let_go)
         self._state.end_run(self, self._last_report)
         self._closed_event.set()
 

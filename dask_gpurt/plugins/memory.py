@@ -33,6 +33,7 @@ from dask_gpurt.memory.sizes import Sizes
 from dask_gpurt.memory.store import HOME, TieredStore
 from dask_gpurt.plugins import memory_seams
 from dask_gpurt.plugins.at_hand import AtHand
+from dask_gpurt.plugins.blocking import in_a_thread
 from dask_gpurt.plugins.device_room import shards_on_device_nbytes
 from dask_gpurt.plugins.fine_metrics import amount
 from dask_gpurt.plugins.memory_levels import DEVICE, StoreLevels
@@ -448,9 +449,9 @@ class ManagedMemory:
             self._device.close()
         self.store.close()
         # Removing gigabytes of files takes a second.
-        await asyncio.to_thread(self.store.clear)
+        await in_a_thread(self.store.clear)
         for lane in (self._writes, self._reads):
-            closing = asyncio.create_task(asyncio.to_thread(lane.close))
+            closing = asyncio.create_task(in_a_thread(lane.close))
             await asyncio.wait([closing], timeout=CLOSE_DEADLINE_S)
 
 
