@@ -2,6 +2,8 @@
 #   make demo    stock Dask against the runtime, on real data, in about five minutes
 #   make test    the test suite, against both supported ends of dask and distributed
 #   make test-upstream DISTRIBUTED=/path/to/clone    distributed's own tests, with the runtime on
+#   make test-dask    Dask's own tests of arrays and dataframes, on a cluster with the runtime
+#   make test-thirdparty    programs on top of xgboost, xarray and others, stock against the runtime
 #   make check   style, types, and which module may import which
 #   make bench   the benchmarks behind docs/performance.md
 
@@ -10,10 +12,11 @@ OLDEST := 2026.7.1
 NEWEST := 2026.8.0
 VENV := .venv
 VENV_NEWEST := .venv-newest
+VENV_THIRDPARTY := .venv-thirdparty
 SOURCES := setup.cfg pyproject.toml $(shell find dask_gpurt -name '*.py' -o -name '*.yaml')
 JOBS ?= 2
 
-.PHONY: demo test test-oldest test-newest test-upstream check bench clean
+.PHONY: demo test test-oldest test-newest test-upstream test-dask test-thirdparty check bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
@@ -47,6 +50,21 @@ test-upstream: $(UPSTREAM_VENV)/installed
 	    --rootdir $(DISTRIBUTED) --import-mode=importlib -p tests.upstream.plugin \
 	    -q -n $(JOBS) --timeout-method=signal --tb=native $(UPSTREAM_OPTIONS) \
 	    $(UPSTREAM_TESTS:%=$(DISTRIBUTED)/distributed/%)
+
+# Dask's packages come with its tests. All of them take some hours of a core; the tests of
+# `tests/upstream` run a few of them.
+DASK_TESTS ?= array dataframe
+
+test-dask: $(UPSTREAM_VENV)/installed
+	site=$$($(UPSTREAM_VENV)/bin/python -c \
+	    'import dask, pathlib; print(pathlib.Path(dask.__file__).parents[1])') && \
+	$(UPSTREAM_VENV)/bin/python -m pytest -c tests/upstream/dask.ini --rootdir $$site \
+	    -p tests.upstream.dask_plugin -q -n $(JOBS) --dist loadfile $(DASK_OPTIONS) \
+	    $(DASK_TESTS:%=$$site/dask/%)
+
+# In an environment of its own: these packages bring a gigabyte of others.
+test-thirdparty: $(VENV_THIRDPARTY)/installed
+	$(VENV_THIRDPARTY)/bin/python -m pytest tests/thirdparty
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -90,5 +108,12 @@ $(VENV_NEWEST)/installed: $(SOURCES)
 	$(VENV_NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall .
 	touch $@
 
+$(VENV_THIRDPARTY)/installed: $(SOURCES)
+	$(call make_venv,$(VENV_THIRDPARTY))
+	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet \
+	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test,thirdparty]"
+	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_NEWEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,139 @@
+"""Programs on top of other packages give stock's results, by the flag alone.
+
+Each program of `programs/` runs twice, as `python program.py`, with the flag and
+without. It prints its results as JSON in its last line. Most need packages of the `thirdparty`
+extra. `make test-thirdparty` installs all of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.processes import WITHOUT_HEARTBEATS, environment
+
+HERE = Path(__file__).parent
+#: A program takes up to 20 s on an idle core.
+TIMEOUT_S = 300
+
+#: Packages that each program needs besides the runtime's own.
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "bags_and_files": (),
+    "futures": (),
+    "xarray_zarr": ("xarray", "zarr"),
+    "dask_ml_pipeline": ("dask_ml",),
+    "flox_groups": ("flox",),
+    "geopandas_join": ("dask_geopandas",),
+    "image_filters": ("dask_image",),
+    "joblib_search": ("sklearn",),
+    "lightgbm_train": ("lightgbm",),
+    "prefect_flow": ("prefect_dask",),
+    "sparse_arrays": ("sparse",),
+    "xgboost_train": ("xgboost",),
+}
+
+#: Sums of floats may be added up in another order.
+RELATIVE_ERROR = 1e-5
+
+
+def run(name: str, folder: Path, is_enabled: bool) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    return subprocess.run(
+        [sys.executable, str(HERE / "programs" / f"{name}.py")],
+        cwd=folder,
+        env=environment(
+            DASK_GPURT__ENABLED=str(is_enabled),
+            DASK_DISTRIBUTED__CLIENT__PRELOAD=f"['dask_gpurt.preload', '{HERE / 'tell.py'}']",
+            PREFECT_HOME=str(folder / "prefect"),
+            PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=str(TIMEOUT_S),
+            **WITHOUT_HEARTBEATS,
+        ),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def tracebacks(log: str) -> collections.Counter[str]:
+    """Last lines of all tracebacks in a log, without what differs from run to run."""
+    found: collections.Counter[str] = collections.Counter()
+    is_inside = False
+    for line in log.splitlines():
+        if line.lstrip().startswith("Traceback (most recent call last)"):
+            is_inside = True
+        elif is_inside and line and not line.startswith(" "):
+            found[re.sub(r"0x[0-9a-f]+|\d+", "#", line)] += 1
+            is_inside = False
+    return found
+
+
+def assert_same(enabled: object, stock: object) -> None:
+    """Whether two values of JSON are equal, but for the last digits of floats."""
+    assert type(enabled) is type(stock), (enabled, stock)
+    if isinstance(stock, dict):
+        assert list(enabled) == list(stock)  # type: ignore[call-overload]
+        for key, value in stock.items():
+            assert_same(enabled[key], value)  # type: ignore[index]
+    elif isinstance(stock, list):
+        assert len(enabled) == len(stock)  # type: ignore[arg-type]
+        for one, other in zip(enabled, stock, strict=True):  # type: ignore[call-overload]
+            assert_same(one, other)
+    elif isinstance(stock, float):
+        assert enabled == pytest.approx(stock, rel=RELATIVE_ERROR, abs=RELATIVE_ERROR)
+    else:
+        assert enabled == stock
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(2 * TIMEOUT_S + 60)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_gives_stocks_results_and_no_traceback_of_ours(name: str, tmp_path: Path) -> None:
+    for package in PROGRAMS[name]:
+        pytest.importorskip(package, reason=f"{package} of the thirdparty extra is not installed")
+    stock = run(name, tmp_path / "stock", is_enabled=False)
+    enabled = run(name, tmp_path / "enabled", is_enabled=True)
+    assert (stock.returncode, enabled.returncode) == (0, 0), stock.stderr + enabled.stderr
+    assert told(tmp_path / "stock") == {"False"}
+    assert told(tmp_path / "enabled") == {"True"}
+    assert_same(*(json.loads(run.stdout.splitlines()[-1]) for run in (enabled, stock)))
+    more = tracebacks(enabled.stderr) - tracebacks(stock.stderr)
+    assert not more, enabled.stderr
+
+
+def told(folder: Path) -> set[str]:
+    """Whether the runtime was on, as clients of a program told."""
+    return {path.read_text().strip() for path in folder.glob("*.told")}
+
+
+def test_tracebacks_are_told_apart_by_their_last_lines() -> None:
+    log = """line
+Traceback (most recent call last):
+  File "a.py", line 3, in f
+    raise KeyError
+KeyError: 'key-17'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 5, in f
+KeyError: 'key-4'
+2026 more
+"""
+    assert tracebacks(log) == {"KeyError: 'key-#'": 2}
+
+
+@pytest.mark.parametrize("pair", [(1, 2), (1.0, 1), ([1], [1, 1]), ({"a": 1.0}, {"a": 1.1})])
+def test_values_that_differ_are_not_the_same(pair: tuple[object, object]) -> None:
+    with pytest.raises(AssertionError):
+        assert_same(*pair)
+
+
+def test_the_last_digits_of_floats_may_differ() -> None:
+    assert_same({"a": [1.0, "b", None]}, {"a": [1.0000001, "b", None]})
