@@ -30,7 +30,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "dask_ml_pipeline": ("dask_ml",),
     "flox_groups": ("flox",),
     "geopandas_join": ("dask_geopandas",),
-    "image_filters": ("dask_image",),
     "joblib_search": ("sklearn",),
     "lightgbm_train": ("lightgbm",),
     "prefect_flow": ("prefect_dask",),
