@@ -1,13 +1,26 @@
-"""Preload of a client: writes into the working directory whether the runtime is on there."""
+"""Preload of a client: writes into the working directory whether the runtime is on there.
+
+It also gives workers more than Dask's five seconds to end, as on a busy machine they need them. See
+`nannies_are_patient` in `tests/conftest.py`.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from distributed import Client
+from distributed import Client, Nanny
 
 from dask_gpurt.plugins import activation
+
+_close = Nanny.close
+
+
+async def _patient(nanny: Nanny, timeout: float = 60.0, reason: str = "nanny-close") -> str:
+    return await _close(nanny, timeout=timeout, reason=reason)
+
+
+Nanny.close = _patient
 
 
 async def dask_setup(client: Client) -> None:
