@@ -32,7 +32,7 @@ from dask_gpurt.errors import (
     TransportError,
 )
 from dask_gpurt.frames.port import BodyAdapter, Empty, Packed, Piece
-from dask_gpurt.plugins.blocking import in_a_thread
+from dask_gpurt.plugins.closing import in_a_thread, to_its_end
 from dask_gpurt.plugins.courier import Courier
 from dask_gpurt.plugins.fine_metrics import FineMetrics, amount, disk_io, left_host
 from dask_gpurt.plugins.links import DAMAGED, RELINK
@@ -443,7 +443,8 @@ class ExchangeRun:
             return
         self.closed = True
         self._over.set()
-        await self._outbox.close()
+        # A worker that closes waits for this, and would do so for ever if this ended half way.
+        await to_its_end(self._outbox.close)
         self._last_report = self.report()
         await in_a_thread(self._let_go)
         self._state.end_run(self, self._last_report)

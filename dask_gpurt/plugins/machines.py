@@ -17,6 +17,7 @@ from distributed.metrics import time
 from dask_gpurt.config import TopologySettings
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.asking import ask
+from dask_gpurt.plugins.closing import DEADLINE_S
 from dask_gpurt.topology import probing
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.discovery import Measured, Seen, discover
@@ -207,7 +208,7 @@ class Machines:
         if probe:
             # Another client may have begun one meanwhile.
             while self._probing is not None and not self._probing.done():
-                await asyncio.wait([self._probing])
+                await asyncio.wait([self._probing], timeout=DEADLINE_S)
             self._tried.clear()
             self._measured.clear()
             self._spent_s = 0.0
@@ -287,7 +288,7 @@ class Machines:
         """Nothing is measured any more."""
         if self._probing is not None:
             self._probing.cancel()
-            await asyncio.wait([self._probing])
+            await asyncio.wait([self._probing], timeout=DEADLINE_S)
 
 
 def _described(settings: TopologySettings) -> Topology | None:

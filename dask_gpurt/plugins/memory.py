@@ -33,7 +33,7 @@ from dask_gpurt.memory.sizes import Sizes
 from dask_gpurt.memory.store import HOME, TieredStore
 from dask_gpurt.plugins import memory_seams
 from dask_gpurt.plugins.at_hand import AtHand
-from dask_gpurt.plugins.blocking import in_a_thread
+from dask_gpurt.plugins.closing import in_a_thread
 from dask_gpurt.plugins.device_room import shards_on_device_nbytes
 from dask_gpurt.plugins.fine_metrics import amount
 from dask_gpurt.plugins.memory_levels import DEVICE, StoreLevels
@@ -59,8 +59,6 @@ MAX_ASKED = 5_000
 ASKING_SHARE = 0.05
 #: Where Dask does not look at the process' memory, the store is looked after this often.
 LOOK_INTERVAL_S = 0.1
-#: Longest wait for a disk when a worker closes.
-CLOSE_DEADLINE_S = 10.0
 #: Memory that is only kept warm is given back, and shards are spilled, this often at most.
 RELIEF_INTERVAL_S = 0.5
 #: Inputs that nobody else is known to want are not written for so long after their task: the
@@ -430,16 +428,23 @@ class ManagedMemory:
         directory.
         """
         given: Given = {}
-        if not memory_seams.is_closing(self._worker):
+        if not self._is_closed and not memory_seams.is_closing(self._worker):
             level = self._levels.inherited_level
-            given = await return_cold(self.store, self._stock, self._writes, level)
-        self._is_closed = True
+            given = await return_cold(
+                self.store,
+                self._stock,
+                self._writes,
+                level,
+                partial(memory_seams.is_closing, self._worker),
+            )
+        # From here on nothing waits until the worker has one store or the other.
+        was_closed, self._is_closed = self._is_closed, True
         self._messages.close()
         for task in (self._asking, self._looking):
             if task is not None:
                 task.cancel()
         self._tell_io()
-        if not memory_seams.is_closing(self._worker):
+        if not was_closed and not memory_seams.is_closing(self._worker):
             self._levels.inherited.close()
             return_rest(self.store, self._stock, given)
             self._swap.remove(self._stock)
@@ -448,11 +453,14 @@ class ManagedMemory:
         if self._device is not None:
             self._device.close()
         self.store.close()
+        if not await in_a_thread(self._clear):
+            logger.warning("a disk does not answer; files of values may stay on it")
+
+    def _clear(self) -> None:
         # Removing gigabytes of files takes a second.
-        await in_a_thread(self.store.clear)
+        self.store.clear()
         for lane in (self._writes, self._reads):
-            closing = asyncio.create_task(in_a_thread(lane.close))
-            await asyncio.wait([closing], timeout=CLOSE_DEADLINE_S)
+            lane.close()
 
 
 def _meter(label: str, values: Collection[Value]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any
 
 from dask_gpurt.devices.lanes import Lane
@@ -29,7 +29,11 @@ Given = dict[Hashable, int]
 
 
 async def return_cold(
-    store: TieredStore, stock: MutableMapping[Any, Any], lane: Lane, inherited_level: int
+    store: TieredStore,
+    stock: MutableMapping[Any, Any],
+    lane: Lane,
+    inherited_level: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Given:
     """Hand over what is not in memory, until next to all that is left is.
 
@@ -39,6 +43,8 @@ async def return_cold(
         What writes and drops values: whatever was begun before is done when this is.
     inherited_level
         Where values lie as the worker's own store left them. It has those.
+    is_over
+        Whether nobody has a use for the rest, because the worker closes.
     """
     given = store.left_at(inherited_level)
     for _ in range(_MAX_ROUNDS):
@@ -46,6 +52,8 @@ async def return_cold(
         if not rest:
             break
         for key, serial in rest.items():
+            if is_over():
+                return given
             # One a job: what a job lets go of is dropped after it, and before the next.
             job = lane.submit(_return, store, stock, key, serial, inherited_level)
             if await asyncio.wrap_future(job):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -117,7 +117,8 @@ class GpurtScheduler(SchedulerPlugin):
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self._sketches: OrderedDict[str, list[int]] = OrderedDict()
         self._pace = Pace(TELLING_SHARE)
-        self._all_reported = asyncio.Condition()
+        #: Is set, and another one takes its place, whenever a worker has reported or has left.
+        self._reported = asyncio.Event()
         self.placement: Placement | None = None
         self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
@@ -261,7 +262,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._owners.remove()
         self._leave_placing()
         # Shuffles that are about to begin need not wait for workers that are joining.
-        await self._say_who_reported()
+        self._say_who_reported()
         # `gpurt_status` stays: it can still say that, and why, the runtime is off. Two others are
         # asked until workers have given back the last of their values, and those that are joining
         # just now have said so.
@@ -306,26 +307,26 @@ class GpurtScheduler(SchedulerPlugin):
             logger.error("%s", problem)
         if not self._silent():
             self.machines.workers_changed()
-        await self._say_who_reported()
+        self._say_who_reported()
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         if self.placement is not None:
             self.placement.add_worker(scheduler.workers[worker])
 
-    def remove_worker(
-        self, scheduler: Scheduler, worker: str, **kwargs: Any
-    ) -> Coroutine[Any, Any, None]:
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        # Not a coroutine: the scheduler would wait for it, and log that it was cancelled as it
+        # closes.
         if self.placement is not None:
             self.placement.remove_worker(worker)
         self.machines.remove_worker(worker)
         self.ready.discard(worker)
         self.not_ready.pop(worker, None)
         # It may have been the last one that had not reported.
-        return self._say_who_reported()
+        self._say_who_reported()
 
-    async def _say_who_reported(self) -> None:
-        async with self._all_reported:
-            self._all_reported.notify_all()
+    def _say_who_reported(self) -> None:
+        self._reported.set()
+        self._reported = asyncio.Event()
 
     def _silent(self) -> set[str]:
         return set(self.scheduler.workers) - self.ready - set(self.not_ready)
@@ -334,11 +335,10 @@ class GpurtScheduler(SchedulerPlugin):
         def known() -> bool:
             return not self.is_active or not self._silent()
 
-        if known():
-            return
         try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S), self._all_reported:
-                await self._all_reported.wait_for(known)
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                while not known():
+                    await self._reported.wait()
         except TimeoutError:
             for worker in sorted(self._silent()):
                 self.not_ready[worker] = f"no word from worker {worker} in {JOIN_TIMEOUT_S:g} s"

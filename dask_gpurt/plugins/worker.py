@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Awaitable, Callable, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters
 from dask_gpurt.plugins import device_sizes
+from dask_gpurt.plugins.closing import DEADLINE_S, to_its_end
+from dask_gpurt.plugins.closing_seams import WholeClose
 from dask_gpurt.plugins.comm_seams import PiecewiseReads, ShortTurns
 from dask_gpurt.plugins.frame_seams import RowNumbers
 from dask_gpurt.plugins.garbage import SetApart
@@ -36,6 +38,7 @@ from dask_gpurt.plugins.gathering import Gathering
 from dask_gpurt.plugins.links import Links
 from dask_gpurt.plugins.machine_report import MachineReport
 from dask_gpurt.plugins.memory import ManagedMemory, obstacle
+from dask_gpurt.plugins.memory_seams import is_closing
 from dask_gpurt.plugins.prometheus_seams import ShownShuffles
 from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
 from dask_gpurt.shuffle.shards import Budget, ShardStore
@@ -97,6 +100,8 @@ class WorkerState:
         self._cooling: asyncio.TimerHandle | None = None
         #: Closes links that runs made after the runtime was taken off.
         self._unlinking: asyncio.Task[None] | None = None
+        #: What the runtime has left to close, of a worker that closes. May be called twice.
+        self.last_work: Callable[[], Awaitable[None]] | None = None
         #: The runtime is on here. Off, nothing is kept for a next run.
         self.is_attached = True
         #: What an output task read, by its key, until its result is safe.
@@ -250,11 +255,22 @@ class WorkerState:
         }
 
     async def close(self) -> None:
-        """The worker is closed. Dask calls this of what extends it."""
-        if self._unlinking is not None:
-            await self._unlinking
-        await self.links.close()
+        """The worker is closed. Dask calls this of what extends it.
+
+        A cancellation is dropped, as everybody else waits for this. No error leaves it: the
+        worker would stop half way.
+        """
+        for work in (self.last_work, self._unlink, self.links.close):
+            try:
+                if work is not None and not await to_its_end(work):
+                    logger.warning("%s: closed without waiting any longer", self._worker.name)
+            except Exception:
+                logger.exception("%s: closing failed", self._worker.name)
         self.links.end()
+
+    async def _unlink(self) -> None:
+        if self._unlinking is not None:
+            await asyncio.wait({self._unlinking})
 
     def report(self) -> dict[str, Any]:
         return {
@@ -346,6 +362,8 @@ class Attachment:
         self._turns = ShortTurns(worker)
         self._gathering = Gathering(worker)
         self._shown = ShownShuffles(worker)
+        self._whole_close = WholeClose(worker, state.close)
+        self._detaching: asyncio.Task[None] | None = None
         # At the end: everything that the runtime needs is imported.
         self._set_apart = SetApart(worker)
 
@@ -360,7 +378,22 @@ class Attachment:
                 self._memory.left(key)
 
     async def detach(self) -> None:
-        """Leave the worker as stock has it. Runs that are under way go on."""
+        """Leave the worker as stock has it. Runs that are under way go on.
+
+        It is done once, and goes on if whoever waits for it is cancelled. Nothing is waited for on
+        a worker that closes: Dask would stop half way if it were cancelled at that moment. The
+        state does the rest there, see `WorkerState.close`.
+        """
+        if self._detaching is None:
+            self._leave()
+            self.state.last_work = self._let_go
+            if is_closing(self._worker):
+                self.state.detach()
+                return
+            self._detaching = asyncio.create_task(self._give_back(), name="gpurt-detach")
+        await asyncio.shield(self._detaching)
+
+    def _leave(self) -> None:
         self._set_apart.end()
         self._reads.end()
         self._turns.end()
@@ -369,10 +402,22 @@ class Attachment:
         self._lookup.remove()
         for name in self._handlers:
             self._worker.handlers.pop(name, None)
+
+    async def _give_back(self) -> None:
         if self._memory is not None:
             await self._memory.close()
         self.state.detach()
         await self.state.links.close()
+        if not is_closing(self._worker):
+            self.state.last_work = None
+            self._whole_close.end()
+
+    async def _let_go(self) -> None:
+        """The worker closes; what it would get back is of no use to it any more."""
+        if self._detaching is not None:
+            await asyncio.wait({self._detaching}, timeout=DEADLINE_S / 2)
+        if self._memory is not None:
+            await self._memory.close()
 
 
 def bootstrap(version: str, settings: dict[str, Any]) -> WorkerPlugin:

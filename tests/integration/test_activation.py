@@ -514,7 +514,7 @@ async def test_a_worker_that_left_before_it_reported_holds_nobody_up(c, s, a, b)
     plugin = s.handlers["gpurt_status"].__self__
     await async_poll_for(lambda: plugin.ready == {a.address}, timeout=5)
     waits = asyncio.ensure_future(plugin._everyone_reported())
-    await async_poll_for(lambda: plugin._all_reported._waiters, timeout=5)
+    await async_poll_for(lambda: plugin._reported._waiters, timeout=5)
     await b.close()
     await waits
     assert not plugin.not_ready
@@ -531,7 +531,7 @@ async def test_a_shuffle_that_waits_for_who_joins_is_stock_s_when_it_is_switched
     plugin.ready.discard(b.address)
     frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
     total = c.compute(collection(frames).shuffle("a", npartitions=2).a.sum())
-    await async_poll_for(lambda: plugin._all_reported._waiters, timeout=5)
+    await async_poll_for(lambda: plugin._reported._waiters, timeout=5)
     await dask_gpurt.disable(c)
     assert await total == sum(range(40))
     assert not plugin.runs and not plugin.fallbacks and not plugin.not_ready
