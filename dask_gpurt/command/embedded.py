@@ -12,23 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask.config
 
+from dask_gpurt import local_cluster
 from dask_gpurt.errors import GpurtError
+
+if TYPE_CHECKING:
+    from distributed.security import Security
 
 #: How long tasks that still run hold up the end of the workers.
 GRACE_S = 2.0
 #: How much longer the process that kills them may take for it.
 CLOSE_TIMEOUT_S = 5.0
+
+#: Of the cluster's security, what a client shows and believes.
+_OF_CLIENTS = ("tls_ca_file", "tls_client_cert", "tls_client_key")
 
 # `-c` leaves the process without a main module for workers to import. The script's search path
 # comes first: with it, this package is found the way it was found there.
@@ -49,6 +55,11 @@ class EmbeddedCluster:
     ----------
     n_workers, threads_per_worker
         None leaves it to `LocalCluster`, which takes what this process may use of the machine.
+
+    Attributes
+    ----------
+    address
+        Of the scheduler.
 
     Raises
     ------
@@ -84,7 +95,7 @@ class EmbeddedCluster:
                 with contextlib.suppress(BrokenPipeError):
                     self._process.stdin.write(order)
                     self._process.stdin.flush()
-                told: dict[str, str] = json.loads(answer.read() or "{}")
+                told: dict[str, Any] = json.loads(answer.read() or "{}")
             except BaseException:
                 # Ctrl-C while it starts.
                 self._kill()
@@ -94,6 +105,14 @@ class EmbeddedCluster:
             why = told.get("error", f"its process ended with {self._process.returncode}")
             raise EmbeddedClusterError(f"no cluster could be started: {why}")
         self.address = told["address"]
+        self._certificate: dict[str, str] = told["security"]
+
+    @property
+    def security(self) -> Security:
+        """What a client needs to connect; nobody but this process has it."""
+        from distributed.security import Security
+
+        return Security(require_encryption=True, **self._certificate)
 
     def close(self) -> None:
         """End the processes. Doing so twice changes nothing."""
@@ -123,21 +142,14 @@ def serve(answer_fd: int) -> None:
     told: dict[str, Any]
     with contextlib.ExitStack() as stack:
         try:
-            from distributed import LocalCluster
-
-            cluster = stack.enter_context(
-                LocalCluster(  # type: ignore[no-untyped-call]
-                    n_workers=n_workers,
-                    threads_per_worker=threads_per_worker,
-                    processes=True,
-                    # With None the scheduler would still take port 8787, and say so if it cannot.
-                    dashboard_address="127.0.0.1:0",
-                    scheduler_kwargs={"dashboard": False},
-                    # Every shuffle is announced as a warning.
-                    silence_logs=logging.ERROR,
-                )
-            )
-            told = {"address": cluster.scheduler_address}
+            cluster = stack.enter_context(local_cluster.start(n_workers, threads_per_worker))
+            # By the pipe alone: arguments and environments can be read by others.
+            told = {
+                "address": cluster.scheduler_address,
+                "security": {name: getattr(cluster.security, name) for name in _OF_CLIENTS},
+            }
+        except local_cluster.InsecureClusterError as error:
+            told = {"error": str(error)}
         except Exception as error:
             told = {"error": f"{type(error).__name__}: {error}"}
         with os.fdopen(answer_fd, "w") as answer:

@@ -86,7 +86,9 @@ class LazyClient(str):
             self._close()
             self._cluster = self._start()
             try:
-                self._own = Client(self._cluster.address)  # type: ignore[no-untyped-call]
+                self._own = Client(  # type: ignore[no-untyped-call]
+                    self._cluster.address, security=self._cluster.security
+                )
             except Exception as error:
                 self._close()
                 raise GpurtError(f"the cluster for this script does not answer: {error}") from error

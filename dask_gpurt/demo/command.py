@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dask_gpurt import local_cluster
 from dask_gpurt.errors import GpurtError
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def _run(
             stop_s=_QUICK_S if quick else None,
             settings={
                 "clusters": f"{n_workers} workers each, one process and one thread per worker",
+                "connections": "encrypted on both sides; the runtime's shuffles go by memory",
                 "TPC-H scale": f"{scale:g}",
                 "flights": "all departures from New York in 2013, 336,776 rows",
             },
@@ -194,24 +196,14 @@ def _start_cluster(is_enabled: bool, stack: contextlib.ExitStack) -> tuple[Clien
     """Start a cluster of processes; it is closed with ``stack``. Return its client and size."""
     import dask
     from dask.system import CPU_COUNT
-    from distributed import Client, LocalCluster
+    from distributed import Client
 
     n_workers = min(CPU_COUNT, _MAX_WORKERS)
     # Around both, because workers take their settings from the process which starts them and
     # the runtime is set up when a client connects.
     with dask.config.set({"gpurt.enabled": is_enabled}):
-        cluster = stack.enter_context(
-            LocalCluster(  # type: ignore[no-untyped-call]
-                n_workers=n_workers,
-                threads_per_worker=1,
-                processes=True,
-                # With None the scheduler would still take port 8787, of which there is only one.
-                dashboard_address="127.0.0.1:0",
-                scheduler_kwargs={"dashboard": False},
-                # Shuffles are announced as warnings, hundreds of them here.
-                silence_logs=logging.ERROR,
-            )
-        )
+        # Both have encrypted connections, so that nobody else on this machine can use them.
+        cluster = stack.enter_context(local_cluster.start(n_workers, threads_per_worker=1))
         # Neither client becomes the default one: the runner says whose turn it is.
         client = stack.enter_context(
             Client(cluster, set_as_default=False)  # type: ignore[no-untyped-call]
