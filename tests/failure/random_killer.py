@@ -1,10 +1,13 @@
-"""Kills a random worker at a random point of real joins, again and again; every answer is right.
+"""Kills workers and nannies at random points of real joins, again and again.
+
+Every answer is right, comes in time, and nothing is left. The scheduler, each nanny and each worker
+is a process of its own, and workers spill values and shards.
 
 Random, but not in time: the seed says which query, which kind of event, which of them, and who
 dies. Every event of a shuffle on any worker is reported to this process, and goes on only once it
 was counted.
 
-    python -m tests.failure.random_killer --runs 50 --transport ucx
+    python -m tests.failure.random_killer --runs 100 --transport ucx
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,29 +33,44 @@ from typing import Any
 
 import dask
 import pandas as pd
-from distributed import Client, LocalCluster, WorkerPlugin
+import psutil
+from distributed import Client, WorkerPlugin
 
 import dask_gpurt
 from dask_gpurt.demo import tpch_data, tpch_queries, tpch_sql
 from dask_gpurt.demo.answers import assert_same_answer
 from dask_gpurt.demo.material import connect_views
 from tests.failure import gates
-from tests.failure.gates import DEADLINE_S
+from tests.failure.gates import DEADLINE_S, until
 from tests.failure.leftovers import assert_nothing_left
-from tests.failure.stage import NEVER_GIVE_UP
+from tests.integration.processes import CommandLineCluster, command_line_cluster
 
 N_WORKERS = 3
 SCALE = 0.02
 #: Joins with several shuffles each, some of them outer or semi joins.
 QUERIES = (3, 4, 5, 7, 9, 10, 13, 18)
 
-SETTINGS = NEVER_GIVE_UP | {
+#: Who dies: one worker, one nanny with its worker, or all workers at once.
+WHO = ("worker", "nanny", "all workers")
+#: A query takes some seconds. One that takes so long hangs.
+HANG_S = 120.0
+
+SETTINGS = {
     # A merge of small tables would not shuffle otherwise.
     "dataframe.shuffle.method": "p2p",
     "gpurt.strict": True,
     # Some shards are on disk as well when it happens.
     "gpurt.shuffle.memory": "1 MiB",
 }
+
+#: Of the processes: values beyond 4 MiB are written to disk.
+ENVIRONMENT = {
+    "DASK_DISTRIBUTED__WORKER__MEMORY__TARGET": "0.004",
+    "DASK_DISTRIBUTED__WORKER__MEMORY__PAUSE": "False",
+    "DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "False",
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+}
+WORKER_OPTIONS = ("--nworkers", "1", "--memory-limit", "1 GiB")
 
 
 def report(path: str, point: str) -> None:
@@ -81,11 +101,12 @@ class Reports(WorkerPlugin):
 
 @dataclass(frozen=True)
 class Kill:
-    """The `nth` event of a kind kills the worker `victim`, counted in order of their names."""
+    """At the `nth` event of a kind somebody dies; `victim` counts in order of their names."""
 
     point: str
     nth: int
     victim: int
+    who: str = "worker"
 
 
 class Killer:
@@ -98,17 +119,17 @@ class Killer:
         self._listener.bind(self.path)
         self._listener.listen(128)
         self._lock = threading.Lock()
-        self._pids: list[int] = []
+        self._pids: list[list[int]] = []
         self._plan: Kill | None = None
         self.counts: Counter[str] = Counter()
-        self.killed: int | None = None
+        self.has_killed = False
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def arm(self, plan: Kill | None, pids: list[int]) -> None:
-        """Count from zero, and act on this plan."""
+    def arm(self, plan: Kill | None, pids: list[list[int]]) -> None:
+        """Count from zero, and act on this plan: kill the processes of its victim."""
         with self._lock:
             self.counts.clear()
-            self.killed = None
+            self.has_killed = False
             self._plan, self._pids = plan, pids
 
     def _serve(self) -> None:
@@ -125,8 +146,9 @@ class Killer:
             self.counts[point] += 1
             plan = self._plan
             if plan and plan.point == point and plan.nth == self.counts[point]:
-                self.killed = self._pids[plan.victim]
-                os.kill(self.killed, signal.SIGKILL)
+                self.has_killed = True
+                for pid in self._pids[plan.victim]:
+                    os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         self._listener.close()
@@ -143,22 +165,27 @@ class Outcome:
     n_shuffles: int
     n_runs: int
     seconds: float
+    spilled_nbytes: int
 
     def __str__(self) -> str:
         plan = self.plan
         return (
-            f"seed {self.seed}: Q{self.query}, worker {plan.victim} killed at {plan.point} "
+            f"seed {self.seed}: Q{self.query}, {plan.who} ({plan.victim}) killed at {plan.point} "
             f"{plan.nth}: right answer in {self.seconds:.1f} s, {self.n_runs} runs of "
-            f"{self.n_shuffles} shuffles"
+            f"{self.n_shuffles} shuffles, {self.spilled_nbytes >> 10} KiB of values on disk"
         )
 
 
 class Arena:
     """A cluster of processes, the tables, and the answers of another engine."""
 
-    def __init__(self, client: Client, killer: Killer, directory: Path) -> None:
+    def __init__(
+        self, cluster: CommandLineCluster, client: Client, killer: Killer, directory: Path
+    ) -> None:
+        self._cluster = cluster
         self._client = client
         self._killer = killer
+        self._nannies = [self._start(number) for number in range(N_WORKERS)]
         self._tables = tpch_data.load_tpch(directory, SCALE)
         self._directory = directory
         self._answers: dict[int, pd.DataFrame] = {}
@@ -166,25 +193,67 @@ class Arena:
         self._n_shuffles: dict[int, int] = {}
         client.register_plugin(Reports(killer.path))
 
+    def _start(self, number: int) -> subprocess.Popen:
+        options = (*WORKER_OPTIONS, "--name", str(number), "--local-directory", "scratch")
+        return self._cluster.worker(*options, **ENVIRONMENT)
+
     def _n_runs(self) -> int:
         runs = dask_gpurt.status(self._client)["runs"]
         assert runs["stock"] == 0
         return int(runs["gpurt"])
 
-    def _pids(self) -> list[int]:
-        self._client.wait_for_workers(N_WORKERS, timeout=DEADLINE_S)
+    def _spilled_nbytes(self) -> int:
+        """Bytes of values that workers wrote to disk, as far as they live."""
+        reports = dask_gpurt.status(self._client)["workers"].values()
+        io = [report["memory"]["io"] for report in reports if report]
+        return int(sum(one.get("disk-write-bytes", 0) for one in io))
+
+    def _names(self) -> dict[int, str]:
         workers = self._client.scheduler_info(n_workers=-1)["workers"]
-        pids = self._client.run(os.getpid)
-        return [pids[address] for address in sorted(workers, key=lambda a: workers[a]["name"])]
+        return {int(worker["name"]): address for address, worker in workers.items()}
+
+    def _heal(self) -> None:
+        """Start another nanny in place of each that is gone, once its worker is gone, too."""
+        for number, nanny in enumerate(self._nannies):
+            if nanny.poll() is not None:
+                until(lambda number=number: number not in self._names(), "its worker lives on")
+                self._nannies[number] = self._start(number)
+        self._client.wait_for_workers(N_WORKERS, timeout=DEADLINE_S)
+
+    def _pids(self) -> list[int]:
+        self._heal()
+        pids, names = self._client.run(os.getpid), self._names()
+        return [pids[names[number]] for number in range(N_WORKERS)]
 
     def _run(self, query: int, plan: Kill | None) -> int:
         """Run a query; how many runs its shuffles took. Its answer is checked."""
         before = self._n_runs()
-        self._killer.arm(plan, self._pids())
-        with self._client.as_current():
-            got = tpch_queries.QUERIES[query](self._tables)
+        workers = self._pids()
+        pids = {
+            "worker": [[pid] for pid in workers],
+            "nanny": [[nanny.pid] for nanny in self._nannies],
+            "all workers": [workers] * N_WORKERS,
+        }
+        self._killer.arm(plan, pids[plan.who if plan else "worker"])
+        got = self._in_time(query, plan)
         assert_same_answer(got, self._expected(query), tpch_sql.ORDERED_BY[query])
         return self._n_runs() - before
+
+    def _in_time(self, query: int, plan: Kill | None) -> pd.DataFrame:
+        def answer() -> pd.DataFrame:
+            with self._client.as_current():
+                return tpch_queries.QUERIES[query](self._tables)
+
+        # Not a context: it would wait for a query that hangs.
+        threads = ThreadPoolExecutor(1)
+        try:
+            return threads.submit(answer).result(HANG_S)
+        except TimeoutError:
+            raise AssertionError(
+                f"Q{query} hangs after {plan}:\n{self._cluster.log_text()}"
+            ) from None
+        finally:
+            threads.shutdown(wait=False)
 
     def _expected(self, query: int) -> pd.DataFrame:
         if query not in self._answers:
@@ -210,27 +279,46 @@ class Arena:
         # Tasks are always as many. Messages, and workers that are asked to a barrier, depend on who
         # did what, so that not all of them can be met again.
         n_sure = self._events[query][point] // (2 if point in gates.HANDLERS else 1)
-        plan = Kill(point, choose.randint(1, max(1, n_sure)), choose.randrange(N_WORKERS))
+        nth, victim = choose.randint(1, max(1, n_sure)), choose.randrange(N_WORKERS)
+        plan = Kill(point, nth, victim, choose.choice(WHO))
         start_s = time.perf_counter()
         n_runs = self._run(query, plan)
         seconds = time.perf_counter() - start_s
-        assert self._killer.killed is not None, f"{plan} did not come to pass"
+        spilled_nbytes = self._spilled_nbytes()
+        assert self._killer.has_killed, f"{plan} did not come to pass"
+        self._heal()
         assert_nothing_left(self._client)
-        return Outcome(seed, query, plan, self._n_shuffles[query], n_runs, seconds)
+        n_shuffles = self._n_shuffles[query]
+        return Outcome(seed, query, plan, n_shuffles, n_runs, seconds, spilled_nbytes)
 
 
 @contextlib.contextmanager
 def open_arena(directory: Path, transport: str = "auto") -> Iterator[Arena]:
-    options = {"n_workers": N_WORKERS, "threads_per_worker": 1, "dashboard_address": ":0"}
+    """An arena; in the end no process of it is left, and no file."""
     killer = Killer()
     with (
         contextlib.closing(killer),
+        tempfile.TemporaryDirectory(prefix="killer-") as place,
         dask.config.set(SETTINGS | {"gpurt.shuffle.transport": transport}),
-        LocalCluster(silence_logs=50, **options) as cluster,
-        Client(cluster, set_as_default=False) as client,
     ):
-        dask_gpurt.enable(client)
-        yield Arena(client, killer, directory)
+        with command_line_cluster(Path(place)) as cluster:
+            cluster.scheduler(**ENVIRONMENT)
+            with cluster.client() as client:
+                dask_gpurt.enable(client)
+                yield Arena(cluster, client, killer, directory)
+        until(lambda: not _of(place), "processes are left")
+        left = [str(path) for path in Path(place, "scratch").rglob("worker-*") if path.is_dir()]
+        assert not left, left
+
+
+def _of(place: str) -> list[psutil.Process]:
+    """Processes that run in a directory."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == place and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def main() -> None:
