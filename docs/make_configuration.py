@@ -68,8 +68,18 @@ Settings are read once, where the flag was seen: by the client as it connects, o
 shuffles that start afterwards. A later client with the flag brings its own settings, which then
 hold for everybody. Only those of `gpurt.memory` hold for workers that start afterwards: one that
 runs has its store already, and keeps it until it is restarted, as by `client.restart()`. A
-scheduler that has the flag in its own configuration starts with its own settings. What `gpurt.*`
-says on a worker is not read.
+scheduler that has the flag in its own configuration starts with its own settings.
+
+Where two programs with the flag share a cluster, the settings of the one that connected last hold
+for both. After `dask_gpurt.disable(client)`, the next program that connects with the flag switches
+the runtime on again.
+
+What `gpurt.*` says on a worker is not read. A task may make a client of its own: with `get_client`,
+with `worker_client`, with an address, in a thread or in a process. Such a client never switches the
+runtime on and never changes a setting, whatever its environment says. A task that really should do
+so calls `dask_gpurt.enable(client)`. A task that starts a cluster of its own is the program of that
+cluster. Where a program has the whole cluster in its own process, a thread that a task starts there
+counts as the program's.
 
 A key that nothing reads is named in a warning. A value that cannot be used is named in an error
 line, and stock Dask runs.

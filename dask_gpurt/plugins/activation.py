@@ -16,7 +16,7 @@ from distributed.protocol.pickle import dumps
 import dask_gpurt
 from dask_gpurt import config, metrics
 from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
-from dask_gpurt.plugins import seams
+from dask_gpurt.plugins import nesting, seams
 from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.shuffle import figures
 from dask_gpurt.topology import description
@@ -93,6 +93,7 @@ async def _register(client: Client, settings: config.Settings) -> None:
 async def on_connect(client: Client) -> None:
     """Called by the preload when a client with the flag connects.
 
+    A client that a task made leaves the cluster as it is: the program's client speaks for it.
     Dask logs and forgets what a preload raises. With `gpurt.strict` the error is therefore kept
     for the first computation.
 
@@ -101,6 +102,9 @@ async def on_connect(client: Client) -> None:
     ConfigError
         A setting, or the file that describes the machines, cannot be used.
     """
+    if (worker := await nesting.worker_around(client)) is not None:
+        logger.info("a client of a task on worker %s leaves the settings as they are", worker)
+        return
     try:
         await activate(client, config.read())
     except (ActivationError, ConfigError) as error:
