@@ -55,8 +55,9 @@ def status(client: Client) -> Any:
         `active` and, if not, `reason`; `runs` on our data plane and on stock's; `fallbacks`, each
         with `what`, `why` and `count`; `workers` with their counters and the path to each peer;
         `placement`, how many tasks were placed and how many differently than by stock, None if
-        stock places; `totals` over all workers (bytes, as `dask_gpurt.metrics.MEANING` explains
-        them);
+        stock places; `totals` over all workers, those that left included (bytes, as
+        `dask_gpurt.metrics.MEANING` explains them), since the runtime was last switched on;
+        `departed`, how many `workers` left, and their `totals`;
         `shuffles`, the last runs on our data plane, each with its rows, bytes, seconds by phase,
         busiest link, skew and hot partitions (see `dask_gpurt.shuffle.figures.summarised`).
     """

@@ -41,6 +41,11 @@ class Counters:
             return dict(self._values)
 
 
+def since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """How far a snapshot is ahead of an earlier one, counter by counter."""
+    return {name: value - before.get(name, 0) for name, value in now.items()}
+
+
 def total(snapshots: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Sum of several snapshots, counter by counter."""
     sums = dict.fromkeys(MEANING, 0)

@@ -50,8 +50,10 @@ class ClusterRecord:
         default_factory=lambda: defaultdict(Counter)
     )
     not_ready: dict[str, str] = field(default_factory=dict)
-    #: Last counters of every worker there ever was: one that is gone did move what it moved.
-    workers: dict[str, dict[str, int]] = field(default_factory=dict)
+    #: By activation as well, and over all workers: one that is gone did move what it moved.
+    totals_of: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    #: Every worker there ever was and that had something to say.
+    workers: set[str] = field(default_factory=set)
     tasks_done: int = 0
     tasks_total: int = 0
 
@@ -65,11 +67,9 @@ class ClusterRecord:
             {(one["what"], one["why"]): one["count"] for one in status["fallbacks"]}
         )
         self.not_ready.update(status.get("not_ready", {}))
-        for worker, report in status["workers"].items():
-            if report:
-                known = self.workers.setdefault(worker, {})
-                for name, value in report["counters"].items():
-                    known[name] = max(value, known.get(name, 0))
+        counted = {name: status["totals"].get(name, 0) for name in metrics.MEANING}
+        self.totals_of[activation] |= Counter(counted)
+        self.workers |= {worker for worker, report in status["workers"].items() if report}
 
     @property
     def runs(self) -> Counter[str]:
@@ -78,6 +78,10 @@ class ClusterRecord:
     @property
     def fallbacks(self) -> Counter[tuple[str, str]]:
         return sum(self.fallbacks_of.values(), Counter())
+
+    @property
+    def totals(self) -> Counter[str]:
+        return sum(self.totals_of.values(), Counter())
 
 
 @dataclass(frozen=True)
@@ -218,9 +222,7 @@ class Recorder:
                 runs += record.runs - before.runs
                 fallbacks += record.fallbacks - before.fallbacks
                 not_ready |= record.not_ready
-                for worker, values in record.workers.items():
-                    base = before.workers.get(worker, {})
-                    counters.append({name: n - base.get(name, 0) for name, n in values.items()})
+                counters.append(record.totals - before.totals)
             return Snapshot(
                 totals=metrics.total(counters),
                 runs={"gpurt": runs["gpurt"], "stock": runs["stock"]},

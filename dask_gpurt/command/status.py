@@ -87,7 +87,8 @@ def as_text(found: dict[str, Any]) -> str:
     rows += [("shuffles", f"{runs['gpurt']} with dask_gpurt, {runs['stock']} with stock Dask")]
     lines = _aligned(rows)
     totals = found["totals"]
-    lines += ["", "over all workers"]
+    gone = found.get("departed", {}).get("workers", 0)
+    lines += ["", "over all workers" + (f", {gone} of which left" if gone else "")]
     lines += _aligned([(_amount(name, totals[name]), text) for name, text in MEANING.items()], "  ")
     lines += ["", f"workers: {len(found['workers'])}"]
     workers = sorted(found["workers"].items())

@@ -156,15 +156,18 @@ async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
             "fallbacks": [],
             "placement": None,
             "topology": None,
+            "departed": {"workers": 0, "totals": metrics.total([])},
             "workers": dict.fromkeys(await _scheduler(client).ncores()),
             "not_ready": {},
             "silent": [],
         }
-    reports = [report for report in status["workers"].values() if report]
-    status["totals"] = metrics.total(report["counters"] for report in reports)
-    status["shuffles"] = figures.summarised(
-        {worker: report["runs"] for worker, report in status["workers"].items() if report}
-    )
+    reports = {worker: report for worker, report in status["workers"].items() if report}
+    if "totals" not in status:
+        status["totals"] = metrics.total(report["counters"] for report in reports.values())
+    runs = {worker: [*report["runs"]] for worker, report in reports.items()}
+    for worker, kept in status.pop("kept_runs", {}).items():
+        runs.setdefault(worker, []).extend(kept)
+    status["shuffles"] = figures.summarised(runs)
     status["totals"]["shuffles_gpurt"] = status["runs"]["gpurt"]
     status["totals"]["shuffles_stock"] = status["runs"]["stock"]
     return status

@@ -27,6 +27,7 @@ from dask_gpurt.memory.foresight import Pace
 from dask_gpurt.plugins import memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.asking import Answers, ask
+from dask_gpurt.plugins.counting import Counted, take
 from dask_gpurt.plugins.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.loss_seams import LostValues
 from dask_gpurt.plugins.machines import Machines
@@ -120,6 +121,7 @@ class GpurtScheduler(SchedulerPlugin):
         #: Is set, and another one takes its place, whenever a worker has reported or has left.
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
+        self.tally = Counted.at(scheduler)
         self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
         try:
@@ -133,6 +135,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._place()
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_configure": self.configure,
+            "gpurt_counted": self.counted,
             "gpurt_disable": self.disable,
             "gpurt_explain": self.explain,
             "gpurt_next_uses": self.next_uses,
@@ -263,10 +266,10 @@ class GpurtScheduler(SchedulerPlugin):
         self._leave_placing()
         # Shuffles that are about to begin need not wait for workers that are joining.
         self._say_who_reported()
-        # `gpurt_status` stays: it can still say that, and why, the runtime is off. Two others are
-        # asked until workers have given back the last of their values, and those that are joining
-        # just now have said so.
-        lasting = ("gpurt_next_uses", "gpurt_worker_ready")
+        # `gpurt_status` stays: it can still say that, and why, the runtime is off. Others are asked
+        # until workers have given back the last of their values, have said what they counted, and
+        # those that are joining just now have said so.
+        lasting = ("gpurt_counted", "gpurt_next_uses", "gpurt_worker_ready")
         for_workers = {name: self._handlers.pop(name) for name in lasting}
         self._take_off(self._handlers)
         # After that nobody has links probed again.
@@ -302,12 +305,17 @@ class GpurtScheduler(SchedulerPlugin):
         self.not_ready.pop(worker, None)
         if problem is None:
             self.ready.add(worker)
+            self.tally.begin(self.scheduler.workers[worker].server_id, worker)
         else:
             self.not_ready[worker] = problem
             logger.error("%s", problem)
         if not self._silent():
             self.machines.workers_changed()
         self._say_who_reported()
+
+    async def counted(self, worker: str, said: Any) -> None:
+        """Handler: the last word of a worker, by its id, that closes or lets go of the runtime."""
+        take(self.tally, worker, said)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         if self.placement is not None:
@@ -319,6 +327,7 @@ class GpurtScheduler(SchedulerPlugin):
         if self.placement is not None:
             self.placement.remove_worker(worker)
         self.machines.remove_worker(worker)
+        self.tally.leave(worker)
         self.ready.discard(worker)
         self.not_ready.pop(worker, None)
         # It may have been the last one that had not reported.
@@ -419,7 +428,11 @@ class GpurtScheduler(SchedulerPlugin):
         await self._opened.wait()
         asked = sorted(self.ready) if reports and self.is_active else []
         answers = await ask(self.scheduler, {"op": "gpurt_report"}, asked, ANSWER_DEADLINE_S)
-        workers = {**dict.fromkeys(self.scheduler.workers), **_understood(answers)}
+        understood = _understood(answers)
+        for worker, report in understood.items():
+            if (known := self.scheduler.workers.get(worker)) is not None:
+                take(self.tally, known.server_id, report)
+        workers = {**dict.fromkeys(self.scheduler.workers), **understood}
         return {
             "active": self.is_active,
             "activation": self.activation,
@@ -435,6 +448,9 @@ class GpurtScheduler(SchedulerPlugin):
             ],
             "placement": None if self.placement is None else self.placement.summary(),
             "topology": self.machines.summary(),
+            "totals": self.tally.totals(),
+            "departed": self.tally.departed(),
+            "kept_runs": self.tally.runs_without(understood),
             "workers": workers,
             "not_ready": dict(self.not_ready),
             "silent": answers.silent,

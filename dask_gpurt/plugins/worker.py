@@ -27,11 +27,12 @@ from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
-from dask_gpurt.metrics import Counters
+from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import device_sizes
 from dask_gpurt.plugins.closing import DEADLINE_S, to_its_end
 from dask_gpurt.plugins.closing_seams import WholeClose
 from dask_gpurt.plugins.comm_seams import PiecewiseReads, ShortTurns
+from dask_gpurt.plugins.counting import Counting
 from dask_gpurt.plugins.frame_seams import RowNumbers
 from dask_gpurt.plugins.garbage import SetApart
 from dask_gpurt.plugins.gathering import Gathering
@@ -42,6 +43,7 @@ from dask_gpurt.plugins.memory_seams import is_closing
 from dask_gpurt.plugins.prometheus_seams import ShownShuffles
 from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
 from dask_gpurt.shuffle.shards import Budget, ShardStore
+from dask_gpurt.shuffle.tally import MAX_RUNS, brief
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -58,8 +60,6 @@ KEEP_SHARE = 0.1
 IDLE_S = 60.0
 #: Input partitions with fewer rows are not worth a message ahead.
 SKETCHED_ROWS = 10_000
-#: So many past runs are kept for `status`.
-N_REPORTED = 32
 
 
 class ShuffleLanes:
@@ -94,7 +94,11 @@ class WorkerState:
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._row_numbers = RowNumbers()
         self._runs: set[ExchangeRun] = set()
-        self._past_runs: deque[dict[str, Any]] = deque(maxlen=N_REPORTED)
+        #: Counters as they were when the runtime was last switched on here.
+        self._counted_before: dict[str, int] = {}
+        self._past_runs: deque[dict[str, Any]] = deque(maxlen=MAX_RUNS)
+        #: Ended runs that the scheduler has not been told of.
+        self._untold_runs: deque[dict[str, Any]] = deque(maxlen=MAX_RUNS)
         self._choosers: dict[tuple[Mode, Set[int]], Chooser] = {}
         self._lanes: ShuffleLanes | None = None
         self._cooling: asyncio.TimerHandle | None = None
@@ -201,6 +205,7 @@ class WorkerState:
         """A run ended. Some time after the last one, warm memory is given back. On the loop."""
         self._runs.discard(run)
         self._past_runs.append(report)
+        self._untold_runs.append(report)
         if not self._runs:
             if self.is_attached:
                 self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
@@ -208,6 +213,13 @@ class WorkerState:
                 self.cool_down()
                 # Nobody else does: those that there were before are closed already.
                 self._unlinking = asyncio.create_task(self.links.close())
+
+    def attach(self) -> None:
+        """The runtime is switched on: what is reported is counted from here on. On the loop."""
+        self.is_attached = True
+        self._counted_before = self.counters.snapshot()
+        self._past_runs.clear()
+        self._untold_runs.clear()
 
     def detach(self) -> None:
         """The runtime is taken off: keep nothing for runs that will not come. On the loop."""
@@ -272,10 +284,25 @@ class WorkerState:
         if self._unlinking is not None:
             await asyncio.wait({self._unlinking})
 
+    def counted(self) -> dict[str, int]:
+        """Counters since the runtime was switched on."""
+        return since(self._counted_before, self.counters.snapshot())
+
+    def news(self) -> dict[str, Any]:
+        """Counters, and the runs that ended since this was asked last. On the loop."""
+        runs = [brief(run) for run in self._untold_runs]
+        self._untold_runs.clear()
+        return {"counters": self.counted(), "runs": runs}
+
+    def last_word(self) -> dict[str, Any]:
+        """Counters, and all runs that are known here. On the loop."""
+        runs = [*self._past_runs, *(run.report() for run in self._runs)]
+        return {"counters": self.counted(), "runs": [brief(run) for run in runs]}
+
     def report(self) -> dict[str, Any]:
         return {
             "version": dask_gpurt.__version__,
-            "counters": self.counters.snapshot(),
+            "counters": self.counted(),
             "lanes": self._overlap(),
             "links": self.links.report(),
             "lacks": self.links.lacks(),
@@ -333,7 +360,7 @@ class Attachment:
         device_sizes.register()
         self._worker = worker
         self.state = state = state_of(worker)
-        state.is_attached = True
+        state.attach()
         self._lookup = RunLookup(
             worker, lambda run: isinstance(run, ExchangeRun), partial(sketch, worker)
         )
@@ -364,6 +391,7 @@ class Attachment:
         self._shown = ShownShuffles(worker)
         self._whole_close = WholeClose(worker, state.close)
         self._detaching: asyncio.Task[None] | None = None
+        self._counting = Counting(worker, state)
         # At the end: everything that the runtime needs is imported.
         self._set_apart = SetApart(worker)
 
@@ -394,6 +422,7 @@ class Attachment:
         await asyncio.shield(self._detaching)
 
     def _leave(self) -> None:
+        self._counting.leave()
         self._set_apart.end()
         self._reads.end()
         self._turns.end()
@@ -404,6 +433,7 @@ class Attachment:
             self._worker.handlers.pop(name, None)
 
     async def _give_back(self) -> None:
+        await self._counting.say_last()
         if self._memory is not None:
             await self._memory.close()
         self.state.detach()
@@ -416,6 +446,8 @@ class Attachment:
         """The worker closes; what it would get back is of no use to it any more."""
         if self._detaching is not None:
             await asyncio.wait({self._detaching}, timeout=DEADLINE_S / 2)
+        else:
+            await self._counting.say_last()
         if self._memory is not None:
             await self._memory.close()
 

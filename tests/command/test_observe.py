@@ -20,27 +20,30 @@ from dask_gpurt.plugins import scheduler
 from tests.conftest import Sides
 
 
-def status(workers: dict[str, int], **more: Any) -> dict[str, Any]:
+def status(sent: int, *workers: str, **more: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"active": True, "reason": None, "runs": {"gpurt": 0, "stock": 0}}
-    counters = {name: {"counters": {"sent_nbytes": sent}} for name, sent in workers.items()}
-    return {**found, "fallbacks": [], "workers": counters, **more}
+    said = {"totals": {"sent_nbytes": sent, "shuffles_gpurt": 3}, "fallbacks": []}
+    return {**found, **said, "workers": {one: {"counters": {}} for one in workers}, **more}
 
 
 def test_workers_that_are_gone_still_count() -> None:
     record = ClusterRecord("tcp://s")
-    record.absorb(status({"a": 5, "b": 7}))
-    record.absorb(status({"b": 9}))
-    late = status({"b": 8})
+    record.absorb(status(12, "a", "b"))
+    record.absorb(status(14, "b"))
+    # One reading overtook another, and one worker said nothing.
+    late = status(13, "b")
     late["workers"]["c"] = None
     record.absorb(late)
-    assert record.workers == {"a": {"sent_nbytes": 5}, "b": {"sent_nbytes": 9}}
+    assert record.workers == {"a", "b"}
+    assert record.totals == {"sent_nbytes": 14}
 
 
 def test_what_an_earlier_activation_counted_still_counts() -> None:
     record = ClusterRecord("tcp://s")
     for activation, n in (("one", 1), ("one", 2), ("two", 1), ("one", 1)):
-        record.absorb(status({}, activation=activation, runs={"gpurt": n, "stock": 0}))
+        record.absorb(status(10 * n, activation=activation, runs={"gpurt": n, "stock": 0}))
     assert record.runs == {"gpurt": 3}
+    assert record.totals == {"sent_nbytes": 30}
 
 
 def snapshot(**more: Any) -> Snapshot:

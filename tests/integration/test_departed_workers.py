@@ -1,0 +1,172 @@
+"""What shuffles moved stays known when the workers that moved it are gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import dask
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+from distributed.utils_test import async_poll_for, gen_cluster
+
+import dask_gpurt
+from dask_gpurt.metrics import MEANING
+from tests.failure.gates import until
+from tests.integration.comparing import collection, runs
+
+
+def shuffled():
+    parts = [pd.DataFrame({"key": range(n, n + 2_000), "x": 0.5}) for n in range(4)]
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        return collection(parts).shuffle("key", npartitions=4).to_delayed()
+
+
+def told(status):
+    """What there is to lose: counters, and the table of shuffles."""
+    return {name: status["totals"][name] for name in MEANING}, status["shuffles"]
+
+
+def runs_under_way(worker):
+    return worker.extensions["gpurt"]._runs
+
+
+async def shuffle(c):
+    await c.gather(c.compute(shuffled()))
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 3)
+async def test_workers_that_are_retired_or_closed(c, s, a, b, d):
+    await dask_gpurt.enable(c)
+    await shuffle(c)
+    # A run ends for good when the scheduler has let go of its tasks.
+    await async_poll_for(lambda: not s.tasks, timeout=10)
+    await async_poll_for(lambda: not any(runs_under_way(w) for w in (a, b, d)), timeout=10)
+    before = await dask_gpurt.status(c)
+    assert before["totals"]["sent_nbytes"] > 0
+    assert before["departed"]["workers"] == 0
+    for worker in (a, b, d):
+        # What it has said so far, and says again as it goes, counts once.
+        await worker.heartbeat()
+        assert told(await dask_gpurt.status(c)) == told(before)
+    await c.retire_workers([a.address])
+    await b.close()
+    await s.retire_workers([d.address])
+    await async_poll_for(lambda: not s.workers, timeout=10)
+    after = await dask_gpurt.status(c)
+    assert told(after) == told(before)
+    assert after["departed"] == {
+        "workers": 3,
+        "totals": {name: before["totals"][name] for name in MEANING},
+    }
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_off_and_on_again(c, s, a, b):
+    await dask_gpurt.enable(c)
+    await shuffle(c)
+    await async_poll_for(lambda: not s.tasks, timeout=10)
+    await async_poll_for(lambda: not (runs_under_way(a) or runs_under_way(b)), timeout=10)
+    before = await dask_gpurt.status(c)
+    await dask_gpurt.disable(c)
+    assert told(await dask_gpurt.status(c)) == told(before)
+    # Neither a heartbeat nor the end of a worker is an error then.
+    await a.heartbeat()
+    await b.close()
+    assert told(await dask_gpurt.status(c)) == told(before)
+    await dask_gpurt.enable(c)
+    counters, shuffles = told(await dask_gpurt.status(c))
+    assert not any(counters.values())
+    assert shuffles == []
+    await shuffle(c)
+    # One worker is left.
+    assert (await dask_gpurt.status(c))["totals"]["shuffle_runs"] == 1
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_what_a_worker_says_wrongly_costs_it_nothing_but_the_word(c, s, a, b):
+    await dask_gpurt.enable(c)
+    a.extensions["gpurt"].news = lambda: {"counters": {"sent_nbytes": "many"}, "runs": None}
+    await a.heartbeat()
+    assert await c.scheduler.gpurt_counted(worker=a.id, said=[1]) is None
+    assert a.address in s.workers
+    assert (await dask_gpurt.status(c))["totals"]["sent_nbytes"] == 0
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_workers_that_are_killed_restarted_and_scaled_away():
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        LocalCluster(silence_logs=False, **options) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        dask_gpurt.enable(client)
+
+        def all_ready():
+            found = client.run_on_scheduler(lambda dask_scheduler: _ready(dask_scheduler))
+            return found == 2
+
+        def shuffle_once():
+            until(all_ready, "workers do not become ready")
+            client.gather(client.compute(shuffled()))
+
+        def heard(dask_scheduler):
+            """Without asking: that alone would be remembered."""
+            return dask_scheduler.plugins["gpurt"].tally.totals()
+
+        shuffle_once()
+        sent = dask_worker_counters(client)
+        until(lambda: client.run_on_scheduler(heard) == sent, "no heartbeat says it")
+        for pid in client.run(os.getpid).values():
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: departed(client) == 2, "the workers that were killed do not leave")
+        after_kill = dask_gpurt.status(client)
+        assert told(after_kill)[0] == sent
+        assert after_kill["totals"]["sent_nbytes"] > 0
+
+        shuffle_once()
+        before = dask_gpurt.status(client)
+        assert amounts(before) == (8, 8, 4)
+        assert before["totals"]["sent_nbytes"] > after_kill["totals"]["sent_nbytes"]
+        client.restart()
+        until(lambda: told_of(client)[0] == told(before)[0], "restarting loses what was counted")
+
+        shuffle_once()
+        before = dask_gpurt.status(client)
+        cluster.scale(0)
+        until(lambda: departed(client) == 6, "the workers do not leave")
+        until(lambda: told_of(client)[0] == told(before)[0], "the last word does not come")
+        after = dask_gpurt.status(client)
+        assert runs(client)["gpurt"] == 3
+        assert after["workers"] == {}
+        assert amounts(after) == (12, 12, 6)
+        assert [one["rows"] for one in after["shuffles"]][-1] == 8_000
+
+
+def amounts(status):
+    """What does not depend on where partitions went."""
+    names = ("partitions_in", "partitions_out", "shuffle_runs")
+    return tuple(status["totals"][name] for name in names)
+
+
+def _ready(dask_scheduler):
+    return len(dask_scheduler.plugins["gpurt"].ready)
+
+
+def told_of(client):
+    return told(dask_gpurt.status(client))
+
+
+def departed(client):
+    return dask_gpurt.status(client)["departed"]["workers"]
+
+
+def dask_worker_counters(client):
+    from dask_gpurt.metrics import total
+
+    def counters(dask_worker):
+        return dask_worker.extensions["gpurt"].counted()
+
+    return total(client.run(counters).values())
