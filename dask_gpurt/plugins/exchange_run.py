@@ -47,6 +47,7 @@ from dask_gpurt.plugins.seams import (
     sync,
     thread_time,
 )
+from dask_gpurt.plugins.stock_pages import Writes
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.figures import RunFigures
@@ -105,13 +106,14 @@ class ExchangeRun:
         self._settings = settings
         self._state = state
         self._plan = plan
+        self._sends, self._disk_writes = Writes(), Writes()
         self._store = ShardStore(
             adapter,
             self._plan.slots_of_worker.get(self.local_address, (0, 0)),
             os.path.join(worker.local_directory, f"gpurt-shuffle-{self.id}-{run_id}"),
             state.budget(settings),
             state.counters,
-            on_disk_io=disk_io,
+            on_disk_io=self._disk_io,
             elsewhere=self._elsewhere,
             readers=self._plan.readers_of_slot,
             may_spill=self.id not in state.kept_off_disk,
@@ -126,7 +128,6 @@ class ExchangeRun:
         self._data_is_on_device = adapter.landing is not None
         self._courier = Courier(self, worker, settings, adapter)
         self._received_nbytes = 0
-        self._sent_nbytes = 0
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
         self._tenant = Tenant()
         state.begin_run(self)
@@ -263,7 +264,7 @@ class ExchangeRun:
             amount("process", nbytes)
             left_host(message.raw_nbytes, message.wire_nbytes)
         seconds = time.perf_counter() - began
-        self._sent_nbytes += nbytes
+        self._sends.add(nbytes, seconds)
         self.figures.sent(address, nbytes, message.raw_nbytes, message.wire_nbytes, seconds)
         self._state.counters.add(sent_nbytes=nbytes, messages=1)
 
@@ -377,7 +378,13 @@ class ExchangeRun:
         if self._store.is_over_limit:
             with self._metrics.background("background-disk", on_loop=False):
                 with context_meter.meter("process"), context_meter.meter("disk-write"):
-                    self._store.make_room()
+                    with self._disk_writes.timed():
+                        self._store.make_room()
+
+    def _disk_io(self, label: str, nbytes: int) -> None:
+        disk_io(label, nbytes)
+        if label == "disk-write":
+            self._disk_writes.add(nbytes)
 
     def _elsewhere(self, call: Callable[[], None]) -> None:
         """Have something done that nobody waits for."""
@@ -474,25 +481,19 @@ class ExchangeRun:
 
     def heartbeat(self) -> dict[str, Any]:
         """Progress, in the shape that distributed's dashboard draws."""
-        waiting = self._outbox.waiting_nbytes
+        n_peers = max(len(self._plan.workers) - 1, 1)
         return {
-            "disk": {
-                "memory": self._store.resident_nbytes,
-                "total": self._store.resident_nbytes + self._store.spilled_nbytes,
-                "buckets": 1,
-                "written": self._store.spilled_nbytes,
-                "read": self._store.unspilled_nbytes,
-                "diagnostics": {},
-                "memory_limit": self._state.limit_nbytes,
-            },
-            "comm": {
-                "memory": waiting,
-                "total": waiting + self._sent_nbytes,
-                "buckets": len(self._plan.workers),
-                "written": self._sent_nbytes,
-                "read": self._received_nbytes,
-                "diagnostics": {},
-                "memory_limit": 0,
-            },
+            "disk": self._disk_writes.shown(
+                memory_nbytes=self._store.resident_nbytes,
+                limit_nbytes=self._state.limit_nbytes,
+                read_nbytes=self._store.unspilled_nbytes,
+                n_buckets=1,
+            ),
+            "comm": self._sends.shown(
+                memory_nbytes=self._outbox.waiting_nbytes,
+                limit_nbytes=self._settings.in_flight_nbytes * n_peers,
+                read_nbytes=self._received_nbytes,
+                n_buckets=len(self._plan.workers),
+            ),
             "start": self.start_time,
         }
