@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,25 @@ VERSIONS_TIMEOUT_S = 5.0
 
 
 class ConnectError(GpurtError, ValueError):
-    """No scheduler was named, or there is none where it should be."""
+    """No scheduler was named, or there is none where it should be.
+
+    Parameters
+    ----------
+    problem
+        What is wrong.
+    remedy
+        What to do about it.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        self.problem, self.remedy = problem, remedy
+
+
+#: What to do where there is nothing more to be said about a failure.
+_CHECK = "check the address, and that the scheduler runs and can be reached from here"
+#: Dask's protocol begins with the size of a message, and the first one is much smaller than this.
+_MAX_FIRST_NBYTES = 2**32
 
 
 def address_of(scheduler: str | None, scheduler_file: Path | None) -> str | None:
@@ -74,18 +93,65 @@ def connected(address: str) -> Iterator[Client]:
     # What else is to be said about a failure, distributed logs with a traceback.
     with dask.config.set(settings), silent("distributed", "tornado", "asyncio"):
         try:
+            # distributed tries again and again where nobody listens, until its time is up.
+            _touch(address)
             # First without a client: one that never connected cannot be closed in silence.
             asyncio.run(_knock(address))
             client = Client(  # type: ignore[no-untyped-call]
                 address, timeout=CONNECT_TIMEOUT_S, set_as_default=False
             )
+        except ConnectError:
+            raise
         except Exception as error:
-            raise ConnectError(f"no scheduler answers at {address}: {_brief(error)}") from error
+            problem = f"no scheduler answers at {address}: {_brief(error)}"
+            raise ConnectError(problem, _CHECK) from error
         try:
             yield client
         finally:
             with contextlib.suppress(Exception):
                 client.close(timeout=CONNECT_TIMEOUT_S)  # type: ignore[no-untyped-call]
+
+
+def _touch(address: str) -> None:
+    """Find out soon who listens there, if it is an address with a port.
+
+    Raises
+    ------
+    ConnectError
+        Nobody does, or it is no program of Dask.
+    """
+    from distributed.comm import get_address_host_port, parse_address
+
+    scheme, _ = parse_address(address)
+    if scheme not in ("tcp", "tls"):
+        return
+
+    def failure(why: str, remedy: str) -> ConnectError:
+        return ConnectError(f"no scheduler answers at {address}: {why}", remedy)
+
+    host, port = get_address_host_port(address)
+    seconds = f"{CONNECT_TIMEOUT_S:g} s"
+    try:
+        connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+    except ConnectionRefusedError:
+        remedy = "start the scheduler, or correct the address"
+        raise failure("nothing listens on that port", remedy) from None
+    except socket.gaierror:
+        raise failure(f"there is no host {host!r}", "correct the name of the host") from None
+    except TimeoutError:
+        raise failure(f"no connection in {seconds}", _CHECK) from None
+    with connection:
+        if scheme == "tls":
+            return  # a server of TLS waits for its client to begin
+        try:
+            first = connection.recv(8)
+        except TimeoutError:
+            remedy = "check the port, and whether the scheduler is held up or wants tls://"
+            raise failure(f"it says nothing for {seconds}", remedy) from None
+        except ConnectionResetError:
+            first = b""
+    if int.from_bytes(first.ljust(8, b"\xff"), "little") > _MAX_FIRST_NBYTES:
+        raise failure("another program listens on that port", "correct the port")
 
 
 async def _knock(address: str) -> None:
@@ -95,7 +161,8 @@ async def _knock(address: str) -> None:
     async with asyncio.timeout(CONNECT_TIMEOUT_S), scheduler:
         kind = (await scheduler.identity())["type"]
     if kind != "Scheduler":
-        raise ValueError(f"that is a {kind}")
+        problem = f"no scheduler answers at {address}: that is a {kind}"
+        raise ConnectError(problem, "give the address of the scheduler")
 
 
 def ask(client: Client, *, versions: bool = False) -> dict[str, Any]:
@@ -126,8 +193,8 @@ def ask(client: Client, *, versions: bool = False) -> dict[str, Any]:
             both, callback_timeout=ANSWER_TIMEOUT_S
         )
     except Exception as error:
-        why = _brief(error)
-        raise ConnectError(f"the scheduler at {address} does not answer: {why}") from error
+        problem = f"the scheduler at {address} does not answer: {_brief(error)}"
+        raise ConnectError(problem, _CHECK) from error
     return {"scheduler": address, **status}
 
 

@@ -17,6 +17,7 @@ import dask_gpurt
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected, silent
 from dask_gpurt.command.findings import Finding, Level, local_findings
 from dask_gpurt.command.json_text import to_json
+from dask_gpurt.command.layout import terminal_width, wrapped
 from dask_gpurt.command.report import advice, device_note, times
 
 _BAD_USAGE = 2
@@ -44,14 +45,13 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
                 findings += cluster_findings(ask(client, versions=True))
     except ConnectError as error:
         failure = error
-        remedy = "check the address, and that the scheduler runs and can be reached from here"
-        findings.append(Finding("problem", "cluster", str(error), remedy))
+        findings.append(Finding("problem", "cluster", error.problem, error.remedy))
     n_problems = sum(finding.level == "problem" for finding in findings)
     if as_json:
         found = {"problems": n_problems, "findings": [asdict(finding) for finding in findings]}
         print(to_json(found))
     else:
-        print(as_text(findings, n_problems))
+        print(as_text(findings, n_problems, terminal_width()))
     if failure is not None:
         print(f"dask gpurt doctor: {failure}", file=sys.stderr)
         return _BAD_USAGE
@@ -273,13 +273,16 @@ def _packages(one: Mapping[str, Any]) -> dict[str, str]:
     return {"python": host.get("python", ""), **one.get("packages", {})}
 
 
-def as_text(findings: list[Finding], n_problems: int) -> str:
-    """The findings for a terminal."""
+def as_text(findings: list[Finding], n_problems: int, columns: int | None = None) -> str:
+    """The findings for a terminal, of so many columns if that is given."""
     width = max(len(finding.what) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.level:<7}  {finding.what:<{width}}  {finding.text}")
+        first = f"{finding.level:<7}  {finding.what:<{width}}  "
+        # In a narrow terminal, what goes on does so below the level.
+        blank = " " * (len(first) if columns is None or columns >= 3 * len(first) else 4)
+        lines += wrapped(finding.text, columns, first, blank)
         if finding.remedy:
-            lines.append(f"{'':<7}  {'':<{width}}  -> {finding.remedy}")
+            lines += wrapped(finding.remedy, columns, f"{blank}-> ", f"{blank}   ")
     end = {0: "no problems", 1: "1 problem"}.get(n_problems, f"{n_problems} problems")
     return "\n".join([*lines, "", end])

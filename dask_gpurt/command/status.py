@@ -11,6 +11,7 @@ from dask.utils import format_bytes
 
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
 from dask_gpurt.command.json_text import to_json
+from dask_gpurt.command.layout import aligned, table, terminal_width, wrapped
 from dask_gpurt.command.report import device_note, times
 from dask_gpurt.metrics import MEANING
 from dask_gpurt.placement.explanation import REASONS
@@ -44,39 +45,43 @@ def show(
     if as_json:
         print(to_json(shown))
     else:
-        print(placement_as_text(shown) if placement else as_text(shown))
+        width = terminal_width()
+        print(placement_as_text(shown, width) if placement else as_text(shown, width))
     return 0
 
 
-def placement_as_text(placed: dict[str, Any] | None) -> str:
+def placement_as_text(placed: dict[str, Any] | None, width: int | None = None) -> str:
     """How tasks were placed, for a terminal; None if stock Dask places them."""
     if placed is None:
         return "stock Dask chooses workers"
     counts, steals = placed["decisions"], placed["steals"]
     n_differing = placed["differ_from_stock"]
-    lines = _aligned(
+    lines = aligned(
         [
             ("policy", placed["policy"]),
             ("decisions", f"{sum(counts.values()):,}"),
             *((f"  {reason}", f"{count:,}, {REASONS[reason]}") for reason, count in counts.items()),
             ("other than stock", f"{n_differing:,}, {placed['saved_s']:.3f} s saved, estimated"),
             ("steals", f"{steals['allowed']:,} allowed, {steals['refused']:,} refused"),
-        ]
+        ],
+        width=width,
     )
     if placed["failed"]:
-        lines.append(f"failed {times(placed['failed'])}, see the scheduler's log; stock decided")
+        failed = f"failed {times(placed['failed'])}, see the scheduler's log; stock decided"
+        lines += wrapped(failed, width)
     for one in placed["last_differing"]:
-        lines += ["", f"{one['key']}: {one['worker']}, stock {one['stock_worker']}"]
-        lines.append(f"  {one['reason']}")
+        head = f"{one['key']}: {one['worker']}, stock {one['stock_worker']}"
+        lines += ["", *wrapped(head, width, hanging="  ")]
+        lines += wrapped(one["reason"], width, "  ")
         for candidate in one["candidates"]:
             terms = (name for name, term in candidate.items() if name.endswith("_s") and term)
             said = ", ".join(f"{name[:-2]} {candidate[name]:.4f} s" for name in terms)
-            lines.append(f"  {candidate['worker']}: {said}")
+            lines += wrapped(f"{candidate['worker']}: {said}", width, "  ", "    ")
     return "\n".join(lines)
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """The table for a terminal."""
+def as_text(found: dict[str, Any], width: int | None = None) -> str:
+    """The table for a terminal, of a width if that is given."""
     state = "on" if found["active"] else f"off: {found['reason']}"
     rows = [("scheduler", found["scheduler"]), ("dask_gpurt", state)]
     if "version" in found:
@@ -85,27 +90,29 @@ def as_text(found: dict[str, Any]) -> str:
     rows += _topology(found.get("topology"))
     runs = found["runs"]
     rows += [("shuffles", f"{runs['gpurt']} with dask_gpurt, {runs['stock']} with stock Dask")]
-    lines = _aligned(rows)
+    lines = aligned(rows, width=width)
     totals = found["totals"]
     gone = found.get("departed", {}).get("workers", 0)
-    lines += ["", "over all workers" + (f", {gone} of which left" if gone else "")]
-    lines += _aligned([(_amount(name, totals[name]), text) for name, text in MEANING.items()], "  ")
+    lines += ["", "over all workers" + (f", and {gone} that left" if gone else "")]
+    amounts = [(_amount(name, totals[name]), text) for name, text in MEANING.items()]
+    lines += aligned(amounts, "  ", width)
     lines += ["", f"workers: {len(found['workers'])}"]
     workers = sorted(found["workers"].items())
-    lines += _aligned([_worker(address, said, found) for address, said in workers], "  ")
+    lines += aligned([_worker(address, said, found) for address, said in workers], "  ", width)
     if any(said and said.get("memory") for _, said in workers):
-        lines += ["", "task outputs, where they are, and what was moved since the worker started"]
-        lines += _memory(workers)
-    if busy := _lanes(workers):
-        lines += ["", "what lanes did lately, and how much of what could be was done beside it"]
-        lines += busy
+        text = "task outputs, where they are, and what was moved since the worker started"
+        lines += ["", *wrapped(text, width), *_memory(workers, width)]
+    if busy := _lanes(workers, width):
+        text = "what lanes did lately, and how much of what could be was done beside it"
+        lines += ["", *wrapped(text, width), *busy]
     if found["shuffles"]:
-        lines += ["", "last shuffles with dask_gpurt (seconds are summed over workers)"]
-        lines += _shuffles(found["shuffles"])
+        text = "last shuffles with dask_gpurt (seconds are summed over workers)"
+        lines += ["", *wrapped(text, width), *_shuffles(found["shuffles"], width)]
     if found["fallbacks"]:
         lines += ["", "left to stock Dask"]
         for one in found["fallbacks"]:
-            lines.append(f"  {one['what']} ({times(one['count'])}): {one['why']}")
+            text = f"{one['what']} ({times(one['count'])}): {one['why']}"
+            lines += wrapped(text, width, "  ", "    ")
     return "\n".join(lines)
 
 
@@ -158,20 +165,21 @@ def _link(link: Sequence[Any] | None) -> str:
     return f"{ends} {format_bytes(int(nbytes / seconds))}/s" if seconds else ends
 
 
-def _shuffles(shuffles: list[dict[str, Any]]) -> list[str]:
+def _shuffles(shuffles: list[dict[str, Any]], width: int | None) -> list[str]:
     rows = [[content(one) for content in _COLUMNS.values()] for one in shuffles]
-    lines = _table(list(_COLUMNS), rows)
+    lines = table(list(_COLUMNS), rows, width)
     for one in shuffles:
         if one["hot"]:
             hot = ", ".join(f"{name} ({rows:,} rows)" for name, rows in one["hot"])
-            lines.append(
-                f"  {_COLUMNS['shuffle'](one)}: the fullest output partitions are {hot};"
+            text = (
+                f"{_COLUMNS['shuffle'](one)}: the fullest output partitions are {hot};"
                 f" the mean is {one['mean_rows']:,.0f} rows"
             )
+            lines += wrapped(text, width, "  ", "    ")
     return lines
 
 
-def _memory(workers: list[tuple[str, Any]]) -> list[str]:
+def _memory(workers: list[tuple[str, Any]], width: int | None) -> list[str]:
     """A row a worker: what each tier holds, what was written and read, what waits for room."""
     managed = [(address, said["memory"]) for address, said in workers if said and said["memory"]]
     names = list(dict.fromkeys(level["name"] for _, one in managed for level in one["levels"]))
@@ -183,8 +191,13 @@ def _memory(workers: list[tuple[str, Any]]) -> list[str]:
         rows.append([address, *cells, *moved, str(one["waiting"])])
     notes = ((address, device_note(one.get("device"))) for address, one in managed)
     return [
-        *_table(["worker", *names, *_MOVED, "tasks waiting"], rows),
-        *(f"  {address}: {note}" for address, note in notes if note is not None),
+        *table(["worker", *names, *_MOVED, "tasks waiting"], rows, width),
+        *(
+            line
+            for address, note in notes
+            if note is not None
+            for line in wrapped(f"{address}: {note}", width, "  ", "    ")
+        ),
     ]
 
 
@@ -192,7 +205,7 @@ def _memory(workers: list[tuple[str, Any]]) -> list[str]:
 _MOVED = {"written": "disk-write", "read": "disk-read"}
 
 
-def _lanes(workers: list[tuple[str, Any]]) -> list[str]:
+def _lanes(workers: list[tuple[str, Any]], width: int | None) -> list[str]:
     """A row a worker: what its lanes did lately, and how much of it at the same time."""
     rows = []
     for address, said in workers:
@@ -202,7 +215,7 @@ def _lanes(workers: list[tuple[str, Any]]) -> list[str]:
         parts = ", ".join(f"{name} {s:.2f} s" for name, s in sorted(lanes["seconds"].items()))
         share = "-" if lanes["efficiency"] is None else f"{max(0.0, lanes['efficiency']):.0%}"
         rows.append([address, f"{lanes['measured_s']:.2f} s", share, parts])
-    return _table(["worker", "period", "overlapped", "busy"], rows) if rows else []
+    return table(["worker", "period", "overlapped", "busy"], rows, width) if rows else []
 
 
 def _level(level: dict[str, Any]) -> str:
@@ -210,14 +223,6 @@ def _level(level: dict[str, Any]) -> str:
     if level["capacity_nbytes"]:
         amount += f" of {format_bytes(level['capacity_nbytes'])}"
     return amount + (" (cannot be written to)" if level["is_blocked"] else "")
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]
 
 
 def _worker(address: str, report: dict[str, Any] | None, found: dict[str, Any]) -> tuple[str, str]:
@@ -241,8 +246,3 @@ def _paths(links: dict[str, Any]) -> str:
 
 def _amount(name: str, value: int) -> str:
     return format_bytes(value) if name.endswith("_nbytes") else f"{value:,}"
-
-
-def _aligned(rows: list[tuple[str, str]], indent: str = "") -> list[str]:
-    width = max((len(left) for left, _ in rows), default=0)
-    return [f"{indent}{left:<{width}}  {right}" for left, right in rows]

@@ -24,6 +24,10 @@ _HEAD = """\
 """
 
 
+#: So many hosts are listed, and so many that cannot be reached.
+MAX_LINES = 16
+
+
 class TopologyError(GpurtError, ValueError):
     """There is no description to be had, or the one that was given is wrong."""
 
@@ -74,7 +78,7 @@ def _ask(client: Client, probe: bool) -> dict[str, Any]:
 
 
 def check_file(path: Path) -> int:
-    """Say what is in a description.
+    """Say shortly what is in a description.
 
     Raises
     ------
@@ -90,13 +94,22 @@ def check_file(path: Path) -> int:
     inner = Counter(
         name for link in found.links for name in {end.partition("/")[0] for end in link.ends}
     )
-    for host in found.hosts:
-        print(
-            f"{host.name}: {len(host.numa)} NUMA nodes, {len(host.devices)} devices,"
-            f" {len(host.nics)} network cards, {inner[host.name]} links"
-        )
+    n_links = len(found.links)
+    lines = [
+        f"{host.name}: {len(host.numa)} NUMA nodes, {len(host.devices)} devices,"
+        f" {len(host.nics)} network cards, {inner[host.name]} links"
+        for host in found.hosts
+    ]
     nodes = [host.node(host.numa[0].name) for host in found.hosts]
-    for other in nodes[1:]:
-        if found.path(nodes[0], other) is None:
-            print(f"no way from {nodes[0]} to {other}: what links carry there is learnt")
+    apart = [
+        f"no way from {nodes[0]} to {other}: what links carry there is learnt"
+        for other in nodes[1:]
+        if found.path(nodes[0], other) is None
+    ]
+    print(f"{path} can be used: {len(found.hosts)} hosts, {n_links} links")
+    for some in (lines, apart):
+        for line in some[:MAX_LINES]:
+            print(line)
+        if len(some) > MAX_LINES:
+            print(f"... and {len(some) - MAX_LINES} more")
     return 0

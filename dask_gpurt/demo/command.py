@@ -38,6 +38,8 @@ _MAX_WORKERS = 4
 
 #: What a shell reports for a program ended by Ctrl-C.
 _INTERRUPTED = 130
+#: As of all commands that cannot do what they were asked for.
+_CANNOT_RUN = 2
 
 
 class DemoError(RuntimeError):
@@ -74,7 +76,7 @@ def main(
     Returns
     -------
     int
-        0 if all answers agree, 1 if not or if the demo could not run, 130 after Ctrl-C.
+        0 if all answers agree, 1 if not, 2 if the demo could not run, 130 after Ctrl-C.
     """
     try:
         return _run(
@@ -90,7 +92,7 @@ def main(
         return _INTERRUPTED
     except (DemoError, GpurtError) as error:
         print(f"dask gpurt demo: {error}", file=sys.stderr)
-        return 1
+        return _CANNOT_RUN
 
 
 def _run(

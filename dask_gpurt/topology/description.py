@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -49,6 +50,9 @@ from dask_gpurt.topology.yaml_tree import Section
 MAX_NCHARS = 4_000_000
 #: Links that patterns may stand for.
 MAX_LINKS = 100_000
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
 
 _WILD = re.compile(r"[*?\[]")
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.IGNORECASE)
@@ -82,8 +86,17 @@ def parse(text: str, source: str = "topology") -> Topology:
     try:
         tree = yaml_tree.load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {error}") from None
+        # Several lines, with pieces of the file.
+        what = getattr(error, "problem", None) or " ".join(str(error).split())
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"{source} is not YAML: {what:.200}{where}") from None
     return _Reader(source).topology(tree)
+
+
+def _shown(value: object) -> str:
+    """A value for an error: it may be all of a long file."""
+    return _SHORT.repr(value)
 
 
 def dump(topology: Topology) -> str:
@@ -233,7 +246,7 @@ class _Reader:
             at = f"{where}.devices[{i}]"
             if one["kind"] not in DEVICE_KINDS:
                 allowed = " or ".join(DEVICE_KINDS)
-                self._fail(one, "kind", f"{at}.kind is {one['kind']!r}; it may be {allowed}")
+                self._fail(one, "kind", f"{at}.kind is {_shown(one['kind'])}; it may be {allowed}")
             near = self._near(one, numa, at)
             workers = self._names(one, "workers", f"{at}.", patterns=True)
             words = [word for word in workers if not is_pattern(word)]
@@ -266,12 +279,14 @@ class _Reader:
             one = self._section(one, at, {"between", "bandwidth"}, {"name", "kind", "latency"})
             ends = one["between"]
             if not isinstance(ends, list) or len(ends) != 2:
-                self._fail(one, "between", f"{at}.between is {ends!r}; it may be two nodes")
+                self._fail(one, "between", f"{at}.between is {_shown(ends)}; it may be two nodes")
             matching = []
             for end in ends:
                 fitting = named.fitting(f"{prefix}{end}")
                 if not fitting:
-                    self._fail(one, "between", f"{at}.between names {end!r}, which is no node here")
+                    self._fail(
+                        one, "between", f"{at}.between names {_shown(end)}, which is no node here"
+                    )
                 matching.append(fitting)
             bandwidth = self._quantity(one, "bandwidth", at, _RATES, "450 GB/s' or '100 Gb/s")
             latency = self._quantity(one, "latency", at, _TIMES, "2 us", missing=0.0)
@@ -292,19 +307,21 @@ class _Reader:
 
     def _section(self, value: Any, where: str, needed: set[str], optional: set[str]) -> Section:
         if not isinstance(value, Section):
-            raise ConfigError(f"{self._source}: {where} is {value!r}; it may be a section of keys")
+            raise ConfigError(
+                f"{self._source}: {where} is {_shown(value)}; it may be a section of keys"
+            )
         for key in value:
             if key not in needed | optional:
                 allowed = ", ".join(sorted(needed | optional))
-                self._fail(value, key, f"{where} has no key {key!r}; it may have {allowed}")
+                self._fail(value, key, f"{where} has no key {_shown(key)}; it may have {allowed}")
         for key in sorted(needed - set(value)):
-            self._fail(value, None, f"{where} lacks the key {key!r}")
+            self._fail(value, None, f"{where} lacks the key {_shown(key)}")
         return value
 
     def _sections(self, section: Section, key: str) -> list[Any]:
         value = section.get(key) or []
         if not isinstance(value, list):
-            self._fail(section, key, f"{key} is {value!r}; it may be a list")
+            self._fail(section, key, f"{key} is {_shown(value)}; it may be a list")
         return list(value)
 
     def _parts(
@@ -322,7 +339,7 @@ class _Reader:
             self._fail(
                 section,
                 "name",
-                f"{where}.name is {name!r}; it may be a word without slash, star or blank",
+                f"{where}.name is {_shown(name)}; it may be a word without slash, star or blank",
             )
         return str(name)
 
@@ -336,7 +353,7 @@ class _Reader:
             else (lambda one: isinstance(one, str) and not re.search(r"[/*?\[\]\s]", one))
         )
         if not isinstance(value, list) or not all(map(fits, value)):
-            self._fail(section, key, f"{where}{key} is {value!r}; it may be a list of names")
+            self._fail(section, key, f"{where}{key} is {_shown(value)}; it may be a list of names")
         return tuple(map(str, value))
 
     def _near(self, section: Section, numa: Iterable[Numa], where: str) -> str | None:
@@ -344,7 +361,7 @@ class _Reader:
         known = [one.name for one in numa]
         if near is not None and near not in known:
             allowed = " or ".join(known)
-            self._fail(section, "numa", f"{where}.numa is {near!r}; it may be {allowed}")
+            self._fail(section, "numa", f"{where}.numa is {_shown(near)}; it may be {allowed}")
         return near
 
     def _memory(self, section: Section, where: str) -> int:
@@ -367,20 +384,22 @@ class _Reader:
         if found is not None and found[2] in units:
             amount = float(found[1]) * units[found[2]]
         if amount == math.inf:
-            self._fail(section, key, f"{where}.{key} is {value!r}; it may be such as '{example}'")
+            self._fail(
+                section, key, f"{where}.{key} is {_shown(value)}; it may be such as '{example}'"
+            )
         return amount
 
     def _unique(self, section: Section, key: str, names: list[str]) -> None:
         for name, times in Counter(names).items():
             if times > 1:
-                self._fail(section, key, f"{name!r} is there twice")
+                self._fail(section, key, f"{_shown(name)} is there twice")
 
     def _alone(
         self, section: Section, key: str, where: str, words: Iterable[str], taken: dict[str, str]
     ) -> None:
         for word in words:
             if (other := taken.setdefault(word, where)) != where:
-                self._fail(section, key, f"{where}.{key} names {word!r}, as {other} does")
+                self._fail(section, key, f"{where}.{key} names {_shown(word)}, as {other} does")
 
     def _fail(self, section: Section, key: str | None, what: str) -> NoReturn:
         line = section.lines.get(key, section.line) if key is not None else section.line

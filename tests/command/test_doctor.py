@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +209,65 @@ def test_scheduler_that_does_not_answer(
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         assert examine(address, None, as_json=False) == 2
     printed = capsys.readouterr()
-    assert printed.err == (
-        f"dask gpurt doctor: no scheduler answers at {address}: it took too long\n"
-    )
+    problem = f"no scheduler answers at {address}: it says nothing for 0.3 s"
+    assert printed.err.startswith(f"dask gpurt doctor: {problem}; check the port")
+    assert len(printed.err.splitlines()) == 1
     # What was found here is said all the same.
     assert "pandas" in printed.out
-    assert "-> check the address" in printed.out
+    assert "-> check the port" in printed.out
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("command", ["doctor", "status", "topology"])
+def test_where_nobody_listens(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At once, though distributed would try again and again, until its time is up."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Nobody waits for it.
+        patch.setattr(connect, "CONNECT_TIMEOUT_S", 3600.0)
+        with pytest.raises(SystemExit) as exit:
+            gpurt.main([command, "--scheduler", f"127.0.0.1:{closed_port()}"])
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"dask gpurt {command}: no scheduler answers at 127.0.0.1:")
+    assert "nothing listens on that port; start the scheduler" in said
+
+
+def test_a_host_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert examine("tcp://no.such.host.invalid:8786", None, as_json=False) == 2
+    printed = capsys.readouterr()
+    assert "there is no host 'no.such.host.invalid'" in printed.err
+    assert "-> correct the name of the host" in printed.out
+
+
+@pytest.mark.parametrize("words", [b"SSH-2.0-OpenSSH_9.2\r\n", b"220 mail\r\n", b""])
+def test_another_program(words: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            client, _ = server.accept()
+            client.sendall(words)
+            client.close()
+
+        with ThreadPoolExecutor(1) as threads:
+            answering = threads.submit(answer)
+            address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+            assert examine(address, None, as_json=False) == 2
+            answering.result()
+    assert "another program listens on that port; correct the port" in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+def test_what_to_do_about_the_address_of_a_worker(
+    sides: Sides, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = next(iter(sides.stock.scheduler_info()["workers"]))
+    assert examine(worker, None, as_json=False) == 2
+    printed = capsys.readouterr()
+    assert f"{worker}: that is a Worker; give the address of the scheduler" in printed.err
 
 
 # ------------------------------------------------------------------ a live cluster

@@ -77,7 +77,7 @@ def test_an_inactive_runtime_is_an_error(
 ) -> None:
     monkeypatch.setattr(dask_gpurt, "status", lambda _client: {"active": False}, raising=False)
     code = command.main(scale, cache_dir=cache_dir, out_dir=tmp_path, queries=["q6"])
-    assert code == 1
+    assert code == 2
     assert "not active" in capsys.readouterr().err
 
 
@@ -87,7 +87,7 @@ def test_where_nothing_can_be_written_nothing_is_begun(
     file = tmp_path / "file"
     file.touch()
     code = command.main(scale, cache_dir=cache_dir, out_dir=file / "report", queries=["q6"])
-    assert code == 1
+    assert code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"dask gpurt demo: cannot write to {file / 'report'}: ")
 
@@ -106,7 +106,7 @@ def test_a_missing_package_is_reported_in_one_line(
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.console", None)
     code = command.main(scale, cache_dir=cache_dir, out_dir=tmp_path, queries=["q6"])
-    assert code == 1
+    assert code == 2
     assert "pip install 'dask-gpurt[demo]'" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -114,7 +114,7 @@ def test_a_missing_package_is_reported_in_one_line(
 def test_an_unknown_query_is_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(cache_dir=tmp_path, out_dir=tmp_path, queries=["q23"]) == 1
+    assert command.main(cache_dir=tmp_path, out_dir=tmp_path, queries=["q23"]) == 2
     assert "there is no query 'q23'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

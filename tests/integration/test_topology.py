@@ -235,7 +235,38 @@ def test_a_description_without_hosts_can_be_checked(tmp_path, capsys):
     path = tmp_path / "machines.yaml"
     path.write_text("hosts: []\n")
     assert command("topology", "--check", str(path)) == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == f"{path} can be used: 0 hosts, 0 links\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "word " * 10_000,
+        "hosts: " + "word " * 10_000,
+        f"hosts: {[{'name': 'a', 'numa': ['x'] * 10_000}]}",
+        f"hosts: {'[' * 3}" + "\n- word" * 10_000,
+        f"hosts: {[{'name': 'n' * 10_000}]}",
+    ],
+)
+def test_what_is_wrong_is_one_short_line(tmp_path, capsys, text):
+    path = tmp_path / "machines.yaml"
+    path.write_text(text)
+    assert command("topology", "--check", str(path)) == 2
+    written = capsys.readouterr()
+    assert not written.out
+    assert written.err.count("\n") == 1
+    assert len(written.err) < 400
+
+
+def test_many_hosts_are_summed_up(tmp_path, capsys):
+    path = tmp_path / "machines.yaml"
+    hosts = [{"name": f"h{n}", "numa": [{"name": "numa0"}]} for n in range(100)]
+    path.write_text(json.dumps({"hosts": hosts}))
+    assert command("topology", "--check", str(path)) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.endswith("machines.yaml can be used: 100 hosts, 0 links")
+    assert len(lines) == 2 * 17
+    assert "... and 83 more" in lines
 
 
 def test_a_cluster_of_several_hosts_that_are_not_described_is_told_how():

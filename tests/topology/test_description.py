@@ -167,7 +167,7 @@ def test_a_value_that_is_not_what_it_looks_like_is_named_with_its_line(value, ki
     text = HOST.replace("numa0}", f"numa0, memory: {value}}}", 1)
     with pytest.raises(ConfigError, match=r"machines\.yaml") as caught:
         description.parse(text, "machines.yaml")
-    assert f"is no {kind}\n" in str(caught.value)
+    assert f"is no {kind}, line" in str(caught.value)
     assert "line 3, column 34" in str(caught.value)
 
 

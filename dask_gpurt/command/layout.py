@@ -1,0 +1,66 @@
+"""Lines for a terminal of any width, with every word whole.
+
+Without a width, as in a file or a pipe, a line is as long as it has to be: programs read it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that standard output is, or None if it is something else."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def wrapped(
+    text: str, width: int | None, indent: str = "", hanging: str | None = None
+) -> list[str]:
+    """Lines of one paragraph, whose first one has `indent` and all others `hanging`."""
+    if width is None or len(indent) + len(text) <= width:
+        return [indent + text]
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent if hanging is None else hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines or [indent]
+
+
+def aligned(
+    rows: Sequence[tuple[str, str]], indent: str = "", width: int | None = None
+) -> list[str]:
+    """Two columns. Where the second has no room beside the first, it begins a line of its own."""
+    left_width = max((len(left) for left, _ in rows), default=0)
+    lines = []
+    for left, right in rows:
+        if width is not None and len(indent) + left_width + 2 > width // 2:
+            lines.append(indent + left)
+            lines += wrapped(right, width, indent + "  ")
+        else:
+            first = f"{indent}{left:<{left_width}}  "
+            lines += wrapped(right, width, first, " " * len(first))
+    return lines
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None
+) -> list[str]:
+    """Columns under their headings. Where they have no room, each row is a list of its cells."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    if width is not None and sum(widths) + 2 * len(widths) > width:
+        lines = []
+        for first, *rest in rows:
+            lines.append(f"  {first}")
+            lines += aligned(list(zip(head[1:], rest, strict=True)), "    ", width)
+        return lines
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
