@@ -15,15 +15,6 @@ import dask.config
 _said: set[str] = set()
 
 
-def _is_about_others(record: logging.LogRecord) -> bool:
-    return __name__ not in record.getMessage()
-
-
-# distributed logs several lines about each preload whenever a client starts. A program that never
-# asked for this package should not read about it.
-logging.getLogger("distributed.preloading").addFilter(_is_about_others)
-
-
 def _flag_is_set() -> bool:
     """Whether it says anything but off: of what it cannot mean, the settings' reader complains."""
     flag = dask.config.get("gpurt.enabled", None)

@@ -89,6 +89,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     ),
     "local_cluster": ({"errors"}, DASK, {"logging"}),
     "preload": ({"errors", "plugins"}, {"dask"}, {"logging"}),
+    "quiet": (set(), set(), {"logging"}),
     "cli": ({"", "command", "demo", "errors"}, {"click"}, IMPURE),
     "command": (
         {

@@ -15,8 +15,8 @@ from distributed import Client
 
 TIMEOUT_S = 90
 
-#: Started before the real command: makes this package look as if it were not installed.
-WITHOUT_PACKAGE = "import sys; sys.modules['dask_gpurt'] = None\n"
+#: Started before the real command: this package is installed, and cannot be imported any more.
+WITHOUT_PACKAGE = "import sys, dask.sizeof; sys.modules['dask_gpurt'] = None\n"
 #: ... or makes distributed look like a release that nobody tested.
 FUTURE_DISTRIBUTED = "import distributed; distributed.__version__ = '2031.1.0'\n"
 
@@ -32,12 +32,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**inherited, **more}
 
 
-def run_program(source: str, *, directory: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run_program(
+    source: str, *, directory: Path, python: str = sys.executable, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run a program from a file, as `python program.py`."""
     path = directory / "program.py"
     path.write_text(textwrap.dedent(source))
     return subprocess.run(
-        [sys.executable, str(path)],
+        [python, str(path)],
         cwd=directory,
         env=environment(**env),
         capture_output=True,
@@ -56,7 +58,14 @@ class CommandLineCluster:
         self._processes: list[subprocess.Popen[str]] = []
         self.logs: list[Path] = []
 
-    def start(self, what: str, *arguments: str, before: str = "", **env: str) -> subprocess.Popen:
+    def start(
+        self,
+        what: str,
+        *arguments: str,
+        before: str = "",
+        python: str = sys.executable,
+        **env: str,
+    ) -> subprocess.Popen:
         # Like `dask scheduler ...`, with something done first in the same process.
         program = before + f"import sys; from dask.cli import run_cli; sys.argv = {['dask', what]}"
         program += f" + {list(arguments)}; run_cli()"
@@ -64,7 +73,7 @@ class CommandLineCluster:
         self.logs.append(log)
         with log.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, "-c", program],
+                [python, "-c", program],
                 cwd=self._directory,
                 env=environment(**env),
                 stdout=file,

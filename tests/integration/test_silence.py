@@ -1,0 +1,105 @@
+"""With the flag off nobody reads a line about this package: the same lines as without it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.environments import without
+from tests.integration.processes import command_line_cluster, environment, run_program
+
+IN_ONE_PROCESS = """
+import asyncio
+from distributed import Client, Scheduler, Worker
+
+async def main():
+    async with Scheduler(port=0, dashboard_address=":0") as scheduler:
+        async with Worker(scheduler.address, name="a") as worker:
+            async with Client(scheduler.address, asynchronous=True) as client:
+                print(await client.submit(sum, [1, 2]))
+
+asyncio.run(main())
+"""
+#: The line about the preload of a user's own must still be there.
+WITH_A_PRELOAD = (
+    """
+import dask
+
+dask.config.set({"distributed.worker.preload": ["wave"]})
+"""
+    + IN_ONE_PROCESS
+)
+#: A client alone, in a process that has imported nothing but it.
+OF_A_CLIENT = """
+from distributed import Client
+
+with Client(scheduler_file="scheduler.json", set_as_default=False) as client:
+    print(client.submit(sum, [1, 2]).result())
+"""
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """As this one, without the package."""
+    return without(tmp_path_factory.mktemp("bare") / "environment", "dask_gpurt")
+
+
+def lines(text):
+    """Kinds of lines in a log: without times, numbers and addresses, in any order."""
+    kept = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|tcp://\S+|worker-\w{8}\b|\d+", "N", text)
+    return sorted({re.sub(r"\s+", " ", line) for line in kept.splitlines()})
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("program", [IN_ONE_PROCESS, WITH_A_PRELOAD])
+def test_a_program(tmp_path, bare_python, program):
+    done = run_program(program, directory=tmp_path)
+    bare = run_program(program, directory=tmp_path, python=bare_python)
+    assert done.stdout == bare.stdout == "3\n"
+    assert "gpurt" not in done.stderr
+    assert lines(done.stderr) == lines(bare.stderr)
+    if program == WITH_A_PRELOAD:
+        assert "Creating preload: wave" in done.stderr
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_processes_of_the_command_line(tmp_path, bare_python):
+    said = []
+    for python in (sys.executable, bare_python):
+        (folder := tmp_path / f"run{len(said)}").mkdir()
+        with command_line_cluster(folder) as cluster:
+            cluster.scheduler(python=python)
+            cluster.worker(python=python)
+            client = run_program(OF_A_CLIENT, directory=folder, python=python)
+        assert client.stdout == "3\n", client.stderr
+        said.append([*map(lines, (client.stderr, *(log.read_text() for log in cluster.logs)))])
+    assert "gpurt" not in str(said)
+    assert said[0] == said[1]
+
+
+def test_what_goes_wrong_in_our_preload_is_said():
+    source = """
+import asyncio
+import dask_gpurt.preload
+from distributed.preloading import process_preloads
+
+async def main():
+    await process_preloads(None, "dask_gpurt.preload", []).start()
+
+dask_gpurt.preload._flag_is_set = lambda: 1 / 0
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "Failed to start preload: dask_gpurt.preload" in done.stderr
+    assert "Creating preload" not in done.stderr
