@@ -13,8 +13,21 @@ NEWEST := 2026.8.0
 VENV := .venv
 VENV_NEWEST := .venv-newest
 VENV_THIRDPARTY := .venv-thirdparty
+VENV_OTHER := .venv-other
 SOURCES := setup.cfg pyproject.toml $(shell find dask_gpurt -name '*.py' -o -name '*.yaml')
 JOBS ?= 2
+
+# Another minor version of Python, for tests of clusters that have two: the first one that runs. Where
+# there is none, those tests are skipped. `make OTHER_PYTHON= test` leaves them out.
+ifndef OTHER_PYTHON
+OTHER_PYTHON := $(shell \
+    here=$$($(PYTHON) -c 'import sys; print(sys.version_info[1])'); \
+    for one in python3.12 python3.13 python3.14 python3.11 \
+        $(HOME)/.pyenv/versions/*/bin/python3.1[1-9]; do \
+        "$$one" -c "import ssl, sys, venv; sys.exit(sys.version_info[1] == $$here)" \
+            >/dev/null 2>&1 && { echo "$$one"; break; }; \
+    done)
+endif
 
 .PHONY: demo test test-oldest test-newest test-upstream test-dask test-thirdparty check bench clean
 
@@ -25,7 +38,7 @@ test: test-oldest test-newest
 
 # The slow, process-heavy tests run once, on the oldest version; what touches private names of
 # dask and distributed, and every shuffle, runs on both.
-test-oldest: $(VENV)/installed
+test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests
 
 test-newest: $(VENV_NEWEST)/installed
@@ -85,9 +98,9 @@ bench: $(VENV)/installed
 
 # `python -m venv` needs Debian's python3-venv; where it is missing, virtualenv from pip will do.
 define make_venv
-	test -x $(1)/bin/python || $(PYTHON) -m venv $(1) || \
-	    ($(PYTHON) -m pip install --user --break-system-packages virtualenv && \
-	     $(PYTHON) -m virtualenv $(1))
+	test -x $(1)/bin/python || $(2) -m venv $(1) || \
+	    ($(2) -m pip install --user --break-system-packages virtualenv && \
+	     $(2) -m virtualenv $(1))
 	$(1)/bin/python -m pip install --quiet --upgrade pip
 endef
 
@@ -95,14 +108,14 @@ endef
 # The package is installed, not linked: Dask finds its defaults under the environment's prefix,
 # where only an installation puts them.
 $(VENV)/installed: $(SOURCES)
-	$(call make_venv,$(VENV))
+	$(call make_venv,$(VENV),$(PYTHON))
 	$(VENV)/bin/python -m pip install --quiet \
 	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test,ucx]"
 	$(VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall .
 	touch $@
 
 $(VENV_NEWEST)/installed: $(SOURCES)
-	$(call make_venv,$(VENV_NEWEST))
+	$(call make_venv,$(VENV_NEWEST),$(PYTHON))
 	$(VENV_NEWEST)/bin/python -m pip install --quiet \
 	    "dask[dataframe]==$(NEWEST)" "distributed==$(NEWEST)" ".[test]"
 	$(VENV_NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall .
@@ -115,5 +128,12 @@ $(VENV_THIRDPARTY)/installed: $(SOURCES)
 	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet --no-deps --force-reinstall .
 	touch $@
 
+$(VENV_OTHER)/installed: $(SOURCES)
+	$(call make_venv,$(VENV_OTHER),$(OTHER_PYTHON))
+	$(VENV_OTHER)/bin/python -m pip install --quiet \
+	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" .
+	$(VENV_OTHER)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -155,13 +155,16 @@ class Recorder:
     async def read(self, client: Client, before: ClusterRecord | None = None) -> None:
         """Take in what a client's cluster says now; nothing, if it does not answer."""
         try:
+            # Here, since it loads all of distributed.
+            from dask_gpurt.plugins.activation import scheduler_differs
+
             address = scheduler_address(client)
             async with asyncio.timeout(READ_TIMEOUT_S):
                 status = await dask_gpurt.status(client)
                 tasks = None
-                if self._with_tasks:
+                if self._with_tasks and await scheduler_differs(client) is None:
                     tasks = await client.run_on_scheduler(  # type: ignore[no-untyped-call]
-                        _task_counter()
+                        count_tasks
                     )
         except Exception:
             # Whatever it is: a script must not fail for being watched.
@@ -251,17 +254,14 @@ def scheduler_address(client: Client) -> str:
     return str(scheduler.address)
 
 
-def _task_counter() -> Callable[..., tuple[int, int]]:
-    # Local, so that it is pickled by value: the scheduler may lack this package.
-    def count(dask_scheduler: Any) -> tuple[int, int]:
-        open_states = ("waiting", "processing", "queued", "no-worker")
-        total = to_do = 0
-        for prefix in dask_scheduler.task_prefixes.values():
-            total += sum(prefix.states.values())
-            to_do += sum(prefix.states.get(state, 0) for state in open_states)
-        return total - to_do, total
-
-    return count
+def count_tasks(dask_scheduler: Any) -> tuple[int, int]:
+    """Tasks that are done, and all of them. Runs on a scheduler, and is sent as a reference."""
+    open_states = ("waiting", "processing", "queued", "no-worker")
+    total = to_do = 0
+    for prefix in dask_scheduler.task_prefixes.values():
+        total += sum(prefix.states.values())
+        to_do += sum(prefix.states.get(state, 0) for state in open_states)
+    return total - to_do, total
 
 
 _recorder: Recorder | None = None

@@ -16,7 +16,7 @@ from distributed.protocol.pickle import dumps
 import dask_gpurt
 from dask_gpurt import config, metrics
 from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
-from dask_gpurt.plugins import nesting, seams
+from dask_gpurt.plugins import bootstrap, nesting, seams
 from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.shuffle import figures
 from dask_gpurt.topology import description
@@ -57,7 +57,11 @@ async def activate(client: Client, settings: config.Settings) -> None:
     if settings.topology.text is not None:
         text, name = settings.topology.text, settings.topology.file or "topology"
         await asyncio.to_thread(description.parse, text, name)
+    problem = await scheduler_differs(client)
     status = await _status(client, ask_workers=False)
+    if problem is not None:
+        rest = "Settings are unchanged" if status["active"] else "Stock Dask runs"
+        raise ActivationError(f"{problem}. {rest}.")
     if not status["active"]:
         if status.get("unusable"):
             raise ActivationError(f"{status['unusable']}; stock Dask runs")
@@ -80,7 +84,8 @@ async def _register(client: Client, settings: config.Settings) -> None:
         )
     except ImportError as error:
         raise ActivationError(
-            f"the scheduler at {_scheduler(client).address} has no dask-gpurt ({error}); "
+            f"the scheduler at {_scheduler(client).address}: dask-gpurt cannot be imported there "
+            f"({error}); "
             f"run `pip install dask-gpurt=={dask_gpurt.__version__}` there. Stock Dask runs."
         ) from error
     except ActivationError as error:
@@ -133,21 +138,31 @@ def disable(client: Client) -> Any:
     return _sync(client, _disable)
 
 
-async def _knows_us(client: Client) -> bool:
-    # Asking for a handler that is not there would put a traceback into the scheduler's log. The
-    # function is local so that it is pickled by value: the scheduler may lack this package.
-    def has_handler(dask_scheduler: Any) -> bool:
-        return "gpurt_status" in dask_scheduler.handlers
+async def scheduler_differs(client: Client) -> str | None:
+    """Why nothing but plain values may be sent to the scheduler, and what to do; None if it may.
 
-    _scheduler(client)
-    return bool(await client.run_on_scheduler(has_handler))
+    Pickles hold only for the same Python, Dask and dask_gpurt.
+    """
+    scheduler = _scheduler(client)
+    found = await scheduler.versions(packages=[bootstrap.PACKAGE])
+    differs = bootstrap.difference(found["packages"], bootstrap.installed())
+    return None if differs is None else f"the scheduler at {scheduler.address}: {differs}"
+
+
+async def _scheduler_status(client: Client, ask_workers: bool) -> dict[str, Any] | None:
+    """What our plugin on the scheduler says; None if there was never one."""
+    # A handler that is not there would put a traceback into the scheduler's log. An event says
+    # whether it is there: any scheduler can be asked for that, and answers in plain values.
+    scheduler = _scheduler(client)
+    if not await scheduler.events(topic=bootstrap.EVENTS):
+        return None
+    status: dict[str, Any] | None = await scheduler.gpurt_status(reports=ask_workers)
+    return status
 
 
 async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
-    status: dict[str, Any]
-    if await _knows_us(client):
-        status = await _scheduler(client).gpurt_status(reports=ask_workers)
-    else:
+    status = await _scheduler_status(client, ask_workers)
+    if status is None:
         status = {
             "active": False,
             "activation": None,
@@ -204,9 +219,7 @@ async def machines(client: Client, probe: bool) -> dict[str, Any]:
 
 async def _explain(client: Client, key: Any) -> dict[str, Any]:
     key = getattr(key, "key", key)
-    if not await _knows_us(client):
-        return {"known": False, "key": str(key), "reason": "not switched on for this cluster"}
-    status = await _scheduler(client).gpurt_status(reports=False)
+    status = await _status(client, ask_workers=False)
     if not status["active"]:
         return {"known": False, "key": str(key), "reason": str(status["reason"])}
     answer: dict[str, Any] = await _scheduler(client).gpurt_explain(key=key)

@@ -18,13 +18,12 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.protocol.pickle import dumps
 
 import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.foresight import Pace
-from dask_gpurt.plugins import memory_seams, seams
+from dask_gpurt.plugins import bootstrap, memory_seams, seams
 from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.asking import Answers, ask
 from dask_gpurt.plugins.counting import Counted, take
@@ -34,7 +33,7 @@ from dask_gpurt.plugins.machines import Machines
 from dask_gpurt.plugins.owner_seams import OutputOwners
 from dask_gpurt.plugins.placement import Placement
 from dask_gpurt.plugins.restart_seams import Restarts
-from dask_gpurt.plugins.worker import NAME, bootstrap
+from dask_gpurt.plugins.worker import NAME
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -129,6 +128,9 @@ class GpurtScheduler(SchedulerPlugin):
         except BaseException:
             del scheduler.handlers["gpurt_status"]
             raise
+        if not scheduler.get_events(bootstrap.EVENTS):
+            # For clients, which cannot ask what handlers there are.
+            scheduler.log_event(bootstrap.EVENTS, {"action": "gpurt-status-answers"})
         if self.inactive_reason is not None:
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
@@ -176,7 +178,9 @@ class GpurtScheduler(SchedulerPlugin):
         Raises
         ------
         ConfigError
-            The description of the machines is wrong; nothing has changed.
+            A setting or the description of the machines is wrong; nothing has changed.
+        ProtocolError
+            The version is none.
         """
         if version != self.version:
             return (
@@ -201,9 +205,8 @@ class GpurtScheduler(SchedulerPlugin):
         return None
 
     def _bootstrap(self) -> bytes:
-        """What makes a worker one of ours, pickled by value."""
-        found: bytes = dumps(bootstrap(self.version, self.settings.to_plain()))
-        return found
+        """What makes a worker one of ours."""
+        return bootstrap.pickled(seams.TESTED, self.settings.to_plain())
 
     def _place(self) -> None:
         """Choose workers as the settings say, or leave that to stock."""
@@ -389,9 +392,11 @@ class GpurtScheduler(SchedulerPlugin):
         """
         if shuffle_id in seams.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
             return None
+        spec = seams.stock_spec(self.scheduler, shuffle_id)
+        if not isinstance(spec, seams.DataFrameShuffleSpec):
+            return None
         if rows is None:
-            spec = seams.stock_spec(self.scheduler, shuffle_id)
-            return spec.column if isinstance(spec, seams.DataFrameShuffleSpec) else None
+            return spec.column
         self._sketches[shuffle_id] = rows
         while len(self._sketches) > MAX_SKETCHES:
             self._sketches.popitem(last=False)

@@ -62,8 +62,8 @@ from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._shuffle import DataFrameShuffleSpec, shuffle_unpack
 from distributed.utils import sync
 from distributed.utils_comm import retry
-from packaging.version import Version
 
+from dask_gpurt.plugins.bootstrap import untested
 from dask_gpurt.transport.rate import TCP_INFO_NBYTES, delivery_rate
 
 if TYPE_CHECKING:
@@ -107,16 +107,7 @@ TESTED = ("2026.7.1", "2026.9.0")
 
 def unsupported_reason(version: str | None = None) -> str | None:
     """Why this distributed cannot be used, or None when it can."""
-    found = version or distributed.__version__
-    oldest, first_unknown = (Version(v) for v in TESTED)
-    # A development build of a tested release counts as that release.
-    release = Version(Version(found).base_version)
-    if oldest <= release < first_unknown:
-        return None
-    return (
-        f"distributed {found} is not one this dask_gpurt was tested with "
-        f"({TESTED[0]} or later, before {TESTED[1]})"
-    )
+    return untested(version or distributed.__version__, TESTED)
 
 
 def lacks_shuffles(scheduler: Scheduler) -> str | None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dask.typing import Key
 from distributed import SchedulerPlugin
 
-from dask_gpurt.errors import TraceError
+from dask_gpurt.errors import ActivationError, TraceError
+from dask_gpurt.plugins import activation
 from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
 
 if TYPE_CHECKING:
@@ -109,13 +110,17 @@ class Recording:
         TraceError
             If nothing was, or more than is kept.
         """
+        text = self._client.run_on_scheduler(  # type: ignore[no-untyped-call]
+            recorded_json, name
+        )
+        return Workload.from_json(text)
 
-        def to_json(dask_scheduler: Scheduler) -> str:
-            recorder: Any = dask_scheduler.plugins[NAME]
-            text: str = recorder.workload(name).to_json()
-            return text
 
-        return Workload.from_json(self._client.run_on_scheduler(to_json))
+def recorded_json(name: str, dask_scheduler: Scheduler) -> str:
+    """What was written down on a scheduler. Runs there, and is sent as a reference."""
+    recorder: Any = dask_scheduler.plugins[NAME]
+    text: str = recorder.workload(name).to_json()
+    return text
 
 
 @contextlib.contextmanager
@@ -123,7 +128,14 @@ def recorded(client: Client) -> Iterator[Recording]:
     """Record what a cluster computes meanwhile; take the workload before this ends.
 
     The scheduler needs this package too.
+
+    Raises
+    ------
+    ActivationError
+        It has another Python, Dask or dask_gpurt, or none.
     """
+    if problem := client.sync(activation.scheduler_differs, client):
+        raise ActivationError(problem)
     client.register_plugin(TraceRecorder())
     try:
         yield Recording(client)

@@ -1,8 +1,6 @@
 """What a worker has while the runtime is on: counters, the shard budget, and two hooks.
 
-`bootstrap()` makes the plugin that the scheduler sends to every worker. It is pickled by value and
-imports nothing of ours until it runs, so that a worker without the package stays up, says what is
-missing, and is left to stock Dask.
+`dask_gpurt.plugins.bootstrap` has the plugin that brings it there.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from distributed.diagnostics.plugin import WorkerPlugin
 
 import dask_gpurt
 from dask_gpurt.codecs.chooser import Chooser
@@ -352,8 +349,6 @@ def sketch(worker: Worker, shuffle_id: str, data: Any) -> None:
 class Attachment:
     """The runtime on one worker, for as long as the plugin is registered."""
 
-    version = dask_gpurt.__version__
-
     def __init__(self, worker: Worker, settings: Settings) -> None:
         from dask_gpurt.plugins.exchange_run import ExchangeRun
 
@@ -450,71 +445,3 @@ class Attachment:
             await self._counting.say_last()
         if self._memory is not None:
             await self._memory.close()
-
-
-def bootstrap(version: str, settings: dict[str, Any]) -> WorkerPlugin:
-    """Plugin that attaches the runtime to a worker, or says why it cannot.
-
-    Parameters
-    ----------
-    settings
-        As plain values.
-
-    The class is local so that it is pickled by value: a worker without this package can load it.
-    """
-
-    class GpurtWorker(WorkerPlugin):
-        name = "gpurt"
-
-        async def setup(self, worker: Any) -> None:
-            import asyncio
-
-            problem, remedy = None, f"run `pip install dask-gpurt=={version}` on it"
-            failure = None
-            self._attachment = None
-            # A joining worker sets its plugins up concurrently, and ours may come before stock's.
-            for _ in range(1000):
-                if "shuffle" in worker.plugins:
-                    break
-                await asyncio.sleep(0)
-            try:
-                from dask_gpurt.config import Settings
-                from dask_gpurt.plugins.worker import Attachment
-
-                if Attachment.version != version:
-                    problem = f"dask-gpurt {Attachment.version} is installed there, not {version}"
-                else:
-                    self._attachment = Attachment(worker, Settings.from_plain(settings))
-            except ImportError as error:
-                problem = f"dask-gpurt cannot be imported there ({error})"
-            except Exception as error:
-                problem = f"dask-gpurt {version} failed there ({error!r})"
-                # Another installation would not help.
-                remedy = "please report it with the traceback in that worker's log"
-                failure = error
-            if problem is not None:
-                import logging
-                import socket
-
-                host = socket.gethostname()
-                problem = f"worker {worker.address} on host {host}: {problem}; {remedy}"
-                logging.getLogger("dask_gpurt").error("%s", problem, exc_info=failure)
-            await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
-
-        def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-            left = finish in (
-                "memory",
-                "error",
-                "released",
-                "rescheduled",
-                "forgotten",
-                "long-running",
-            )
-            if left and self._attachment is not None:
-                self._attachment.task_left(key, finish)
-
-        async def teardown(self, worker: Any) -> None:
-            if self._attachment is not None:
-                await self._attachment.detach()
-
-    return GpurtWorker()

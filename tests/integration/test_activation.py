@@ -211,12 +211,12 @@ class Labelled(pd.DataFrame):
 
 
 class TestWhereItCannotWork:
-    def test_scheduler_without_the_package(self, cluster, caplog):
+    def test_scheduler_that_cannot_import_the_package(self, cluster, caplog):
         cluster.scheduler(before=WITHOUT_PACKAGE)
         cluster.worker("--no-nanny")
         with flagged(), cluster.client() as client:
             (record,) = [r for r in caplog.records if r.name == "dask_gpurt"]
-            assert "has no dask-gpurt" in record.message
+            assert "dask-gpurt cannot be imported there" in record.message
             assert f"pip install dask-gpurt=={dask_gpurt.__version__}" in record.message
             assert client.scheduler.address in record.message
             client.wait_for_workers(1)
@@ -343,7 +343,9 @@ with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as c, Cl
             timeout=60,
             check=True,
         )
-        assert done.stdout.strip() == "['dask_gpurt', 'dask_gpurt.preload']", done.stderr
+        assert done.stdout.strip() == (
+            "['dask_gpurt', 'dask_gpurt.preload', 'dask_gpurt.quiet']"
+        ), done.stderr
 
     def test_under_20_ms(self):
         """Reading our YAML and importing the preload, in a fresh interpreter that has dask."""

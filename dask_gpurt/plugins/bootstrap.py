@@ -1,0 +1,205 @@
+"""The plugin that the scheduler sends to every worker: it attaches the runtime, or says why not.
+
+It crosses as the text of this module. Compiled code would kill a worker of another Python. A
+reference to this module would keep a worker without this package from starting. The module
+therefore imports nothing of ours before the plugin runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import dask
+import distributed
+from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.protocol.pickle import dumps
+from packaging.version import InvalidVersion, Version
+
+PACKAGE = "dask-gpurt"
+#: Packages that a cluster and its clients have in the same version.
+SHARED = (PACKAGE, "dask", "distributed")
+#: Topic of the event by which a scheduler tells clients that it has our handlers.
+EVENTS = "dask-gpurt"
+
+
+def installed() -> dict[str, str | None]:
+    """Versions of Python and of the shared packages in this process."""
+    ours: str | None = None
+    try:
+        import dask_gpurt
+
+        ours = dask_gpurt.__version__
+    except ImportError:
+        pass
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        PACKAGE: ours,
+        "dask": dask.__version__,
+        "distributed": distributed.__version__,
+    }
+
+
+def untested(version: str, tested: tuple[str, str]) -> str | None:
+    """Why this version of distributed cannot be used, or None when it can.
+
+    Parameters
+    ----------
+    tested
+        The first tested version, and the first later one that is not tested.
+    """
+    # A development build of a tested release counts as that release.
+    if Version(tested[0]) <= _release(version) < Version(tested[1]):
+        return None
+    return (
+        f"distributed {version} is not one this dask_gpurt was tested with "
+        f"({tested[0]} or later, before {tested[1]})"
+    )
+
+
+def difference(found: Mapping[str, Any], wanted: Mapping[str, str | None]) -> str | None:
+    """How another process differs from what is wanted, and what to do; None if it does not.
+
+    Parameters
+    ----------
+    found
+        Versions by name, as the other process reports them.
+    wanted
+        As `installed` returns them.
+    """
+    problems, remedies = [], []
+    python, wanted_python = _minor(found.get("python")), _minor(wanted["python"])
+    if python != wanted_python:
+        problems.append(f"Python {python} runs there, not {wanted_python}")
+        remedies.append(f"use Python {wanted_python} there")
+    others = [name for name in SHARED if not _same(found.get(name), wanted[name])]
+    for name in others:
+        if found.get(name) is None:
+            problems.append(f"{name} is not installed there")
+        else:
+            problems.append(f"{name} {found[name]} is installed there, not {wanted[name]}")
+    if others:
+        packages = " ".join(f"{name}=={wanted[name]}" for name in others)
+        remedies.append(f"run `pip install {packages}` there")
+    return f"{', '.join(problems)}; {' and '.join(remedies)}" if problems else None
+
+
+def _minor(python: Any) -> str:
+    return ".".join(str(python).split(".")[:2])
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if found == wanted or found is None:
+        return bool(found == wanted)
+    return _release(found) == _release(wanted)
+
+
+def _release(version: Any) -> Version:
+    try:
+        return Version(Version(str(version)).base_version)
+    except InvalidVersion:
+        # Older than any.
+        return Version("0")
+
+
+class GpurtWorker(WorkerPlugin):
+    """Attaches the runtime to a worker that is as the scheduler is.
+
+    Parameters
+    ----------
+    wanted
+        Versions on the scheduler, as `installed` returns them.
+    tested
+        As for `untested`.
+    settings
+        As plain values.
+    """
+
+    name = "gpurt"
+
+    def __init__(
+        self, wanted: dict[str, str | None], tested: tuple[str, str], settings: dict[str, Any]
+    ) -> None:
+        self._wanted, self._tested, self._settings = wanted, tested, settings
+        self._attachment: Any = None
+
+    async def setup(self, worker: Any) -> None:
+        # A joining worker sets its plugins up concurrently, and ours may come before stock's.
+        for _ in range(1000):
+            if "shuffle" in worker.plugins:
+                break
+            await asyncio.sleep(0)
+        problem = self._attach(worker)
+        if problem is not None:
+            problem = f"worker {worker.address} on host {socket.gethostname()}: {problem}"
+            logging.getLogger("dask_gpurt").error("%s", problem)
+        await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
+
+    def _attach(self, worker: Any) -> str | None:
+        """Attach the runtime, or say why that cannot be and what to do."""
+        found, version = installed(), self._wanted[PACKAGE]
+        reason = untested(str(found["distributed"]), self._tested)
+        differs = difference(found, self._wanted)
+        if reason is not None or differs is not None:
+            return "; ".join(one for one in (reason, differs) if one is not None)
+        try:
+            from dask_gpurt.config import Settings
+            from dask_gpurt.plugins.worker import Attachment
+
+            self._attachment = Attachment(worker, Settings.from_plain(self._settings))
+        except ImportError as error:
+            return (
+                f"{PACKAGE} cannot be imported there ({error}); "
+                f"run `pip install {PACKAGE}=={version}` there"
+            )
+        except Exception as error:
+            logging.getLogger("dask_gpurt").exception("the runtime cannot be attached")
+            # Another installation would not help.
+            return (
+                f"{PACKAGE} {version} failed there ({repr(error)[:1000]}); "
+                "please report it with the traceback in that worker's log"
+            )
+        return None
+
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        left = finish in (
+            "memory",
+            "error",
+            "released",
+            "rescheduled",
+            "forgotten",
+            "long-running",
+        )
+        if left and self._attachment is not None:
+            self._attachment.task_left(key, finish)
+
+    async def teardown(self, worker: Any) -> None:
+        if self._attachment is not None:
+            await self._attachment.detach()
+
+
+#: Makes the plugin where this package may be missing: names are those of `_Text.__reduce__`.
+_MAKE = "[made := {'__name__': name}, exec(text, made), made['GpurtWorker'](*arguments)][-1]"
+
+
+class _Text:
+    """Unpickles as a `GpurtWorker`, of the text of this module alone."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = inspect.getsource(sys.modules[__name__])
+        # The builtin is the same in every Python.
+        return eval, (_MAKE, {"name": __name__, "text": text, "arguments": self._arguments})
+
+
+def pickled(tested: tuple[str, str], settings: dict[str, Any]) -> bytes:
+    """The plugin for workers of this scheduler; any worker can load it."""
+    found: bytes = dumps(_Text(installed(), tested, settings))
+    return found
