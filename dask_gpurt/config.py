@@ -12,7 +12,7 @@ import logging
 import math
 import pathlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -28,6 +28,11 @@ _HERE = pathlib.Path(__file__).parent
 DEFAULTS_PATH = _HERE / "gpurt.yaml"
 SCHEMA_PATH = _HERE / "gpurt-schema.yaml"
 PRELOAD = "dask_gpurt.preload"
+#: Characters of a description of machines: those of some ten thousand hosts.
+MAX_TEXT = 2**24
+
+#: Value of a setting, by its key.
+Get = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
@@ -159,18 +164,50 @@ class Settings:
         return asdict(self)
 
     @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> Settings:
-        sections = {name: kind(**plain[name]) for name, kind in _SECTIONS.items()}
-        return Settings(**{**plain, **sections})
+    def from_plain(plain: Any) -> Settings:
+        """Settings that came in a message, checked as those of the configuration are.
+
+        Raises
+        ------
+        ConfigError
+            A value cannot be used, or one is missing or not known.
+        """
+        if not _has_fields(plain, Settings) or not all(
+            _has_fields(plain[name], kind) for name, kind in _SECTIONS.items()
+        ):
+            raise ConfigError("settings came that are not those of this version of dask_gpurt")
+        file, text = plain["topology"]["file"], plain["topology"]["text"]
+        for value in (file, text):
+            if value is not None and not (isinstance(value, str) and len(value) <= MAX_TEXT):
+                raise ConfigError("gpurt.topology.file came as something else than a text")
+
+        def get(key: str) -> Any:
+            found: Any = plain
+            for name in _FIELDS.get(key, key.replace("-", "_")).split("."):
+                found = found[name]
+            return found
+
+        return _parsed(get, file, text)
 
 
-_SECTIONS: dict[str, Callable[..., Any]] = {
+_SECTIONS: dict[str, type[Any]] = {
     "shuffle": ShuffleSettings,
     "memory": MemorySettings,
     "devices": DeviceSettings,
     "placement": PlacementSettings,
     "topology": TopologySettings,
 }
+#: Where settings are in `Settings`, if not under their own name.
+_FIELDS = {
+    "shuffle.message-size": "shuffle.message_nbytes",
+    "shuffle.in-flight": "shuffle.in_flight_nbytes",
+    "memory.disk-limit": "memory.disk_limit_nbytes",
+    "memory.compressed": "memory.compressed_nbytes",
+}
+
+
+def _has_fields(plain: Any, kind: type[Any]) -> bool:
+    return isinstance(plain, Mapping) and plain.keys() == {one.name for one in fields(kind)}
 
 
 @lru_cache(1)
@@ -198,33 +235,37 @@ def read() -> Settings:
     for key, suggestion in unknown_keys():
         hint = f"; did you mean gpurt.{suggestion}?" if suggestion else ""
         logger.warning("unknown setting gpurt.%s is ignored%s", key, hint)
+    return _parsed(_get, *_text("topology.file"))
+
+
+def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
     return Settings(
-        enabled=_flag("enabled"),
-        strict=_flag("strict"),
+        enabled=_flag(get, "enabled"),
+        strict=_flag(get, "strict"),
         shuffle=ShuffleSettings(
-            transport=_choice("shuffle.transport"),
-            compression=_choice("shuffle.compression"),
-            memory=_memory("shuffle.memory"),
-            message_nbytes=_nbytes("shuffle.message-size"),
-            in_flight_nbytes=_nbytes("shuffle.in-flight"),
-            overlap=_flag("shuffle.overlap"),
+            transport=_choice(get, "shuffle.transport"),
+            compression=_choice(get, "shuffle.compression"),
+            memory=_memory(get, "shuffle.memory"),
+            message_nbytes=_nbytes(get, "shuffle.message-size"),
+            in_flight_nbytes=_nbytes(get, "shuffle.in-flight"),
+            overlap=_flag(get, "shuffle.overlap"),
         ),
         memory=MemorySettings(
-            enabled=_flag("memory.enabled"),
-            policy=_choice("memory.policy"),
-            directory=_path("memory.directory"),
-            disk_limit_nbytes=_optional_nbytes("memory.disk-limit"),
-            compression=_choice("memory.compression"),
-            compressed_nbytes=_optional_nbytes("memory.compressed"),
-            device=_memory("memory.device"),
-            replace_dask_cuda=_flag("memory.replace-dask-cuda"),
+            enabled=_flag(get, "memory.enabled"),
+            policy=_choice(get, "memory.policy"),
+            directory=_path(get, "memory.directory"),
+            disk_limit_nbytes=_optional_nbytes(get, "memory.disk-limit"),
+            compression=_choice(get, "memory.compression"),
+            compressed_nbytes=_optional_nbytes(get, "memory.compressed"),
+            device=_memory(get, "memory.device"),
+            replace_dask_cuda=_flag(get, "memory.replace-dask-cuda"),
         ),
-        devices=DeviceSettings(shape_launches=_flag("devices.shape-launches")),
+        devices=DeviceSettings(shape_launches=_flag(get, "devices.shape-launches")),
         placement=PlacementSettings(
-            enabled=_flag("placement.enabled"),
-            policy=_choice("placement.policy"),
+            enabled=_flag(get, "placement.enabled"),
+            policy=_choice(get, "placement.policy"),
         ),
-        topology=TopologySettings(*_text("topology.file"), probe=_switch("topology.probe")),
+        topology=TopologySettings(file, text, probe=_switch(get, "topology.probe")),
     )
 
 
@@ -248,7 +289,7 @@ def unknown_keys() -> list[tuple[str, str | None]]:
 def is_strict() -> bool:
     """Whether it is an error that the runtime is not on, also where settings cannot be read."""
     try:
-        return _flag("strict")
+        return _flag(_get, "strict")
     except ConfigError:
         return True
 
@@ -285,8 +326,8 @@ def _get(key: str) -> Any:
     return dask.config.get(f"gpurt.{key}", default)
 
 
-def _flag(key: str) -> bool:
-    value = _get(key)
+def _flag(get: Get, key: str) -> bool:
+    value = get(key)
     if isinstance(value, bool):
         return value
     words = {"true": True, "yes": True, "on": True, "1": True}
@@ -297,8 +338,8 @@ def _flag(key: str) -> bool:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be true or false") from None
 
 
-def _choice(key: str) -> Any:
-    value = _get(key)
+def _choice(get: Get, key: str) -> Any:
+    value = get(key)
     section = schema()
     for name in key.split("."):
         section = section["properties"][name]
@@ -310,10 +351,10 @@ def _choice(key: str) -> Any:
     return value
 
 
-def _switch(key: str) -> Any:
+def _switch(get: Get, key: str) -> Any:
     """A choice of words of which some are truth values where YAML reads them without quotes."""
-    value = _get(key)
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else _choice(key)
+    value = get(key)
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else _choice(get, key)
 
 
 def _text(key: str) -> tuple[str | None, str | None]:
@@ -324,13 +365,16 @@ def _text(key: str) -> tuple[str | None, str | None]:
     if not isinstance(name, str):
         raise ConfigError(f"gpurt.{key} is {name!r}; it may be the name of a file, or null")
     try:
-        return name, pathlib.Path(name).expanduser().read_text(encoding="utf-8")
+        text = pathlib.Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"gpurt.{key} is {name!r}, which cannot be read: {error}") from None
+    if len(text) > MAX_TEXT:
+        raise ConfigError(f"gpurt.{key} is {name!r}, which is longer than {MAX_TEXT} characters")
+    return name, text
 
 
-def _nbytes(key: str) -> int:
-    value = _get(key)
+def _nbytes(get: Get, key: str) -> int:
+    value = get(key)
     try:
         # `parse_bytes` takes nothing for one byte, and true as well.
         blank = isinstance(value, bool) or value == ""
@@ -342,12 +386,12 @@ def _nbytes(key: str) -> int:
     return int(nbytes)
 
 
-def _optional_nbytes(key: str) -> int | None:
-    return None if _get(key) is None else _nbytes(key)
+def _optional_nbytes(get: Get, key: str) -> int | None:
+    return None if get(key) is None else _nbytes(get, key)
 
 
-def _path(key: str) -> str | None:
-    value = _get(key)
+def _path(get: Get, key: str) -> str | None:
+    value = get(key)
     if value is not None and not (isinstance(value, str) and value):
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a directory")
     return value
@@ -357,12 +401,12 @@ def _path(key: str) -> str | None:
 _LEAST_NBYTES = 1024
 
 
-def _memory(key: str) -> float:
-    value = _get(key)
+def _memory(get: Get, key: str) -> float:
+    value = get(key)
     try:
         amount = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        return float(_nbytes(key))
+        return float(_nbytes(get, key))
     # A number of bytes is one. What is hardly more than all of it was meant as something else.
     if not (0 < amount <= 1 or _LEAST_NBYTES <= amount < math.inf):
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a share (0.3) or a size ('4 GiB')")

@@ -263,7 +263,15 @@ class Links:
     # ------------------------------------------------------------------ receiving
 
     async def accept(self, offers: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer to a peer that wants to send, and can do so in this way."""
+        """Answer to a peer that wants to send, and can do so in this way.
+
+        Raises
+        ------
+        ProtocolError
+            That is no offer.
+        """
+        if not isinstance(offers, Mapping) or len(offers) != 1:
+            raise ProtocolError("an offer of a path names one path")
         ((name, offer),) = offers.items()
         try:
             ours: Any = None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from dask_gpurt.errors import ProtocolError, TransportError
+from dask_gpurt.plugins import requests
 from dask_gpurt.plugins.seams import to_serialize
 from dask_gpurt.topology import nvml, probing, sysfs
 from dask_gpurt.topology.machine import Machine, Report
@@ -62,6 +63,7 @@ class MachineReport:
         dict
             `latency_s`, and `transfers`, each with its bytes and seconds; or `problem`.
         """
+        requests.name("source", source)
         transfers: list[Transfer] = []
         try:
             async with asyncio.timeout(2 * probing.MAX_PAIR_S):
@@ -72,7 +74,8 @@ class MachineReport:
             # A slow link has shown how slow it is, if it brought one message.
             if not transfers:
                 return {"problem": f"nothing came from {source} in {2 * probing.MAX_PAIR_S:g} s"}
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # Also an address of no kind that Dask knows.
             return {"problem": f"{source} cannot be reached: {error}"}
         return {"latency_s": latency_s, "transfers": transfers}
 
@@ -89,7 +92,7 @@ class MachineReport:
 
     async def probe_data(self, nbytes: int) -> dict[str, Any]:
         """Handler: so many bytes, for another worker that measures how long they take."""
-        if not isinstance(nbytes, int) or not 0 <= nbytes <= probing.LARGEST_NBYTES:
+        if type(nbytes) is not int or not 0 <= nbytes <= probing.LARGEST_NBYTES:
             raise ProtocolError(f"a probe of {nbytes!r} bytes")
         part = _random_part()
         full, rest = divmod(nbytes, _PART_NBYTES)

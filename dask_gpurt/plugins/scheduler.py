@@ -23,7 +23,7 @@ import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.foresight import Pace
-from dask_gpurt.plugins import bootstrap, memory_seams, seams
+from dask_gpurt.plugins import bootstrap, memory_seams, requests, seams
 from dask_gpurt.plugins.array_run import ArraySpec
 from dask_gpurt.plugins.asking import Answers, ask
 from dask_gpurt.plugins.counting import Counted, take
@@ -182,7 +182,7 @@ class GpurtScheduler(SchedulerPlugin):
         ProtocolError
             The version is none.
         """
-        if version != self.version:
+        if requests.name("version", version) != self.version:
             return (
                 f"the cluster runs dask-gpurt {self.version}, this client has {version};"
                 " install the same version"
@@ -228,10 +228,11 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:
         """Handler: the machines that workers report, and on demand what is between them."""
-        return await self.machines.found(probe)
+        return await self.machines.found(requests.flag("probe", probe))
 
     async def explain(self, key: Any) -> dict[str, Any]:
         """Handler: why a task ran where it did, and where its output is on those who have it."""
+        requests.key(key)
         if self.placement is None:
             reason = "gpurt.placement.enabled is false"
             said: dict[str, Any] = {"known": False, "key": str(key), "reason": reason}
@@ -302,6 +303,8 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def worker_ready(self, worker: str, problem: str | None) -> None:
         """Handler: the bootstrap ran on a worker."""
+        requests.name("worker", worker)
+        requests.problem(problem)
         if not self.is_active or worker not in self.scheduler.workers:
             # It left meanwhile, and nobody would take it off again.
             return
@@ -390,6 +393,7 @@ class GpurtScheduler(SchedulerPlugin):
         Asked without `rows`, answers with the label of the column that has their numbers, or None
         if that is not wanted.
         """
+        requests.name("shuffle_id", shuffle_id)
         if shuffle_id in seams.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
             return None
         spec = seams.stock_spec(self.scheduler, shuffle_id)
@@ -397,7 +401,7 @@ class GpurtScheduler(SchedulerPlugin):
             return None
         if rows is None:
             return spec.column
-        self._sketches[shuffle_id] = rows
+        self._sketches[shuffle_id] = requests.rows(rows, spec.npartitions)
         while len(self._sketches) > MAX_SKETCHES:
             self._sketches.popitem(last=False)
         return None
@@ -407,6 +411,8 @@ class GpurtScheduler(SchedulerPlugin):
 
         And for how many seconds it should not ask again: all may run short of it at a time.
         """
+        requests.keys(keys)
+        requests.name("worker", worker)
         began = monotonic()
         uses = memory_seams.next_uses(self.scheduler, keys, worker)
         now = monotonic()
@@ -429,6 +435,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def status(self, reports: bool = True) -> dict[str, Any]:
         """Handler: what is active here, what fell back and why, and each worker's report."""
+        requests.flag("reports", reports)
         # A client that comes while this one is being switched on must not do it again.
         await self._opened.wait()
         asked = sorted(self.ready) if reports and self.is_active else []

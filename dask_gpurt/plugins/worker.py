@@ -25,7 +25,7 @@ from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.devices.malloc import PageKeeper
 from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters, since
-from dask_gpurt.plugins import device_sizes
+from dask_gpurt.plugins import device_sizes, requests
 from dask_gpurt.plugins.closing import DEADLINE_S, to_its_end
 from dask_gpurt.plugins.closing_seams import WholeClose
 from dask_gpurt.plugins.comm_seams import PiecewiseReads, ShortTurns
@@ -372,6 +372,7 @@ class Attachment:
             return {**state.report(), "memory": memory, "unmanaged": self._unmanaged_reason}
 
         async def gpurt_explain(key: Any) -> dict[str, Any] | None:
+            requests.key(key)
             return self._memory.explain(key) if self._memory is not None else None
 
         self._handlers: dict[str, Callable[..., Any]] = {

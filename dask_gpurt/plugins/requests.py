@@ -1,0 +1,79 @@
+"""Checks of what others ask of our handlers: types, ranges and sizes, before anything changes.
+
+Anybody who reaches a scheduler or a worker can call a handler, with any values. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dask_gpurt.errors import ProtocolError
+
+#: Characters of an address, a version or the id of a shuffle.
+MAX_NAME = 1_000
+#: Characters of a worker's reason for not taking part.
+MAX_PROBLEM = 10_000
+#: Keys in one question. A worker asks for fewer.
+MAX_KEYS = 100_000
+#: Nesting of the tuples that a key is made of.
+_MAX_DEPTH = 32
+#: Rows of a partition: more than any has, and few enough for sums of many to be exact.
+_MAX_ROWS = 2**48
+
+
+def name(what: str, value: Any) -> str:
+    """A short text, such as an address."""
+    if not isinstance(value, str) or len(value) > MAX_NAME:
+        raise _wrong(what, value, f"a text of at most {MAX_NAME} characters")
+    return value
+
+
+def flag(what: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(what, value, "true or false")
+    return value
+
+
+def problem(value: Any) -> str | None:
+    """Why a worker cannot take part, or None."""
+    if value is not None and (not isinstance(value, str) or len(value) > MAX_PROBLEM):
+        raise _wrong("problem", value, f"null, or a text of at most {MAX_PROBLEM} characters")
+    return value
+
+
+def key(value: Any) -> Any:
+    """The key of a task."""
+    if not _is_key(value, _MAX_DEPTH):
+        raise _wrong("key", value, "the key of a task")
+    return value
+
+
+def keys(value: Any) -> Sequence[Any]:
+    """Keys of tasks."""
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_KEYS:
+        raise _wrong("keys", value, f"a list of at most {MAX_KEYS} keys")
+    for one in value:
+        key(one)
+    return value
+
+
+def rows(value: Any, n_partitions: int) -> list[int]:
+    """Rows of each output partition of a shuffle, without the last ones that are empty."""
+    if not isinstance(value, (list, tuple)) or len(value) > n_partitions:
+        raise _wrong("rows", value, f"a list of at most {n_partitions} numbers")
+    for number in value:
+        if type(number) is not int or not 0 <= number <= _MAX_ROWS:
+            raise _wrong("rows", number, f"numbers from 0 to {_MAX_ROWS}")
+    return list(value)
+
+
+def _is_key(value: Any, depth: int) -> bool:
+    if isinstance(value, tuple):
+        return depth > 0 and all(_is_key(one, depth - 1) for one in value)
+    return isinstance(value, (str, bytes, int, float))
+
+
+def _wrong(what: str, value: Any, wanted: str) -> ProtocolError:
+    shown = f"of {len(value)} entries" if isinstance(value, (list, tuple, dict)) else repr(value)
+    return ProtocolError(f"{what} is a {type(value).__name__} {shown[:80]}; it has to be {wanted}")
