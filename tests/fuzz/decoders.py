@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from unittest import mock
 
 import msgpack
 import numpy as np
@@ -30,6 +29,7 @@ from dask_gpurt.frames import values
 from dask_gpurt.frames.arrays import Arrays, ChunkLayout
 from dask_gpurt.frames.gather import group_rows
 from dask_gpurt.frames.pandas_ import PandasFrames
+from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.port import Packed, Piece, Selection, fresh
 from dask_gpurt.frames.rechunking import Rechunking
 from dask_gpurt.memory import value_file
@@ -166,14 +166,13 @@ def _frames() -> tuple[tuple[pd.DataFrame, bytes, Packed], ...]:
 
 def _look_at_frame_layout(raw: bytes) -> None:
     meta, _, packed = _frames()[raw[0] % len(_frames())] if raw else _frames()[0]
-    adapter = PandasFrames(meta, "p", True)
-    with mock.patch("pickle.loads", _refuse):
-        try:
-            body = adapter.unpack(raw[1:], packed)
-            adapter.concatenate([Piece(body, 0, 10), Piece(body, 20, packed.n_rows)])
-        except (ValueError, TypeError):
-            # `concatenate` may meet types that nothing unites, which is what a user would see too.
-            return
+    adapter = PandasFrames(meta, "p", True, pickling=Pickling(loads=_refuse))
+    try:
+        body = adapter.unpack(raw[1:], packed)
+        adapter.concatenate([Piece(body, 0, 10), Piece(body, 20, packed.n_rows)])
+    except (ValueError, TypeError):
+        # `concatenate` may meet types that nothing unites, which is what a user would see too.
+        return
 
 
 def _frame_layout_seeds() -> Iterable[bytes]:
@@ -181,13 +180,12 @@ def _frame_layout_seeds() -> Iterable[bytes]:
 
 
 def _look_at_chunk_layout(raw: bytes) -> None:
-    arrays = Arrays(Rechunking(((10, 10), (10,)), ((20,), (5, 5))), lambda nested: nested)
-    packed = Packed(np.zeros(800, np.uint8), 100)
-    with mock.patch("pickle.loads", _refuse):
-        try:
-            arrays.unpack(raw, packed)
-        except ValueError:
-            return
+    rechunking = Rechunking(((10, 10), (10,)), ((20,), (5, 5)))
+    arrays = Arrays(rechunking, lambda nested: nested, pickling=Pickling(loads=_refuse))
+    try:
+        arrays.unpack(raw, Packed(np.zeros(800, np.uint8), 100))
+    except ValueError:
+        return
 
 
 def _chunk_layout_seeds() -> Iterable[bytes]:
