@@ -76,6 +76,8 @@ class Carrier:
         self._under_way: dict[Put, int] = {}
         #: Objects that left each home, since ever.
         self._n_left: Counter[int] = Counter()
+        #: Types of values that could not be put away, of which that was said.
+        self._told_kinds: set[str] = set()
         self._is_closed = False
 
     # ------------------------------------------------------------------ with the lock held
@@ -152,7 +154,7 @@ class Carrier:
         except Exception as error:
             # Whatever a value's own pickling raises: it is a matter of that value alone.
             if not self._is_closed:
-                logger.warning("cannot put %r away; it stays in memory: %s", move.key, _told(error))
+                self._complain(move.key, type(source), error)
             self._failed(move, [] if will_pass(error) else tiers)
             return
         try:
@@ -173,6 +175,19 @@ class Carrier:
             self.begin(self._residency.take_moves())
         if not useful:
             tier.drop(place)
+
+    def _complain(self, key: Hashable, kind: type, error: Exception) -> None:
+        """Say that a value stays in memory, once for each type: there may be thousands."""
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        level = logging.DEBUG if name in self._told_kinds else logging.WARNING
+        self._told_kinds.add(name)
+        logger.log(
+            level,
+            "cannot put %r away; it stays in memory: %s (said once for values of type %s)",
+            key,
+            _told(error),
+            name,
+        )
 
     def _failed(self, move: Put, refused: Collection[int] = (), *, is_full: bool = False) -> None:
         with self._lock:

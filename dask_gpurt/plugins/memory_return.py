@@ -100,7 +100,11 @@ def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Give
             pass  # released meanwhile, or lost
         except Exception as error:
             # As text: the error holds the value.
-            logger.error("%r cannot be handed over (%s); it will be computed again", key, error)
+            logger.error(
+                "%r cannot be handed over (%s); it is lost, or is computed again if a task made it",
+                key,
+                error,
+            )
             store.give_up(key)
             if key in stock:  # a value before it
                 del stock[key]
