@@ -151,10 +151,11 @@ async def scheduler_differs(client: Client) -> str | None:
 
 async def _scheduler_status(client: Client, ask_workers: bool) -> dict[str, Any] | None:
     """What our plugin on the scheduler says; None if there was never one."""
-    # A handler that is not there would put a traceback into the scheduler's log. An event says
-    # whether it is there: any scheduler can be asked for that, and answers in plain values.
+    # A handler that is not there would put a traceback into the scheduler's log. The last event
+    # says whether it is there: any scheduler answers that, in plain values.
     scheduler = _scheduler(client)
-    if not await scheduler.events(topic=bootstrap.EVENTS):
+    events = await scheduler.events(topic=bootstrap.EVENTS)
+    if not events or events[-1][1] != {"answers": True}:
         return None
     status: dict[str, Any] | None = await scheduler.gpurt_status(reports=ask_workers)
     return status

@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 PACKAGE = "dask-gpurt"
 #: Packages that a cluster and its clients have in the same version.
 SHARED = (PACKAGE, "dask", "distributed")
-#: Topic of the event by which a scheduler tells clients that it has our handlers.
+#: Topic of events by which a scheduler tells clients whether it has our handlers.
 EVENTS = "dask-gpurt"
 
 

@@ -123,14 +123,14 @@ class GpurtScheduler(SchedulerPlugin):
         self.tally = Counted.at(scheduler)
         self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
+        # For clients, which cannot ask what handlers there are.
+        scheduler.log_event(bootstrap.EVENTS, {"answers": True})
         try:
             await self.machines.configure(self.settings.topology)
         except BaseException:
             del scheduler.handlers["gpurt_status"]
+            scheduler.log_event(bootstrap.EVENTS, {"answers": False})
             raise
-        if not scheduler.get_events(bootstrap.EVENTS):
-            # For clients, which cannot ask what handlers there are.
-            scheduler.log_event(bootstrap.EVENTS, {"action": "gpurt-status-answers"})
         if self.inactive_reason is not None:
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
 import signal
@@ -18,8 +19,8 @@ from distributed import Client, LocalCluster, Worker
 from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 
 import dask_gpurt
-from dask_gpurt import preload
-from dask_gpurt.errors import ActivationError, StrictFallbackError
+from dask_gpurt import config, preload
+from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
 from dask_gpurt.plugins.scheduler import GpurtScheduler, _switching_of
 from tests.conftest import stock_client
 from tests.failure.gates import until
@@ -571,6 +572,28 @@ async def test_a_scheduler_without_extensions_is_left_to_stock(c, s, a):
             await dask_gpurt.enable(c)
     assert not (await dask_gpurt.status(c))["active"]
     assert await c.submit(sum, [1, 2]) == 3
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_scheduler_that_could_not_read_the_machines_is_not_asked(c, s, a):
+    """For a handler that it no longer has, which would be a traceback in its log."""
+    broken = patch("dask_gpurt.plugins.machines.parse", side_effect=ConfigError("line 1"))
+    with broken, dask.config.set({"gpurt.enabled": True}):
+        settings = dataclasses.replace(
+            config.read(), topology=config.TopologySettings("box.yaml", "hosts: {}", "off")
+        )
+        with pytest.raises(ConfigError, match="line 1"):
+            await s.register_scheduler_plugin(
+                GpurtScheduler(settings, dask_gpurt.__version__), idempotent=True
+            )
+    with captured_logger("distributed.core") as logged:
+        assert not (await dask_gpurt.status(c))["active"]
+    assert not logged.getvalue()
+    await dask_gpurt.enable(c)
+    assert (await dask_gpurt.status(c))["active"]
+    # A restart forgets tasks and what goes with them, and not that.
+    await c.restart(wait_for_workers=False)
+    assert (await dask_gpurt.status(c))["active"]
 
 
 @gen_cluster(client=True, nthreads=[("", 1)], timeout=8)
