@@ -185,6 +185,9 @@ class Settings:
             found: Any = plain
             for name in _FIELDS.get(key, key.replace("-", "_")).split("."):
                 found = found[name]
+            if isinstance(found, float) and 1 < found < math.inf:
+                # A size, once it was read. As a number it could be a share that is too large.
+                return f"{found:.0f} B"
             return found
 
         return _parsed(get, file, text)

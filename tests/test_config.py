@@ -521,6 +521,13 @@ def test_settings_survive_the_way_to_a_cluster():
     assert Settings.from_plain(pickle.loads(pickle.dumps(plain))) == settings
 
 
+@pytest.mark.parametrize("size", ["2 B", "700 B", "4 KiB", 0.25, 1.0])
+def test_sizes_and_shares_arrive_as_they_were_read(size):
+    with dask.config.set({"gpurt.shuffle.memory": size, "gpurt.memory.device": size}):
+        settings = config.read()
+    assert Settings.from_plain(settings.to_plain()) == settings
+
+
 def test_settings_do_not_change_once_they_are_read():
     settings = config.read()
     with dask.config.set({"gpurt.strict": True}):

@@ -504,6 +504,9 @@ class Engine:
     async def close(self, deadline_s):
         pass
 
+    async def invite(self, token, deadline_s):
+        return self.descriptor
+
 
 def resolving(monkeypatch, *addresses, error=None):
     """Answers of a resolver; returns the names it was asked for, and in which threads."""
