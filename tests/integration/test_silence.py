@@ -56,8 +56,16 @@ def lines(text):
 @pytest.mark.cluster
 @pytest.mark.parametrize("program", [IN_ONE_PROCESS, WITH_A_PRELOAD])
 def test_a_program(tmp_path, bare_python, program):
-    done = run_program(program, directory=tmp_path)
-    bare = run_program(program, directory=tmp_path, python=bare_python)
+    said = []
+    for python in (sys.executable, bare_python):
+        # A folder of its own: in the system's, what others left there is purged with a line of log.
+        (folder := tmp_path / f"run{len(said)}").mkdir()
+        said.append(
+            run_program(
+                program, directory=folder, python=python, DASK_TEMPORARY_DIRECTORY=str(folder)
+            )
+        )
+    done, bare = said
     assert done.stdout == bare.stdout == "3\n"
     assert "gpurt" not in done.stderr
     assert lines(done.stderr) == lines(bare.stderr)
@@ -73,7 +81,7 @@ def test_processes_of_the_command_line(tmp_path, bare_python):
         (folder := tmp_path / f"run{len(said)}").mkdir()
         with command_line_cluster(folder) as cluster:
             cluster.scheduler(python=python)
-            cluster.worker(python=python)
+            cluster.worker(python=python, DASK_TEMPORARY_DIRECTORY=str(folder))
             client = run_program(OF_A_CLIENT, directory=folder, python=python)
         assert client.stdout == "3\n", client.stderr
         said.append([*map(lines, (client.stderr, *(log.read_text() for log in cluster.logs)))])
