@@ -47,7 +47,7 @@ class ConnectError(GpurtError, ValueError):
         self.problem, self.remedy = problem, remedy
 
 
-#: What to do where there is nothing more to be said about a failure.
+#: The advice for a failure of which nothing more is known.
 _CHECK = "check the address, and that the scheduler runs and can be reached from here"
 #: Dask's protocol begins with the size of a message, and the first one is much smaller than this.
 _MAX_FIRST_NBYTES = 2**32

@@ -185,7 +185,7 @@ class HostPool:
 
     def part_from_parent(self) -> None:
         """In a forked child: leave to the parent what both have."""
-        # Whoever held it in the parent is not there to release it.
+        # The thread that held it in the parent is not there to release it.
         self._lock = threading.Lock()
         if self._pages.part_from_parent():
             self._spare.clear()

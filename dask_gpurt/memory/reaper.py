@@ -17,7 +17,7 @@ import subprocess
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: What ends a group of processes must not end this one before it is done.
+#: Signals to a group of processes must not end this one before it is done.
 _SCRIPT = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$1" && rm -f -- "$2"'
 #: There is hardly anything left to remove when a process ends it in order.
 _PATIENCE_S = 5.0

@@ -33,7 +33,7 @@ class WholeClose:
     Parameters
     ----------
     let_go
-        What of ours is left to close then. It may be called twice.
+        Closes the rest of the runtime then. It may be called twice.
     """
 
     def __init__(self, worker: Worker, let_go: Callable[[], Awaitable[None]]) -> None:

@@ -5,7 +5,7 @@ again. A scattered value has none. Stock releases it all the same if a worker sa
 and then tries to compute it: an assertion fails, the worker is removed, and its queue breaks. If a
 worker dies, stock forgets scattered values and cancels what needs them. The same is done here.
 
-Whoever asks for such a value later is told so as well. Stock lets them wait for ever, as when the
+A client that asks for such a value later is told so, too. Stock lets it wait for ever, as when the
 future comes from a `Variable`, a `Queue` or a published dataset.
 
 Contract tests in `tests/plugins/test_loss_seams.py` fail when distributed moves any of it.

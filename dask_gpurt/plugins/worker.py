@@ -101,7 +101,7 @@ class WorkerState:
         self._cooling: asyncio.TimerHandle | None = None
         #: Closes links that runs made after the runtime was taken off.
         self._unlinking: asyncio.Task[None] | None = None
-        #: What the runtime has left to close, of a worker that closes. May be called twice.
+        #: Closes the rest of the runtime on a worker that closes. May be called twice.
         self.last_work: Callable[[], Awaitable[None]] | None = None
         #: The runtime is on here. Off, nothing is kept for a next run.
         self.is_attached = True
