@@ -66,7 +66,11 @@ class Receiver:
     async def serve(self, pipe: Any) -> None:
         self.engines = await start_engines(list(ENGINES))
         async with await listen("tcp://127.0.0.1:0", self.handle, deserialize=True) as listener:
-            descriptors = {name: engine.descriptor for name, engine in self.engines.items()}
+            tokens = await asyncio.to_thread(pipe.recv)
+            descriptors = {
+                name: await engine.invite(tokens[name], DEADLINE_S)
+                for name, engine in self.engines.items()
+            }
             pipe.send((listener.contact_address, descriptors))
             await asyncio.to_thread(pipe.recv)
         for engine in self.engines.values():
@@ -114,6 +118,7 @@ class Sender:
 
 async def measure(pipe: Any, repeats: int, total_nbytes: int) -> dict[str, Any]:
     engines = await start_engines(list(ENGINES))
+    pipe.send({name: engine.token for name, engine in engines.items()})
     address, descriptors = await asyncio.to_thread(pipe.recv)
     comms = [await connect(address, deserialize=True) for _ in range(IN_FLIGHT)]
     sender = Sender(engines, comms)
