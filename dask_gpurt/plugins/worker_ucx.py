@@ -114,5 +114,7 @@ async def _ip_of(worker: Worker) -> str:
         ) from error
     addresses = [str(where[0]) for *_, where in found]
     # On many systems a host knows its own name as one of its loopback's, where no peer reaches it.
+    # IPv4 goes first: UCX takes nothing else.
+    addresses.sort(key=lambda one: ":" in one)
     reached = (one for one in addresses if not ipaddress.ip_address(one).is_loopback)
     return next(reached, addresses[0])

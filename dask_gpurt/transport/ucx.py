@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import ipaddress
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,10 @@ _OPTIONS = {
     "TCP_RX_SEG_SIZE": "256k",
 }
 
+#: `ucxx` makes a listener of IPv4. A peer that connected to it over IPv6 crashed the process, inside
+#: UCX.
+_IP_VERSION = 4
+
 #: How the names of UCX's transports over InfiniBand, RoCE, EFA and Cray's networks begin.
 _FAST = ("rc_", "dc_", "ud_", "srd", "gga", "ugni")
 
@@ -80,8 +85,8 @@ class UcxEngine:
         Parameters
         ----------
         host
-            IP address under which peers reach this process, and at which it listens if it is one
-            of this host's.
+            IPv4 address under which peers reach this process, and at which it listens if it is
+            one of this host's.
         options
             Options of UCX without their prefix, such as ``{"TLS": "tcp"}``. They hold for this
             engine alone, and come before variables of the environment.
@@ -89,8 +94,12 @@ class UcxEngine:
         Raises
         ------
         TransportError
-            UCX is not installed or does not start, and why.
+            UCX is not installed or does not start, or the address is of IPv6.
         """
+        if ipaddress.ip_address(host).version != _IP_VERSION:
+            raise TransportError(
+                f"UCX takes connections over IPv4 alone, and peers reach this process at {host}"
+            )
         guard(asyncio.get_running_loop())
         # Else UCX complains on stderr of a variable that `ucxx` sets and UCX no longer knows.
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")

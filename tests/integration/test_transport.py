@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 
 import dask
 import numpy as np
@@ -124,6 +125,35 @@ def test_processes_talk_ucx(ucx):
                 dask_gpurt.enable(client)
             assert_right(shuffled(client))
             assert paths(client) == ({"ucx"}, [{}, {}])
+
+
+@pytest.fixture
+def client_over_ipv6():
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("needs IPv6")
+    options = {"processes": False, "n_workers": 2, "threads_per_worker": 1}
+    with LocalCluster(host="tcp://[::1]", dashboard_address=None, **options) as local:
+        with Client(local, set_as_default=False) as client:
+            yield client
+
+
+def test_peers_out_of_view_at_addresses_of_ipv6_use_comms(ucx, client_over_ipv6, monkeypatch):
+    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
+    dask_gpurt.enable(client_over_ipv6)
+    assert_right(shuffled(client_over_ipv6))
+    names, reasons = paths(client_over_ipv6)
+    assert names == {"comm"}
+    assert all("IPv4 alone" in reason["ucx"] for reason in reasons)
+
+
+def test_ucx_at_addresses_of_ipv6_is_an_error_that_says_so(ucx, client_over_ipv6):
+    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
+        dask_gpurt.enable(client_over_ipv6)
+    with pytest.raises(RuntimeError) as raised:
+        shuffled(client_over_ipv6)
+    message = str(raised.value.__cause__)
+    assert "gpurt.shuffle.transport is ucx" in message
+    assert "IPv4 alone" in message
 
 
 def test_peers_out_of_view_take_ucx(ucx, client, monkeypatch):
