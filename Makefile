@@ -36,10 +36,11 @@ demo: $(VENV)/installed
 
 test: test-oldest test-newest
 
+# Programs of others run by `make test-thirdparty`.
 # The slow, process-heavy tests run once, on the oldest version; what touches private names of
 # dask and distributed, and every shuffle, runs on both.
 test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --ignore tests/thirdparty tests
 
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \

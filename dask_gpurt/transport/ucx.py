@@ -55,8 +55,7 @@ _OPTIONS = {
     "TCP_RX_SEG_SIZE": "256k",
 }
 
-#: `ucxx` makes a listener of IPv4. A peer that connected to it over IPv6 crashed the process, inside
-#: UCX.
+#: `ucxx` makes a listener of IPv4. A peer that connected to it over IPv6 crashed the process.
 _IP_VERSION = 4
 
 #: How the names of UCX's transports over InfiniBand, RoCE, EFA and Cray's networks begin.

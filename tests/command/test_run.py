@@ -156,6 +156,7 @@ sys.exit(3)
     assert [one["workers"] for one in found["clusters"]] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["5", "number() + 1"])
 def test_a_child_that_the_script_forks_ends_as_one_of_plain_python(shell: Shell, code: str) -> None:
     """What its parent computes with is not the child's to close or to report."""
@@ -206,6 +207,7 @@ def test_a_pool_is_waited_for_as_long_as_it_has_something_to_do() -> None:
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["with", "cluster first", "shutdown", "left open"])
 def test_script_with_its_own_cluster(shell: Shell, ending: str) -> None:
     shell.write(
