@@ -113,8 +113,7 @@ async def _ip_of(worker: Worker) -> str:
             f"UCX needs an IP address, and {name!r} has none at {worker.address}: {error}"
         ) from error
     addresses = [str(where[0]) for *_, where in found]
+    addresses.sort(key=lambda one: ":" in one)  # IPv4 goes first: UCX takes nothing else
     # On many systems a host knows its own name as one of its loopback's, where no peer reaches it.
-    # IPv4 goes first: UCX takes nothing else.
-    addresses.sort(key=lambda one: ":" in one)
     reached = (one for one in addresses if not ipaddress.ip_address(one).is_loopback)
     return next(reached, addresses[0])

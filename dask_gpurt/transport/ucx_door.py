@@ -103,6 +103,13 @@ def listening() -> dict[int, int]:
 def move(fd: int, host: str) -> int | None:
     """Have a listening socket that somebody waits for in an epoll listen at one address alone.
 
+    Parameters
+    ----------
+    fd
+        Of the socket.
+    host
+        The address, of IPv4.
+
     Returns
     -------
     int or None
@@ -112,8 +119,7 @@ def move(fd: int, host: str) -> int | None:
     waits = _waits_for(fd)
     if not waits:
         return None
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as new:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as new:
         try:
             new.bind((host, 0))
         except OSError:
