@@ -61,6 +61,34 @@ def paths(client):
     return {link["path"] for link in links}, [link["why_not"] for link in links]
 
 
+def out_of_view(pid):
+    raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+
+
+@pytest.fixture
+def no_peer_in_view(monkeypatch):
+    """As between two hosts, or two containers of one."""
+    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
+
+
+def assert_comms_serve(client, path, reason):
+    """A shuffle is right over Dask's connections, and says why it does not take that path."""
+    dask_gpurt.enable(client)
+    assert_right(shuffled(client))
+    names, reasons = paths(client)
+    assert names == {"comm"}
+    assert all(reason in found[path] for found in reasons)
+
+
+def error_without_ucx(client):
+    """What a shuffle that must take UCX says where it cannot."""
+    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
+        dask_gpurt.enable(client)
+    with pytest.raises(RuntimeError) as raised:
+        shuffled(client)
+    return str(raised.value.__cause__)
+
+
 def test_one_host_shares_memory(client):
     dask_gpurt.enable(client)
     assert_right(shuffled(client))
@@ -137,27 +165,17 @@ def client_over_ipv6():
             yield client
 
 
-def test_peers_out_of_view_at_addresses_of_ipv6_use_comms(ucx, client_over_ipv6, monkeypatch):
-    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
-    dask_gpurt.enable(client_over_ipv6)
-    assert_right(shuffled(client_over_ipv6))
-    names, reasons = paths(client_over_ipv6)
-    assert names == {"comm"}
-    assert all("IPv4 alone" in reason["ucx"] for reason in reasons)
+def test_peers_out_of_view_at_addresses_of_ipv6_use_comms(ucx, client_over_ipv6, no_peer_in_view):
+    assert_comms_serve(client_over_ipv6, "ucx", "IPv4 alone")
 
 
 def test_ucx_at_addresses_of_ipv6_is_an_error_that_says_so(ucx, client_over_ipv6):
-    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
-        dask_gpurt.enable(client_over_ipv6)
-    with pytest.raises(RuntimeError) as raised:
-        shuffled(client_over_ipv6)
-    message = str(raised.value.__cause__)
+    message = error_without_ucx(client_over_ipv6)
     assert "gpurt.shuffle.transport is ucx" in message
     assert "IPv4 alone" in message
 
 
-def test_peers_out_of_view_take_ucx(ucx, client, monkeypatch):
-    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
+def test_peers_out_of_view_take_ucx(ucx, client, no_peer_in_view):
     dask_gpurt.enable(client)
     assert_right(shuffled(client))
     names, reasons = paths(client)
@@ -218,46 +236,23 @@ def test_a_worker_that_closes_leaves_no_ucx(engines):
 
 
 def test_ucx_without_ucxx_is_an_error_that_says_so(client, without_ucxx):
-    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
-        dask_gpurt.enable(client)
-    with pytest.raises(RuntimeError) as raised:
-        shuffled(client)
-    message = str(raised.value.__cause__)
+    message = error_without_ucx(client)
     assert "gpurt.shuffle.transport is ucx" in message
     assert "ucxx" in message
 
 
-def test_encrypted_clusters_never_talk_ucx(client, monkeypatch):
+def test_encrypted_clusters_never_talk_ucx(client, monkeypatch, no_peer_in_view):
     monkeypatch.setattr(worker_ucx, "requires_encryption", lambda worker: True)
-    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
-    dask_gpurt.enable(client)
-    assert_right(shuffled(client))
-    names, reasons = paths(client)
-    assert names == {"comm"}
-    assert all("encrypted" in reason["ucx"] for reason in reasons)
+    assert_comms_serve(client, "ucx", "encrypted")
 
 
 def test_ucx_on_an_encrypted_cluster_is_an_error(client, monkeypatch):
     monkeypatch.setattr(worker_ucx, "requires_encryption", lambda worker: True)
-    with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
-        dask_gpurt.enable(client)
-    with pytest.raises(RuntimeError) as raised:
-        shuffled(client)
-    assert "encrypted" in str(raised.value.__cause__)
+    assert "encrypted" in error_without_ucx(client)
 
 
-def out_of_view(pid):
-    raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-
-
-def test_peers_out_of_view_fall_back(client, monkeypatch, without_ucxx):
-    """As between two hosts, or two containers of one, without UCX."""
-    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
-    dask_gpurt.enable(client)
-    assert_right(shuffled(client))
-    names, reasons = paths(client)
-    assert names == {"comm"}
-    assert all("not in view" in reason["shared"] for reason in reasons)
+def test_peers_out_of_view_fall_back(client, no_peer_in_view, without_ucxx):
+    assert_comms_serve(client, "shared", "not in view")
 
 
 def test_system_without_files_in_memory_falls_back(client, monkeypatch, without_ucxx):
@@ -265,11 +260,7 @@ def test_system_without_files_in_memory_falls_back(client, monkeypatch, without_
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(os, "memfd_create", unsupported)
-    dask_gpurt.enable(client)
-    assert_right(shuffled(client))
-    names, reasons = paths(client)
-    assert names == {"comm"}
-    assert all("no files in memory" in reason["shared"] for reason in reasons)
+    assert_comms_serve(client, "shared", "no files in memory")
 
 
 def test_a_peer_that_forgot_is_offered_again(client, monkeypatch):
