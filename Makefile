@@ -36,7 +36,8 @@ demo: $(VENV)/installed
 
 test: test-oldest test-newest
 
-# Programs of others run by `make test-thirdparty`.
+# Programs on top of other packages have a target of their own, `test-thirdparty`.
+#
 # The slow, process-heavy tests run once, on the oldest version; what touches private names of
 # dask and distributed, and every shuffle, runs on both.
 test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)

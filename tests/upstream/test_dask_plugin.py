@@ -15,7 +15,7 @@ from tests.upstream.dask_plugin import DIFFERENCES, MOST_LOST, may_be_lost
 
 SITE = Path(dask.__file__).parents[1]
 #: Modules whose tests shuffle or rechunk nearly all. `make test-dask` runs the others.
-FEW = ("dataframe/dask_expr/tests/test_merge.py",)
+FEW = ("dataframe/dask_expr/tests/test_merge.py", "array/tests/test_reshape.py")
 
 PASSES = """
     import dask.array
