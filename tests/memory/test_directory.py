@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -385,9 +386,9 @@ def test_a_fork_does_not_remove_what_is_its_parents(parent):
     assert inside(parent) == []
 
 
-@pytest.mark.cluster
-def test_killed_in_the_middle_of_a_write(parent):
-    """Nothing of it is swept while it lives, and everything after it died."""
+@contextlib.contextmanager
+def writing_to(parent):
+    """A process in the middle of a write. It is killed in the end, if it still lives."""
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, parent],
         stdin=subprocess.PIPE,
@@ -397,6 +398,16 @@ def test_killed_in_the_middle_of_a_write(parent):
     )
     try:
         assert writer.stdout.readline() == "writing\n"
+        yield writer
+    finally:
+        writer.kill()
+        writer.communicate()
+
+
+@pytest.mark.cluster
+def test_killed_in_the_middle_of_a_write(parent):
+    """Nothing of it is swept while it lives, and everything after it died."""
+    with writing_to(parent) as writer:
         assert sweep(parent) == 0
         (path,) = [p for p in pathlib.Path(parent).iterdir() if p.is_dir()]
         assert len(list(path.iterdir())) == 3
@@ -405,9 +416,6 @@ def test_killed_in_the_middle_of_a_write(parent):
         place = tier.put(flat_of((100_000,)))
         writer.send_signal(signal.SIGKILL)
         writer.wait(DEADLINE_S)
-    finally:
-        writer.kill()
-        writer.communicate()
     # Its reaper removes it. Nobody else starts here, and nobody sweeps.
     until(lambda: len(inside(parent)) == 2, "what the dead process left stays")
     assert not path.exists()
@@ -419,23 +427,12 @@ def test_killed_in_the_middle_of_a_write(parent):
 @pytest.mark.cluster
 def test_killed_together_with_its_reaper(parent):
     """As at the end of a container: whoever starts next sweeps."""
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, parent],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        text=True,
-    )
-    try:
-        assert writer.stdout.readline() == "writing\n"
+    with writing_to(parent) as writer:
         (reaper,) = psutil.Process(writer.pid).children()
         assert "dask-gpurt-reaper" in reaper.cmdline()
         reaper.kill()
         writer.send_signal(signal.SIGKILL)
         writer.wait(DEADLINE_S)
-    finally:
-        writer.kill()
-        writer.communicate()
     assert len(inside(parent)) == 2
     assert sweep(parent) == 1
     assert inside(parent) == []
