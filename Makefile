@@ -124,7 +124,7 @@ $(VENV_NEWEST)/installed: $(SOURCES)
 	touch $@
 
 $(VENV_THIRDPARTY)/installed: $(SOURCES)
-	$(call make_venv,$(VENV_THIRDPARTY))
+	$(call make_venv,$(VENV_THIRDPARTY),$(PYTHON))
 	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet \
 	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test,thirdparty]"
 	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet --no-deps --force-reinstall .
