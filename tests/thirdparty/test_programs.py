@@ -8,8 +8,11 @@ extra. `make test-thirdparty` installs all of them.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +46,7 @@ RELATIVE_ERROR = 1e-5
 
 def run(name: str, folder: Path, is_enabled: bool) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
-    return subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, str(HERE / "programs" / f"{name}.py")],
         cwd=folder,
         env=environment(
@@ -53,10 +56,18 @@ def run(name: str, folder: Path, is_enabled: bool) -> subprocess.CompletedProces
             PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=str(TIMEOUT_S),
             **WITHOUT_HEARTBEATS,
         ),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=TIMEOUT_S,
+        start_new_session=True,
     )
+    try:
+        output, log = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        # Servers that a program started would hold its pipes open, and the test with them.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, log)
 
 
 def tracebacks(log: str) -> collections.Counter[str]:
