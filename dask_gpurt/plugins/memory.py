@@ -80,8 +80,10 @@ def obstacle(worker: Worker, settings: MemorySettings) -> str | None:
     kind = type(worker.data)
     if kind.__module__.startswith("dask_cuda") and not settings.replace_dask_cuda:
         return "the worker has dask-cuda's store, and gpurt.memory.replace-dask-cuda is false"
-    if kind is memory_seams.SpillBuffer or kind.__module__.startswith("dask_cuda"):
+    if memory_seams.is_made_by_dask(worker) or kind.__module__.startswith("dask_cuda"):
         return None
+    if kind is memory_seams.SpillBuffer:
+        return "the worker has a store of its own kind (a SpillBuffer with settings of its own)"
     return f"the worker has a store of its own kind ({kind.__module__}.{kind.__qualname__})"
 
 

@@ -6,6 +6,8 @@ Contract tests in `tests/plugins/test_memory_seams.py` fail when distributed mov
 |---|---|---|
 | `Worker.memory_manager.data`, `Worker.state.data` | our store is the one that the worker and its
 state machine use | `StoreSwap.remove` |
+| `SpillBuffer.n`, `._slow_uncached.max_weight`, `._slow_uncached.d.directory` | a store that the
+user made with settings of their own stays | |
 | `SpillBuffer.fast`, `.slow`, `._slow_uncached` | what a worker has when the runtime comes is taken
 over where it is, and what is on disk when it goes is written there | |
 | `Worker.execute` | a task begins once its inputs are at home and its output has room, and not by
@@ -32,6 +34,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import sys
 from bisect import bisect_left
 from collections.abc import (
     Awaitable,
@@ -74,6 +78,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SpillBuffer",
+    "is_made_by_dask",
     "StoreSwap",
     "dumps",
     "inputs",
@@ -180,6 +185,24 @@ class StoreSwap:
             vars(self._worker).pop(name, None)
         vars(self._worker.memory_manager).pop("_maybe_spill", None)
         self._worker.handlers["get_data"] = self._stock_get_data
+
+
+def is_made_by_dask(worker: Worker) -> bool:
+    """Whether Dask made the store of a worker by its configuration; `data=` may have made another.
+
+    A buffer of the user has a folder, a target or a limit that the configuration does not ask for.
+    """
+    stock: Any = worker.data
+    manager = worker.memory_manager
+    limit, target = manager.memory_limit, manager.memory_target_fraction
+    if type(stock) is not SpillBuffer or not limit:
+        return False
+    disk: Any = stock._slow_uncached
+    return (
+        stock.n == (int(limit * target) if target else sys.maxsize)
+        and disk.max_weight == manager.max_spill
+        and disk.d.directory == os.path.join(worker.local_directory, "storage")
+    )
 
 
 def take_over(stock: Any) -> tuple[dict[Any, Any], dict[Any, int]]:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from dask import delayed
 from distributed import Client, Event, LocalCluster, get_client, wait, worker_client
+from distributed.spill import SpillBuffer
 
 import dask_gpurt
 from dask_gpurt.memory.disk import DiskTier
@@ -590,6 +591,36 @@ def test_the_store_of_dask_cuda_is_replaced_only_when_asked(is_replaced):
         dask_gpurt.disable(client)
         assert type(worker.data) is kind
         assert worker.data["before"] == 3
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"spill_directory": "own"},
+        {"spill_directory": "storage", "target": 5 * MIB},
+        {"spill_directory": "storage", "max_spill": 1 << 40},
+    ],
+    ids=["folder", "target", "limit"],
+)
+def test_a_spill_buffer_with_settings_of_the_users_own_stays(own):
+    """Dask makes the same class by default, and that one is replaced."""
+
+    def made(worker_local_directory):
+        folder = os.path.join(worker_local_directory, own["spill_directory"])
+        target = own.get("target", int(32 * MIB * 0.6))
+        return SpillBuffer(folder, target, own.get("max_spill", False))
+
+    options = {"n_workers": 1, "processes": False, "protocol": "tcp://", "dashboard_address": ":0"}
+    with (
+        dask.config.set(MANAGED_ALONE),
+        LocalCluster(data=made, memory_limit=32 * MIB, **options) as local,
+        Client(local) as client,
+    ):
+        (worker,) = local.workers.values()
+        dask_gpurt.enable(client)
+        (reported,) = dask_gpurt.status(client)["workers"].values()
+        assert type(worker.data) is SpillBuffer
+        assert "settings of its own" in str(reported["unmanaged"])
 
 
 def test_what_shrinks_stays_in_memory_where_a_tier_for_it_is_asked_for():

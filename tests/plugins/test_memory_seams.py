@@ -131,6 +131,15 @@ def test_a_stock_store_says_what_it_has(tmp_path):
     assert stock.slow["large"] == b"x" * 2000
 
 
+def test_a_stock_store_says_what_it_was_made_with(tmp_path):
+    stock = SpillBuffer(str(tmp_path), target=1000, max_spill=2000)
+    disk = stock._slow_uncached
+    assert (stock.n, disk.max_weight, disk.d.directory) == (1000, 2000, str(tmp_path))
+    source = inspect.getsource(WorkerMemoryManager.__init__)
+    for said in ('worker.local_directory, "storage"', "sys.maxsize", "max_spill=self.max_spill"):
+        assert said in source
+
+
 def test_a_store_of_another_kind_is_emptied():
     other = UserDict({"x": 1, "y": 2})
     objects, cold = memory_seams.take_over(other)
