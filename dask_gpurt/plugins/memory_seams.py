@@ -78,10 +78,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SpillBuffer",
-    "is_made_by_dask",
     "StoreSwap",
     "dumps",
     "inputs",
+    "is_made_by_dask",
     "is_cancelled",
     "is_closing",
     "is_monitored",

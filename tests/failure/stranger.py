@@ -94,6 +94,10 @@ def ucx_messages(ports: list[int], stop: Any) -> None:
         burst.kill()
 
 
+#: All kinds of stranger.
+KINDS = [noise, ucx_messages]
+
+
 @contextlib.contextmanager
 def strangers(ports: list[int], kinds: list[Any]) -> Any:
     context = multiprocessing.get_context("spawn")
@@ -119,7 +123,7 @@ def shuffled(client: Client, number: int) -> int:
     return len(found)
 
 
-def grown(kinds: list[Any], seconds: float, at_least: int) -> dict[str, Any]:
+def grown(kinds: list[Any], seconds: float = 0, at_least: int = 2) -> dict[str, Any]:
     """Shuffle beside these kinds of stranger; returns ports, memory and shuffles."""
     settings = {
         "gpurt.enabled": True,
@@ -162,10 +166,10 @@ def grown(kinds: list[Any], seconds: float, at_least: int) -> dict[str, Any]:
         }
 
 
-def report(seconds: float, at_least: int = 2) -> dict[str, Any]:
+def report(seconds: float) -> dict[str, Any]:
     """Shuffle beside strangers, then as often without; returns both, and the cost of strangers."""
-    beside = grown([noise, ucx_messages], seconds, at_least)
-    alone = grown([], 0, beside["shuffles"])
+    beside = grown(KINDS, seconds)
+    alone = grown([], at_least=beside["shuffles"])
     return {**beside, "alone": alone, "cost_mib": beside["grew_mib"] - alone["grew_mib"]}
 
 

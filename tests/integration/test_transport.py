@@ -81,7 +81,7 @@ def assert_comms_serve(client, path, reason):
 
 
 def error_without_ucx(client):
-    """What a shuffle that must take UCX says where it cannot."""
+    """Return the error of a shuffle that must take UCX and cannot."""
     with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
         dask_gpurt.enable(client)
     with pytest.raises(RuntimeError) as raised:
