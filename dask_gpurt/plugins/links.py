@@ -150,6 +150,7 @@ class Links:
             elif status != DAMAGED:
                 self._broken.pop(address, None)
                 return message
+            del message  # an error of the next attempt keeps this frame
         if status == RELINK:
             raise TransportError(f"{address} does not keep a link")
         raise DamagedError(

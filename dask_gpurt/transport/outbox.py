@@ -179,6 +179,7 @@ class Outbox(Generic[T]):
                     shard = peer.waiting.popleft()
                     message.append(shard)
                     message_nbytes += shard.nbytes
+                    del shard  # an error keeps this frame, and would keep the last shard with it
             if not message or self._stopped:
                 return
             try:

@@ -618,6 +618,28 @@ def test_a_message_that_arrives_damaged_three_times_is_a_clear_error(n_damaged):
     with_links(test)
 
 
+def test_an_error_of_the_second_attempt_does_not_keep_the_message_of_the_first():
+    async def test(links):
+        made = []
+
+        async def compose_once(path):
+            if made:
+                raise RunIsOver
+            buffer = np.zeros(10, dtype=np.uint8)
+            made.append(weakref.ref(buffer))
+            return Message(b"", [buffer])
+
+        async def call(data):
+            return {"status": DAMAGED}
+
+        with pytest.raises(RunIsOver) as error:
+            await links.deliver("peer", "comm", compose_once, call)
+        assert made[0]() is None
+        del error
+
+    with_links(test)
+
+
 @pytest.mark.parametrize(
     ("transport", "stays"), [("auto", True), ("comm", False), ("device", False)]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -423,6 +424,26 @@ def test_a_failure_lets_producers_go_and_tells_them():
         with pytest.raises(Refused, match="a is gone"):
             await held_back
         assert post.started["a"] == [[1]]
+        await post.outbox.close()
+
+    _run(scenario)
+
+
+def test_a_failure_does_not_keep_the_shards_that_were_being_sent():
+    """Whoever logs or keeps the error has its frames, and all that these hold."""
+
+    async def scenario():
+        post = Post()
+        post.refusals["a"] = Refused("a is gone")
+        post.open("a")
+        items = [Item(1), Item(2)]
+        kept = list(map(weakref.ref, items))
+        post.outbox.put("a", items)
+        items.clear()
+        with pytest.raises(Refused) as error:
+            await post.outbox.flush()
+        assert error.value is post.refusals["a"]
+        assert [item() for item in kept] == [None, None]
         await post.outbox.close()
 
     _run(scenario)
