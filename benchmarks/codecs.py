@@ -18,13 +18,13 @@ import pandas as pd
 
 from benchmarks.harness import arguments, write_json
 from dask_gpurt.codecs.chooser import Chooser
-from dask_gpurt.codecs.host import HOST_CODECS
-from dask_gpurt.codecs.port import RAW, Bytes, Section
-from dask_gpurt.codecs.shards import Encoded, decode_shard, encode_shard, joined
+from dask_gpurt.codecs.codec import RAW, Bytes, Section
+from dask_gpurt.codecs.cpu import HOST_CODECS
+from dask_gpurt.codecs.encoded_shards import Encoded, decode_shard, encode_shard, joined
 from dask_gpurt.demo.tpch_data import make_tpch
-from dask_gpurt.devices.malloc import PageKeeper
+from dask_gpurt.devices.host_memory.malloc import PageKeeper
+from dask_gpurt.frames.adapter import Packed, Selection
 from dask_gpurt.frames.pandas_ import PandasFrames
-from dask_gpurt.frames.port import Packed, Selection
 
 #: Bytes a second: a cloud network, a good one, loopback or InfiniBand.
 LINKS = {"100 MB/s": 100e6, "1 GB/s": 1e9, "5 GB/s": 5e9}

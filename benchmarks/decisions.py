@@ -27,8 +27,8 @@ from distributed.core import Status
 from distributed.scheduler import TaskState, WorkerState
 
 from benchmarks.harness import write_json
-from dask_gpurt.plugins.placement import Placement
-from dask_gpurt.simulate.machines import gpu_hosts
+from dask_gpurt.plugins.placement.placer import Placement
+from dask_gpurt.simulate.example_clusters import gpu_hosts
 
 N_TASKS = 200
 WORKERS_PER_HOST = 8

@@ -20,9 +20,15 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness import arguments, write_json
-from dask_gpurt.devices.architectures import SM90
-from dask_gpurt.devices.cuda_launches import Launches
-from dask_gpurt.devices.shaping import Extent, KernelAttributes, LaunchHook, Planner, shaped
+from dask_gpurt.devices.occupancy.architectures import SM90
+from dask_gpurt.devices.occupancy.launches import Launches
+from dask_gpurt.devices.occupancy.shaping import (
+    Extent,
+    KernelAttributes,
+    LaunchHook,
+    Planner,
+    shaped,
+)
 
 N_LAUNCHES = 20_000
 TARGET_US = 3.0

@@ -23,7 +23,7 @@ import psutil
 from distributed import Client, Scheduler, Worker, wait
 
 from benchmarks.harness import write_json
-from dask_gpurt.plugins.placement import Placement
+from dask_gpurt.plugins.placement.placer import Placement
 
 #: Throughput with placement, to throughput without.
 TARGET = 0.97

@@ -18,11 +18,11 @@ import numpy as np
 
 from benchmarks.harness import arguments, machine
 from benchmarks.shuffle import numbers_part
-from dask_gpurt.devices.malloc import PageKeeper
+from dask_gpurt.devices.host_memory.malloc import PageKeeper
 from dask_gpurt.frames import gather
+from dask_gpurt.frames.adapter import Empty, Selection
 from dask_gpurt.frames.numbering import partition_numbers
 from dask_gpurt.frames.pandas_ import PandasFrames
-from dask_gpurt.frames.port import Empty, Selection
 from dask_gpurt.shuffle.plan import ExchangePlan, cut_shards
 
 #: Rows of a partition, and output partitions.

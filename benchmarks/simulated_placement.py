@@ -29,10 +29,10 @@ from typing import Any
 from distributed import Scheduler
 
 from benchmarks.held_out_graphs import HELD_OUT
-from dask_gpurt.plugins.simulation import Install, simulate
+from dask_gpurt.plugins.simulation.simulated_run import Install, simulate
+from dask_gpurt.simulate.cluster_model import ChangesSpeed, Dies, Incident, Machine
+from dask_gpurt.simulate.example_clusters import nvlink_hosts, one_slow_nic, pcie_gpus
 from dask_gpurt.simulate.examples import EXAMPLES, Scale, joins, matmul, stencil
-from dask_gpurt.simulate.machine import ChangesSpeed, Dies, Incident, Machine
-from dask_gpurt.simulate.machines import nvlink_hosts, one_slow_nic, pcie_gpus
 from dask_gpurt.simulate.result import Result
 from dask_gpurt.simulate.workload import Workload
 
@@ -55,7 +55,7 @@ def stock(machine: Machine) -> Install | None:
 
 def data_aware(machine: Machine) -> Install:
     """The policy of `gpurt.placement`, told of the machine."""
-    from dask_gpurt.plugins.placement import Placement
+    from dask_gpurt.plugins.placement.placer import Placement
 
     def install(scheduler: Scheduler) -> None:
         topology = getattr(machine.network, "topology", None)
@@ -67,7 +67,7 @@ def data_aware(machine: Machine) -> Install:
 
 def data_aware_untold(machine: Machine) -> Install:
     """The same, which has to learn of the links by what workers measure."""
-    from dask_gpurt.plugins.placement import Placement
+    from dask_gpurt.plugins.placement.placer import Placement
 
     def install(scheduler: Scheduler) -> None:
         Placement(scheduler, "data-aware", None, clock=asyncio.get_running_loop().time)

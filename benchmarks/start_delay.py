@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import arguments, machine
-from dask_gpurt.devices.host import HostDevice
+from dask_gpurt.devices.device import Priority
+from dask_gpurt.devices.emulated.emulated_device import HostDevice
 from dask_gpurt.devices.lanes import Lane
-from dask_gpurt.devices.port import Priority
 
 DEPTH = 20
 SAMPLES = 200

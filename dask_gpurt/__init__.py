@@ -84,7 +84,7 @@ def explain(client: Client, key: Any) -> Any:
         this is estimated to save, and `candidates`, each with the terms of its cost in seconds
         (see `dask_gpurt.placement.cost.Cost`), the cheapest first. In both cases `memory` has for
         each worker that holds the output and manages its memory: `levels` that it is in, with its
-        bytes in each, and a `reason` (see `dask_gpurt.memory.report.explained`).
+        bytes in each, and a `reason` (see `dask_gpurt.memory.store_report.explained`).
     """
     from dask_gpurt.plugins import activation
 

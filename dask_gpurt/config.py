@@ -72,7 +72,7 @@ class DeviceSettings:
     Attributes
     ----------
     shape_launches
-        Whether compute kernels make room for communication: `devices.shaping`.
+        Whether compute kernels make room for communication: `devices.occupancy.shaping`.
     """
 
     shape_launches: bool

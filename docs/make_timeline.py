@@ -13,11 +13,11 @@ import time
 
 import numpy as np
 
-from dask_gpurt.devices.engines import Rate
-from dask_gpurt.devices.host import HostDevice
+from dask_gpurt.devices.device import Priority
+from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.engines import Rate
+from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import Entry, Ledger, overlap
-from dask_gpurt.devices.port import Priority
-from dask_gpurt.devices.queues import Engine
 
 PICTURE = pathlib.Path(__file__).with_name("devices.svg")
 N_ROUNDS, STEP_S = 8, 0.05

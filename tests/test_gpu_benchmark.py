@@ -16,14 +16,14 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import copies, pipeline, shaping, tiers
 from benchmarks.gpu.kernels import SOURCES
 from benchmarks.gpu.report import Row, row_of
-from dask_gpurt.devices.architectures import SM90
-from dask_gpurt.devices.cuda_driver import why_no_cuda
-from dask_gpurt.devices.host import HostDevice
-from dask_gpurt.devices.occupancy import Launch
-from dask_gpurt.devices.pinned import PinnedPool, plain
-from dask_gpurt.devices.port import Priority
-from dask_gpurt.devices.shaping import LaunchHook, Planner, shaped
-from tests.devices.test_shaping import FakeDriver
+from dask_gpurt.devices.cuda.driver import why_no_cuda
+from dask_gpurt.devices.device import Priority
+from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.host_memory.pinned import PinnedPool, plain
+from dask_gpurt.devices.occupancy.architectures import SM90
+from dask_gpurt.devices.occupancy.resident_blocks import Launch
+from dask_gpurt.devices.occupancy.shaping import LaunchHook, Planner, shaped
+from tests.devices.occupancy.test_shaping import FakeDriver
 
 
 def add(array, rounds):

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from dask_gpurt import system_calls
-from dask_gpurt.devices.pages import SharedPages
+from dask_gpurt.devices.host_memory.pages import SharedPages
 
 
 def lacking(monkeypatch, *names):

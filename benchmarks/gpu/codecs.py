@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.gpu.report import Row, Say
 from benchmarks.gpu.timing import medians_s
-from dask_gpurt.devices.cuda_driver import why_no_cuda
+from dask_gpurt.devices.cuda.driver import why_no_cuda
 
 N_VALUES = 8 << 20
 REPEATS = 5

@@ -8,9 +8,9 @@ import numpy as np
 
 from benchmarks.gpu.report import Row, Say
 from benchmarks.gpu.timing import medians_s, open_device
-from dask_gpurt.devices.cuda_driver import why_no_cuda
-from dask_gpurt.devices.pinned import PinnedPool
-from dask_gpurt.devices.port import Device
+from dask_gpurt.devices.cuda.driver import why_no_cuda
+from dask_gpurt.devices.device import Device
+from dask_gpurt.devices.host_memory.pinned import PinnedPool
 
 NBYTES = 256 << 20
 REPEATS = 7

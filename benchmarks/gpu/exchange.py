@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.report import Row, Say
 from benchmarks.gpu.timing import medians_s
-from dask_gpurt.devices.cuda_driver import why_no_cuda
+from dask_gpurt.devices.cuda.driver import why_no_cuda
 
 N_PARTS, ROWS = 16, 4_000_000
 POOL_NBYTES = 16 << 30

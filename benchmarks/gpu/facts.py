@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from benchmarks.gpu.report import Row, Say
-from dask_gpurt.devices.cuda_driver import CupyDriver, why_no_cuda
+from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 
 
 def why_not() -> str:

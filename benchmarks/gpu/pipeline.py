@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.gpu.report import Row, Say
 from benchmarks.gpu.timing import medians_s, open_device
-from dask_gpurt.devices.cuda_driver import why_no_cuda
-from dask_gpurt.devices.port import Device, Event, Priority
+from dask_gpurt.devices.cuda.driver import why_no_cuda
+from dask_gpurt.devices.device import Device, Event, Priority
 
 CHUNK_NBYTES = 64 << 20
 N_CHUNKS, N_BUFFERS = 24, 4

@@ -27,13 +27,13 @@ import numpy as np
 from benchmarks.gpu.kernels import kernel
 from benchmarks.gpu.report import Row, Say
 from benchmarks.gpu.timing import medians_s
-from dask_gpurt.devices.architectures import Architecture, architecture_of
-from dask_gpurt.devices.cuda_driver import CupyDriver, why_no_cuda
-from dask_gpurt.devices.cuda_launches import Launches, cupy_launches
-from dask_gpurt.devices.occupancy import Launch
-from dask_gpurt.devices.planner import Plan, Refusal, plan_beside
-from dask_gpurt.devices.port import Priority
-from dask_gpurt.devices.shaping import Extent, KernelAttributes, LaunchHook, shaped
+from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
+from dask_gpurt.devices.device import Priority
+from dask_gpurt.devices.occupancy.architectures import Architecture, architecture_of
+from dask_gpurt.devices.occupancy.launches import Launches, cupy_launches
+from dask_gpurt.devices.occupancy.planner import Plan, Refusal, plan_beside
+from dask_gpurt.devices.occupancy.resident_blocks import Launch
+from dask_gpurt.devices.occupancy.shaping import Extent, KernelAttributes, LaunchHook, shaped
 
 N_KERNELS, REPEATS = 8, 7
 N_LAUNCHES = 5_000

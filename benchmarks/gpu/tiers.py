@@ -16,17 +16,17 @@ import numpy as np
 from benchmarks.gpu.report import Row, Say
 from benchmarks.gpu.timing import open_device
 from dask_gpurt.devices.array import DeviceArray
-from dask_gpurt.devices.cuda_driver import why_no_cuda
+from dask_gpurt.devices.cuda.driver import why_no_cuda
+from dask_gpurt.devices.device import Device
+from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.devices.lanes import Lane
-from dask_gpurt.devices.pinned import PinnedPool
-from dask_gpurt.devices.port import Device
-from dask_gpurt.frames.values import flatten, restore
+from dask_gpurt.frames.flat.values import flatten, restore
+from dask_gpurt.memory.decisions.eviction_policy import POLICIES
+from dask_gpurt.memory.decisions.residency import Level, Residency
 from dask_gpurt.memory.device_values import device_packing, is_on_device
 from dask_gpurt.memory.host_tiers import PinnedTier
-from dask_gpurt.memory.policy import POLICIES
-from dask_gpurt.memory.port import Lanes, Packing
-from dask_gpurt.memory.residency import Level, Residency
 from dask_gpurt.memory.store import TieredStore
+from dask_gpurt.memory.tiers import Lanes, Packing
 
 BUDGET_NBYTES, WORKING_NBYTES, VALUE_NBYTES = 2 << 30, 8 << 30, 64 << 20
 PASSES = 2

@@ -6,8 +6,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-from dask_gpurt.devices.cuda import CudaDevice
-from dask_gpurt.devices.cuda_driver import CupyDriver
+from dask_gpurt.devices.cuda.driver import CupyDriver
+from dask_gpurt.devices.cuda.gpu import CudaDevice
 
 
 def medians_s(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:

@@ -17,11 +17,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dask_gpurt.codecs.host import HOST_CODECS
-from dask_gpurt.codecs.port import RAW, Bytes, Codec, Section
+from dask_gpurt.codecs.codec import RAW, Bytes, Codec, Section
+from dask_gpurt.codecs.cpu import HOST_CODECS
+from dask_gpurt.codecs.encoded_shards import LEAST_NBYTES, Encoded, encode_shard
 from dask_gpurt.codecs.rule import Decision, Mode, Trial, decide
 from dask_gpurt.codecs.sampling import Clock, try_codecs
-from dask_gpurt.codecs.shards import LEAST_NBYTES, Encoded, encode_shard
 
 #: Raw bytes of a section after which it is sampled again. Doubles each time the sample says the
 #: same, so that sampling costs less and less of a long shuffle.

@@ -2,7 +2,7 @@
 
 Both run without the interpreter lock, and neither writes beyond the length it is told to expect.
 pyarrow does not say how many bytes a decoder wrote: one that stops short leaves the rest of its
-output as it was. So a coder alone does not vouch for what it decodes; `codecs.host` checks what
+output as it was. So a coder alone does not vouch for what it decodes; `codecs.cpu` checks what
 it hands in.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dask_gpurt.codecs.port import Bytes
+from dask_gpurt.codecs.codec import Bytes
 from dask_gpurt.errors import ProtocolError
 
 #: Name of each coder and how pyarrow makes it. Level 1: a network of 100 MB/s is already faster

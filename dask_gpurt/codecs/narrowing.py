@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.codecs.port import Bytes
+from dask_gpurt.codecs.codec import Bytes
 from dask_gpurt.errors import ProtocolError
 
 Array = npt.NDArray[Any]

@@ -2,7 +2,7 @@
 
 For bytes in the host's memory, as the port wants it: they are copied to the device, coded there,
 and what came of them is copied back. A payload is a CRC-32 as those of the host's codecs have it
-(`codecs.host`), then nvCOMP's own format, chunk by chunk. nvCOMP is not free software and is not
+(`codecs.cpu`), then nvCOMP's own format, chunk by chunk. nvCOMP is not free software and is not
 installed by itself; it is loaded at the first call.
 
 They are for peers that say that they can decode them. Whether they are used is decided as for any
@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from dask_gpurt.codecs.host import opened, sealed
-from dask_gpurt.codecs.port import Bytes, Codec
+from dask_gpurt.codecs.codec import Bytes, Codec
+from dask_gpurt.codecs.cpu import opened, sealed
 from dask_gpurt.errors import ProtocolError
 
 #: What nvCOMP calls each coder.

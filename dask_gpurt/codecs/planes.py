@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.codecs.port import Bytes
+from dask_gpurt.codecs.codec import Bytes
 
 _HALVED = (2, 4, 8)
 

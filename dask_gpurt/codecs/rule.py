@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dask_gpurt.codecs.port import RAW
+from dask_gpurt.codecs.codec import RAW
 
 Mode = Literal["auto", "none", "lz4", "zstd"]
 

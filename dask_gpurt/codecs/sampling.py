@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from dask_gpurt.codecs.port import Bytes, Codec
+from dask_gpurt.codecs.codec import Bytes, Codec
 from dask_gpurt.codecs.rule import Trial
 
 #: Seconds, from any beginning.

@@ -18,7 +18,7 @@ from dask_gpurt.command.connect import ConnectError, address_of, ask, connected,
 from dask_gpurt.command.findings import Finding, Level, local_findings
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import terminal_width, wrapped
-from dask_gpurt.command.report import advice, device_note, times
+from dask_gpurt.command.run_report import advice, device_note, times
 
 _BAD_USAGE = 2
 

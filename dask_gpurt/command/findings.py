@@ -95,12 +95,12 @@ def packages() -> list[Finding]:
 
 def support() -> Finding:
     """Whether this distributed is one the package was tested with."""
-    from dask_gpurt.plugins import seams
+    from dask_gpurt.plugins.patches import p2p
 
-    reason = seams.unsupported_reason()
+    reason = p2p.unsupported_reason()
     if reason is None:
         return Finding("ok", "support", "this version of distributed is supported")
-    oldest, first_unknown = seams.TESTED
+    oldest, first_unknown = p2p.TESTED
     versions = f">={oldest},<{first_unknown}"
     remedy = f"pip install 'dask{versions}' 'distributed{versions}'"
     return Finding("problem", "support", f"{reason}; stock Dask runs", remedy)
@@ -177,7 +177,7 @@ def unknown_keys() -> list[Finding]:
 
 def huge_pages() -> Finding:
     """What the kernel does for buffers that ask for huge pages."""
-    from dask_gpurt.devices import pages
+    from dask_gpurt.devices.host_memory import pages
 
     policy = pages.system_policy()
     if policy in ("always", "madvise"):

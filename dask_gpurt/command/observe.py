@@ -4,7 +4,7 @@ A preload of clients, listed for one process by `dask_gpurt.command.run`: every 
 process makes is read at its start, every half second, and once more before it or its cluster
 closes. In any other process (workers inherit the list) there is no recorder, and nothing is done.
 
-Works from `dask_gpurt.status`; what comes of it is `dask_gpurt.command.report`'s.
+Works from `dask_gpurt.status`; what comes of it is `dask_gpurt.command.run_report`'s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``dask gpurt occupancy``: resident blocks of a launch, and what would leave fewer of them.
 
-Computed from the table of `devices.architectures`; no GPU is asked.
+Computed from the table of `devices.occupancy.architectures`; no GPU is asked.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from dask_gpurt.command.json_text import to_json
-from dask_gpurt.devices.architectures import GPUS, Gpu, gpu_named
-from dask_gpurt.devices.occupancy import Launch, Limit, Occupancy, occupancy
-from dask_gpurt.devices.planner import Plan, Refusal, plan
+from dask_gpurt.devices.occupancy.architectures import GPUS, Gpu, gpu_named
+from dask_gpurt.devices.occupancy.planner import Plan, Refusal, plan
+from dask_gpurt.devices.occupancy.resident_blocks import Launch, Limit, Occupancy, occupancy
 
 
 class UnknownGpuError(LookupError):

@@ -21,7 +21,7 @@ from pathlib import Path
 import dask.config
 
 from dask_gpurt import config
-from dask_gpurt.command import lazy_client, observe, report
+from dask_gpurt.command import lazy_client, observe, run_report
 from dask_gpurt.command.embedded import EmbeddedCluster
 from dask_gpurt.command.progress import Progress
 from dask_gpurt.command.script import (
@@ -165,13 +165,13 @@ def _conclude(
     notes: list[str],
     path: Path | None,
 ) -> int | str | None:
-    found = report.as_dict(recorder.snapshot(), wall_s, exit_code(asked), notes)
+    found = run_report.as_dict(recorder.snapshot(), wall_s, exit_code(asked), notes)
     if path is not None:
         try:
-            report.write(found, path)
+            run_report.write(found, path)
         except OSError as error:
             found["notes"].append(f"the report was not written: {error}")
     # The script may have closed stderr, or put something else in its place.
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(report.as_text(found), file=sys.stderr, flush=True)
+        print(run_report.as_text(found), file=sys.stderr, flush=True)
     return asked

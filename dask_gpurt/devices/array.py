@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.devices.port import Buffer, Device, Event, Stream
+from dask_gpurt.devices.device import Buffer, Device, Event, Stream
 
 
 class DeviceArray:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.ledger import Ledger
-from dask_gpurt.devices.port import Priority
 
 T = TypeVar("T")
 

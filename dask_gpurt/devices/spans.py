@@ -9,8 +9,8 @@ from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
-from dask_gpurt.devices.pool import Buffer as Bytes
-from dask_gpurt.devices.port import HostMemory
+from dask_gpurt.devices.device import HostMemory
+from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
 
 A = TypeVar("A")
 

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.frames.pickling import Pickling
-from dask_gpurt.frames.port import (
+from dask_gpurt.frames.adapter import (
     OBJECT_NBYTES,
     DeviceMemory,
     Empty,
@@ -39,6 +38,7 @@ from dask_gpurt.frames.port import (
     fresh,
     mean_nbytes,
 )
+from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.rechunking import Box, Index, Rechunking, Shape, filled
 from dask_gpurt.frames.sections import Section
 

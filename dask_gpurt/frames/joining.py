@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
+from dask_gpurt.frames.adapter import Piece
 from dask_gpurt.frames.columns import Categories, Part, compose_categorical
-from dask_gpurt.frames.port import Piece
 
 try:
     from pandas.api.internals import create_dataframe_from_blocks

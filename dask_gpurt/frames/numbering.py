@@ -6,7 +6,7 @@ in the processor's cache. The hash of a value, and how the hashes of several col
 written out below, and compared with what Dask makes of them before they are used.
 
 Numbers alone: strings, categories and times are hashed by Dask, as without us. Dask is made to ask
-here by `plugins.frame_seams`.
+here by `plugins.patches.dataframe`.
 """
 
 from __future__ import annotations

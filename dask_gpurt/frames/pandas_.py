@@ -20,6 +20,18 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
+from dask_gpurt.frames.adapter import (
+    OBJECT_NBYTES,
+    Empty,
+    Landing,
+    Packed,
+    Piece,
+    Selection,
+    Sizeof,
+    Slots,
+    fresh,
+    mean_nbytes,
+)
 from dask_gpurt.frames.arrow_rows import ArrowRows
 from dask_gpurt.frames.columns import (
     Categories,
@@ -41,18 +53,6 @@ from dask_gpurt.frames.joining import (
 )
 from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.pickling import Pickling
-from dask_gpurt.frames.port import (
-    OBJECT_NBYTES,
-    Empty,
-    Landing,
-    Packed,
-    Piece,
-    Selection,
-    Sizeof,
-    Slots,
-    fresh,
-    mean_nbytes,
-)
 from dask_gpurt.frames.reconciling import (
     casts_between,
     with_casts,

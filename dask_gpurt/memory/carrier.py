@@ -1,9 +1,9 @@
 """Carries out what was decided to move: the only place where the store touches objects and tiers.
 
-What moves, and when, is decided before (`memory.residency`, `memory.store`). Writes and reads
-happen in lanes, and in threads that cannot wait for a lane: those that read a cold value, and those
-whose allocation found no room. The lock guards the books and is never held over I/O, a copy or a
-call into user code.
+What moves, and when, is decided before (`memory.decisions.residency`, `memory.store`). Writes and
+reads happen in lanes, and in threads that cannot wait for a lane: those that read a cold value, and
+those whose allocation found no room. The lock guards the books and is never held over I/O, a copy
+or a call into user code.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from dask_gpurt.errors import TierFullError, ValueRefusedError, will_pass
-from dask_gpurt.memory.moves import Drop, Load, Move, Put
-from dask_gpurt.memory.port import Lane, Lanes, Packing, Tier
-from dask_gpurt.memory.residency import Residency, Value
-from dask_gpurt.memory.shortage import Shortage, is_short
+from dask_gpurt.memory.decisions.failed_reads import Shortage, is_short
+from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
+from dask_gpurt.memory.decisions.residency import Residency, Value
+from dask_gpurt.memory.tiers import Lane, Lanes, Packing, Tier
 
 logger = logging.getLogger("dask_gpurt.memory")
 

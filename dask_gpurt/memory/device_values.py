@@ -7,7 +7,7 @@ the value has, and values leave because there is none.
 
 The copies go on streams of their own, one for each direction, so that neither waits for the other.
 Whoever asks waits for its own copy, never for the device. From there on a value is one like any of
-the host (`frames.values`).
+the host (`frames.flat.values`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.devices.array import DeviceArray
-from dask_gpurt.devices.cuda_driver import Driver
-from dask_gpurt.devices.port import Device, Priority
+from dask_gpurt.devices.cuda.driver import Driver
+from dask_gpurt.devices.device import Device, Priority
 from dask_gpurt.errors import ValueRefusedError
-from dask_gpurt.frames.values import Flat, flatten, restore
-from dask_gpurt.memory.port import Packing
+from dask_gpurt.frames.flat.values import Flat, flatten, restore
+from dask_gpurt.memory.tiers import Packing
 
 #: A value to a header, and pieces of which those of the device have `__cuda_array_interface__`.
 TakeApart = Callable[[Any], tuple[Any, Sequence[Any]]]

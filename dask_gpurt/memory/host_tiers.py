@@ -5,7 +5,7 @@ host memory gets, and never cost an allocation once they are there. `CompressedT
 more than fits, and refuses what does not shrink, so that it goes on to the next tier instead of
 taking room and time here for nothing.
 
-What is decided elsewhere: which value goes where (`memory.residency`).
+What is decided elsewhere: which value goes where (`memory.decisions.residency`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from dask_gpurt.codecs.codec import Bytes
 from dask_gpurt.codecs.coders import compress, decompress
-from dask_gpurt.codecs.port import Bytes
-from dask_gpurt.devices.pinned import Blocks, PinnedPool, plain
+from dask_gpurt.devices.host_memory.pinned import Blocks, PinnedPool, plain
 from dask_gpurt.errors import (
     DamagedValueError,
     ProtocolError,
     TierFullError,
     ValueRefusedError,
 )
-from dask_gpurt.frames.values import Flat
+from dask_gpurt.frames.flat.values import Flat
 
 #: Values are compressed in pieces: a piece is in the processor's cache while it is written to its
 #: place, temporary memory is bounded, and a value that turns out badly is given up early.

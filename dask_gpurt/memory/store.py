@@ -1,12 +1,12 @@
 """`worker.data`: a mapping whose values live in memory, in tiers below, or both.
 
-Puts together what decides (`memory.residency`, `memory.admission`) and what does
-(`memory.carrier`). Asking (`in`, `len`, iteration) never moves bytes; inserting never waits. A
+Puts together what decides (`memory.decisions.residency`, `memory.decisions.admission`) and what
+does (`memory.carrier`). Asking (`in`, `len`, iteration) never moves bytes; inserting never waits. A
 value is reachable in some level at every instant: an object is let go of after its copy is
 complete, a copy after nobody can ask for it.
 
 Decisions read the worker's queue, so they are made where that is safe: `owner` brings a call
-there. Knows no Dask; `plugins.memory` makes it a worker's.
+there. Knows no Dask; `plugins.memory.manager` makes it a worker's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from collections.abc import MutableMapping as MutableMappingABC
 from typing import Any, NoReturn
 
-from dask_gpurt.memory.admission import Admission, Claim
 from dask_gpurt.memory.carrier import Carrier, NotRestoredError
-from dask_gpurt.memory.inherited import Inherited
-from dask_gpurt.memory.loans import Loans
-from dask_gpurt.memory.port import Lanes, Packing, Tier
-from dask_gpurt.memory.report import explained, reported, spilled
-from dask_gpurt.memory.residency import Level, Priority, Residency, Value
-from dask_gpurt.memory.shortage import PutOff, Shortage
+from dask_gpurt.memory.decisions.admission import Admission, Claim
+from dask_gpurt.memory.decisions.failed_reads import PutOff, Shortage
+from dask_gpurt.memory.decisions.residency import Level, Priority, Residency, Value
+from dask_gpurt.memory.files.inherited import Inherited
+from dask_gpurt.memory.send_buffers import Loans
+from dask_gpurt.memory.store_report import explained, reported, spilled
+from dask_gpurt.memory.tiers import Lanes, Packing, Tier
 
 #: Where objects of the host live.
 HOME = 0

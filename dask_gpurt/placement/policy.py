@@ -1,7 +1,7 @@
 """Which worker a task should run on: one class a policy, over a snapshot. Pure.
 
 A snapshot holds what a decision may depend on and no more; the same one always gives the same
-decision. Whoever makes it asks a live scheduler (`dask_gpurt.plugins.placement`) or a test.
+decision. Whoever makes it asks a live scheduler (`dask_gpurt.plugins.placement.placer`) or a test.
 """
 
 from __future__ import annotations

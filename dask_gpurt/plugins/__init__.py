@@ -1,1 +1,1 @@
-"""The only room that knows distributed: plugins, and the seams they hang on."""
+"""The only room that knows distributed: plugins, and the patches they need."""

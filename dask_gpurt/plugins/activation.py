@@ -16,7 +16,8 @@ from distributed.protocol.pickle import dumps
 import dask_gpurt
 from dask_gpurt import config, metrics
 from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
-from dask_gpurt.plugins import bootstrap, nesting, seams
+from dask_gpurt.plugins import bootstrap, client_origin
+from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.shuffle import figures
 from dask_gpurt.topology import description
@@ -52,7 +53,7 @@ async def activate(client: Client, settings: config.Settings) -> None:
     ConfigError
         The description of the machines is wrong; says in which line.
     """
-    if reason := seams.unsupported_reason():
+    if reason := p2p.unsupported_reason():
         raise ActivationError(f"{reason}; stock Dask runs")
     if settings.topology.text is not None:
         text, name = settings.topology.text, settings.topology.file or "topology"
@@ -107,14 +108,14 @@ async def on_connect(client: Client) -> None:
     ConfigError
         A setting, or the file that describes the machines, cannot be used.
     """
-    if (worker := await nesting.worker_around(client)) is not None:
+    if (worker := await client_origin.worker_around(client)) is not None:
         logger.info("a client of a task on worker %s leaves the settings as they are", worker)
         return
     try:
         await activate(client, config.read())
     except (ActivationError, ConfigError) as error:
         if config.is_strict():
-            seams.refuse_work(client, StrictFallbackError(str(error)))
+            p2p.refuse_work(client, StrictFallbackError(str(error)))
         if isinstance(error, ConfigError):
             # The preload says so, once for a client and a scheduler in one process.
             raise
@@ -123,12 +124,12 @@ async def on_connect(client: Client) -> None:
 
 def enable(client: Client) -> Any:
     settings = config.read()
-    seams.allow_work(client)
+    p2p.allow_work(client)
     return _sync(client, activate, settings)
 
 
 async def _disable(client: Client) -> None:
-    seams.allow_work(client)
+    p2p.allow_work(client)
     status = await _status(client, ask_workers=False)
     if status["active"]:
         await _scheduler(client).gpurt_disable()

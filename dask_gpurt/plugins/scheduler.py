@@ -22,18 +22,19 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 import dask_gpurt
 from dask_gpurt.config import Settings
 from dask_gpurt.errors import ActivationError, StrictFallbackError
-from dask_gpurt.memory.foresight import Pace
-from dask_gpurt.plugins import bootstrap, memory_seams, requests, seams
-from dask_gpurt.plugins.array_run import ArraySpec
-from dask_gpurt.plugins.asking import Answers, ask
-from dask_gpurt.plugins.counting import Counted, take
-from dask_gpurt.plugins.frame_run import FrameSpec, frame_kind, obstacle
-from dask_gpurt.plugins.loss_seams import LostValues
-from dask_gpurt.plugins.machines import Machines
-from dask_gpurt.plugins.owner_seams import OutputOwners
-from dask_gpurt.plugins.placement import Placement
-from dask_gpurt.plugins.restart_seams import Restarts
+from dask_gpurt.memory.decisions.foresight import Pace
+from dask_gpurt.plugins import bootstrap, request_checks
+from dask_gpurt.plugins.patches import p2p, worker_memory
+from dask_gpurt.plugins.patches.lost_values import LostValues
+from dask_gpurt.plugins.patches.p2p_owners import OutputOwners
+from dask_gpurt.plugins.patches.p2p_restart import Restarts
+from dask_gpurt.plugins.placement.placer import Placement
+from dask_gpurt.plugins.shuffle.array_run import ArraySpec
+from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind, obstacle
+from dask_gpurt.plugins.topology.broadcast import Answers, ask
+from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.worker import NAME
+from dask_gpurt.plugins.worker_counters import Counted, take
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -146,7 +147,7 @@ class GpurtScheduler(SchedulerPlugin):
             "gpurt_worker_ready": self.worker_ready,
         }
         scheduler.handlers.update(self._handlers)
-        self._swap = seams.SpecSwap(
+        self._swap = p2p.SpecSwap(
             scheduler, self._choose, self._everyone_reported, self.ready.__contains__
         )
         self._restarts = Restarts(scheduler)
@@ -166,7 +167,7 @@ class GpurtScheduler(SchedulerPlugin):
         await asyncio.wait({self._telling_workers}, timeout=JOIN_TIMEOUT_S)
 
     def _unusable(self) -> str | None:
-        return seams.unsupported_reason() or seams.lacks_shuffles(self.scheduler)
+        return p2p.unsupported_reason() or p2p.lacks_shuffles(self.scheduler)
 
     async def configure(self, settings: dict[str, Any], version: str) -> str | None:
         """Handler: another client with the flag came; its settings hold for runs to come.
@@ -182,7 +183,7 @@ class GpurtScheduler(SchedulerPlugin):
         ProtocolError
             The version is none.
         """
-        if requests.name("version", version) != self.version:
+        if request_checks.name("version", version) != self.version:
             return (
                 f"the cluster runs dask-gpurt {self.version}, this client has {version};"
                 " install the same version"
@@ -206,7 +207,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     def _bootstrap(self) -> bytes:
         """What makes a worker one of ours."""
-        return bootstrap.pickled(seams.TESTED, self.settings.to_plain())
+        return bootstrap.pickled(p2p.TESTED, self.settings.to_plain())
 
     def _place(self) -> None:
         """Choose workers as the settings say, or leave that to stock."""
@@ -228,11 +229,11 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:
         """Handler: the machines that workers report, and on demand what is between them."""
-        return await self.machines.found(requests.flag("probe", probe))
+        return await self.machines.found(request_checks.flag("probe", probe))
 
     async def explain(self, key: Any) -> dict[str, Any]:
         """Handler: why a task ran where it did, and where its output is on those who have it."""
-        requests.key(key)
+        request_checks.key(key)
         if self.placement is None:
             reason = "gpurt.placement.enabled is false"
             said: dict[str, Any] = {"known": False, "key": str(key), "reason": reason}
@@ -303,8 +304,8 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def worker_ready(self, worker: str, problem: str | None) -> None:
         """Handler: the bootstrap ran on a worker."""
-        requests.name("worker", worker)
-        requests.problem(problem)
+        request_checks.name("worker", worker)
+        request_checks.problem(problem)
         if not self.is_active or worker not in self.scheduler.workers:
             # It left meanwhile, and nobody would take it off again.
             return
@@ -361,7 +362,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     # ------------------------------------------------------------------ runs
 
-    def _choose(self, stock: seams.ShuffleSpec[Any]) -> seams.ShuffleSpec[Any]:
+    def _choose(self, stock: p2p.ShuffleSpec[Any]) -> p2p.ShuffleSpec[Any]:
         """Spec to run: ours where everything is there for it, or the stock one."""
         if not self.is_active:
             # Switched off while it waited for workers that were joining.
@@ -369,10 +370,10 @@ class GpurtScheduler(SchedulerPlugin):
         what, why = self._obstacle(stock)
         if why is None:
             self.runs["gpurt"] += 1
-            order = seams.read_order(self.scheduler, stock.id)
-            if isinstance(stock, seams.ArrayRechunkSpec):
+            order = p2p.read_order(self.scheduler, stock.id)
+            if isinstance(stock, p2p.ArrayRechunkSpec):
                 return ArraySpec.replacing(stock, self.settings.shuffle, order)
-            assert isinstance(stock, seams.DataFrameShuffleSpec)
+            assert isinstance(stock, p2p.DataFrameShuffleSpec)
             rows = self._sketches.get(stock.id)
             return FrameSpec.replacing(
                 stock, frame_kind(stock.meta), self.settings.shuffle, rows, order
@@ -393,15 +394,15 @@ class GpurtScheduler(SchedulerPlugin):
         Asked without `rows`, answers with the label of the column that has their numbers, or None
         if that is not wanted.
         """
-        requests.name("shuffle_id", shuffle_id)
-        if shuffle_id in seams.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
+        request_checks.name("shuffle_id", shuffle_id)
+        if shuffle_id in p2p.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
             return None
-        spec = seams.stock_spec(self.scheduler, shuffle_id)
-        if not isinstance(spec, seams.DataFrameShuffleSpec):
+        spec = p2p.stock_spec(self.scheduler, shuffle_id)
+        if not isinstance(spec, p2p.DataFrameShuffleSpec):
             return None
         if rows is None:
             return spec.column
-        self._sketches[shuffle_id] = requests.rows(rows, spec.npartitions)
+        self._sketches[shuffle_id] = request_checks.rows(rows, spec.npartitions)
         while len(self._sketches) > MAX_SKETCHES:
             self._sketches.popitem(last=False)
         return None
@@ -411,17 +412,17 @@ class GpurtScheduler(SchedulerPlugin):
 
         And for how many seconds it should not ask again: all may run short of it at a time.
         """
-        requests.keys(keys)
-        requests.name("worker", worker)
+        request_checks.keys(keys)
+        request_checks.name("worker", worker)
         began = monotonic()
-        uses = memory_seams.next_uses(self.scheduler, keys, worker)
+        uses = worker_memory.next_uses(self.scheduler, keys, worker)
         now = monotonic()
         return uses, self._pace.rest_s(now - began, now)
 
-    def _obstacle(self, stock: seams.ShuffleSpec[Any]) -> tuple[str, str | None]:
-        if isinstance(stock, seams.ArrayRechunkSpec):
+    def _obstacle(self, stock: p2p.ShuffleSpec[Any]) -> tuple[str, str | None]:
+        if isinstance(stock, p2p.ArrayRechunkSpec):
             what = "array rechunk"
-        elif isinstance(stock, seams.DataFrameShuffleSpec):
+        elif isinstance(stock, p2p.DataFrameShuffleSpec):
             what = f"shuffle of {frame_kind(stock.meta)}"
             if (why := obstacle(stock.meta)) is not None:
                 return what, why
@@ -435,7 +436,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def status(self, reports: bool = True) -> dict[str, Any]:
         """Handler: what is active here, what fell back and why, and each worker's report."""
-        requests.flag("reports", reports)
+        request_checks.flag("reports", reports)
         # A client that comes while this one is being switched on must not do it again.
         await self._opened.wait()
         asked = sorted(self.ready) if reports and self.is_active else []

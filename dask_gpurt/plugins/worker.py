@@ -16,36 +16,37 @@ import numpy as np
 
 import dask_gpurt
 from dask_gpurt.codecs.chooser import Chooser
-from dask_gpurt.codecs.host import HOST_CODECS
+from dask_gpurt.codecs.cpu import HOST_CODECS
 from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.codecs.rule import Mode
 from dask_gpurt.config import Settings, ShuffleSettings
+from dask_gpurt.devices.host_memory.malloc import PageKeeper
+from dask_gpurt.devices.host_memory.pool import HostPool
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Ledger, overlap
-from dask_gpurt.devices.malloc import PageKeeper
-from dask_gpurt.devices.pool import HostPool
 from dask_gpurt.metrics import Counters, since
-from dask_gpurt.plugins import device_sizes, requests
-from dask_gpurt.plugins.closing import DEADLINE_S, to_its_end
-from dask_gpurt.plugins.closing_seams import WholeClose
-from dask_gpurt.plugins.comm_seams import PiecewiseReads, ShortTurns
-from dask_gpurt.plugins.counting import Counting
-from dask_gpurt.plugins.frame_seams import RowNumbers
-from dask_gpurt.plugins.garbage import SetApart
-from dask_gpurt.plugins.gathering import Gathering
-from dask_gpurt.plugins.links import Links
-from dask_gpurt.plugins.machine_report import MachineReport
-from dask_gpurt.plugins.memory import ManagedMemory, obstacle
-from dask_gpurt.plugins.memory_seams import is_closing
-from dask_gpurt.plugins.prometheus_seams import ShownShuffles
-from dask_gpurt.plugins.seams import RunLookup, event_loop, sync
+from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.memory import gpu_sizeof
+from dask_gpurt.plugins.memory.gc_freeze import SetApart
+from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
+from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns
+from dask_gpurt.plugins.patches.dataframe import RowNumbers
+from dask_gpurt.plugins.patches.gather_dep import Gathering
+from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop, sync
+from dask_gpurt.plugins.patches.prometheus import ShownShuffles
+from dask_gpurt.plugins.patches.worker_close import WholeClose
+from dask_gpurt.plugins.patches.worker_memory import is_closing
+from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
+from dask_gpurt.plugins.shuffle.transport_choice import Links
+from dask_gpurt.plugins.topology.host_report import MachineReport
+from dask_gpurt.plugins.worker_counters import Counting
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 from dask_gpurt.shuffle.tally import MAX_RUNS, brief
 
 if TYPE_CHECKING:
     from distributed import Worker
 
-    from dask_gpurt.plugins.exchange_run import ExchangeRun
+    from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -350,9 +351,9 @@ class Attachment:
     """The runtime on one worker, for as long as the plugin is registered."""
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
-        from dask_gpurt.plugins.exchange_run import ExchangeRun
+        from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
-        device_sizes.register()
+        gpu_sizeof.register()
         self._worker = worker
         self.state = state = state_of(worker)
         state.attach()
@@ -372,7 +373,7 @@ class Attachment:
             return {**state.report(), "memory": memory, "unmanaged": self._unmanaged_reason}
 
         async def gpurt_explain(key: Any) -> dict[str, Any] | None:
-            requests.key(key)
+            request_checks.key(key)
             return self._memory.explain(key) if self._memory is not None else None
 
         self._handlers: dict[str, Callable[..., Any]] = {

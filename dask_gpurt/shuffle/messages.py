@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.codecs.host import HOST_CODECS
-from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
-from dask_gpurt.codecs.shards import (
+from dask_gpurt.codecs.cpu import HOST_CODECS
+from dask_gpurt.codecs.encoded_shards import (
     Encoded,
     decode_shard,
     pack_table,
     unencoded,
     unpack_table,
 )
+from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.errors import DamagedError, ProtocolError
-from dask_gpurt.frames.port import Packed
+from dask_gpurt.frames.adapter import Packed
 from dask_gpurt.shuffle.shards import Shard
 from dask_gpurt.transport import wire
 

@@ -32,7 +32,7 @@ from dask_gpurt.errors import (
     ShardStorageError,
     will_pass,
 )
-from dask_gpurt.frames.port import BodyAdapter, Packed, Piece, on_host
+from dask_gpurt.frames.adapter import BodyAdapter, Packed, Piece, on_host
 from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle.spill_file import Extent, SpillFile
 

@@ -3,8 +3,8 @@
 Time stands still while something is done and jumps to the next thing when it is done. Two things
 at the same time are done in the order in which they were asked for, whatever asked.
 
-Nothing here waits, and nothing reads a real clock. `dask_gpurt.plugins.virtual_loop` is the asyncio
-face of this queue.
+Nothing here waits, and nothing reads a real clock. `dask_gpurt.plugins.simulation.virtual_loop` is
+the asyncio face of this queue.
 """
 
 from __future__ import annotations

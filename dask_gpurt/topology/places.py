@@ -5,7 +5,7 @@ candidates on alike hosts are reached alike from all other hosts: a *place* says
 from the workers of its own host, and shares with all places of its *kind* the ways from elsewhere.
 So what is worked out for one candidate holds for the next one of that kind.
 
-Made from a topology, or from what was measured, by `dask_gpurt.plugins.worker_paths`.
+Made from a topology, or from what was measured, by `dask_gpurt.plugins.placement.cluster_links`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Shards handed over between processes of one host, in memory that both can read.
 
-A `Lender` signs the file in memory that its outgoing shards lie in (`devices.pages`), and says
-where in it a buffer is. A `Borrower` opens the files of its peers through `/proc`, which works
-exactly where both run for the same user, on the same host and in view of each other, and proves by
-the signature that it opened the right one. Then a message carries places instead of bytes, and
-the borrower reads each shard once, straight into its own memory.
+A `Lender` signs the file in memory that its outgoing shards lie in (`devices.host_memory.pages`),
+and says where in it a buffer is. A `Borrower` opens the files of its peers through `/proc`, which
+works exactly where both run for the same user, on the same host and in view of each other, and
+proves by the signature that it opened the right one. Then a message carries places instead of
+bytes, and the borrower reads each shard once, straight into its own memory.
 
 The loan ends with the answer to the message: the lender keeps the buffer until then. Nothing is
 left behind by a peer that dies. The file has no name; a borrower watches the processes it borrows
@@ -43,7 +43,7 @@ _NOT_OFFERED = "shared memory that was not offered, or whose process has ended"
 
 
 class SharedMemory(Protocol):
-    """What a lender lends from: `devices.pages.SharedPages`."""
+    """What a lender lends from: `devices.host_memory.pages.SharedPages`."""
 
     fd: int
 

@@ -89,7 +89,7 @@ class ShardHeader:
     parts
         Bytes of each buffer that it travels in; a single one if it was not encoded.
     table
-        How it was encoded (`codecs.shards`); empty if it was not.
+        How it was encoded (`codecs.encoded_shards`); empty if it was not.
     """
 
     layout_key: bytes

@@ -12,10 +12,10 @@ import pytest
 
 from dask_gpurt.codecs import sampling
 from dask_gpurt.codecs.chooser import AGAIN_NBYTES, Chooser
-from dask_gpurt.codecs.host import HOST_CODECS
-from dask_gpurt.codecs.port import RAW, Section
+from dask_gpurt.codecs.codec import RAW, Section
+from dask_gpurt.codecs.cpu import HOST_CODECS
+from dask_gpurt.codecs.encoded_shards import decode_shard, encode_shard, joined
 from dask_gpurt.codecs.sampling import middle, try_codecs
-from dask_gpurt.codecs.shards import decode_shard, encode_shard, joined
 
 
 class Clock:

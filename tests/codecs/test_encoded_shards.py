@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.codecs.host import HOST_CODECS
-from dask_gpurt.codecs.port import RAW, Section
-from dask_gpurt.codecs.shards import (
+from dask_gpurt.codecs.codec import RAW, Section
+from dask_gpurt.codecs.cpu import HOST_CODECS
+from dask_gpurt.codecs.encoded_shards import (
     ENTRY_NBYTES,
     Entry,
     decode_shard,

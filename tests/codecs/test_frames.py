@@ -7,10 +7,16 @@ import pandas as pd
 import pytest
 
 from dask_gpurt.codecs.chooser import Chooser
-from dask_gpurt.codecs.port import RAW
-from dask_gpurt.codecs.shards import decode_shard, encode_shard, joined, pack_table, unpack_table
+from dask_gpurt.codecs.codec import RAW
+from dask_gpurt.codecs.encoded_shards import (
+    decode_shard,
+    encode_shard,
+    joined,
+    pack_table,
+    unpack_table,
+)
+from dask_gpurt.frames.adapter import Packed, Piece, Selection
 from dask_gpurt.frames.pandas_ import PandasFrames
-from dask_gpurt.frames.port import Packed, Piece, Selection
 
 ROWS = 3000
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from dask_gpurt.codecs import nvcomp
-from dask_gpurt.codecs.host import HOST_CODECS, opened, sealed
+from dask_gpurt.codecs.cpu import HOST_CODECS, opened, sealed
 from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.errors import ProtocolError
 from tests.conformance.codec_suite import CodecSuite

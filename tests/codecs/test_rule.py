@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.codecs.port import RAW
+from dask_gpurt.codecs.codec import RAW
 from dask_gpurt.codecs.rule import Trial, decide
 
 rates = st.floats(1e6, 1e11)

@@ -133,9 +133,9 @@ def test_a_description_that_cannot_be_used(shell: Shell) -> None:
 
 
 def test_unsupported_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dask_gpurt.plugins import seams
+    from dask_gpurt.plugins.patches import p2p
 
-    monkeypatch.setattr(seams, "unsupported_reason", lambda: "distributed 1 is too old")
+    monkeypatch.setattr(p2p, "unsupported_reason", lambda: "distributed 1 is too old")
     finding = findings.support()
     assert finding.level == "problem"
     assert "pip install" in finding.remedy
@@ -143,7 +143,7 @@ def test_unsupported_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("policy", ["never", "unknown"])
 def test_no_huge_pages(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    from dask_gpurt.devices import pages
+    from dask_gpurt.devices.host_memory import pages
 
     monkeypatch.setattr(pages, "system_policy", lambda: policy)
     assert findings.huge_pages().level == "note"

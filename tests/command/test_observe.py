@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.command import observe, report
+from dask_gpurt.command import observe, run_report
 from dask_gpurt.command.observe import ClusterRecord, Recorder, Snapshot
 from dask_gpurt.command.progress import Progress
 from dask_gpurt.metrics import MEANING
@@ -118,19 +118,19 @@ def test_report_names_everything_once(tmp_path: Path) -> None:
     ]
     clusters = [{"scheduler": "tcp://s", "active": False, "reason": "too old", "workers": 0}]
     one = snapshot(fallbacks=fallbacks, clusters=clusters, not_ready={"x": "worker x: pip install"})
-    found = report.as_dict(one, 1.25, 3, ["a note"])
-    text = report.as_text(found)
+    found = run_report.as_dict(one, 1.25, 3, ["a note"])
+    text = run_report.as_text(found)
     for part in ("1.2 s", "2 times", "no adapter", "once", "tcp://s: too old", "a note"):
         assert part in text
     assert text.count("pip install") == 1
-    report.write(found, tmp_path / "r.json")
+    run_report.write(found, tmp_path / "r.json")
     assert '"exit_code": 3' in (tmp_path / "r.json").read_text()
-    assert "nothing ran" in report.as_text(report.as_dict(snapshot(clusters=[]), 0, 0, []))
+    assert "nothing ran" in run_report.as_text(run_report.as_dict(snapshot(clusters=[]), 0, 0, []))
 
 
 @pytest.mark.parametrize("why", ["pip install x", "no adapter", "no word from worker"])
 def test_advice(why: str) -> None:
-    assert report.advice(why) != report.advice("something else")
+    assert run_report.advice(why) != run_report.advice("something else")
 
 
 class Terminal(io.StringIO):

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from dask_gpurt.cli import gpurt
-from dask_gpurt.devices.architectures import GPUS, SM90
-from dask_gpurt.devices.occupancy import Launch
-from dask_gpurt.devices.planner import plan
+from dask_gpurt.devices.occupancy.architectures import GPUS, SM90
+from dask_gpurt.devices.occupancy.planner import plan
+from dask_gpurt.devices.occupancy.resident_blocks import Launch
 
 KERNEL = ("--threads", "256", "--registers", "64")
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.devices.port import Priority
+from dask_gpurt.devices.device import Priority
 
 PATIENCE_S = 20.0
 CAPACITY = 4096

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dask_gpurt.frames.port import Packed, Piece, Selection, fresh, on_host
+from dask_gpurt.frames.adapter import Packed, Piece, Selection, fresh, on_host
 from dask_gpurt.shuffle.plan import ExchangePlan
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.errors import DamagedValueError, TierFullError
-from dask_gpurt.frames.values import Flat
+from dask_gpurt.frames.flat.values import Flat
 
 PATIENCE_S = 60.0
 deterministic = settings(

@@ -16,7 +16,7 @@ import weakref
 
 import numpy as np
 
-from dask_gpurt.devices.host import POISON, HostDevice
+from dask_gpurt.devices.emulated.emulated_device import POISON, HostDevice
 
 
 class Memory:

@@ -12,9 +12,9 @@ from concurrent.futures import CancelledError, wait
 
 import pytest
 
+from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Entry, Ledger
-from dask_gpurt.devices.port import Priority
 from tests.failure.gates import until
 
 PATIENCE_S = 20.0

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.devices.engines import Rate
-from dask_gpurt.devices.host import HostDevice
+from dask_gpurt.devices.device import Priority
+from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.engines import Rate
+from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import WAITING, Entry, Ledger, Overlap, Sum, overlap
-from dask_gpurt.devices.port import Priority
-from dask_gpurt.devices.queues import Engine
 
 
 def entry(lane, start_s, end_s, path="", nbytes=0):

@@ -31,10 +31,10 @@ import pandas as pd
 import pyarrow as pa
 from dask.array.core import concatenate3
 
-from dask_gpurt.codecs.host import HOST_CODECS
-from dask_gpurt.codecs.shards import Encoded, encode_shard, joined
-from dask_gpurt.devices.pages import SharedPages
-from dask_gpurt.devices.pool import HostPool
+from dask_gpurt.codecs.cpu import HOST_CODECS
+from dask_gpurt.codecs.encoded_shards import Encoded, encode_shard, joined
+from dask_gpurt.devices.host_memory.pages import SharedPages
+from dask_gpurt.devices.host_memory.pool import HostPool
 from dask_gpurt.errors import (
     DamagedError,
     DamagedValueError,
@@ -42,12 +42,12 @@ from dask_gpurt.errors import (
     ShardStorageError,
     TransportError,
 )
+from dask_gpurt.frames.adapter import Packed, Piece, Selection
 from dask_gpurt.frames.arrays import Arrays
+from dask_gpurt.frames.flat.values import flatten, restore
 from dask_gpurt.frames.pandas_ import PandasFrames
-from dask_gpurt.frames.port import Packed, Piece, Selection
 from dask_gpurt.frames.rechunking import Rechunking
-from dask_gpurt.frames.values import flatten, restore
-from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.messages import Outgoing, shard_of

@@ -18,7 +18,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.plugins.exchange_run import ExchangeRun
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from tests.integration.comparing import collection, runs
 
 N_PARTITIONS = 8

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.plugins import links
+from dask_gpurt.plugins.shuffle import transport_choice
 from dask_gpurt.transport import shared
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 from tests.failure.leftovers import assert_nothing_left
@@ -29,7 +29,7 @@ def held(read: Callable[..., None], path: str) -> Callable[..., None]:
 
 def _hold_reads(worker: Any, path: str) -> None:
     """In a process that ends with the test."""
-    links.LEAST_BESIDE_NBYTES = 0
+    transport_choice.LEAST_BESIDE_NBYTES = 0
     shared._read_into = held(shared._read_into, path)
 
 
@@ -52,7 +52,7 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> Iterator[Stage]:
     """All workers are in this process; whatever is read from a peer stops at the gate."""
-    monkeypatch.setattr(links, "LEAST_BESIDE_NBYTES", 0)
+    monkeypatch.setattr(transport_choice, "LEAST_BESIDE_NBYTES", 0)
     monkeypatch.setattr(shared, "_read_into", held(shared._read_into, gate.path))
     with open_stage("shared") as stage:
         yield stage

@@ -18,8 +18,8 @@ from distributed import Client, wait
 
 import dask_gpurt
 from dask_gpurt.errors import DamagedValueError
-from dask_gpurt.memory import owner
-from dask_gpurt.memory.directory import sweep
+from dask_gpurt.memory.files import owner
+from dask_gpurt.memory.files.directory import sweep
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate, until
 from tests.failure.memory_stage import (
     MIB,
@@ -85,7 +85,7 @@ def test_disk_that_fills_up(client: Client, n_writes: int) -> None:
 
 def test_disk_that_has_room_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to release anything: it is tried again."""
-    monkeypatch.setattr("dask_gpurt.memory.backoff.FIRST_S", 0.0)
+    monkeypatch.setattr("dask_gpurt.memory.decisions.backoff.FIRST_S", 0.0)
     disks = [_full_after(0) for _ in stores(client)]
     for worker, pwrite in zip(client.cluster.workers.values(), disks, strict=True):
         have_calls_pass(worker, pwrite=pwrite)

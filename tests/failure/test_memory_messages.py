@@ -14,8 +14,9 @@ from distributed import Client, Worker, wait
 from distributed.worker import get_data_from_worker
 
 import dask_gpurt
-from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.plugins import gathering, memory
+from dask_gpurt.memory.files.disk_tier import DiskTier
+from dask_gpurt.plugins.memory import manager
+from dask_gpurt.plugins.patches import gather_dep
 from tests.failure.gates import DEADLINE_S, until
 from tests.failure.memory_stage import (
     N_BLOCKS,
@@ -176,9 +177,9 @@ def test_messages_that_are_read_for_count_as_sent(
 def test_a_task_whose_input_never_fits_fails_and_says_so(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory, "WARN_S", 0.0)
-    monkeypatch.setattr(memory, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(gathering, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(manager, "WARN_S", 0.0)
+    monkeypatch.setattr(manager, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(gather_dep, "PATIENCE_S", 0.01)
     monitored = {
         "distributed.worker.memory.spill": 0.99,
         "distributed.worker.memory.monitor-interval": "5ms",
@@ -197,7 +198,7 @@ def test_a_task_whose_input_never_fits_fails_and_says_so(
                 summed.result(DEADLINE_S)
         again = client.submit(sum_of, cold, workers=[user.address], pure=False)
         assert again.result(DEADLINE_S) == sum_of(make_block(blocks.index(cold)))
-    said = [one.getMessage() for one in caplog.records if one.name == memory.logger.name]
+    said = [one.getMessage() for one in caplog.records if one.name == manager.logger.name]
     said = [one for one in said if one.startswith("no memory to read")]
     assert len(said) == 1
     assert said[0].endswith("what needs them waits: no room now")

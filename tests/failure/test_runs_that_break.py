@@ -22,8 +22,8 @@ from dask import delayed
 from distributed import Client, LocalCluster, as_completed, futures_of, wait
 
 import dask_gpurt
-from dask_gpurt.plugins.exchange_run import ExchangeRun
-from dask_gpurt.plugins.seams import barrier_key
+from dask_gpurt.plugins.patches.p2p import barrier_key
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import shards, spill_file
 from tests.conftest import stock_client

@@ -12,7 +12,8 @@ from distributed import Client, LocalCluster, wait
 
 import dask_gpurt
 from dask_gpurt.command import connect, doctor, status
-from dask_gpurt.plugins import activation, asking
+from dask_gpurt.plugins import activation
+from dask_gpurt.plugins.topology import broadcast
 
 pytestmark = pytest.mark.cluster
 
@@ -48,7 +49,7 @@ def held_up(cluster, tmp_path, monkeypatch):
             late = [one for one in asked if not one.done()]
             await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
 
-    monkeypatch.setattr(asking, "_until_late", until_others_have)
+    monkeypatch.setattr(broadcast, "_until_late", until_others_have)
     workers = sorted(cluster.scheduler_info()["workers"])
     pipes = [tmp_path / name for name in ("began", "go_on")]
     for one in pipes:

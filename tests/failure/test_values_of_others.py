@@ -12,7 +12,7 @@ import pytest
 from distributed import Client, wait
 from distributed.protocol import dask_deserialize, dask_serialize, register_generic
 
-from dask_gpurt.plugins import memory_seams
+from dask_gpurt.plugins.patches import worker_memory
 from tests.failure.gates import DEADLINE_S, until
 from tests.failure.memory_stage import (
     MIB,
@@ -243,15 +243,15 @@ def test_a_container_that_holds_itself_is_left_to_pickle() -> None:
     outer: list[Any] = []
     inner = [outer]
     outer.append(inner)
-    assert memory_seams.take_apart([outer]) is None
+    assert worker_memory.take_apart([outer]) is None
 
 
 @pytest.mark.parametrize("value", [[b"a"], np.ma.masked_array([1, 2], [0, 1]), "a", [], {}])
 def test_what_has_a_layout_or_is_for_pickle_is_left_alone(value: Any) -> None:
-    assert memory_seams.take_apart(value) is None
+    assert worker_memory.take_apart(value) is None
 
 
 def test_a_frame_of_nothing_comes_back() -> None:
     empty = Locked(3, 0)
-    header, frames = memory_seams.take_apart(empty)  # type: ignore[misc]
-    assert memory_seams.rebuild(header, frames) == empty
+    header, frames = worker_memory.take_apart(empty)  # type: ignore[misc]
+    assert worker_memory.rebuild(header, frames) == empty

@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from dask_gpurt.frames.columns import _pack_index, _unpack_index
-from dask_gpurt.frames.device_contents import DeviceColumn, mask_nbytes
+from dask_gpurt.frames.device.device_contents import DeviceColumn, mask_nbytes
 from dask_gpurt.frames.gather import group_rows
 
 _TYPES = {
@@ -64,7 +64,7 @@ class EmulatedMemory:
 
 
 class EmulatedTables:
-    """See `Tables` of `frames.device_frames`."""
+    """See `Tables` of `frames.device.device_frames`."""
 
     def is_frame(self, frame):
         return isinstance(frame, pd.DataFrame)

@@ -10,8 +10,8 @@ from dask.array.core import concatenate3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_gpurt.frames.adapter import Packed, Piece
 from dask_gpurt.frames.arrays import Arrays, ChunkLayout, PickledBody, PlainBody
-from dask_gpurt.frames.port import Packed, Piece
 from dask_gpurt.frames.rechunking import Rechunking
 from tests.frames.test_rechunking import blocks, rechunkings
 

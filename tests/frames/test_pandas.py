@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.frames import joining
+from dask_gpurt.frames.adapter import Piece, Selection
 from dask_gpurt.frames.columns import decompose_index
 from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.pandas_ import PandasFrames
-from dask_gpurt.frames.port import Piece, Selection
 from tests.conformance.frame_suite import HostFrameSuite
 from tests.frames.pandas_rows import PandasRows
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from dask_gpurt.frames.adapter import Selection
 from dask_gpurt.frames.pandas_ import PandasFrames
-from dask_gpurt.frames.port import Selection
 
 
 def packed(frame):

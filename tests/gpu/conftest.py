@@ -22,7 +22,7 @@ class Gate:
         import numpy as np
 
         from benchmarks.gpu.kernels import kernel
-        from dask_gpurt.devices.cuda_driver import CupyDriver
+        from dask_gpurt.devices.cuda.driver import CupyDriver
 
         self._kernel = kernel("gate")
         self._is_open = CupyDriver().pin(4).view(np.int32)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dask_gpurt.devices.array import DeviceArray
-from dask_gpurt.devices.cuda import CudaDevice
-from dask_gpurt.devices.cuda_driver import CupyDriver, why_no_cuda
-from dask_gpurt.devices.pinned import PinnedPool
-from dask_gpurt.devices.port import Priority
+from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
+from dask_gpurt.devices.cuda.gpu import CudaDevice
+from dask_gpurt.devices.device import Priority
+from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from tests.conformance.device_suite import DeviceSuite, double, noise
 from tests.gpu.requirements import needs_gpu
 

@@ -14,15 +14,15 @@ from tests.gpu.requirements import needs_gpu
 pytestmark = needs_gpu
 
 HEAD = """
-    from dask_gpurt.devices.cuda_launches import cupy_launches
+    from dask_gpurt.devices.occupancy.launches import cupy_launches
     launches = cupy_launches()
     import cupy
     import numpy as np
     from benchmarks.gpu.kernels import kernel
-    from dask_gpurt.devices.architectures import architecture_of
-    from dask_gpurt.devices.occupancy import Launch, occupancy
-    from dask_gpurt.devices.planner import Plan
-    from dask_gpurt.devices.shaping import LaunchHook, Planner, shaped
+    from dask_gpurt.devices.occupancy.architectures import architecture_of
+    from dask_gpurt.devices.occupancy.resident_blocks import Launch, occupancy
+    from dask_gpurt.devices.occupancy.planner import Plan
+    from dask_gpurt.devices.occupancy.shaping import LaunchHook, Planner, shaped
 
     launches.hook = hook = LaunchHook(launches, enabled=True)
     properties = cupy.cuda.runtime.getDeviceProperties(0)

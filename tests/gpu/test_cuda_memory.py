@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.devices.cuda_driver import CupyDriver
-from dask_gpurt.devices.cuda_memory import CallWhenFull
-from dask_gpurt.devices.port import Priority
+from dask_gpurt.devices.cuda.driver import CupyDriver
+from dask_gpurt.devices.cuda.out_of_memory import CallWhenFull
+from dask_gpurt.devices.device import Priority
 from tests.gpu.requirements import needs_gpu
 
 pytestmark = needs_gpu

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dask_gpurt.devices.room import DeviceRoom
+from dask_gpurt.devices.device_budget import DeviceRoom
+from dask_gpurt.frames.adapter import Packed, Piece, Selection, on_host
 from dask_gpurt.frames.arrays import Arrays
-from dask_gpurt.frames.device_frames import DeviceFrames
-from dask_gpurt.frames.port import Packed, Piece, Selection, on_host
+from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.frames.rechunking import Rechunking
 from tests.conformance.frame_suite import FrameSuite
+from tests.frames.device.test_device_contents import COLUMNS, MEMORY_NBYTES, N_ROWS
 from tests.frames.emulated_device import EmulatedMemory
-from tests.frames.test_device_contents import COLUMNS, MEMORY_NBYTES, N_ROWS
 from tests.gpu.requirements import NO_GPU, needs_gpu
 
 
@@ -41,11 +41,11 @@ if NO_CUDF is None:
     import cudf
     import pylibcudf
 
-    from dask_gpurt.frames.cudf_ import CudfMemory, CudfTables, _described
+    from dask_gpurt.frames.device.cudf_ import CudfMemory, CudfTables, _described
 if missing("cupy") is None:
     import cupy
 
-    from dask_gpurt.frames.cupy_ import CupyArrays, CupyMemory
+    from dask_gpurt.frames.device.cupy_ import CupyArrays, CupyMemory
 
 
 def no_room(nbytes):

@@ -14,11 +14,11 @@ MIB = 1 << 20
 @pytest.fixture
 def packing():
     pytest.importorskip("distributed", reason="Dask is not installed")
-    from dask_gpurt.devices.cuda_driver import CupyDriver
-    from dask_gpurt.frames.values import flatten, restore
+    from dask_gpurt.devices.cuda.driver import CupyDriver
+    from dask_gpurt.frames.flat.values import flatten, restore
     from dask_gpurt.memory.device_values import LibraryCopies, library_packing
-    from dask_gpurt.memory.port import Packing
-    from dask_gpurt.plugins.store_device import put_together, take_apart
+    from dask_gpurt.memory.tiers import Packing
+    from dask_gpurt.plugins.memory.gpu_store import put_together, take_apart
 
     copies = LibraryCopies(CupyDriver())
     host = Packing(lambda value: value.nbytes, flatten, restore)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.gpu.tiers import measure
-from dask_gpurt.devices.cuda import CudaDevice
-from dask_gpurt.devices.cuda_driver import CupyDriver
-from dask_gpurt.devices.pinned import PinnedPool
+from dask_gpurt.devices.cuda.driver import CupyDriver
+from dask_gpurt.devices.cuda.gpu import CudaDevice
+from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from tests.gpu.requirements import needs_gpu
 
 pytestmark = needs_gpu

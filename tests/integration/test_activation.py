@@ -577,7 +577,9 @@ async def test_a_scheduler_without_extensions_is_left_to_stock(c, s, a):
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_a_scheduler_that_could_not_read_the_machines_is_not_asked(c, s, a):
     """For a handler that it no longer has, which would be a traceback in its log."""
-    broken = patch("dask_gpurt.plugins.machines.parse", side_effect=ConfigError("line 1"))
+    broken = patch(
+        "dask_gpurt.plugins.topology.cluster_machines.parse", side_effect=ConfigError("line 1")
+    )
     with broken, dask.config.set({"gpurt.enabled": True}):
         settings = dataclasses.replace(
             config.read(), topology=config.TopologySettings("box.yaml", "hosts: {}", "off")
@@ -598,7 +600,7 @@ async def test_a_scheduler_that_could_not_read_the_machines_is_not_asked(c, s, a
 
 @gen_cluster(client=True, nthreads=[("", 1)], timeout=8)
 async def test_nobody_waits_for_what_could_not_be_switched_on(c, s, a):
-    with patch("dask_gpurt.plugins.seams.SpecSwap", side_effect=KeyError("moved")):
+    with patch("dask_gpurt.plugins.patches.p2p.SpecSwap", side_effect=KeyError("moved")):
         with pytest.raises(KeyError, match="moved"):
             await dask_gpurt.enable(c)
     assert not (await dask_gpurt.status(c))["active"]

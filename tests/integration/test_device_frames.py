@@ -16,12 +16,12 @@ import pytest
 from distributed.protocol import dask_serialize
 
 import dask_gpurt
-from dask_gpurt.devices.room import DeviceRoom
+from dask_gpurt.devices.device_budget import DeviceRoom
 from dask_gpurt.errors import TransportError
-from dask_gpurt.frames.device_frames import DeviceFrames
-from dask_gpurt.plugins.array_run import DEVICE_ARRAYS
-from dask_gpurt.plugins.frame_run import ADAPTERS
-from dask_gpurt.plugins.paths import UcxPath
+from dask_gpurt.frames.device.device_frames import DeviceFrames
+from dask_gpurt.plugins.shuffle.array_run import DEVICE_ARRAYS
+from dask_gpurt.plugins.shuffle.frame_run import ADAPTERS
+from dask_gpurt.plugins.shuffle.transports import UcxPath
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower

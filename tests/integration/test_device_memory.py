@@ -16,8 +16,8 @@ import dask_gpurt
 from dask_gpurt.command.connect import ask
 from dask_gpurt.command.doctor import cluster_findings
 from dask_gpurt.command.status import as_text
-from dask_gpurt.plugins import store_device
-from dask_gpurt.plugins.store_device import Facts
+from dask_gpurt.plugins.memory import gpu_store
+from dask_gpurt.plugins.memory.gpu_store import Facts
 from tests.integration.test_memory import cluster, stores, until
 from tests.memory.emulated_gpu import Gpu, GpuArray
 
@@ -34,8 +34,8 @@ def gpu(monkeypatch):
     _gpu = gpu = Gpu(TOTAL)
     monkeypatch.setitem(sys.modules, "cupy", gpu.cupy)
     monkeypatch.setitem(sys.modules, "rmm", None)
-    monkeypatch.setattr(store_device, "open_driver", lambda: gpu)
-    monkeypatch.setattr(store_device, "local_facts", lambda: Facts(True, True, None))
+    monkeypatch.setattr(gpu_store, "open_driver", lambda: gpu)
+    monkeypatch.setattr(gpu_store, "local_facts", lambda: Facts(True, True, None))
     yield gpu
     gpu.host.close()
 
@@ -123,7 +123,7 @@ def test_disabled_a_worker_has_every_value_and_the_gpu_its_allocator(gpu):
 
 
 def test_nothing_is_opened_for_values_of_the_host(gpu, monkeypatch):
-    monkeypatch.setattr(store_device, "open_driver", lambda: pytest.fail("opened"))
+    monkeypatch.setattr(gpu_store, "open_driver", lambda: pytest.fail("opened"))
     with cluster(n_workers=1) as client:
         assert sum(client.gather(client.map(abs, range(10)))) == 45
         found = ask(client, versions=True)
@@ -133,7 +133,7 @@ def test_nothing_is_opened_for_values_of_the_host(gpu, monkeypatch):
 
 
 def test_without_a_gpu_there_is_no_level_for_it(gpu, monkeypatch):
-    monkeypatch.setattr(store_device, "local_facts", lambda: Facts(True, False, None))
+    monkeypatch.setattr(gpu_store, "local_facts", lambda: Facts(True, False, None))
     with cluster(n_workers=1) as client:
         assert list(levels(stores(client)[0])) == ["memory", "disk", "inherited"]
         (report,) = ask(client)["workers"].values()
@@ -148,7 +148,7 @@ def test_a_gpu_that_cannot_be_opened_is_left_to_dask(gpu, monkeypatch, caplog):
         assert is_stored.wait(60)
         raise RuntimeError("CUDA finds no device")
 
-    monkeypatch.setattr(store_device, "open_driver", fail)
+    monkeypatch.setattr(gpu_store, "open_driver", fail)
     with cluster(n_workers=1, memory_limit=40 * MIB) as client:
         (first,) = make(client, 1)
         (store,) = stores(client)

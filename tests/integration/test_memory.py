@@ -20,7 +20,7 @@ from distributed import Client, Event, LocalCluster, get_client, wait, worker_cl
 from distributed.spill import SpillBuffer
 
 import dask_gpurt
-from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.files.disk_tier import DiskTier
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 
 MIB = 1 << 20
@@ -345,7 +345,7 @@ def test_a_task_that_waits_for_others_does_not_keep_their_room():
 
 
 def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr("dask_gpurt.plugins.memory.PATIENCE_S", 0.5)
+    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.PATIENCE_S", 0.5)
 
     def waits():
         Event("go").wait()
@@ -367,7 +367,7 @@ def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
 
 def test_tasks_that_another_hands_in_and_waits_for_do_not_wait_for_it(monkeypatch):
     """It did not leave its thread, and its input takes nearly all the room there is."""
-    monkeypatch.setattr("dask_gpurt.plugins.memory.PATIENCE_S", math.inf)
+    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.PATIENCE_S", math.inf)
 
     def made():
         return np.ones(8 * MIB // 8)
@@ -458,7 +458,7 @@ def test_values_that_are_larger_than_they_say():
 
 def test_memory_that_no_value_takes(monkeypatch):
     told = []
-    monkeypatch.setattr("dask_gpurt.plugins.memory_seams.warn_of_unmanaged", told.append)
+    monkeypatch.setattr("dask_gpurt.plugins.patches.worker_memory.warn_of_unmanaged", told.append)
     with cluster(n_workers=1, **MONITORED) as client:
         (worker,) = client.cluster.workers.values()
         worker.monitor.get_process_memory = lambda: 31 * MIB
@@ -489,9 +489,10 @@ def test_inputs_of_tasks_that_are_over_are_not_read_ahead():
 def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
     relieved = []
     monkeypatch.setattr(
-        "dask_gpurt.plugins.memory.ManagedMemory._relieve", lambda self, nbytes: relieved.append(1)
+        "dask_gpurt.plugins.memory.manager.ManagedMemory._relieve",
+        lambda self, nbytes: relieved.append(1),
     )
-    monkeypatch.setattr("dask_gpurt.plugins.memory.RELIEF_INTERVAL_S", -1.0)
+    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.RELIEF_INTERVAL_S", -1.0)
 
     async def look(share, dask_worker):
         dask_worker.monitor.get_process_memory = lambda: int(share * 32 * MIB)

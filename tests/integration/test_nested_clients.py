@@ -7,7 +7,7 @@ import pytest
 from distributed import Client, LocalCluster, get_client, worker_client
 
 import dask_gpurt
-from dask_gpurt.plugins import nesting
+from dask_gpurt.plugins import client_origin
 from tests.conftest import stock_client
 from tests.integration.processes import command_line_cluster, run_program
 
@@ -198,4 +198,4 @@ IDENTITY = {
     ],
 )
 def test_who_descends_from_a_worker(ports, hosts, found):
-    assert nesting.descended_from(IDENTITY, ports, hosts) == found
+    assert client_origin.descended_from(IDENTITY, ports, hosts) == found

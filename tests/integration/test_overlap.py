@@ -12,7 +12,7 @@ import pytest
 
 import dask_gpurt
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
-from dask_gpurt.plugins.exchange_run import ExchangeRun
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.worker import state_of
 from tests.integration.comparing import collection, partitions
 

@@ -18,7 +18,7 @@ import dask_gpurt
 from dask_gpurt.command import status
 from dask_gpurt.errors import ConfigError
 from dask_gpurt.placement.policy import DataAware, Snapshot
-from dask_gpurt.plugins.placement import Placement
+from dask_gpurt.plugins.placement.placer import Placement
 from tests.conftest import two_clusters
 
 N = 250

@@ -13,7 +13,7 @@ import pytest
 from dask.delayed import delayed
 
 import dask_gpurt
-from dask_gpurt.plugins.seams import active_shuffles
+from dask_gpurt.plugins.patches.p2p import active_shuffles
 from tests.conftest import stock_client
 from tests.failure.gates import Gate, pass_gate, until
 

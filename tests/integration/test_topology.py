@@ -19,9 +19,10 @@ from dask_gpurt import config
 from dask_gpurt.cli import gpurt
 from dask_gpurt.command import connect, doctor, status
 from dask_gpurt.errors import ActivationError, ConfigError
-from dask_gpurt.plugins import activation, machine_report, machines
-from dask_gpurt.plugins.machine_report import MachineReport, local_machine
-from dask_gpurt.simulate.machines import gpu_hosts
+from dask_gpurt.plugins import activation
+from dask_gpurt.plugins.topology import cluster_machines, host_report
+from dask_gpurt.plugins.topology.host_report import MachineReport, local_machine
+from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.topology import description
 from dask_gpurt.topology.machine import Report
 from tests.topology.trees import RecordedError, RecordedNvml
@@ -49,7 +50,7 @@ async def test_a_client_that_comes_while_machines_are_read_does_not_switch_on_ag
         return description.parse(text, source)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machines, "parse", parse)
+        patch.setattr(cluster_machines, "parse", parse)
         first = asyncio.create_task(activation.activate(c, settings))
         await began.wait()
         second = asyncio.create_task(activation.activate(c, settings))
@@ -126,7 +127,7 @@ def test_gpus_are_asked_of_nvml_where_it_works(monkeypatch):
             calls.append("shutdown")
 
     monkeypatch.setitem(sys.modules, "pynvml", Library("pcie-box"))
-    assert len(machine_report._nvml_gpus()) == 2
+    assert len(host_report._nvml_gpus()) == 2
     assert calls == ["init", "shutdown"]
 
     def fail():
@@ -134,9 +135,9 @@ def test_gpus_are_asked_of_nvml_where_it_works(monkeypatch):
 
     broken = SimpleNamespace(NVMLError=RecordedError, nvmlInit=fail)
     monkeypatch.setitem(sys.modules, "pynvml", broken)
-    assert machine_report._nvml_gpus() is None
+    assert host_report._nvml_gpus() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert machine_report._nvml_gpus() is None
+    assert host_report._nvml_gpus() is None
 
 
 @pytest.fixture

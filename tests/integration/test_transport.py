@@ -14,7 +14,8 @@ from distributed import Client, LocalCluster
 from distributed.security import Security
 
 import dask_gpurt
-from dask_gpurt.plugins import worker, worker_ucx
+from dask_gpurt.plugins import worker
+from dask_gpurt.plugins.shuffle import worker_ucx
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.transport import shared
 from tests.codecs.test_nvcomp import emulated

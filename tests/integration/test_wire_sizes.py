@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dask_gpurt
-from dask_gpurt.plugins.paths import CommPath
+from dask_gpurt.plugins.shuffle.transports import CommPath
 from dask_gpurt.shuffle import messages
 from tests.integration.comparing import partitions
 

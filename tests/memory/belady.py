@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from dask_gpurt.memory.foresight import Outlook
-from dask_gpurt.memory.policy import Candidate, EvictionPolicy
+from dask_gpurt.memory.decisions.eviction_policy import Candidate, EvictionPolicy
+from dask_gpurt.memory.decisions.foresight import Outlook
 from tests.memory.traces import Event, Trace
 
 

@@ -19,17 +19,17 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
 from dask_gpurt.devices.array import DeviceArray
-from dask_gpurt.devices.host import HostDevice
-from dask_gpurt.devices.pinned import PinnedPool
+from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.errors import TierFullError
-from dask_gpurt.frames.values import flatten, restore
+from dask_gpurt.frames.flat.values import flatten, restore
+from dask_gpurt.memory.decisions.eviction_policy import POLICIES
+from dask_gpurt.memory.decisions.residency import Level, Residency
 from dask_gpurt.memory.device_values import device_packing, is_on_device
-from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
-from dask_gpurt.memory.policy import POLICIES
-from dask_gpurt.memory.port import Lanes, Packing
-from dask_gpurt.memory.residency import Level, Residency
 from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.tiers import Lanes, Packing
 from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.stepping import FailingTier, ListLane, watched
 

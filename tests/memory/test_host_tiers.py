@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dask_gpurt.codecs.coders import compress
-from dask_gpurt.devices.pinned import PinnedPool, plain
+from dask_gpurt.devices.host_memory.pinned import PinnedPool, plain
 from dask_gpurt.errors import DamagedValueError, TierFullError, ValueRefusedError
-from dask_gpurt.frames.values import Flat
+from dask_gpurt.frames.flat.values import Flat
 from dask_gpurt.memory import host_tiers
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
 from tests.conformance.tier_suite import TierSuite

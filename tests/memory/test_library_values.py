@@ -15,18 +15,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dask_gpurt.devices.cuda_memory import CallWhenFull
-from dask_gpurt.devices.pinned import PinnedPool
+from dask_gpurt.devices.cuda.out_of_memory import CallWhenFull
+from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.errors import ValueRefusedError
-from dask_gpurt.frames.values import flatten, restore
+from dask_gpurt.frames.flat.values import flatten, restore
+from dask_gpurt.memory.decisions.eviction_policy import POLICIES
+from dask_gpurt.memory.decisions.residency import Level, Residency
 from dask_gpurt.memory.device_values import LibraryCopies, library_packing
-from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.host_tiers import PinnedTier
-from dask_gpurt.memory.policy import POLICIES
-from dask_gpurt.memory.port import Lanes, Packing
-from dask_gpurt.memory.residency import Level, Residency
 from dask_gpurt.memory.store import HOME, TieredStore
-from dask_gpurt.plugins.memory_seams import (
+from dask_gpurt.memory.tiers import Lanes, Packing
+from dask_gpurt.plugins.patches.worker_memory import (
     is_on_device,
     put_together_on_device,
     take_apart_on_device,

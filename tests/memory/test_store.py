@@ -15,14 +15,14 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant, rule
 
-from dask_gpurt.devices.pinned import PinnedPool
+from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.errors import DamagedValueError, TierFullError
-from dask_gpurt.frames.values import Flat
+from dask_gpurt.frames.flat.values import Flat
+from dask_gpurt.memory.decisions.eviction_policy import POLICIES
+from dask_gpurt.memory.decisions.residency import MAX_MOVES, Level, Residency
 from dask_gpurt.memory.host_tiers import PinnedTier
-from dask_gpurt.memory.policy import POLICIES
-from dask_gpurt.memory.port import Lanes, Packing
-from dask_gpurt.memory.residency import MAX_MOVES, Level, Residency
 from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.tiers import Lanes, Packing
 from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.stepping import FailingTier, ListLane
 

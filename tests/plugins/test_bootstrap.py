@@ -12,14 +12,15 @@ from distributed.utils_test import gen_cluster
 from packaging.requirements import Requirement
 
 from dask_gpurt import config
-from dask_gpurt.plugins import bootstrap, seams
+from dask_gpurt.plugins import bootstrap
+from dask_gpurt.plugins.patches import p2p
 
 HERE = bootstrap.installed()
 
 
 def test_the_metadata_bound_what_the_version_gate_refuses():
     """Or pip installs a Dask that the package then refuses to run on."""
-    oldest, first_unknown = seams.TESTED
+    oldest, first_unknown = p2p.TESTED
     needed = [Requirement(one) for one in requires("dask-gpurt")]
     for name in ("dask", "distributed"):
         (one,) = (r for r in needed if r.name == name and r.marker is None)
@@ -29,7 +30,7 @@ def test_the_metadata_bound_what_the_version_gate_refuses():
 
 @pytest.mark.parametrize("version", ["unknown", "", "1!9999", "2026.8.0 "])
 def test_versions_that_are_none_are_refused_or_read(version):
-    reason = seams.unsupported_reason(version) if version else bootstrap.untested("", seams.TESTED)
+    reason = p2p.unsupported_reason(version) if version else bootstrap.untested("", p2p.TESTED)
     assert (reason is None) == (version.strip() == "2026.8.0")
 
 
@@ -75,7 +76,7 @@ def test_what_differs(found, said):
 
 def test_nothing_compiled_crosses():
     """Only the text of a module, plain values, and the builtin that makes a plugin of them."""
-    data = bootstrap.pickled(seams.TESTED, config.read().to_plain())
+    data = bootstrap.pickled(p2p.TESTED, config.read().to_plain())
     strings: list[str] = []
     made = []
     for opcode, argument, _ in pickletools.genops(data):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dask_gpurt.codecs.host import HOST_CODECS
-from dask_gpurt.codecs.port import Section
-from dask_gpurt.codecs.shards import Encoded, encode_shard
+from dask_gpurt.codecs.codec import Section
+from dask_gpurt.codecs.cpu import HOST_CODECS
+from dask_gpurt.codecs.encoded_shards import Encoded, encode_shard
 from dask_gpurt.errors import DamagedError, ProtocolError
-from dask_gpurt.frames.port import Packed
+from dask_gpurt.frames.adapter import Packed
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.messages import Outgoing
 from dask_gpurt.transport import wire

@@ -36,7 +36,7 @@ from dask_gpurt.errors import (
     ProtocolError,
     ShardStorageError,
 )
-from dask_gpurt.frames.port import Packed
+from dask_gpurt.frames.adapter import Packed
 from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle import shards
 from dask_gpurt.shuffle.plan import cut_shards

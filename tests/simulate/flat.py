@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dask_gpurt.simulate.machine import Machine, Route, WorkerModel
+from dask_gpurt.simulate.cluster_model import Machine, Route, WorkerModel
 from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
 
 CONTROL_S = 2.0**-12

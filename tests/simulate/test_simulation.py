@@ -16,8 +16,8 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.errors import SimulationError
-from dask_gpurt.plugins.simulation import simulate
-from dask_gpurt.simulate.machine import ChangesSpeed, Dies
+from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.simulate.cluster_model import ChangesSpeed, Dies
 from dask_gpurt.simulate.workload import Workload
 from tests.simulate.flat import BANDWIDTH, CONTROL_S, LATENCY_S, address, flat, task, workload
 
@@ -107,10 +107,10 @@ def test_validation_changes_nothing():
 
 DIGEST = """
 import asyncio, hashlib
-from dask_gpurt.plugins.placement import Placement
-from dask_gpurt.plugins.simulation import simulate
+from dask_gpurt.plugins.placement.placer import Placement
+from dask_gpurt.plugins.simulation.simulated_run import simulate
 from dask_gpurt.simulate.examples import EXAMPLES, Scale, joins
-from dask_gpurt.simulate.machines import nvlink_hosts, pcie_gpus
+from dask_gpurt.simulate.example_clusters import nvlink_hosts, pcie_gpus
 scale = Scale(side=4, block_nbytes=100_000_000, load_rate=2e9, rate=50e9)
 def placed(scheduler):
     Placement(scheduler, "data-aware", clock=asyncio.get_running_loop().time)

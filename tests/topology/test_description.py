@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dask_gpurt.errors import ConfigError
-from dask_gpurt.simulate.machines import gpu_hosts
+from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.topology import description, yaml_tree
 from tests.topology.test_model import DATA
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from dask_gpurt.simulate.machines import gpu_hosts
+from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.model import Host, Link, Numa, Topology
 from tests.topology.test_model import load

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.devices.pages import PAGE_NBYTES, SharedPages
-from dask_gpurt.devices.pool import HostPool
+from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, SharedPages
+from dask_gpurt.devices.host_memory.pool import HostPool
 from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.transport import shared
 from dask_gpurt.transport.shared import Borrower, Lender

@@ -30,8 +30,8 @@ from distributed import Client, LocalCluster, get_worker
 from distributed.shuffle._core import ShuffleSpec
 
 import dask_gpurt
-from dask_gpurt.plugins.array_run import ArraySpec
-from dask_gpurt.plugins.frame_run import FrameSpec
+from dask_gpurt.plugins.shuffle.array_run import ArraySpec
+from dask_gpurt.plugins.shuffle.frame_run import FrameSpec
 from tests.upstream.plugin import left_to_stock
 
 DIFFERENCES = Path(__file__).with_name("dask_differences.toml")

@@ -24,11 +24,11 @@ import pytest
 from distributed.shuffle import _rechunk, _shuffle
 from distributed.shuffle._core import ShuffleSpec
 
-from dask_gpurt.plugins.array_run import ArraySpec
-from dask_gpurt.plugins.frame_run import ADAPTERS, FrameSpec, frame_kind
-from dask_gpurt.plugins.memory_seams import StoreSwap
-from dask_gpurt.plugins.placement import Placement
+from dask_gpurt.plugins.patches.worker_memory import StoreSwap
+from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.scheduler import GpurtScheduler
+from dask_gpurt.plugins.shuffle.array_run import ArraySpec
+from dask_gpurt.plugins.shuffle.frame_run import ADAPTERS, FrameSpec, frame_kind
 from tests.upstream import clone
 from tests.upstream.transplant import onto_ours
 

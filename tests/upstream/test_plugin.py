@@ -8,8 +8,8 @@ from distributed.shuffle._rechunk import ArrayRechunkSpec
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
 from dask_gpurt import config
-from dask_gpurt.plugins.array_run import ArraySpec
-from dask_gpurt.plugins.frame_run import FrameSpec, frame_kind
+from dask_gpurt.plugins.shuffle.array_run import ArraySpec
+from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind
 from tests.upstream.plugin import idle, left_to_stock
 
 SETTINGS = config.read().shuffle

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from distributed.shuffle._shuffle import DataFrameShuffleRun
 
-from dask_gpurt.plugins.frame_run import FrameRun
+from dask_gpurt.plugins.shuffle.frame_run import FrameRun
 from tests.upstream.transplant import onto_ours
 
 

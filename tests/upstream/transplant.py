@@ -13,7 +13,7 @@ from typing import Any
 
 from distributed.shuffle._shuffle import DataFrameShuffleRun
 
-from dask_gpurt.plugins.frame_run import FrameRun
+from dask_gpurt.plugins.shuffle.frame_run import FrameRun
 
 
 @functools.cache

@@ -1,0 +1,163 @@
+"""The codecs that run on a CPU: a transform that makes bytes alike, then an entropy coder.
+
+A payload is a CRC-32 of 4 bytes, the transform's parameters, the bytes after the last whole item,
+and what the coder made of the rest. The CRC is over all of these and over what they are meant to be
+decoded as. Without it neither LZ4 nor a transform would notice damaged bytes, nor the wrong length
+where pyarrow's decoders stop short; over encoded bytes it costs less than over raw ones. It does
+not defend against somebody who means to get past it: such a peer can have bytes of its own shard
+be left as they were in memory, and nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dask_gpurt.codecs import narrowing, planes
+from dask_gpurt.codecs.codec import Bytes, Codec
+from dask_gpurt.codecs.coders import compress, decompress, takes
+from dask_gpurt.errors import DamagedError, ProtocolError
+
+_CRC = struct.Struct("<I")
+#: codec, item size, raw bytes
+_MEANT = struct.Struct("<BBQ")
+
+
+def _crc(codec: int, raw_nbytes: int, itemsize: int, pieces: Iterable[Bytes]) -> int:
+    crc = zlib.crc32(_MEANT.pack(codec, itemsize, raw_nbytes))
+    for piece in pieces:
+        crc = zlib.crc32(piece.data, crc)
+    return crc
+
+
+def sealed(codec: int, raw_nbytes: int, itemsize: int, pieces: list[Bytes]) -> list[Bytes] | None:
+    """A payload of these pieces: a CRC before them; None if it is not smaller than the bytes."""
+    if _CRC.size + sum(piece.nbytes for piece in pieces) >= raw_nbytes:
+        return None
+    crc = np.frombuffer(_CRC.pack(_crc(codec, raw_nbytes, itemsize, pieces)), dtype=np.uint8)
+    return [crc, *(piece for piece in pieces if piece.nbytes)]
+
+
+def opened(codec: int, name: str, payload: Any, raw_nbytes: int, itemsize: int) -> Bytes:
+    """What is behind the CRC of a payload, once that was checked.
+
+    Raises
+    ------
+    DamagedError
+        It is not what was sent, or of another codec, length or item size.
+    ProtocolError
+        It is cut short.
+    """
+    if len(payload) < _CRC.size:
+        raise ProtocolError("encoded section cut short")
+    rest = np.frombuffer(payload, dtype=np.uint8)
+    (expected,) = _CRC.unpack(rest[: _CRC.size].tobytes())
+    rest = rest[_CRC.size :]
+    if _crc(codec, raw_nbytes, itemsize, (rest,)) != expected:
+        raise DamagedError(f"a section encoded with {name} was damaged on its way")
+    return rest
+
+
+@dataclass(frozen=True)
+class HostCodec:
+    """One transform and one coder.
+
+    Attributes
+    ----------
+    transform
+        `plain`, `shuffle` (byte planes) or `narrow` (`codecs.narrowing`, then byte planes if
+        a coder follows).
+    """
+
+    id: int
+    transform: str
+    coder: str
+
+    @property
+    def name(self) -> str:
+        parts = (self.transform, self.coder)
+        return "+".join(part for part in parts if part not in ("plain", "none"))
+
+    def suits(self, itemsize: int) -> bool:
+        if self.transform == "narrow":
+            return itemsize in narrowing.ITEMSIZES
+        return self.transform == "plain" or itemsize > 1
+
+    def encode(self, raw: Bytes, itemsize: int) -> list[Bytes] | None:
+        n_items = raw.nbytes // itemsize
+        whole, tail = raw[: n_items * itemsize], raw[n_items * itemsize :]
+        parameters = b""
+        if self.transform == "plain":
+            whole, tail = raw, raw[raw.nbytes :]
+        elif not self.suits(itemsize) or not n_items:
+            return None
+        elif self.transform == "shuffle":
+            whole = planes.split(whole, itemsize)
+        else:
+            narrowed = narrowing.narrow(whole, itemsize)
+            if narrowed is None:
+                return None
+            parameters, whole, width = narrowed
+            if self.coder != "none" and width > 1:
+                whole = planes.split(whole, width)
+        if not takes(self.coder, whole.nbytes):
+            return None
+        body = compress(self.coder, whole)
+        rest = [np.frombuffer(parameters, dtype=np.uint8), tail, body]
+        return sealed(self.id, raw.nbytes, itemsize, rest)
+
+    def decode_into(self, payload: Any, out: Bytes, itemsize: int) -> None:
+        if not 1 <= itemsize <= 255 or not self.suits(itemsize):
+            raise ProtocolError(f"{self.name} does not encode items of {itemsize} bytes")
+        rest = opened(self.id, self.name, payload, out.nbytes, itemsize)
+        if self.transform == "plain":
+            np.copyto(out, decompress(self.coder, rest, out.nbytes))
+        else:
+            self._decode_items(rest, out, itemsize)
+
+    def _decode_items(self, rest: Bytes, out: Bytes, itemsize: int) -> None:
+        n_items, tail_nbytes = divmod(out.nbytes, itemsize)
+        if not n_items:
+            raise ProtocolError(f"no whole item in a section encoded with {self.name}")
+        fields: tuple[int, ...] = ()
+        if self.transform == "narrow":
+            fields = narrowing.parameters_of(
+                rest[: narrowing.PARAMETERS_NBYTES].tobytes(), itemsize
+            )
+            rest = rest[narrowing.PARAMETERS_NBYTES :]
+        if rest.nbytes < tail_nbytes:
+            raise ProtocolError("encoded section cut short")
+        whole = out[: n_items * itemsize]
+        out[whole.nbytes :] = rest[:tail_nbytes]
+        rest = rest[tail_nbytes:]
+        if self.transform == "shuffle":
+            planes.merge(decompress(self.coder, rest, whole.nbytes), itemsize, whole)
+            return
+        width = fields[1]
+        codes = decompress(self.coder, rest, narrowing.n_codes(fields, n_items) * width)
+        if self.coder != "none" and width > 1:
+            items = np.empty(codes.nbytes, dtype=np.uint8)
+            planes.merge(codes, width, items)
+            codes = items
+        narrowing.widen_into(codes, fields, whole, itemsize)
+
+
+#: Host codecs by their names on the wire. A number is never used again for anything else; those
+#: from 128 are for codecs of devices.
+HOST_CODECS: Mapping[int, Codec] = {
+    codec.id: codec
+    for codec in (
+        HostCodec(1, "plain", "lz4"),
+        HostCodec(2, "plain", "zstd"),
+        HostCodec(3, "shuffle", "lz4"),
+        HostCodec(4, "shuffle", "zstd"),
+        HostCodec(5, "narrow", "none"),
+        HostCodec(6, "narrow", "lz4"),
+        HostCodec(7, "narrow", "zstd"),
+    )
+}

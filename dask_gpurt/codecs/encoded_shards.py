@@ -1,0 +1,264 @@
+"""A whole shard: its sections encoded one by one, and the table that says how.
+
+What travels is the table and the parts. Bytes that stay raw are views of the shard's buffer, unless
+they are few; neighbours that stay raw are one entry. A shard of which nothing was encoded needs no
+table: its parts are its buffer. The table describes itself, so a receiver needs neither the frame's
+layout nor the sender's reasons::
+
+    entry   size
+        0      1  codec, 0 for raw     u8
+        1      1  item size            u8
+        2      8  raw bytes            u64
+       10      8  bytes of the parts   u64
+
+Little-endian, one entry after the other, in the order of the buffer.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dask_gpurt.codecs.codec import RAW, Bytes, Codec, Section
+from dask_gpurt.codecs.cpu import HOST_CODECS
+from dask_gpurt.errors import ProtocolError
+
+_ENTRY = struct.Struct("<BBQQ")
+ENTRY_NBYTES = _ENTRY.size
+
+#: Sections shorter than this are joined with neighbours of the same item size: a call costs some
+#: 10 us, which a kilobyte of one column in a thousand never earns back.
+_JOINED_NBYTES = 16 * 2**10
+
+#: Raw bytes that are fewer are copied to their encoded neighbours: a buffer on the wire costs more.
+_VIEWED_NBYTES = 4 * 2**10
+
+#: What is shorter even so is not worth a call.
+LEAST_NBYTES = 1024
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How one stretch of a shard travels."""
+
+    codec: int
+    itemsize: int
+    raw_nbytes: int
+    wire_nbytes: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A shard as it travels.
+
+    Attributes
+    ----------
+    parts
+        Buffers that belong one after the other; views of the shard where much of it stayed raw.
+    table
+        What they are; empty if they are the shard itself.
+    """
+
+    parts: tuple[Bytes, ...]
+    table: tuple[Entry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, with the table."""
+        return sum(part.nbytes for part in self.parts) + ENTRY_NBYTES * len(self.table)
+
+
+def joined(sections: Iterable[tuple[str, int, int, int]]) -> list[Section]:
+    """Sections long enough to be worth a call each: short neighbours of one item size as one.
+
+    The number that are joined is a power of two, so that shards of nearly the same length are
+    joined alike, and what was learnt from one serves for the next.
+    """
+    result: list[Section] = []
+    run: list[Section] = []
+
+    def close() -> None:
+        if run:
+            name = run[0].name if len(run) == 1 else f"{run[0].name}..{run[-1].name}"
+            nbytes = sum(one.nbytes for one in run)
+            result.append(Section(name, run[0].offset, nbytes, run[0].itemsize))
+            run.clear()
+
+    wanted = 1
+    for section in map(Section._make, sections):
+        if run and (len(run) >= wanted or section.itemsize != run[0].itemsize):
+            close()
+        # Padding in the midst would put the items behind it out of step.
+        if run and run[-1].nbytes % run[-1].itemsize:
+            close()
+        if not run:
+            wanted = 1
+            while wanted * section.nbytes < _JOINED_NBYTES and section.nbytes:
+                wanted *= 2
+        run.append(section)
+    close()
+    return result
+
+
+def encode_shard(
+    buffer: Bytes,
+    sections: Sequence[Section],
+    choices: Sequence[int],
+    codecs: Mapping[int, Codec] = HOST_CODECS,
+) -> Encoded:
+    """Encode each section with the codec chosen for it.
+
+    Parameters
+    ----------
+    buffer
+        A packed shard. It must not change as long as the result is in use.
+    sections
+        In order, covering the buffer.
+    choices
+        Number of a codec for each section, or `RAW`. What a codec would not make smaller, table
+        entry included, stays raw.
+
+    Raises
+    ------
+    ValueError
+        The sections do not cover the buffer.
+    """
+    table: list[Entry] = []
+    parts: list[Bytes] = []
+    pieces: list[Bytes] = []
+    position = raw_from = 0
+
+    def close_raw(end: int) -> None:
+        nbytes = end - raw_from
+        if not nbytes:
+            return
+        table.append(Entry(RAW, 1, nbytes, nbytes))
+        if nbytes < _VIEWED_NBYTES:
+            pieces.append(buffer[raw_from:end])
+            return
+        close_encoded()
+        parts.append(buffer[raw_from:end])
+
+    def close_encoded() -> None:
+        if pieces:
+            parts.append(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+            pieces.clear()
+
+    for section, choice in zip(sections, choices, strict=True):
+        if section.offset != position:
+            raise ValueError(f"section {section.name!r} begins at {section.offset}, not {position}")
+        end = position + section.nbytes
+        encoded = None
+        if choice != RAW:
+            encoded = codecs[choice].encode(buffer[position:end], section.itemsize)
+        # Each encoded section may split raw bytes in two and so costs two entries.
+        wire_nbytes = sum(piece.nbytes for piece in encoded) if encoded is not None else 0
+        if encoded is not None and wire_nbytes + 2 * ENTRY_NBYTES < section.nbytes:
+            close_raw(position)
+            table.append(Entry(choice, section.itemsize, section.nbytes, wire_nbytes))
+            pieces += encoded
+            raw_from = end
+        position = end
+    if position != buffer.nbytes:
+        raise ValueError(f"sections cover {position} of {buffer.nbytes} bytes")
+    if not table:
+        return Encoded((buffer,), ())
+    close_raw(position)
+    close_encoded()
+    return Encoded(tuple(parts), tuple(table))
+
+
+def decode_shard(
+    parts: Iterable[Any],
+    table: Sequence[Entry],
+    out: Bytes,
+    codecs: Mapping[int, Codec] = HOST_CODECS,
+) -> None:
+    """Fill `out` with the shard.
+
+    Parameters
+    ----------
+    parts
+        Buffers as they came: those of `Encoded`, or fewer and longer ones. No entry goes across
+        two of them.
+    table
+        As it came.
+    out
+        Exactly as long as the shard; what it holds after an error is undefined.
+
+    Raises
+    ------
+    ProtocolError
+        Parts, table and `out` do not belong together, or bytes are damaged.
+    """
+    arrays = [np.frombuffer(part, dtype=np.uint8) for part in parts if len(part)]
+    wire_nbytes = sum(array.nbytes for array in arrays)
+    if not table:
+        table = [Entry(RAW, 1, out.nbytes, out.nbytes)] if out.nbytes else []
+    if sum(entry.raw_nbytes for entry in table) != out.nbytes:
+        raise ProtocolError(f"the table of a shard does not describe its {out.nbytes} bytes")
+    if sum(entry.wire_nbytes for entry in table) != wire_nbytes:
+        raise ProtocolError(f"the table of a shard does not describe {wire_nbytes} bytes that came")
+    arrays.reverse()
+    current = np.empty(0, dtype=np.uint8)
+    position = 0
+    for entry in table:
+        if not current.nbytes and arrays:
+            current = arrays.pop()
+        if entry.wire_nbytes > current.nbytes:
+            raise ProtocolError("an encoded section goes across two buffers")
+        payload, current = current[: entry.wire_nbytes], current[entry.wire_nbytes :]
+        target = out[position : position + entry.raw_nbytes]
+        position += entry.raw_nbytes
+        if entry.codec == RAW:
+            if entry.wire_nbytes != entry.raw_nbytes:
+                raise ProtocolError("raw bytes of another length than announced")
+            np.copyto(target, payload)
+            continue
+        codec = codecs.get(entry.codec)
+        if codec is None:
+            raise ProtocolError(f"unknown codec {entry.codec}")
+        codec.decode_into(payload, target, entry.itemsize)
+
+
+def unencoded(buffer: Bytes, table: Sequence[Entry]) -> list[Bytes]:
+    """What of a shard travels as it is: nothing that a codec made tells whether it was damaged.
+
+    Parameters
+    ----------
+    buffer
+        The shard as it was packed.
+    table
+        That of `Encoded`.
+    """
+    if not table:
+        return [buffer]
+    found = []
+    position = 0
+    for entry in table:
+        if entry.codec == RAW:
+            found.append(buffer[position : position + entry.raw_nbytes])
+        position += entry.raw_nbytes
+    return found
+
+
+def pack_table(table: Iterable[Entry]) -> bytes:
+    """The table as it travels."""
+    return b"".join(_ENTRY.pack(e.codec, e.itemsize, e.raw_nbytes, e.wire_nbytes) for e in table)
+
+
+def unpack_table(packed: Any) -> tuple[Entry, ...]:
+    """The inverse of `pack_table`. Lengths are checked by `decode_shard`.
+
+    Raises
+    ------
+    ProtocolError
+        The bytes are no whole number of entries.
+    """
+    if len(packed) % ENTRY_NBYTES:
+        raise ProtocolError("the table of a shard is cut short")
+    return tuple(Entry(*fields) for fields in _ENTRY.iter_unpack(packed))

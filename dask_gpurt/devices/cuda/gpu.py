@@ -1,0 +1,411 @@
+"""A GPU as a device of the port: streams, events and memory of CUDA's, with a budget.
+
+What CUDA does of itself is asked of a `Driver` (`devices.cuda.driver`). What it does not do is
+here: the budget, memory that is used again only after its last use, who is told of a kernel that
+failed, and refusals of what is plainly wrong. Hazards between streams are not found; the emulated
+device finds them (`devices.emulated.emulated_device`).
+
+Host memory that is not pinned makes a copy wait where the port says that it returns at once: CUDA
+copies it through memory of its own. `pin` of the driver goes with a
+`devices.host_memory.pinned.PinnedPool`.
+
+An error of the device itself (an access beyond memory, say) ends all work of the process on it.
+Whoever waits gets it as the driver raises it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from dask_gpurt.devices.allocation_retry import overcome
+from dask_gpurt.devices.cuda.driver import Driver
+from dask_gpurt.devices.cuda.kernel_times import DeviceTimes, taken_done
+from dask_gpurt.devices.device import Buffer, Event, HostMemory, OnFull, Priority, Stream
+from dask_gpurt.devices.emulated.queues import Engine
+from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
+from dask_gpurt.devices.ledger import Ledger
+from dask_gpurt.devices.ordering import HazardError
+from dask_gpurt.devices.spans import (
+    Span,
+    bytes_of,
+    require_apart,
+    require_same_length,
+    require_writable,
+)
+
+#: So much may wait for its end before all of it is looked at: each look costs up to a microsecond.
+_FEW_WAITING = 64
+
+
+class CudaEvent:
+    """Made by `CudaStream.record`.
+
+    Attributes
+    ----------
+    error
+        What a kernel before it raised.
+    """
+
+    def __init__(self, device: CudaDevice, handle: Any, error: Exception | None) -> None:
+        self.device = device
+        self.handle = handle
+        self.error = error
+
+    def is_done(self) -> bool:
+        return self.device.driver.is_done(self.handle)
+
+    def synchronize(self) -> None:
+        self.device.driver.wait_for(self.handle)
+        if self.error is not None:
+            raise self.error
+
+
+class _Allocation:
+    """What the buffers of one allocation share."""
+
+    def __init__(self, device: CudaDevice, memory: Any, nbytes: int) -> None:
+        self.device = device
+        self.memory = memory
+        self.nbytes = nbytes
+        self.is_freed = False
+
+
+class CudaBuffer(Span[_Allocation]):
+    """Memory of a `CudaDevice`, or a part of it."""
+
+    def free(self, stream: Stream) -> None:
+        self.allocation.device._free(self, stream)
+
+
+class CudaStream:
+    """Made by `CudaDevice.stream`.
+
+    Attributes
+    ----------
+    handle
+        The driver's: a `cupy.cuda.Stream`, which other libraries take as well.
+    """
+
+    def __init__(self, device: CudaDevice, name: str, priority: Priority, handle: Any) -> None:
+        self.device = device
+        self.name = name
+        self.priority = priority
+        self.handle = handle
+        #: Of a kernel that failed: nothing is queued after it.
+        self.error: Exception | None = None
+        #: Host memory of copies that no event comes after yet.
+        self.held: list[Bytes] = []
+
+    def to_device(self, target: Buffer, source: HostMemory) -> None:
+        (into,) = self.device._own([target])
+        data = bytes_of(source)
+        require_same_length(into.nbytes, data.nbytes)
+        if self._takes_work(data.nbytes):
+            with self._timed(Engine.IN, data.nbytes):
+                self.device.driver.copy_in(self.handle, into.allocation.memory, into.start, data)
+            self.device._hold(self, data)
+
+    def to_host(self, target: HostMemory, source: Buffer) -> None:
+        (out_of,) = self.device._own([source])
+        data = bytes_of(target)
+        require_same_length(data.nbytes, out_of.nbytes)
+        require_writable(data)
+        if self._takes_work(data.nbytes):
+            memory = out_of.allocation.memory
+            with self._timed(Engine.OUT, data.nbytes):
+                self.device.driver.copy_out(self.handle, data, memory, out_of.start)
+            self.device._hold(self, data)
+
+    def on_device(self, target: Buffer, source: Buffer) -> None:
+        into, out_of = self.device._own([target, source])
+        require_same_length(into.nbytes, out_of.nbytes)
+        require_apart(into, out_of)
+        if self._takes_work(into.nbytes):
+            with self._timed(Engine.COMPUTE, into.nbytes):
+                self.device.driver.copy_on(
+                    self.handle,
+                    into.allocation.memory,
+                    into.start,
+                    out_of.allocation.memory,
+                    out_of.start,
+                    into.nbytes,
+                )
+
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> None:
+        buffers = self.device._own([*reads, *writes])
+        if not self._takes_work():
+            return
+        driver = self.device.driver
+        arrays = [driver.array(one.allocation.memory, one.start, one.nbytes) for one in buffers]
+        try:
+            with self._timed(Engine.COMPUTE), driver.computing(self.handle):
+                kernel(*arrays)
+        except Exception as error:
+            # As on every device it is for those who wait: what called may know nothing of kernels.
+            self.error = error
+            # Its traceback would keep the memory as long as the stream lives.
+            traceback.clear_frames(error.__traceback__)
+            arrays.clear()
+
+    def record(self) -> CudaEvent:
+        return self.device._record(self)
+
+    def wait(self, event: Event) -> None:
+        self.device._make_wait(self, event)
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+
+    def _timed(self, engine: Engine, nbytes: int = 0) -> AbstractContextManager[None]:
+        times = self.device.times
+        if times is None:
+            return contextlib.nullcontext()
+        return times.timed(self.handle, self.name, engine.value, nbytes)
+
+    def _takes_work(self, nbytes: int = 1) -> bool:
+        with self.device._lock:
+            self.device._require_open()
+            self.device._tidy_briefly()
+        return self.error is None and nbytes > 0
+
+
+class CudaDevice:
+    """A GPU.
+
+    Parameters
+    ----------
+    driver
+        The thin calls: a `CupyDriver`.
+    capacity_nbytes
+        Most that can be allocated here at a time. Others of the process allocate as well, so it is
+        less than the device has.
+    ledger
+        Where to enter what was done, with the next call to the device. What was done before older
+        work on another stream may be entered some calls later. It costs two events for each piece.
+
+    Attributes
+    ----------
+    times
+        Enters it.
+    """
+
+    name = "cuda"
+
+    def __init__(self, driver: Driver, capacity_nbytes: int, ledger: Ledger | None = None) -> None:
+        self.driver = driver
+        self.capacity_nbytes = capacity_nbytes
+        self._lock = threading.Lock()
+        self._is_closed = False
+        #: All memory is allocated on this: pools give memory back to the stream it was allocated
+        #: on, so what one stream freed would be of no use to another.
+        self._memory = driver.open_stream(Priority.NORMAL)
+        self.times = DeviceTimes(driver, ledger, self._memory) if ledger is not None else None
+        self._streams: list[CudaStream] = []
+        self._used_nbytes = 0
+        #: Not freed. Kept here, because a buffer that is dropped instead of freed must not give its
+        #: memory to others while work on it is queued.
+        self._allocations: set[_Allocation] = set()
+        #: Memory whose freeing is queued, oldest first, and when that is done.
+        self._freeing: deque[tuple[_Allocation, Any]] = deque()
+        #: Host memory that copies use, and when they are done.
+        self._held: deque[tuple[list[Bytes], Any]] = deque()
+        #: All that waits is looked at when there is so much of it.
+        self._most_waiting = _FEW_WAITING
+        self._on_full: OnFull | None = None
+        # A deque: arrays die wherever the garbage collector runs, so nothing that happens then may
+        # take the lock.
+        self._dead: deque[tuple[Any, Any, list[Any]]] = deque()
+
+    # ------------------------------------------------------------------ memory
+
+    @property
+    def used_nbytes(self) -> int:
+        with self._lock:
+            self._tidy()
+            return self._used_nbytes
+
+    def on_full(self, callback: OnFull | None) -> None:
+        with self._lock:
+            self._on_full = callback
+
+    def allocate(self, nbytes: int, stream: Stream) -> CudaBuffer:
+        mine = self._own_stream(stream)
+        while True:
+            with self._lock:
+                self._require_open()
+                self._tidy()
+                missing_nbytes = self._used_nbytes + nbytes - self.capacity_nbytes
+                used_nbytes = self._used_nbytes
+                if missing_nbytes <= 0:
+                    self._used_nbytes += nbytes
+            problem: MemoryError | None = None
+            if missing_nbytes <= 0:
+                try:
+                    return self._allocated(nbytes, mine)
+                except MemoryError as error:
+                    # Others use the same memory, or what is free of it is in pieces.
+                    problem = error
+                    missing_nbytes = nbytes
+                    self._give_back(nbytes)
+                except BaseException:
+                    self._give_back(nbytes)
+                    raise
+            with self._lock:
+                freeing_nbytes = sum(allocation.nbytes for allocation, _ in self._freeing)
+                soon = self._freeing[0][1] if self._freeing else None
+                callback = self._on_full
+            wait = None
+            if soon is not None and (problem is not None or missing_nbytes <= freeing_nbytes):
+                wait = partial(self.driver.wait_for, soon)
+            overcome(self, nbytes, used_nbytes, wait, callback, problem)
+
+    def _allocated(self, nbytes: int, stream: CudaStream) -> CudaBuffer:
+        allocation = _Allocation(self, self.driver.allocate(max(1, nbytes), self._memory), nbytes)
+        self.driver.make_wait(stream.handle, self.driver.record(self._memory))
+        with self._lock:
+            self._allocations.add(allocation)
+        return CudaBuffer(allocation, 0, nbytes)
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._used_nbytes -= nbytes
+
+    def _free(self, buffer: CudaBuffer, stream: Stream) -> None:
+        mine = self._own_stream(stream)
+        if buffer.nbytes != buffer.allocation.nbytes:
+            raise ValueError("a part of a buffer cannot be freed")
+        with self._lock:
+            self._require_open()
+            if buffer.allocation.is_freed:
+                raise HazardError("memory is freed that was freed before")
+            self._queue_free(buffer.allocation, mine)
+            self._tidy_briefly()
+
+    def _queue_free(self, allocation: _Allocation, stream: CudaStream) -> None:
+        # Let go of by the host after the event, instead of in stream order: pools know the stream
+        # that memory was allocated on, not the last one that used it.
+        allocation.is_freed = True
+        self._allocations.remove(allocation)
+        self._freeing.append((allocation, self.driver.record(stream.handle)))
+
+    def bury(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
+        """Free memory on a stream, after some events; for destructors.
+
+        Takes no lock, raises nothing, and happens with the next call to the device.
+        """
+        self._dead.append((buffer, stream, list(events)))
+
+    def _tidy(self, is_brief: bool = False) -> None:
+        """Let go of what is not used any more, as `taken_done` finds it. The lock is held."""
+        while self._dead and not self._is_closed:
+            buffer, stream, events = self._dead.popleft()
+            for event in events:
+                self.driver.make_wait(stream.handle, event.handle)
+            if not buffer.allocation.is_freed:
+                self._queue_free(buffer.allocation, stream)
+        for allocation in taken_done(self.driver, self._freeing, is_brief):
+            allocation.memory = None
+            self._used_nbytes -= allocation.nbytes
+        for held in taken_done(self.driver, self._held, is_brief):
+            held.clear()
+        if self.times is not None:
+            self.times.collect(is_brief)
+
+    def _tidy_briefly(self) -> None:
+        """For calls that are to cost little. The lock is held.
+
+        All that waits is looked at only where there is twice as much as the last time left: behind
+        one stream that does not get on, work that others have done must not pile up.
+        """
+        if self._n_waiting() < self._most_waiting:
+            self._tidy(is_brief=True)
+        else:
+            self._tidy()
+            self._most_waiting = max(_FEW_WAITING, 2 * self._n_waiting())
+
+    def _n_waiting(self) -> int:
+        n_timed = len(self.times) if self.times is not None else 0
+        return len(self._freeing) + len(self._held) + n_timed
+
+    # ------------------------------------------------------------------ work
+
+    def stream(self, name: str, priority: Priority = Priority.NORMAL) -> CudaStream:
+        self._require_open()
+        stream = CudaStream(self, name, priority, self.driver.open_stream(priority))
+        with self._lock:
+            self._streams.append(stream)
+        return stream
+
+    def close(self) -> None:
+        """Stop. What was queued cannot be taken back from a GPU, and is waited for."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._tidy()
+            self._is_closed = True
+            streams = self._streams
+        for stream in streams:
+            # A device that failed has told those who waited; here nobody waits.
+            with contextlib.suppress(Exception):
+                self.driver.wait_for(self.driver.record(stream.handle))
+        with self._lock, contextlib.suppress(Exception):
+            self._tidy()
+
+    def _record(self, stream: CudaStream) -> CudaEvent:
+        with self._lock:
+            self._require_open()
+            event = CudaEvent(self, self.driver.record(stream.handle), stream.error)
+            if stream.held:
+                self._held.append((stream.held, event.handle))
+                stream.held = []
+            self._tidy_briefly()
+            return event
+
+    def _make_wait(self, stream: CudaStream, event: Event) -> None:
+        if not isinstance(event, CudaEvent) or event.device is not self:
+            raise ValueError("an event of another device")
+        with self._lock:
+            self._require_open()
+            self.driver.make_wait(stream.handle, event.handle)
+            stream.error = stream.error or event.error
+            self._tidy_briefly()
+
+    def _hold(self, stream: CudaStream, data: Bytes) -> None:
+        """CUDA does not keep host memory alive, and nobody has to who only queues a copy.
+
+        Called after the copy is queued: another thread may record an event of the stream any time,
+        which must not stand for a copy that comes after it.
+        """
+        with self._lock:
+            stream.held.append(data)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"device {self.name!r} is closed")
+
+    def _own(self, buffers: Iterable[Buffer]) -> list[CudaBuffer]:
+        mine = []
+        for buffer in buffers:
+            if not isinstance(buffer, CudaBuffer) or buffer.allocation.device is not self:
+                raise ValueError("memory of another device")
+            if buffer.allocation.is_freed:
+                raise HazardError("memory is used that was freed before")
+            mine.append(buffer)
+        return mine
+
+    def _own_stream(self, stream: Stream) -> CudaStream:
+        if not isinstance(stream, CudaStream) or stream.device is not self:
+            raise ValueError("a stream of another device")
+        return stream

@@ -1,0 +1,1 @@
+"""An emulated device in host memory, for machines without a GPU."""

@@ -1,0 +1,237 @@
+"""Pages from the system, stitched and cut without copying.
+
+A page here is 2 MiB on a 2 MiB boundary. Pages are fungible: moving one to another address
+(`mremap`) moves an entry of the page table, not its bytes. That is how pages left behind by many
+small buffers become one large contiguous buffer without a single page fault.
+
+`PrivatePages` are anonymous memory, which the kernel backs with huge pages where it has any.
+`SharedPages` belong to a nameless file in memory that another process can open and read: that is
+how shards change hands on one host. Nothing has to be cleaned up after a process that dies: the
+memory goes with the last descriptor.
+
+Linux only, through the C library. Knows nothing of who uses a page (`devices.host_memory.pool`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from functools import lru_cache
+from typing import Any
+
+from dask_gpurt.system_calls import memory_file
+
+PAGE_NBYTES = 2 << 20
+
+_PROT_NONE = 0
+_PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MREMAP_MAYMOVE_FIXED = 1 | 2
+_MADV_HUGEPAGE = 14
+_FALLOC_KEEP_SIZE = 1
+_FALLOC_PUNCH_HOLE = 2
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@lru_cache(1)
+def _library() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    size, address, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    library.mmap.argtypes = [address, size, number, number, number, ctypes.c_long]
+    library.mmap.restype = address
+    library.munmap.argtypes = [address, size]
+    library.mremap.argtypes = [address, size, size, number, address]
+    library.mremap.restype = address
+    library.madvise.argtypes = [address, size, number]
+    library.fallocate.argtypes = [number, number, ctypes.c_long, ctypes.c_long]
+    return library
+
+
+def _checked(address: int | None, what: str) -> int:
+    if address is None or address == _FAILED:
+        code = ctypes.get_errno()
+        error = MemoryError if code in (0, 12) else OSError
+        raise error(f"{what} failed: {os.strerror(code)}")
+    return address
+
+
+def _reserve(n_pages: int) -> int:
+    """Address range on a page boundary, with nothing behind it yet."""
+    library = _library()
+    wanted = n_pages * PAGE_NBYTES
+    flags = _PRIVATE | _MAP_NORESERVE
+    start = _checked(library.mmap(None, wanted + PAGE_NBYTES, _PROT_NONE, flags, -1, 0), "mmap")
+    first = -(-start // PAGE_NBYTES) * PAGE_NBYTES
+    if first > start:
+        library.munmap(start, first - start)
+    tail = start + wanted + PAGE_NBYTES - (first + wanted)
+    if tail:
+        library.munmap(first + wanted, tail)
+    return first
+
+
+class PrivatePages:
+    """Pages of this process alone."""
+
+    def build(self, n_pages: int, spare: list[int]) -> int:
+        """Contiguous pages, made of spare ones as far as they go.
+
+        Parameters
+        ----------
+        spare
+            Addresses of pages that nobody uses; those taken are removed from the end.
+
+        Returns
+        -------
+        int
+            Address of the first page.
+
+        Raises
+        ------
+        MemoryError
+            The system has no more.
+        """
+        if n_pages == 1 and spare:
+            return spare.pop()
+        library = _library()
+        first = _reserve(n_pages)
+        moved = min(n_pages, len(spare))
+        try:
+            for number in range(moved):
+                target = first + number * PAGE_NBYTES
+                answer = library.mremap(
+                    spare[-1], PAGE_NBYTES, PAGE_NBYTES, _MREMAP_MAYMOVE_FIXED, target
+                )
+                _checked(answer, "mremap")
+                self._moved(spare.pop(), target)
+            if moved < n_pages:
+                self._add(first + moved * PAGE_NBYTES, n_pages - moved)
+        except (MemoryError, OSError):
+            self.give_back(first, n_pages)
+            raise
+        return first
+
+    def _moved(self, old: int, new: int) -> None:
+        """A page went from one address to another."""
+
+    def _add(self, start: int, n_pages: int) -> None:
+        """Put fresh pages into a reserved range."""
+        nbytes = n_pages * PAGE_NBYTES
+        flags = _PRIVATE | _MAP_FIXED
+        _checked(_library().mmap(start, nbytes, _PROT_READ_WRITE, flags, -1, 0), "mmap")
+        # Advice: where the kernel has no huge pages, small ones do.
+        _library().madvise(start, nbytes, _MADV_HUGEPAGE)
+
+    def give_back(self, address: int, n_pages: int = 1) -> None:
+        """Return pages to the system."""
+        _library().munmap(address, n_pages * PAGE_NBYTES)
+
+    def close(self) -> None:
+        """Let go of whatever pages are shared by."""
+
+    def part_from_parent(self) -> bool:
+        """In a forked child: whether pages from before the fork are the parent's as well."""
+        return False
+
+
+class SharedPages(PrivatePages):
+    """Pages of a file in memory, which other processes read by position.
+
+    The file begins with one page that is never handed out, for whoever made it to sign.
+
+    Raises
+    ------
+    OSError
+        The system has no such files.
+    """
+
+    def __init__(self) -> None:
+        self.fd = memory_file("gpurt")
+        os.ftruncate(self.fd, PAGE_NBYTES)
+        self._end = PAGE_NBYTES
+        self._free: list[int] = []
+        #: Where in the file the page at an address is.
+        self._positions: dict[int, int] = {}
+
+    def _moved(self, old: int, new: int) -> None:
+        if (position := self._positions.pop(old, None)) is not None:
+            self._positions[new] = position
+
+    def _add(self, start: int, n_pages: int) -> None:
+        if self.fd < 0:
+            super()._add(start, n_pages)
+            return
+        library = _library()
+        for address in range(start, start + n_pages * PAGE_NBYTES, PAGE_NBYTES):
+            if not self._free:
+                os.ftruncate(self.fd, self._end + PAGE_NBYTES)
+                self._free.append(self._end)
+                self._end += PAGE_NBYTES
+            flags = mmap.MAP_SHARED | _MAP_FIXED
+            position = self._free[-1]
+            _checked(
+                library.mmap(address, PAGE_NBYTES, _PROT_READ_WRITE, flags, self.fd, position),
+                "mmap",
+            )
+            self._positions[address] = self._free.pop()
+
+    def give_back(self, address: int, n_pages: int = 1) -> None:
+        super().give_back(address, n_pages)
+        for page in range(address, address + n_pages * PAGE_NBYTES, PAGE_NBYTES):
+            position = self._positions.pop(page, None)
+            if position is None:  # reserved, and nothing was put there
+                continue
+            mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
+            if not _library().fallocate(self.fd, mode, position, PAGE_NBYTES):
+                self._free.append(position)
+
+    def extents(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """Where in the file some bytes are: positions and lengths, in order.
+
+        Raises
+        ------
+        KeyError
+            They are not in pages of this file.
+        """
+        found: list[tuple[int, int]] = []
+        end = address + nbytes
+        while address < end:
+            page = address // PAGE_NBYTES * PAGE_NBYTES
+            length = min(end, page + PAGE_NBYTES) - address
+            position = self._positions[page] + address - page
+            if found and sum(found[-1]) == position:
+                position, length = found[-1][0], found[-1][1] + length
+                found.pop()
+            found.append((position, length))
+            address = page + PAGE_NBYTES
+        return found
+
+    def close(self) -> None:
+        """Nobody will read these pages any more: those built from now on are private.
+
+        Buffers that are still alive keep their mappings; the memory stays as long as they do.
+        """
+        fd, self.fd = getattr(self, "fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+    def part_from_parent(self) -> bool:
+        """In a forked child: what it wrote to these pages, or gave back, the parent would lose."""
+        self.close()
+        return True
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def system_policy() -> str:
+    """What the kernel does for memory that asks for huge pages: `always`, `madvise`, `never`."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            words = file.read().split()
+    except OSError:
+        return "unknown"
+    return next((word.strip("[]") for word in words if word.startswith("[")), "unknown")

@@ -1,0 +1,1 @@
+"""Tables and arrays in the memory of a device: cuDF and CuPy."""

@@ -1,0 +1,358 @@
+"""DataFrames in the memory of a device: partition, pack, unpack and concatenate.
+
+Rows are ordered by slot on the device, gathered shard by shard, and packed into one buffer each,
+which is what travels, is kept, or goes to disk. A shard stays on the device while that has room for
+it (`room`), and is in the host's memory otherwise; it comes back when an output needs it.
+
+How it is done with a library's tables is `Tables`' business: `frames.device.cudf_` for cuDF; the
+tests have one in host memory. What a buffer's contents look like is
+`frames.device.device_contents`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+
+from dask_gpurt.frames.adapter import (
+    DeviceMemory,
+    Empty,
+    Landing,
+    Packed,
+    Piece,
+    Selection,
+    Slots,
+    fresh,
+)
+from dask_gpurt.frames.device import device_contents
+from dask_gpurt.frames.device.device_contents import DeviceColumn
+from dask_gpurt.frames.sections import Section
+
+_VERSION = 1
+
+#: How the type of a column or index level follows from its buffers, and what each kind needs for
+#: it: `meta`, that of the frame's meta; `physical`, what the library makes of the buffers alone;
+#: `category` (whether ordered, categories as an Arrow stream); `zone`, instants shown in a zone.
+KINDS: dict[str, tuple[type, ...]] = {
+    "meta": (),
+    "physical": (),
+    "category": (bool, bytes),
+    "zone": (str,),
+}
+#: One of them with what it needs.
+Kind = tuple[Any, ...]
+
+#: To pack a shard costs a device some tens of microseconds, however small it is.
+_SHARD_NBYTES = 16 << 20
+
+
+class Tables(Protocol):
+    """What is asked of a library of tables in device memory.
+
+    A *table* is the library's own object, columns of one length; so are the arrays of row numbers,
+    which can be sliced. Whatever is returned can be used at once, and by any thread.
+    """
+
+    def is_frame(self, frame: Any) -> bool:
+        """Whether it is the kind of frame that can be taken apart."""
+
+    def take_apart(self, frame: Any, meta: Any) -> tuple[Any, list[Kind]]:
+        """Table of the columns and then the index levels of a frame, and the kind of each.
+
+        Raises
+        ------
+        TypeError
+            A column has a type that cannot be carried.
+        """
+
+    def put_together(self, table: Any, kinds: Sequence[Kind], meta: Any) -> Any:
+        """The inverse, with labels as the meta has them."""
+
+    def joined(self, frames: list[Any], meta: Any) -> Any:
+        """Frames of one or several types below each other, with the types that stock makes."""
+
+    def group(self, numbers: Any, slots: Slots) -> tuple[Any, Sequence[int]]:
+        """As `OpenPartition.group`, of the column of a frame that has the partition numbers."""
+
+    def nbytes(self, table: Any) -> int:
+        """Bytes that a table takes."""
+
+    def gather(self, table: Any, rows: Any) -> Any:
+        """Table of these rows, numbers from `group` or of NumPy."""
+
+    def slice(self, table: Any, start: int, stop: int) -> Any:
+        """Some rows of a table, which may share its memory."""
+
+    def concatenate(self, tables: list[Any]) -> Any:
+        """Tables of one or more, below each other, in memory of its own."""
+
+    def pack(self, table: Any) -> tuple[DeviceMemory, list[DeviceColumn]]:
+        """Buffers of a table one after the other in memory of their own, and where they lie."""
+
+    def view(self, memory: DeviceMemory, columns: Sequence[DeviceColumn]) -> Any:
+        """Table over packed memory, as long as that lives. Places were checked."""
+
+    def fill(self, target: Any, packed: Any, contents: bytes) -> None:
+        """Copy packed buffers, and the contents after them, into memory of that length."""
+
+    def to_device(self, buffer: Any) -> DeviceMemory:
+        """Copy of host memory."""
+
+
+@dataclass(frozen=True)
+class DeviceLayout:
+    """Types of the columns and index levels of a frame."""
+
+    kinds: tuple[Kind, ...]
+
+    @cached_property
+    def key(self) -> bytes:
+        return msgpack.packb([_VERSION, [list(kind) for kind in self.kinds]])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def from_key(key: bytes, n_columns: int) -> DeviceLayout:
+        """Read what `key` made.
+
+        Raises
+        ------
+        ValueError
+            It is none, one of another version, or not about so many columns.
+        """
+        try:
+            version, plain = msgpack.unpackb(key)
+            kinds = tuple(tuple(kind) for kind in plain)
+            are_kinds = all(tuple(map(type, kind[1:])) == KINDS[kind[0]] for kind in kinds)
+        except (TypeError, KeyError, IndexError, ValueError, msgpack.UnpackException) as error:
+            raise ValueError(f"not the layout of a device frame: {error}") from error
+        if version != _VERSION or not are_kinds or len(kinds) != n_columns:
+            raise ValueError(f"not the layout of a device frame of {n_columns} columns and levels")
+        return DeviceLayout(kinds)
+
+
+class DeviceBody:
+    """Rows of one shard: buffers and contents, on the device or still in the host's memory.
+
+    Attributes
+    ----------
+    memory
+        What is packed. Once it was needed on the device, it is there and nowhere else.
+    """
+
+    def __init__(
+        self, layout: DeviceLayout, packed: Packed, columns: tuple[DeviceColumn, ...]
+    ) -> None:
+        self.layout = layout
+        self.columns = columns
+        self._packed = packed
+        self._table: Any = None
+
+    @property
+    def layout_key(self) -> bytes:
+        return self.layout.key
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._packed.buffer.nbytes)
+
+    @property
+    def packed(self) -> Packed:
+        return self._packed
+
+    def table(self, tables: Tables) -> Any:
+        """The rows as a table on the device.
+
+        Two threads may bring them there at once: both tables are right, and one of them stays.
+        """
+        if self._table is None:
+            packed = self._packed
+            if not packed.is_on_device:
+                memory = tables.to_device(packed.buffer)
+                packed = Packed(memory, packed.n_rows, 0, packed.pickle_nbytes)
+            self._table = tables.view(packed.buffer, self.columns)
+            self._packed = packed
+        return self._table
+
+
+class DevicePartition:
+    """One input partition: a table, and the column that says where its rows go."""
+
+    def __init__(self, frame: Any, numbers: Any, adapter: DeviceFrames) -> None:
+        self._adapter = adapter
+        self._tables = adapter.tables
+        self._numbers = numbers
+        self._n_rows = len(frame)
+        self._table, kinds = self._tables.take_apart(frame, adapter.result_meta)
+        self.layout = adapter.interned(DeviceLayout(tuple(kinds)))
+
+    @property
+    def layout_key(self) -> bytes:
+        return self.layout.key
+
+    @property
+    def row_nbytes(self) -> float:
+        return self._tables.nbytes(self._table) / max(1, self._n_rows)
+
+    def group(self, slots: Slots) -> tuple[Any, Sequence[int]]:
+        return self._tables.group(self._numbers, slots)
+
+    def gather(self, selections: Sequence[Selection]) -> list[DeviceBody | Packed]:
+        # Shard by shard, unlike on the host: the device has no cache that a column would stay in,
+        # and all rows at once would take as much memory again as the partition.
+        shards: list[DeviceBody | Packed] = []
+        for selection in selections:
+            rows = self._tables.gather(self._table, selection.rows)
+            data, columns = self._tables.pack(rows)
+            del rows
+            packed = self._placed(data, device_contents.encode(columns), selection)
+            if selection.leaves:
+                shards.append(packed)
+            else:
+                shards.append(DeviceBody(self.layout, packed, tuple(columns)))
+        return shards
+
+    def _placed(self, data: DeviceMemory, contents: bytes, selection: Selection) -> Packed:
+        """Packed buffers with their contents, on the device if that has room for them."""
+        nbytes = data.nbytes + len(contents)
+        buffer: Any = self._adapter.room(nbytes)
+        if buffer is not None:
+            self._tables.fill(buffer, data, contents)
+        else:
+            buffer = selection.empty(nbytes)
+            data.copy_to_host(buffer[: data.nbytes])
+            buffer[data.nbytes :] = np.frombuffer(contents, dtype=np.uint8)
+        return Packed(buffer, len(selection.rows), 0, len(contents))
+
+
+class DeviceFrames:
+    """Adapter for the device frames of one shuffle.
+
+    Parameters
+    ----------
+    tables
+        The library.
+    meta, column, drop_column
+        As for `PandasFrames`.
+    room
+        Memory of the device for shards, up to its mark.
+    """
+
+    shard_nbytes: int | None = _SHARD_NBYTES
+
+    def __init__(
+        self, tables: Tables, meta: Any, column: Any, drop_column: bool, room: Landing
+    ) -> None:
+        self.tables = tables
+        self.landing: Landing | None = room
+        self.room = room
+        self.result_meta = meta.drop(columns=column) if drop_column else meta
+        self._meta = meta
+        self._column = column
+        self._n_columns = self.result_meta.shape[1] + self.result_meta.index.nlevels
+        self._layouts: dict[bytes, DeviceLayout] = {}
+
+    def open(self, frame: Any) -> DevicePartition:
+        if not self.tables.is_frame(frame):
+            raise TypeError(f"Expected data={frame!r} to be a DataFrame, got {type(frame)}.")
+        meta = self._meta
+        if not frame.columns.equals(meta.columns):
+            if set(frame.columns) != set(meta.columns) or not frame.columns.is_unique:
+                raise ValueError(
+                    f"Expected self.meta.columns={meta.columns!r} to match "
+                    f"data.columns={frame.columns!r}."
+                )
+            frame = frame[list(meta.columns)]
+        if frame.index.nlevels != meta.index.nlevels:
+            raise ValueError(
+                f"an index of {frame.index.nlevels} levels where there should be "
+                f"{meta.index.nlevels}"
+            )
+        numbers = frame[self._column]
+        if self.result_meta is not meta:
+            frame = frame.drop(columns=self._column)
+        return DevicePartition(frame, numbers, self)
+
+    def interned(self, layout: DeviceLayout) -> DeviceLayout:
+        """One object for equal layouts, so that equality is quick to see."""
+        return self._layouts.setdefault(layout.key, layout)
+
+    def pack(self, body: DeviceBody) -> Packed:
+        return body.packed
+
+    def unpack(self, layout_key: bytes, packed: Packed) -> DeviceBody:
+        layout = self._layouts.get(layout_key)
+        if layout is None:
+            layout = self.interned(DeviceLayout.from_key(layout_key, self._n_columns))
+        data_nbytes = packed.buffer.nbytes - packed.pickle_nbytes
+        if packed.arrow_nbytes or data_nbytes < 0:
+            raise ValueError("the sections of a shard do not match its layout")
+        contents = np.empty(packed.pickle_nbytes, dtype=np.uint8)
+        if packed.is_on_device:
+            packed.buffer.copy_to_host(contents, data_nbytes)
+        else:
+            contents[:] = packed.buffer[data_nbytes:]
+        columns = device_contents.decode(contents.tobytes(), packed.n_rows, data_nbytes)
+        if len(columns) != self._n_columns:
+            raise ValueError(f"{len(columns)} columns and levels in a shard of {self._n_columns}")
+        return DeviceBody(layout, packed, columns)
+
+    def sections(self, layout_key: bytes, packed: Packed) -> list[Section]:
+        body = self.unpack(layout_key, packed)
+        return list(_sections(body.columns, packed.buffer.nbytes, packed.pickle_nbytes))
+
+    def concatenate(self, pieces: Sequence[Piece], empty: Empty = fresh) -> Any:
+        runs: list[list[Piece]] = []
+        for piece in pieces:
+            if piece.stop <= piece.start:
+                continue
+            if not runs or runs[-1][-1].body.layout is not piece.body.layout:
+                runs.append([])
+            runs[-1].append(piece)
+        if not runs:
+            return self.result_meta.copy()
+        return self.tables.joined([self._alike(run) for run in runs], self.result_meta)
+
+    def _alike(self, pieces: list[Piece]) -> Any:
+        """Pieces of one layout below each other."""
+        tables = self.tables
+        parts = [
+            tables.slice(piece.body.table(tables), piece.start, piece.stop) for piece in pieces
+        ]
+        layout: DeviceLayout = pieces[0].body.layout
+        return tables.put_together(tables.concatenate(parts), layout.kinds, self.result_meta)
+
+
+def _sections(
+    columns: Sequence[DeviceColumn], total_nbytes: int, contents_nbytes: int
+) -> Iterator[Section]:
+    """Buffers of packed columns, and what lies between them."""
+    found: list[Section] = []
+
+    def add(column: DeviceColumn, name: str) -> None:
+        if column.nbytes:
+            itemsize = column.nbytes // column.n_rows if column.n_rows else 1
+            is_regular = column.type != "STRING" and itemsize in (1, 2, 4, 8)
+            found.append((name, column.offset, column.nbytes, itemsize if is_regular else 1))
+        if column.mask is not None and column.n_rows:
+            nbytes = device_contents.mask_nbytes(column.n_rows)
+            found.append((f"{name} validity", column.mask, nbytes, 1))
+        for number, child in enumerate(column.children):
+            add(child, f"{name}.{number}")
+
+    for number, column in enumerate(columns):
+        add(column, f"column {number}")
+    end = total_nbytes - contents_nbytes
+    position = n_gaps = 0
+    for section in [*sorted(found, key=lambda one: one[1]), ("contents", end, contents_nbytes, 1)]:
+        _, offset, nbytes, _ = section
+        if offset < position:
+            continue  # a library may let columns share a buffer
+        if offset > position:
+            yield (f"padding {n_gaps}", position, offset - position, 1)
+            n_gaps += 1
+        yield section
+        position = offset + nbytes

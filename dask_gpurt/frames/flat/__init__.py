@@ -1,0 +1,1 @@
+"""Task outputs as plain nodes and buffers, and back."""

@@ -1,0 +1,127 @@
+"""What a worker's store consists of: levels, tiers and packings, as settings and the machine say.
+
+Homes first, of which a worker without a GPU has one; then tiers, fastest first. Only values of a
+GPU go to pinned memory: for others it would be a copy for nothing. What moves between levels, and
+when, is not decided here (`memory.decisions.residency`), nor who listens to what
+(`plugins.memory.manager`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import dask.config
+
+from dask_gpurt.config import MemorySettings
+from dask_gpurt.devices.host_memory.pinned import PinnedPool
+from dask_gpurt.frames.flat.values import flatten, restore
+from dask_gpurt.memory.decisions.residency import Level
+from dask_gpurt.memory.files.directory import sweep
+from dask_gpurt.memory.files.disk_tier import DiskTier
+from dask_gpurt.memory.files.inherited import InheritedTier
+from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
+from dask_gpurt.memory.store import HOME
+from dask_gpurt.memory.tiers import Packing, Tier
+from dask_gpurt.plugins.memory import gpu_store
+from dask_gpurt.plugins.memory.gpu_store import StoreDevice
+from dask_gpurt.plugins.patches import worker_memory
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+#: The home of values of a GPU, where there is one.
+DEVICE = 1
+#: Of a tier in the host's memory, this share is used before some values go on to disk. The rest is
+#: for what comes while others leave: a tier that is full is passed by.
+USUAL_SHARE = 0.8
+#: Of a worker's memory limit, what may be pinned. It is taken from the room of other values as it
+#: grows, and not given back: to pin memory costs more than to copy it.
+PINNED_SHARE = 0.2
+
+
+class StoreLevels:
+    """Levels of one worker's store.
+
+    Parameters
+    ----------
+    stock
+        The store that the worker has.
+    room_nbytes
+        Most that values may take in memory.
+    on_io
+        Told what a disk moved: `TieredStore.on_io`.
+
+    Attributes
+    ----------
+    device
+        None if no value of this process can be on one.
+    inherited_level
+        Number of the level that is what `stock` has on disk.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: MemorySettings,
+        stock: Any,
+        room_nbytes: int,
+        on_io: Callable[[str, int, float], None],
+    ) -> None:
+        packing = Packing(
+            worker_memory.safe_sizeof,
+            partial(flatten, dumps=worker_memory.dumps, take_apart=worker_memory.take_apart),
+            partial(restore, loads=worker_memory.loads, rebuild=worker_memory.rebuild),
+        )
+        self.packings = [packing]
+        self.levels = [Level("memory", room_nbytes)]
+        self.tiers: list[Tier] = []
+        self.device: StoreDevice | None = None
+        self.pinned: PinnedPool | None = None
+        if gpu_store.why_none(gpu_store.local_facts()) is None:
+            self.device = StoreDevice(settings, packing)
+            self.packings.append(self.device.packing)
+            # How much it may hold is known once it is open.
+            self.levels.append(Level("device"))
+            limit_nbytes = int(worker.memory_manager.memory_limit or 0)
+            self.pinned = PinnedPool(int(PINNED_SHARE * limit_nbytes), pin=self.device.pin)
+            self._add(PinnedTier(self.pinned), USUAL_SHARE)
+        if settings.compressed_nbytes:
+            self._add(CompressedTier(settings.compressed_nbytes), USUAL_SHARE)
+        # Whole, as Dask's own is: a task may change the working directory.
+        parent = os.path.abspath(os.path.expanduser(settings.directory or worker.local_directory))
+        # Users switch Dask's locks off where a file system's do not work.
+        locks = bool(dask.config.get("distributed.worker.use-file-locking", True))
+        sweep(parent, locks)
+        self.disk = DiskTier(
+            parent,
+            settings.disk_limit_nbytes or worker.memory_manager.max_spill or None,
+            None if settings.compression == "none" else settings.compression,
+            on_io,
+            locks=locks,
+        )
+        self._add(self.disk)
+        self.inherited = InheritedTier(worker_memory.on_disk(stock), packing.flatten)
+        self._add(self.inherited)
+        self.inherited_level = len(self.levels) - 1
+
+    def _add(self, tier: Tier, share: float = 1.0) -> None:
+        most_nbytes = tier.capacity_nbytes
+        usual_nbytes = int(share * most_nbytes) if most_nbytes is not None else None
+        self.levels.append(Level(tier.name, usual_nbytes))
+        self.tiers.append(tier)
+
+    @property
+    def chains(self) -> dict[int, tuple[int, ...]]:
+        """Home to the tiers below it."""
+        below = tuple(range(len(self.packings), len(self.levels)))
+        if self.device is None:
+            return {HOME: below}
+        return {HOME: below[1:], DEVICE: below}
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Memory of the host that was pinned so far."""
+        return self.pinned.used_nbytes + self.pinned.idle_nbytes if self.pinned else 0

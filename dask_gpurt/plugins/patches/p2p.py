@@ -1,0 +1,416 @@
+"""Every private name of dask and distributed that this package touches.
+
+The version gate, names that other modules import from here instead of from distributed, and what
+is replaced on live schedulers, workers and clients, each of it reversible. Contract tests in
+`tests/plugins/patches/test_p2p.py` fail when distributed moves any of it.
+
+| what | why | taken back by |
+|---|---|---|
+| `ShuffleSchedulerPlugin._retrieve_spec` | our spec takes the place of the stock one when a run
+is created; the control plane stays distributed's | `SpecSwap.remove` |
+| handler `shuffle_get_or_create` | waits for workers that are just joining, and sends output tasks
+to the owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock
+lets each run once in the wrong place to find out | `SpecSwap.remove` |
+| handler `shuffle_get` | as the one before it, has a shuffle start over whose spec a worker asks
+for that must not have it (`_fail_on_workers`, `_clean_on_scheduler`, `_restart_shuffle`, as when a
+worker left); the task that asked runs again | `SpecSwap.remove` |
+| `P2PBarrierTask.spec` | what will be shuffled, before there is a run | |
+| `dask.array.core.concatenate3` | chunks that are not plain memory are joined as by stock | |
+| handler `shuffle_restrict_task` | sends a task to the owner of its partition although it was sent
+somewhere before; stock would leave it where it is | `SpecSwap.remove` |
+| `Task.func`, `Task.args`, `TaskState.priority` | which partition an output task reads, fused or
+not, and when | |
+| `ShuffleWorkerPlugin.add_partition` | a first look at the data, before a run is asked for
+| `RunLookup.remove` |
+| `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run` | a task finds a run of ours
+that is up without asking the event loop, which may be busy | `RunLookup.remove` |
+| `ShuffleWorkerPlugin.barrier` | what a late barrier says of a run that is over is "again", and no
+error | `RunLookup.remove` |
+| handler `shuffle_inputs_done` | a worker that closes says neither that it delivered what it had
+nor that the shuffle failed | `RunLookup.remove` |
+| `Worker.rpc.available`, `.occupied`, `TCP.stream` | the kernel says what a link carries | |
+| `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import distributed
+from dask._task_spec import Task
+from distributed.core import Status, clean_exception, error_message
+from distributed.exceptions import Reschedule
+from distributed.metrics import context_meter, thread_time, time
+from distributed.protocol import to_serialize
+from distributed.shuffle._core import (
+    ShuffleId,
+    ShuffleSpec,
+    barrier_key,
+    handle_transfer_errors,
+    handle_unpack_errors,
+)
+from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
+from distributed.shuffle._merge import merge_unpack
+from distributed.shuffle._rechunk import ArrayRechunkSpec, rechunk_unpack
+from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+from distributed.shuffle._shuffle import DataFrameShuffleSpec, shuffle_unpack
+from distributed.utils import sync
+from distributed.utils_comm import retry
+
+from dask_gpurt.plugins.bootstrap import untested
+from dask_gpurt.transport.rate import TCP_INFO_NBYTES, delivery_rate
+
+if TYPE_CHECKING:
+    from distributed import Client, Scheduler, Worker
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+__all__ = [
+    "ArrayRechunkSpec",
+    "DataFrameShuffleSpec",
+    "P2PConsistencyError",
+    "Reschedule",
+    "RunLookup",
+    "ShuffleClosedError",
+    "ShuffleId",
+    "ShuffleSchedulerPlugin",
+    "ShuffleSpec",
+    "SpecSwap",
+    "active_shuffles",
+    "allow_work",
+    "clean_exception",
+    "delivered",
+    "event_loop",
+    "context_meter",
+    "handle_transfer_errors",
+    "handle_unpack_errors",
+    "join_arrays",
+    "read_order",
+    "refuse_work",
+    "requires_encryption",
+    "retry",
+    "stock_spec",
+    "sync",
+    "thread_time",
+    "to_serialize",
+    "unsupported_reason",
+]
+
+#: Versions of distributed this was tested with: from the first, and below the second.
+TESTED = ("2026.7.1", "2026.9.0")
+
+
+def unsupported_reason(version: str | None = None) -> str | None:
+    """Why this distributed cannot be used, or None when it can."""
+    return untested(version or distributed.__version__, TESTED)
+
+
+def lacks_shuffles(scheduler: Scheduler) -> str | None:
+    """Why there are no shuffles on this scheduler to take over, or None where there are."""
+    if "shuffle" in scheduler.plugins:
+        return None
+    return "the scheduler was started without distributed's shuffle extension"
+
+
+#: States of a task on the scheduler that is wanted and has no result.
+TO_RUN = frozenset({"waiting", "queued", "no-worker", "processing"})
+
+
+class SpecSwap:
+    """Puts another spec in place of the stock one whenever a shuffle run is created.
+
+    Parameters
+    ----------
+    scheduler
+        A live scheduler.
+    replace
+        Stock spec to the one to use, which may be the same.
+    ready
+        Awaited before a run is created, or given up.
+    takes_part
+        Whether a worker may be told of a run whose spec is not stock's. If one that must not asks
+        for it, the shuffle starts over.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        replace: Callable[[ShuffleSpec[Any]], ShuffleSpec[Any]],
+        ready: Callable[[], Awaitable[None]],
+        takes_part: Callable[[str], bool],
+    ) -> None:
+        self._scheduler = scheduler
+        self._plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
+        self._stock_handler = scheduler.handlers["shuffle_get_or_create"]
+        self._stock_get = stock_get = scheduler.handlers["shuffle_get"]
+        self._stock_restrict = scheduler.handlers["shuffle_restrict_task"]
+        self._ready, self._takes_part = ready, takes_part
+        retrieve = type(self._plugin)._retrieve_spec
+        plugin, stock_handler = self._plugin, self._stock_handler
+
+        def retrieve_spec(shuffle_id: ShuffleId) -> ShuffleSpec[Any]:
+            return replace(retrieve(plugin, shuffle_id))
+
+        async def get(id: ShuffleId, worker: str) -> Any:
+            await self._start_over_without(worker, id)
+            return self._mild(stock_get(id=id, worker=worker), worker, id, Reschedule())
+
+        async def get_or_create(shuffle_id: ShuffleId, worker: str, **kwargs: Any) -> Any:
+            await ready()
+            await self._start_over_without(worker, shuffle_id)
+            is_new = shuffle_id not in plugin.active_shuffles
+            answer = stock_handler(shuffle_id=shuffle_id, worker=worker, **kwargs)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            if is_new and shuffle_id in plugin.active_shuffles:
+                self._place_outputs(shuffle_id)
+            closed = ShuffleClosedError(f"{shuffle_id} is over, or has yet to begin")
+            return self._mild(answer, worker, shuffle_id, closed)
+
+        def restrict_task(key: Any, worker: str, **kwargs: Any) -> Any:
+            # Output tasks are placed before they run. Somebody may have restricted one to another
+            # worker since, and stock, which never places a task twice, would leave it there to ask
+            # for its owner for ever.
+            task = scheduler.tasks.get(key)
+            if task is not None and task.annotations and task.worker_restrictions != {worker}:
+                task.annotations.pop("shuffle_original_restrictions", None)
+            return self._stock_restrict(key=key, worker=worker, **kwargs)
+
+        # On the instance, so that taking it back is deleting it.
+        self._plugin._retrieve_spec = retrieve_spec  # type: ignore[method-assign]
+        scheduler.handlers["shuffle_get"] = get
+        scheduler.handlers["shuffle_get_or_create"] = get_or_create
+        scheduler.handlers["shuffle_restrict_task"] = restrict_task
+
+    async def _start_over_without(self, worker: str, shuffle_id: ShuffleId) -> None:
+        """Give a run up that a worker would have to know of, and must not.
+
+        To keep its tasks from that worker would not do: it may be the only one that is left.
+        """
+        if self._refused(worker, shuffle_id) is None:
+            return
+        # It may be just joining.
+        await self._ready()
+        run = self._refused(worker, shuffle_id)
+        if run is not None:
+            stimulus_id = f"gpurt-cannot-take-part-{time()}"
+            self._plugin._fail_on_workers(run, f"{worker} cannot take part in {run}")
+            self._plugin._clean_on_scheduler(shuffle_id, stimulus_id)
+            self._plugin._restart_shuffle(shuffle_id, self._scheduler, stimulus_id=stimulus_id)
+
+    def _refused(self, worker: str, shuffle_id: ShuffleId) -> Any:
+        """The run of a shuffle, if a worker must not know of it."""
+        run = self._plugin.active_shuffles.get(shuffle_id)
+        if run is None or worker not in self._scheduler.workers or self._takes_part(worker):
+            return None
+        is_stock_s = run.run_spec.spec is stock_spec(self._scheduler, shuffle_id)
+        return None if is_stock_s else run
+
+    def _mild(self, answer: Any, worker: str, shuffle_id: ShuffleId, error: Exception) -> Any:
+        """What stock answers, but that a task on a worker without us is to run again, not to fail.
+
+        A task that asks for a run that is given up may come back to the same worker before it has
+        the answer, which is then taken for that of the next attempt.
+        """
+        is_known = barrier_key(shuffle_id) in self._scheduler.tasks
+        if answer["status"] == "OK" or not is_known or self._takes_part(worker):
+            return answer
+        return error_message(error)
+
+    def _place_outputs(self, shuffle_id: ShuffleId) -> None:
+        run_spec = self._plugin.active_shuffles[shuffle_id].run_spec
+        barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
+        for task in barrier.dependents:
+            partitions = partitions_read(task.run_spec, shuffle_id)
+            owners = {run_spec.worker_for.get(partition) for partition in partitions}
+            owner = owners.pop() if len(owners) == 1 else None
+            stated = task.worker_restrictions
+            # Where somebody wants it elsewhere, it runs there first, as in stock.
+            if owner is not None and (not stated or owner in stated or task.loose_restrictions):
+                self._plugin._set_restriction(task, owner)
+
+    def remove(self) -> None:
+        """Give the stock method and handlers back."""
+        vars(self._plugin).pop("_retrieve_spec", None)
+        self._scheduler.handlers["shuffle_get"] = self._stock_get
+        self._scheduler.handlers["shuffle_get_or_create"] = self._stock_handler
+        self._scheduler.handlers["shuffle_restrict_task"] = self._stock_restrict
+
+
+def active_shuffles(scheduler: Scheduler) -> Collection[str]:
+    """Ids of the shuffles that have a run."""
+    plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
+    return plugin.active_shuffles.keys()
+
+
+def stock_spec(scheduler: Scheduler, shuffle_id: Any) -> ShuffleSpec[Any] | None:
+    """Spec of a shuffle as its graph has it, None if there is no such shuffle."""
+    barrier = scheduler.tasks.get(barrier_key(shuffle_id))
+    return getattr(barrier.run_spec, "spec", None) if barrier is not None else None
+
+
+def read_order(scheduler: Scheduler, shuffle_id: ShuffleId) -> list[Any]:
+    """Output partitions of a shuffle in the order in which workers will read them.
+
+    Each as often as there are tasks that read it and have yet to run: graphs that have a shuffle in
+    common, as those of two computations over one collection do, each read it with tasks of theirs.
+    """
+    barrier = scheduler.tasks.get(barrier_key(shuffle_id))
+    readers = [task for task in barrier.dependents if task.state in TO_RUN] if barrier else []
+    readers.sort(key=lambda task: task.priority or ())
+    return [
+        partition for task in readers for partition in partitions_read(task.run_spec, shuffle_id)
+    ]
+
+
+def partitions_read(task: Any, shuffle_id: ShuffleId) -> set[Any]:
+    """Output partitions of a shuffle that a task reads, itself or in a task fused into it."""
+    found: set[Any] = set()
+    stack = [task]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, dict):
+            stack.extend(one.values())
+        elif isinstance(one, Task):
+            if one.func in (shuffle_unpack, rechunk_unpack) and one.args[0] == shuffle_id:
+                found.add(one.args[1])
+            elif one.func is merge_unpack and shuffle_id in one.args[:2]:
+                found.add(one.args[2])
+            else:
+                stack.extend(arg for arg in one.args if isinstance(arg, (dict, Task)))
+    return found
+
+
+def join_arrays(nested: Any) -> Any:
+    """One array of nested lists of arrays of any kind, as stock's rechunk makes it."""
+    # Here, since most that import this module never see an array.
+    from dask.array.core import concatenate3
+
+    return concatenate3(nested)
+
+
+class RunLookup:
+    """Lets task threads find a live run themselves; for anything else they ask the loop, as stock.
+
+    Parameters
+    ----------
+    worker
+        A live worker.
+    is_ours
+        Whether a run may be found this way.
+    at_first_sight
+        Called with the id of a shuffle that has no run here yet, and the input partition that is
+        about to ask for one.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        is_ours: Callable[[Any], bool],
+        at_first_sight: Callable[[ShuffleId, Any], None],
+    ) -> None:
+        self._plugin: ShuffleWorkerPlugin = worker.plugins["shuffle"]  # type: ignore[assignment]
+        plugin, kind = self._plugin, type(self._plugin)
+
+        def live_run(shuffle_id: ShuffleId) -> Any:
+            manager = plugin.shuffle_runs
+            run = manager._active_runs.get(shuffle_id)
+            if run is None or manager.closed or run.closed or run._exception or not is_ours(run):
+                return None
+            return run
+
+        def get_or_create_shuffle(shuffle_id: ShuffleId) -> Any:
+            return live_run(shuffle_id) or kind.get_or_create_shuffle(plugin, shuffle_id)
+
+        def get_shuffle_run(shuffle_id: ShuffleId, run_id: int) -> Any:
+            run = live_run(shuffle_id)
+            if run is not None and run.run_id == run_id:
+                return run
+            return kind.get_shuffle_run(plugin, shuffle_id, run_id)
+
+        def add_partition(data: Any, partition_id: Any, id: ShuffleId, **kwargs: Any) -> int:
+            if plugin.shuffle_runs._active_runs.get(id) is None:
+                at_first_sight(id, data)
+            return kind.add_partition(plugin, data, partition_id, id, **kwargs)
+
+        def barrier(shuffle_id: ShuffleId, run_ids: Sequence[int]) -> int:
+            try:
+                return kind.barrier(plugin, shuffle_id, run_ids)
+            except P2PConsistencyError as error:
+                # The run is over, or a newer one is there. Whoever waits for this task, if anybody
+                # still does, waits for a run that it knows nothing of.
+                raise Reschedule() from error
+
+        stock_inputs_done = worker.handlers["shuffle_inputs_done"]
+
+        async def inputs_done(shuffle_id: ShuffleId, run_id: int) -> None:
+            try:
+                await stock_inputs_done(shuffle_id=shuffle_id, run_id=run_id)
+            except ShuffleClosedError:
+                if worker.status == Status.closing:
+                    # It is about to leave, upon which the shuffle starts over. An answer before
+                    # that would be the end of the computation.
+                    await worker.finished()
+                raise
+
+        self._worker, self._stock_inputs_done = worker, stock_inputs_done
+        worker.handlers["shuffle_inputs_done"] = inputs_done
+        plugin.add_partition = add_partition  # type: ignore[method-assign]
+        plugin.barrier = barrier  # type: ignore[method-assign]
+        plugin.get_or_create_shuffle = get_or_create_shuffle  # type: ignore[method-assign]
+        plugin.get_shuffle_run = get_shuffle_run  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the stock methods back."""
+        for name in ("add_partition", "barrier", "get_or_create_shuffle", "get_shuffle_run"):
+            vars(self._plugin).pop(name, None)
+        if self._worker.status != Status.closing:
+            self._worker.handlers["shuffle_inputs_done"] = self._stock_inputs_done
+
+
+def event_loop(worker: Worker) -> asyncio.AbstractEventLoop:
+    """The asyncio loop that a worker runs on."""
+    loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+    return loop
+
+
+def requires_encryption(worker: Worker) -> bool:
+    """Whether this worker's connections are, or have to be, encrypted."""
+    return worker.address.startswith(("tls://", "wss://")) or bool(
+        worker.security.require_encryption
+    )
+
+
+def delivered(worker: Worker, address: str) -> int | None:
+    """Bytes a second that the kernel saw delivered on connections to a peer, at the best.
+
+    None where it does not say: no TCP, another system, nothing sent yet.
+    """
+    pool = worker.rpc
+    rates = [0]
+    for comm in (*pool.available.get(address, ()), *pool.occupied.get(address, ())):
+        sock = getattr(getattr(comm, "stream", None), "socket", None)
+        if sock is not None and sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_NBYTES)
+                rates.append(delivery_rate(info) or 0)
+    return max(rates) or None
+
+
+def refuse_work(client: Client, error: Exception) -> None:
+    """Make every computation of this client raise `error`."""
+
+    def raise_error(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    client._graph_to_futures = raise_error  # type: ignore[method-assign]
+
+
+def allow_work(client: Client) -> None:
+    """Take `refuse_work` back."""
+    vars(client).pop("_graph_to_futures", None)

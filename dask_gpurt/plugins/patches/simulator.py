@@ -1,0 +1,287 @@
+"""Every private name of dask and distributed that a simulation touches, besides `patches.p2p`.
+
+| what | why | taken back by |
+|---|---|---|
+| `time`, `monotonic` of distributed's modules | show virtual time to what runs in a virtual loop,
+and the real one to everything else in the process | `virtual_time` |
+| `worker_state_machine.TaskState` | its hash is its address in memory, so that the order of
+sets differs from run to run; here it is the key's | `virtual_time` |
+| `dask._task_spec.Task`, `TaskRef` | tasks that say what they need and do nothing | |
+| `WorkerState`, events and instructions | the worker's decisions, without a worker | |
+| `Scheduler.start_http_server`, `.handle_worker` | overridden: no sockets, and a channel of ours
+to each worker | |
+| `Scheduler.stream_comms`, `.client_comms`, `.stream_handlers` | messages either way | |
+| `Scheduler._updated_sys_path` | a scheduler that is not closed leaves its folder there
+| `SimulatedScheduler.stop_simulated` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from dask._task_spec import Task, TaskRef
+from distributed import Scheduler, worker_state_machine
+from distributed.core import Status
+from distributed.protocol import Serialized, serialize, to_serialize
+from distributed.worker_state_machine import (
+    AcquireReplicasEvent,
+    CancelComputeEvent,
+    ComputeTaskEvent,
+    Execute,
+    ExecuteSuccessEvent,
+    FindMissingEvent,
+    FreeKeysEvent,
+    GatherDep,
+    GatherDepBusyEvent,
+    GatherDepNetworkFailureEvent,
+    GatherDepSuccessEvent,
+    Instruction,
+    RefreshWhoHasEvent,
+    RemoveReplicasEvent,
+    RemoveWorkerEvent,
+    RetryBusyWorkerEvent,
+    RetryBusyWorkerLater,
+    SendMessageToScheduler,
+    StateMachineEvent,
+    StealRequestEvent,
+    TaskState,
+    WorkerState,
+)
+
+from dask_gpurt.errors import SimulationError
+from dask_gpurt.plugins.simulation.virtual_loop import VirtualLoop
+from dask_gpurt.simulate.workload import StableStr, Workload
+
+__all__ = [
+    "EVENTS",
+    "Execute",
+    "ExecuteSuccessEvent",
+    "FindMissingEvent",
+    "GatherDep",
+    "GatherDepBusyEvent",
+    "GatherDepNetworkFailureEvent",
+    "GatherDepSuccessEvent",
+    "Instruction",
+    "RetryBusyWorkerEvent",
+    "RetryBusyWorkerLater",
+    "SendMessageToScheduler",
+    "SimulatedScheduler",
+    "StateMachineEvent",
+    "WorkerState",
+    "graph_message",
+    "virtual_time",
+]
+
+#: Messages from the scheduler that are events of a worker's state machine, as they are.
+EVENTS: Mapping[str, type[StateMachineEvent]] = {
+    "acquire-replicas": AcquireReplicasEvent,
+    "cancel-compute": CancelComputeEvent,
+    "compute-task": ComputeTaskEvent,
+    "free-keys": FreeKeysEvent,
+    "refresh-who-has": RefreshWhoHasEvent,
+    "remove-replicas": RemoveReplicasEvent,
+    "remove-worker": RemoveWorkerEvent,
+    "steal-request": StealRequestEvent,
+}
+
+#: Modules of distributed that read a clock of their own, and what they call it.
+CLOCKS = {
+    "distributed.active_memory_manager": ("time",),
+    "distributed.broker": ("time",),
+    "distributed.core": ("time",),
+    "distributed.scheduler": ("time", "monotonic"),
+    "distributed.semaphore": ("time",),
+    "distributed.shuffle._scheduler_plugin": ("time",),
+    "distributed.spans": ("time",),
+    "distributed.stealing": ("time",),
+    "distributed.worker_state_machine": ("time", "monotonic"),
+}
+
+#: What tells of each worker that joins or dies. Nobody wants to read that a thousand times, and
+#: nobody has lost anything.
+TALKATIVE = (
+    "distributed.core",
+    "distributed.http.proxy",
+    "distributed.preloading",
+    "distributed.scheduler",
+)
+
+_RUNNING = threading.Lock()
+
+
+class _OrderedTaskState(TaskState):
+    """A worker's task, with a hash that is the same in every process."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __new__(cls, key: StableStr, *args: Any, **kwargs: Any) -> _OrderedTaskState:
+        self: _OrderedTaskState = super().__new__(cls)
+        self._hash = hash(key)
+        return self
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING or not _is_virtual()
+
+
+def _is_virtual() -> bool:
+    return isinstance(asyncio._get_running_loop(), VirtualLoop)
+
+
+def _clock(real: Callable[[], float]) -> Callable[[], float]:
+    def now() -> float:
+        loop = asyncio._get_running_loop()
+        return loop.wall_time() if isinstance(loop, VirtualLoop) else real()
+
+    return now
+
+
+@contextlib.contextmanager
+def virtual_time() -> Iterator[None]:
+    """Let distributed see virtual time wherever a virtual loop runs.
+
+    Other threads, and whatever else of distributed runs in this process, see the real one.
+
+    Raises
+    ------
+    SimulationError
+        If a simulation runs in this process already: what is replaced could not be put back.
+    """
+    if not _RUNNING.acquire(blocking=False):
+        raise SimulationError("one simulation at a time in a process")
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    try:
+        for module_name, names in CLOCKS.items():
+            module = importlib.import_module(module_name)
+            for name in names:
+                replace(module, name, _clock(getattr(module, name)))
+        replace(worker_state_machine, "TaskState", _OrderedTaskState)
+        for name in TALKATIVE:
+            logging.getLogger(name).addFilter(_worth_telling)
+        yield
+    finally:
+        for name in TALKATIVE:
+            logging.getLogger(name).removeFilter(_worth_telling)
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)
+        _RUNNING.release()
+
+
+class Channel(Protocol):
+    """What distributed does with its end of a connection."""
+
+    def send(self, *messages: dict[str, Any]) -> None:
+        """Send messages, in this order."""
+        ...
+
+
+class SimulatedScheduler(Scheduler):
+    """distributed's scheduler, off the network.
+
+    Parameters
+    ----------
+    channels
+        Makes the scheduler's end of the connection to a worker that joins, of its address.
+    """
+
+    def __init__(self, channels: Callable[[str], Channel], **options: Any) -> None:
+        self._channels = channels
+        super().__init__(dashboard=False, needs_workdir=False, **options)
+        self.status = Status.running
+
+    def start_http_server(self, *args: Any, **kwargs: Any) -> None:
+        """Serve nothing."""
+
+    async def handle_worker(self, comm: Any, worker: str) -> None:
+        """Take a channel for what `add_worker` opened, and pass on what waits in it."""
+        opened = self.stream_comms[worker]
+        channel = self._channels(worker)
+        self.stream_comms[worker] = channel  # type: ignore[assignment]
+        channel.send(*opened.buffer)
+
+    async def start_plugins(self) -> None:
+        """Start what a scheduler on the network starts, but for what watches the network."""
+        for plugin in list(self.plugins.values()):
+            await plugin.start(self)
+
+    def coerce_address(self, addr: Any, resolve: bool = True) -> str:
+        """Look up names of workers, and never names of hosts."""
+        return super().coerce_address(addr, resolve=False)
+
+    async def take_graph(self, message: dict[str, Any], client: str, channel: Channel) -> None:
+        """Take in the graph of a client, which hears of it through the channel."""
+        self.client_comms[client] = channel  # type: ignore[assignment]
+        handler = self.stream_handlers[message.pop("op")]
+        # Checking a graph refuses keys whose type is not exactly `str`.
+        validate, self.validate = self.validate, False
+        await handler(client=client, **message)
+        self.validate = validate
+
+    def receive(self, message: dict[str, Any], worker: str) -> None:
+        """Handle a message from a worker, as from a connection."""
+        self.stream_handlers[message.pop("op")](worker=worker, **message)
+
+    def stop_simulated(self) -> None:
+        """Stop what happens by the clock, and let go of what was started."""
+        for callback in self.periodic_callbacks.values():
+            callback.stop()
+        self.monitor.close()
+        if self._updated_sys_path:
+            sys.path.remove(self.local_directory)
+        self.status = Status.closed
+
+
+class _Graph:
+    """The tasks of a workload, as the expression that a client would send."""
+
+    def __init__(self, rows: list[tuple[StableStr, tuple[int, ...], bool]]) -> None:
+        self._rows = rows
+
+    def __dask_graph__(self) -> dict[StableStr, Task]:
+        keys = [key for key, _, _ in self._rows]
+        return {
+            key: Task(
+                key,
+                nothing,
+                *(TaskRef(keys[position]) for position in dependencies),
+                _data_producer=produces_data,
+            )
+            for key, dependencies, produces_data in self._rows
+        }
+
+    def __dask_annotations__(self) -> dict[str, Any]:
+        return {}
+
+
+def nothing(*inputs: object) -> None:
+    """What a modelled task would do if somebody ran it."""
+
+
+def graph_message(workload: Workload, wanted: Sequence[StableStr]) -> dict[str, Any]:
+    """The message with which a client hands in a workload."""
+    graph = _Graph([(task.key, task.dependencies, task.produces_data) for task in workload.tasks])
+    return {
+        "op": "update-graph",
+        "expr_ser": Serialized(*serialize(to_serialize(graph), on_error="raise")),
+        "keys": set(wanted),
+        "internal_priority": {task.key: rank for rank, task in enumerate(workload.tasks)},
+        "submitting_task": None,
+        "span_metadata": {"collections": [{"type": "simulated"}]},
+        "stimulus_id": "update-graph-simulated",
+    }

@@ -1,0 +1,251 @@
+"""Private names of distributed that placement touches; the rest is in `plugins.patches.p2p`.
+
+Contract tests in `tests/plugins/patches/test_task_placement.py` fail when distributed moves any of
+it.
+
+| what | why | taken back by |
+|---|---|---|
+| `Scheduler.decide_worker_non_rootish`, `.decide_worker_rootish_queuing_disabled`,
+`.decide_worker_rootish_queuing_enabled` | who gets a task that can run | `DecisionSwap.remove` |
+| `Scheduler._TRANSITIONS_TABLE` | the last of those is not told which task it decides for; how
+long a task took, and on whom
+| `DecisionSwap.remove` |
+| `Scheduler.stimulus_queue_slots_maybe_opened` | a task that stays in the queue is asked about
+once, and not for each place that is free | `DecisionSwap.remove` |
+| `WorkStealing._get_thief` | a thief is chosen, or refused, by what it has to fetch
+| `DecisionSwap.remove` |
+| `WorkStealing._combined_occupancy` | the same work is more of it for a slow worker
+| `DecisionSwap.remove` |
+| `WorkStealing.balance`, `Scheduler.periodic_callbacks` | tasks are stolen sooner than in a
+second, unless nothing is | |
+| handler `heartbeat_worker` | rates of transfers between pairs of workers come with it
+| `DecisionSwap.remove` |
+| `Scheduler._get_prefix_duration` | how long a task is expected to take | |
+| `Scheduler.idle` is a sorted dict | asked as a plain one, and for workers of a host | |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distributed.scheduler import _task_slots_available
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+
+class Placer(Protocol):
+    """What a `DecisionSwap` asks. Each method is also given, or can call, what stock would do."""
+
+    def place(
+        self, ts: TaskState, stock: Callable[[TaskState], WorkerState | None]
+    ) -> WorkerState | None:
+        """Worker for a task with inputs, None if no worker may run it."""
+
+    def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
+        """Worker for a task that has no data to go by; `stock` is free or has a place to spare.
+
+        None if it had better stay in the scheduler's queue, where there is one.
+        """
+
+    def choose_thief(
+        self,
+        ts: TaskState,
+        stock: WorkerState,
+        thieves: Collection[WorkerState],
+        occupancy_s: Callable[[WorkerState], float],
+    ) -> WorkerState | None:
+        """Worker that is to take a task from the one it waits on, None if it had better stay."""
+
+    def ended(self, ts: TaskState, address: str, seconds: float) -> None:
+        """A worker ended a task that took it so long."""
+
+    def slowness(self, ws: WorkerState) -> float:
+        """Seconds that a worker takes for what takes others one."""
+
+    def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
+        """A worker received data: by peer, the sum of the rates of so many transfers."""
+
+    def failed(self, error: Exception) -> None:
+        """One of the others raised this."""
+
+
+#: Workers that are looked at before stock looks at all of them, for each root task.
+_GLANCE = 32
+
+
+def _least_busy(scheduler: Scheduler) -> WorkerState | None:
+    """Who has the fewest tasks of those with a place to spare, which is what stock looks for.
+
+    None if that takes more than a glance.
+    """
+    spare, idle = scheduler.idle_task_count, scheduler.idle
+    if not spare:
+        return None
+    for some in (spare, idle.values()):
+        for ws in islice(some, _GLANCE):
+            if not ws.processing and ws in spare:
+                return ws
+    if len(idle) > _GLANCE:
+        return None
+    # Whoever has a thread to spare is one of these; all others have a task for each at least.
+    free = [ws for ws in idle.values() if len(ws.processing) < ws.nthreads and ws in spare]
+    if free:
+        return min(free, key=lambda ws: len(ws.processing) / ws.nthreads)
+    return next((ws for ws in islice(spare, _GLANCE) if len(ws.processing) == ws.nthreads), None)
+
+
+class DecisionSwap:
+    """Asks a `Placer` where tasks go, on a live scheduler.
+
+    What it returns is used as stock's own answer is; that it respects restrictions is up to it.
+    When it raises, stock's answer is: an error in the middle of a transition would leave the
+    scheduler's books wrong for every task of every client.
+    """
+
+    def __init__(self, scheduler: Scheduler, placer: Placer) -> None:
+        self._scheduler = scheduler
+        self._stealing: Any = scheduler.extensions.get("stealing")
+        self._stock_heartbeat = scheduler.handlers["heartbeat_worker"]
+        stock_place = scheduler.decide_worker_non_rootish
+        stock_root = scheduler.decide_worker_rootish_queuing_disabled
+        stock_queued_root = scheduler.decide_worker_rootish_queuing_enabled
+        stock_table = scheduler._TRANSITIONS_TABLE
+        stock_heartbeat = self._stock_heartbeat
+        #: Key of the task that is about to begin, for `place_queued_root`.
+        deciding: Any = None
+
+        def place(ts: TaskState) -> WorkerState | None:
+            try:
+                return placer.place(ts, stock_place)
+            except Exception as error:
+                placer.failed(error)
+                return stock_place(ts)
+
+        def root(ts: TaskState, found: WorkerState) -> WorkerState | None:
+            try:
+                return placer.place_root(ts, found)
+            except Exception as error:
+                placer.failed(error)
+                return found
+
+        def place_root(ts: TaskState) -> WorkerState | None:
+            found = stock_root(ts)
+            # A task without a queue to stay in would be one that no worker may run.
+            return None if found is None else root(ts, found) or found
+
+        def place_queued_root() -> WorkerState | None:
+            found = _least_busy(scheduler) or stock_queued_root()
+            ts = scheduler.tasks.get(deciding)
+            return found if found is None or ts is None else root(ts, found)
+
+        def open_slots(*, stimulus_id: str) -> None:
+            if not scheduler.queued:
+                return
+            saturation = scheduler.WORKER_SATURATION
+            spare = scheduler.idle_task_count
+            for _ in range(sum(_task_slots_available(ws, saturation) for ws in spare)):
+                if not scheduler.queued:
+                    return
+                first = scheduler.queued.peek()
+                scheduler.transitions({first.key: "processing"}, stimulus_id)
+                if first.state == "queued":
+                    return  # stock would ask for it again, to be told the same
+
+        def noting(transition: Callable[..., Any]) -> Callable[..., Any]:
+            # These do not call one another, so that no more than the last key is needed.
+            def noted(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
+                nonlocal deciding
+                deciding = key
+                return transition(state, key, stimulus_id, **kwargs)
+
+            return noted
+
+        stock_ending = stock_table["processing", "memory"]
+
+        def ending(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
+            ts = state.tasks[key]
+            answer = stock_ending(state, key, stimulus_id, **kwargs)
+            try:
+                seconds = 0.0
+                for one in kwargs["startstops"]:
+                    if one["action"] == "compute":
+                        seconds += one["stop"] - one["start"]
+                placer.ended(ts, kwargs["worker"], seconds)
+            except Exception as error:
+                placer.failed(error)
+            return answer
+
+        def heartbeat(*, address: str, metrics: dict[str, Any], **kwargs: Any) -> Any:
+            answer = stock_heartbeat(address=address, metrics=metrics, **kwargs)
+            try:
+                placer.observe(address, metrics["bandwidth"]["workers"])
+            except Exception as error:
+                placer.failed(error)
+            return answer
+
+        scheduler.decide_worker_non_rootish = place  # type: ignore[method-assign]
+        scheduler.decide_worker_rootish_queuing_disabled = place_root  # type: ignore[method-assign]
+        scheduler.decide_worker_rootish_queuing_enabled = place_queued_root  # type: ignore[method-assign]
+        scheduler.stimulus_queue_slots_maybe_opened = open_slots  # type: ignore[method-assign]
+        scheduler._TRANSITIONS_TABLE = {  # type: ignore[misc]
+            **stock_table,
+            ("waiting", "processing"): noting(stock_table["waiting", "processing"]),
+            ("queued", "processing"): noting(stock_table["queued", "processing"]),
+            ("processing", "memory"): ending,
+        }
+        scheduler.handlers["heartbeat_worker"] = heartbeat
+        if (stealing := self._stealing) is not None:
+            stock_thief = stealing._get_thief
+            stock_occupancy_s = stealing._combined_occupancy
+
+            def combined_occupancy_s(ws: WorkerState, *, occupancies: Any) -> float:
+                found_s: float = stock_occupancy_s(ws, occupancies=occupancies)
+                try:
+                    return found_s * placer.slowness(ws) if found_s else found_s
+                except Exception as error:
+                    placer.failed(error)
+                    return found_s
+
+            def get_thief(state: Any, ts: Any, thieves: Any, *, occupancies: Any) -> Any:
+                found = stock_thief(state, ts, thieves, occupancies=occupancies)
+                if found is None:
+                    return None
+                occupancy_s = partial(stock_occupancy_s, occupancies=occupancies)
+                try:
+                    return placer.choose_thief(ts, found, thieves, occupancy_s)
+                except Exception as error:
+                    placer.failed(error)
+                    return found
+
+            stealing._get_thief = get_thief
+            stealing._combined_occupancy = combined_occupancy_s
+
+    def balance(self) -> None:
+        """Have stock look now for tasks to steal, if it does so at all."""
+        if self._stealing is not None and "stealing" in self._scheduler.periodic_callbacks:
+            self._stealing.balance()
+
+    def remove(self) -> None:
+        """Have stock decide again."""
+        for name in (
+            "decide_worker_non_rootish",
+            "decide_worker_rootish_queuing_disabled",
+            "decide_worker_rootish_queuing_enabled",
+            "stimulus_queue_slots_maybe_opened",
+            "_TRANSITIONS_TABLE",
+        ):
+            vars(self._scheduler).pop(name, None)
+        self._scheduler.handlers["heartbeat_worker"] = self._stock_heartbeat
+        if self._stealing is not None:
+            vars(self._stealing).pop("_get_thief", None)
+            vars(self._stealing).pop("_combined_occupancy", None)
+
+
+def expected_duration_s(scheduler: Scheduler, ts: TaskState) -> float:
+    """How long stock expects a task to take."""
+    return scheduler._get_prefix_duration(ts.prefix)

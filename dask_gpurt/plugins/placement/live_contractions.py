@@ -1,0 +1,208 @@
+"""Contractions in a live scheduler's graphs: which tasks are products, and of which output.
+
+A *product* needs two results, its *operands*, that other products need as well. It is a part of one
+*output*: what it is added up to, and what that is passed on to. Which host makes it is decided in
+`dask_gpurt.placement.contractions`; here the graph is read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from dask_gpurt.placement.contractions import Deal, Operand, Side, grid
+from dask_gpurt.placement.siblings import MAX_INPUTS
+from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, MAX_PLACES
+from dask_gpurt.plugins.placement.scheduler_view import PlacementView
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState
+
+#: Products that need the one operand, and the other. With fewer there is little to lose.
+MIN_USES, MIN_MOST_USES = 2, 3
+#: With fewer outputs for each host, dealing them out keeps hosts waiting.
+MIN_OUTPUTS_PER_HOST = 4
+#: Tasks from a product to its output, and of an output with its products.
+MAX_STEPS = 8
+MAX_TASKS = 512
+#: Contractions that are remembered.
+MAX_DEALS = 16
+#: Hosts whose links are compared where they are not described: 2.5 ms when a worker came or left.
+MAX_COMPARED = 128
+
+
+class Contractions:
+    """One a scheduler."""
+
+    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
+        self._scheduler = scheduler
+        self._view = view
+        #: By the groups of outputs and operands; None if hosts would have too unequal parts.
+        self._deals: OrderedDict[tuple[str, str, str], Deal | None] = OrderedDict()
+        #: Groups of products that are not dealt out, to be told at once.
+        self._not_dealt: set[str] = set()
+        self._hosts: list[str] | None = None
+
+    def workers_changed(self) -> None:
+        """A worker came or left: what comes from here on is dealt anew."""
+        self._hosts = None
+        self._deals.clear()
+        self._not_dealt.clear()
+
+    def host_of(self, product: TaskState) -> str | None:
+        """Where a task had better run if it is a product; else, or if it is all the same, None."""
+        dealt = self._dealt(product)
+        return dealt and dealt[1]
+
+    def home_of(self, root: TaskState) -> str | None:
+        """Where a task without inputs had better run if it makes an operand, else None."""
+        if not self._alike_hosts():
+            return None
+        operand = root
+        for _ in range(MAX_CHAIN):
+            if not operand.dependents:
+                return None
+            # What Dask's order has first will be dealt first.
+            user = min(operand.dependents, key=_priority)
+            if len(user.dependencies) > 1:
+                if len(operand.dependents) < MIN_USES:
+                    return None
+                dealt = self._dealt(user)
+                return dealt and dealt[0].home(operand.key)
+            operand = user
+        return None
+
+    def _dealt(self, product: TaskState) -> tuple[Deal, str] | None:
+        if _group(product) in self._not_dealt:
+            return None
+        if not _is_product(product) or not (hosts := self._alike_hosts()):
+            return None
+        output = _output_of(product, MIN_OUTPUTS_PER_HOST * len(hosts))
+        if output is None:
+            return None
+        one, other = sorted(product.dependencies, key=_group)
+        groups = _group(output), _group(one), _group(other)
+        if groups in self._deals:
+            deal = self._deals[groups]
+        else:
+            rows, columns = self._sides(product, one, other)
+            # What was found may be a part of an output, of which there are more.
+            is_enough = rows.length * columns.length >= MIN_OUTPUTS_PER_HOST * len(hosts)
+            shape = grid(len(hosts), rows, columns) if is_enough else None
+            deal = self._deals[groups] = None if shape is None else Deal(hosts, shape)
+            if len(self._deals) > MAX_DEALS:
+                self._deals.popitem(last=False)
+        if deal is None:
+            if len(self._not_dealt) >= MAX_DEALS:
+                self._not_dealt.clear()
+            self._not_dealt.add(_group(product))
+            return None
+        host = deal.known(one.key, other.key)
+        if host is None:
+            host = deal.host(*self._operands(output, one, other))
+        return deal, host
+
+    def _alike_hosts(self) -> list[str]:
+        """None where there is one, or they differ in threads, or in what they can send or run."""
+        if self._hosts is None:
+            infos, view = self._scheduler.host_info, self._view
+            found = sorted(infos)
+            alike = (
+                len(found) > 1
+                and len({infos[one]["nthreads"] for one in found}) == 1
+                and len(view.with_gpu) in (0, len(self._scheduler.workers))
+                and self._are_reached_alike([min(infos[one]["addresses"]) for one in found])
+            )
+            self._hosts = found if alike else []
+        return self._hosts
+
+    def _are_reached_alike(self, workers: list[str]) -> bool:
+        """Whether all hosts are, by one worker of each."""
+        paths = self._view.paths
+        places = paths.places
+        if all(places[one].kind == places[workers[0]].kind for one in workers):
+            return True
+        if len(workers) > MAX_COMPARED:
+            return False
+        return not any(map(paths.is_behind_slow_link, workers))
+
+    def _sides(self, product: TaskState, one: TaskState, other: TaskState) -> tuple[Side, Side]:
+        """Rows and columns; as if each operand were one byte if sizes are not known.
+
+        With `R` rows, `C` columns and `K` products for each output there are `RKC` products of `RK`
+        first operands and `KC` second ones. There may be more, of the same two operands each.
+        """
+        sizes = self._view.sizes(one), self._view.sizes(other)
+        if not all(sizes):
+            sizes = 1, 1
+        n_products, n_ones, n_others = (len(ts.group) for ts in (product, one, other))
+        rows = Side(min(n_products / n_others, n_ones), sizes[0] * n_ones)
+        return rows, Side(min(n_products / n_ones, n_others), sizes[1] * n_others)
+
+    def _operands(
+        self, output: TaskState, one: TaskState, other: TaskState
+    ) -> tuple[list[Operand], list[Operand]]:
+        """What the products of an output need, one and the other kind; of very many, some."""
+        kinds: dict[str, list[TaskState]] = {_group(one): [], _group(other): []}
+        seen, fresh = {output}, [output]
+        while fresh and len(seen) <= MAX_TASKS:
+            # In order of keys, since a set's is another in each process.
+            for needed in sorted(fresh.pop().dependencies, key=_key):
+                if needed not in seen:
+                    seen.add(needed)
+                    kinds.get(_group(needed), fresh).append(needed)
+        for asked in {one, other} - seen:
+            kinds[_group(asked)].append(asked)
+        rows, columns = ([self._operand(dts) for dts in found] for found in kinds.values())
+        return rows, columns
+
+    def _operand(self, ts: TaskState) -> Operand:
+        who = ts.who_has or ()
+        hosts = {ws.host for ws in who} if len(who) <= MAX_PLACES else ()
+        return Operand(ts.key, self._view.sizes(ts) or 1, hosts)
+
+
+def _is_product(ts: TaskState) -> bool:
+    if len(ts.dependencies) != 2:
+        return False
+    one, other = ts.dependencies
+    if len(one.dependents) < MIN_USES or len(other.dependents) < MIN_USES:
+        return False
+    # Of `x @ x`, nobody can tell which one is the first.
+    if one.group is other.group:
+        return False
+    fewer, more = sorted((_n_products(one, ts), _n_products(other, ts)))
+    return fewer >= MIN_USES and more >= MIN_MOST_USES
+
+
+def _n_products(operand: TaskState, product: TaskState) -> int:
+    """Tasks like a product that need an operand: so many, or enough."""
+    alike = (one for one in operand.dependents if one.group is product.group)
+    return sum(1 for _ in islice(alike, MIN_MOST_USES))
+
+
+def _output_of(product: TaskState, min_outputs: int) -> TaskState | None:
+    """What a product is a part of: the last such task of which there still are enough."""
+    found = product
+    for _ in range(MAX_STEPS):
+        if len(found.dependents) != 1:
+            break
+        (later,) = found.dependents
+        if len(later.group) < min_outputs or len(later.dependencies) > MAX_INPUTS:
+            break
+        found = later
+    return found if len(found.group) >= min_outputs else None
+
+
+def _key(ts: TaskState) -> str:
+    return str(ts.key)
+
+
+def _group(ts: TaskState) -> str:
+    return ts.group.name
+
+
+def _priority(ts: TaskState) -> tuple[float, ...]:
+    return ts.priority or ()

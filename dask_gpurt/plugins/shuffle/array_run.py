@@ -1,0 +1,135 @@
+"""Array rechunks: the spec that takes the place of the stock one, and the run it makes.
+
+Chunks are cut where the new chunking says (`frames.rechunking`, `frames.arrays`); a chunk is an
+input partition, and everything after that is `exchange_run`'s. Chunks of any kind are carried, so
+nothing has to be known of them before the run begins, which is well, since the spec does not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from distributed.protocol.pickle import dumps, loads
+from distributed.sizeof import safe_sizeof
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.frames.adapter import Piece
+from dask_gpurt.frames.arrays import Arrays, DeviceArrays, Part
+from dask_gpurt.frames.pickling import Pickling
+from dask_gpurt.frames.rechunking import Index, Rechunking
+from dask_gpurt.plugins.memory.gpu_budget import device_room
+from dask_gpurt.plugins.patches.p2p import ArrayRechunkSpec, join_arrays
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
+from dask_gpurt.shuffle.figures import ARRAY
+from dask_gpurt.shuffle.plan import ExchangePlan
+from dask_gpurt.transport import wire
+
+if TYPE_CHECKING:
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+
+def _open_cupy() -> DeviceArrays:
+    from dask_gpurt.frames.device.cupy_ import CupyArrays, CupyMemory
+
+    return CupyArrays(partial(device_room().take, CupyMemory.empty))
+
+
+#: Libraries of arrays of devices, by the full name of their type: one.
+DEVICE_ARRAYS: dict[str, Callable[[], DeviceArrays]] = {"cupy.ndarray": _open_cupy}
+
+
+@dataclass(frozen=True)
+class ArraySpec(ArrayRechunkSpec):
+    """The stock description of a rechunk, run on our data plane.
+
+    Attributes
+    ----------
+    settings
+        As the client that switched the runtime on had them.
+    read_order
+        Output chunks in the order of their tasks.
+    """
+
+    settings: ShuffleSettings
+    read_order: tuple[Index, ...]
+
+    @classmethod
+    def replacing(
+        cls, stock: ArrayRechunkSpec, settings: ShuffleSettings, read_order: Sequence[Index] = ()
+    ) -> ArraySpec:
+        return cls(
+            id=stock.id,
+            disk=stock.disk,
+            new=stock.new,
+            old=stock.old,
+            settings=settings,
+            read_order=tuple(read_order),
+        )
+
+    def pick_worker(self, partition: Index, workers: Sequence[str]) -> str:
+        """Owner of an output chunk: as many for each worker, neighbours together.
+
+        Stock numbers the chunks of three axes and more so that most of them get low numbers, and
+        the first workers most of the chunks.
+        """
+        number = 0
+        for position, axis in zip(partition, self.new, strict=True):
+            number = number * len(axis) + position
+        return workers[len(workers) * number // prod(map(len, self.new))]
+
+    def create_run_on_worker(  # type: ignore[override]
+        self,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[Index, str],
+        plugin: ShuffleWorkerPlugin,
+    ) -> ArrayRun:
+        return ArrayRun(self, run_id, span_id, worker_for, plugin)
+
+
+class ArrayRun(ExchangeRun):
+    """One attempt at one rechunk, on one worker."""
+
+    def __init__(
+        self,
+        spec: ArraySpec,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[Index, str],
+        plugin: ShuffleWorkerPlugin,
+    ) -> None:
+        self._rechunking = Rechunking(spec.old, spec.new)
+        self._arrays = Arrays(
+            self._rechunking,
+            join=join_arrays,
+            devices=DEVICE_ARRAYS,
+            sizeof=safe_sizeof,
+            pickling=Pickling(dumps, loads),
+        )
+        plan = ExchangePlan(worker_for, spec.read_order)
+        super().__init__(spec, spec.settings, ARRAY, self._arrays, run_id, span_id, plan, plugin)
+
+    def _shards_of(
+        self, data: Any, partition_id: Index
+    ) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
+        opened = self._arrays.open(data, partition_id)
+        plan = self._plan
+        parts: list[Part | None] = [None] * plan.n_slots
+        for part in opened.parts:
+            parts[plan.slot_of[part.output]] = part
+        before = list(accumulate((part.n_rows if part else 0 for part in parts), initial=0))
+        source = self._rechunking.number(partition_id)
+        cuts = self._cut(source, opened.layout_key, before, opened.row_nbytes)
+        for worker, header, empty in cuts:
+            first = header.first_slot
+            mine = parts[first : first + len(header.rows_per_slot)]
+            leaves = worker != self.local_address
+            yield worker, header, opened.cut([part for part in mine if part], leaves, empty)
+
+    def _assemble(self, partition_id: Index, pieces: Sequence[Piece]) -> Any:
+        return self._arrays.concatenate(partition_id, pieces, self._state.pool.empty_alone)

@@ -1,0 +1,499 @@
+"""A shuffle run on our data plane, under distributed's control plane, whatever it carries.
+
+On each worker distributed's shuffle plugin drives an `ExchangeRun` exactly as it drives its own:
+the run ids, the barrier, the restarts and the refusal of stale runs are distributed's. What moves
+is ours: `shuffle.plan` says who owns what, `shuffle.shards` keeps what arrives, `transport` sends.
+How an input partition is cut, and an output put together, is the business of a subclass
+(`frame_run`, `array_run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.devices.device import Priority
+from dask_gpurt.devices.host_memory.pool import Buffer, Tenant
+from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
+from dask_gpurt.errors import (
+    DamagedError,
+    IncompleteExchangeError,
+    PartitionReleasedError,
+    ProtocolError,
+    ShardStorageError,
+    TransportError,
+)
+from dask_gpurt.frames.adapter import BodyAdapter, Empty, Packed, Piece
+from dask_gpurt.plugins.patches.p2p import (
+    P2PConsistencyError,
+    Reschedule,
+    ShuffleClosedError,
+    ShuffleSpec,
+    clean_exception,
+    context_meter,
+    event_loop,
+    sync,
+    thread_time,
+)
+from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
+from dask_gpurt.plugins.shuffle.dashboard_fields import Writes
+from dask_gpurt.plugins.shuffle.fine_metrics import FineMetrics, amount, disk_io, left_host
+from dask_gpurt.plugins.shuffle.messenger import Courier
+from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
+from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.shuffle import messages
+from dask_gpurt.shuffle.figures import RunFigures
+from dask_gpurt.shuffle.messages import Outgoing, shard_of
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shards
+from dask_gpurt.shuffle.shards import Shard, ShardStore
+from dask_gpurt.transport import wire
+from dask_gpurt.transport.outbox import Outbox
+
+if TYPE_CHECKING:
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+logger = logging.getLogger("dask_gpurt.shuffle")
+
+
+class ExchangeRun:
+    """One attempt at one shuffle, on one worker; a subclass knows the kind of data.
+
+    Has the interface of distributed's `ShuffleRun`. `add_partition` and `get_output_partition`
+    run in task threads, everything else on the worker's event loop.
+
+    Parameters
+    ----------
+    kind
+        Name of the kind of data, for reports.
+    adapter
+        Packs, unpacks and joins what this run carries.
+    """
+
+    def __init__(
+        self,
+        spec: ShuffleSpec[Any],
+        settings: ShuffleSettings,
+        kind: str,
+        adapter: BodyAdapter,
+        run_id: int,
+        span_id: str | None,
+        plan: ExchangePlan,
+        plugin: ShuffleWorkerPlugin,
+    ) -> None:
+        state = state_of(plugin.worker)
+        worker = plugin.worker
+        self.id = spec.id
+        self.run_id = run_id
+        self.span_id = span_id
+        self.local_address = worker.address
+        self.closed = False
+        self.transferred = False
+        self.start_time = time.time()
+        self._exception: Exception | None = None
+        self._closed_event = asyncio.Event()
+        #: Nothing that this run still does matters to anybody.
+        self._over = asyncio.Event()
+        self._last_report: dict[str, Any] | None = None
+        self._worker = worker
+        self._settings = settings
+        self._state = state
+        self._plan = plan
+        self._sends, self._disk_writes = Writes(), Writes()
+        self._store = ShardStore(
+            adapter,
+            self._plan.slots_of_worker.get(self.local_address, (0, 0)),
+            os.path.join(worker.local_directory, f"gpurt-shuffle-{self.id}-{run_id}"),
+            state.budget(settings),
+            state.counters,
+            on_disk_io=self._disk_io,
+            elsewhere=self._elsewhere,
+            readers=self._plan.readers_of_slot,
+            may_spill=self.id not in state.kept_off_disk,
+        )
+        self._metrics = FineMetrics(worker.digest_metric, span_id)
+        self._outbox: Outbox[Outgoing] = Outbox(
+            self._send,
+            event_loop(worker),
+            limit_nbytes=settings.in_flight_nbytes,
+            message_nbytes=self._message_nbytes,
+        )
+        self._data_is_on_device = adapter.landing is not None
+        self._courier = Courier(self, worker, settings, adapter)
+        self._received_nbytes = 0
+        self.figures = RunFigures(self.id, run_id, kind, self.start_time)
+        self._tenant = Tenant()
+        state.begin_run(self)
+        self._spilling = state.lanes.spill
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: id={self.id!r}, run_id={self.run_id!r}, "
+            f"local_address={self.local_address!r}, closed={self.closed!r}, "
+            f"transferred={self.transferred!r}>"
+        )
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}<{self.id}[{self.run_id}]> on {self.local_address}"
+
+    def __hash__(self) -> int:
+        return self.run_id
+
+    # ------------------------------------------------------------------ transfer
+
+    def add_partition(self, data: Any, partition_id: Any, **kwargs: Any) -> int:
+        """Take an input partition apart and send its rows to their owners."""
+        self.raise_if_closed()
+        if self.transferred:
+            raise RuntimeError(f"Cannot add more partitions to {self}")
+        with self._metrics.foreground():
+            self._add_partition(data, partition_id)
+        self.raise_if_closed()
+        return self.run_id
+
+    def _add_partition(self, data: Any, partition_id: Any) -> None:
+        with (
+            self._timed("partition"),
+            context_meter.meter("p2p-shard-partition-noncpu"),
+            context_meter.meter("p2p-shard-partition-cpu", func=thread_time),
+        ):
+            local: list[Shard] = []
+            outgoing: dict[str, list[Outgoing]] = {}
+            for worker, header, made in self._shards_of(data, partition_id):
+                if isinstance(made, Packed):
+                    outgoing.setdefault(worker, []).append(Outgoing(header, made))
+                else:
+                    local.append(shard_of(header, body=made))
+        local_nbytes = sum(shard.nbytes for shard in local)
+        sent_nbytes = sum(shard.nbytes for shards in outgoing.values() for shard in shards)
+        amount(
+            "p2p-shards", local_nbytes + sent_nbytes, len(local) + sum(map(len, outgoing.values()))
+        )
+        self._state.counters.add(partitions_in=1, local_nbytes=local_nbytes)
+        n_rows = sum(shard.n_rows for shard in local)
+        n_rows += sum(shard.header.n_rows for shards in outgoing.values() for shard in shards)
+        self.figures.add(rows_in=n_rows, local_nbytes=local_nbytes)
+        # Everything is cut before anything leaves: an attempt is never half delivered by a task
+        # that then fails and runs again.
+        self._store.add(local)
+        context_meter.digest_metric("p2p-comms-limiter", 1, "count")
+        with (
+            self._timed("held_back"),
+            self._state.ledger.timed(COMPUTE, WAITING),
+            context_meter.meter("p2p-comms-limiter"),
+        ):
+            for address, shards in outgoing.items():
+                self._outbox.put(address, shards)
+            if not self._settings.overlap:
+                sync(self._worker.loop, self._outbox.flush)
+        self.make_room()
+
+    def _shards_of(
+        self, data: Any, partition_id: Any
+    ) -> Iterable[tuple[str, wire.ShardHeader, Any]]:
+        """Shards of an input partition: receiver, header, and a body or, if it leaves, `Packed`."""
+        raise NotImplementedError
+
+    def _cut(
+        self,
+        source: int,
+        layout_key: bytes,
+        before: Sequence[int],
+        row_nbytes: float,
+        shard_nbytes: int = SHARD_TARGET_NBYTES,
+    ) -> Iterator[tuple[str, wire.ShardHeader, Empty]]:
+        """Shards that an input partition is cut into: receiver, header, and memory for each.
+
+        Parameters
+        ----------
+        source
+            Number of the input partition.
+        before
+            Running total of its rows over all slots, one entry more than there are slots.
+        """
+        attempt = random.getrandbits(64)
+        for worker, (first, end) in self._plan.slots_of_worker.items():
+            cuts = cut_shards(before[first : end + 1], row_nbytes, shard_nbytes)
+            for number, (cut_first, cut_end) in enumerate(cuts):
+                a, b = first + cut_first, first + cut_end
+                header = wire.ShardHeader(
+                    layout_key=layout_key,
+                    source=source,
+                    attempt=attempt,
+                    number=number,
+                    count=len(cuts),
+                    first_slot=a,
+                    rows_per_slot=tuple(before[s + 1] - before[s] for s in range(a, b)),
+                )
+                stays = worker == self.local_address
+                here = partial(self.memory_for, first_slot=a)
+                yield worker, header, here if stays else self.outgoing_memory
+
+    def memory_for(self, nbytes: int, first_slot: int) -> Buffer:
+        """Memory for a shard that stays here and begins at this slot."""
+        # Shards for the same partitions are let go at the same time: a lane for each.
+        return self._tenant.empty(self._state.pool, nbytes, first_slot)
+
+    def outgoing_memory(self, nbytes: int) -> Buffer:
+        """Memory for a shard that leaves, where peers of this host can read it."""
+        return self._tenant.empty(self._state.links.outgoing, nbytes, "outgoing")
+
+    def _message_nbytes(self, address: str) -> int:
+        settings = self._settings
+        peers = self._state.links.on_host(settings.transport)
+        if self._data_is_on_device or address not in peers:
+            return settings.message_nbytes
+        return messages.nbytes_on_host(settings.message_nbytes, len(peers))
+
+    async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
+        began = time.perf_counter()
+        nbytes = sum(shard.nbytes for shard in shards)
+        with (
+            self._metrics.background("background-comms", on_loop=True),
+            self._state.ledger.timed(COMMUNICATION, "send", nbytes),
+        ):
+            with context_meter.meter("process"), context_meter.meter("send"):
+                message = await self._courier.send(address, shards)
+            amount("process", nbytes)
+            left_host(message.raw_nbytes, message.wire_nbytes)
+        seconds = time.perf_counter() - began
+        self._sends.add(nbytes, seconds)
+        self.figures.sent(address, nbytes, message.raw_nbytes, message.wire_nbytes, seconds)
+        self._state.counters.add(sent_nbytes=nbytes, messages=1)
+
+    async def receive(self, data: Any) -> dict[str, Any]:
+        """Handler: keep the shards a peer sent. Answers once there is room for more."""
+        self.raise_if_closed()
+        try:
+            if "offers" in data:
+                return await self._state.links.accept(data["offers"])
+            with self._timed("receive"), self._state.ledger.timed(COMMUNICATION, "receive"):
+                shards = await self._courier.take_in(data["header"], data["payload"])
+        except (TypeError, KeyError) as error:
+            raise ProtocolError("not a shuffle message of dask_gpurt") from error
+        except TransportError:
+            return {"status": RELINK}
+        except DamagedError as error:
+            # As text: a handler that keeps the error keeps the message's buffers.
+            logger.warning("shuffle %s: %s; it is asked for again", self.id, str(error))
+            return {"status": DAMAGED}
+        nbytes = sum(shard.nbytes for shard in shards)
+        self._received_nbytes += nbytes
+        self._state.counters.add(received_nbytes=nbytes)
+        self._store.add(shards)
+        if self._store.is_over_limit:
+            # The peer waits for the answer, and so do its producers: this is the back-pressure.
+            await asyncio.wrap_future(
+                self._spilling.submit(self.make_room, priority=Priority.HIGH, path="spill")
+            )
+        return {"status": "OK"}
+
+    # ------------------------------------------------------------------ barrier
+
+    async def barrier(self, run_ids: Sequence[int]) -> int:
+        """All input partitions were handed in: tell everybody, through the scheduler."""
+        self.raise_if_closed()
+        consistent = all(run_id == self.run_id for run_id in run_ids)
+        call = self._worker.scheduler.shuffle_barrier(
+            id=self.id, run_id=self.run_id, consistent=consistent
+        )
+        answered, over = map(asyncio.ensure_future, (call, self._over.wait()))
+        # Read here, so that an error that nobody waits for any more is not logged.
+        answered.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            # A scheduler that lost a worker may try to reach it for half a minute. By then this
+            # task can be the next run's barrier, and a late answer would end that run as well.
+            await asyncio.wait({answered, over}, return_when=asyncio.FIRST_COMPLETED)
+            if self._over.is_set():
+                raise Reschedule()
+            try:
+                await answered
+            except Exception:
+                # Peers that already take part in a newer run refuse what belongs to this one.
+                if await self._is_stale():
+                    raise Reschedule() from None
+                raise
+        finally:
+            answered.cancel()
+            over.cancel()
+        return self.run_id
+
+    async def _is_stale(self) -> bool:
+        """Whether the scheduler has given this run up, and word of it is still on its way."""
+        answer = await self._worker.scheduler.shuffle_get(id=self.id, worker=self.local_address)
+        return bool(answer["status"] != "OK" or answer["run_spec"].run_id != self.run_id)
+
+    async def inputs_done(self) -> None:
+        """Handler: no task will add a partition any more; deliver what waits."""
+        self.raise_if_closed()
+        self.transferred = True
+        try:
+            await self._outbox.flush()
+        except Exception as error:
+            self._exception = error
+            raise
+        # A run that was closed meanwhile has dropped what waited: that was not delivered.
+        self.raise_if_closed()
+
+    # ------------------------------------------------------------------ unpack
+
+    def get_output_partition(self, partition_id: Any, key: Any, **kwargs: Any) -> Any:
+        """Put an output partition together, on the worker that owns it."""
+        self.raise_if_closed()
+        owner = self._plan.worker_for[partition_id]
+        if owner != self.local_address:
+            sync(self._worker.loop, self._move_task, key, owner)
+        if not self.transferred:
+            raise RuntimeError("`get_output_partition` called before barrier task")
+        slot = self._plan.slot_of[partition_id]
+        with (
+            self._timed("unpack"),
+            self._metrics.foreground(),
+            context_meter.meter("p2p-get-output-noncpu"),
+            context_meter.meter("p2p-get-output-cpu", func=thread_time),
+        ):
+            try:
+                self._store.seal()
+                pieces = self._store.pieces(slot)
+            except (IncompleteExchangeError, PartitionReleasedError, ShardStorageError) as error:
+                self.raise_if_closed()
+                if isinstance(error, ShardStorageError):
+                    self._state.keep_off_disk(self.id)
+                sync(self._worker.loop, self._start_over, error)
+            result = self._assemble(partition_id, pieces)
+        self._state.counters.add(partitions_out=1)
+        self._state.release_with(key, self._store, slot)
+        self.make_room()
+        return result
+
+    def make_room(self) -> None:
+        """Spill shards if they take more than they may. In a thread."""
+        if self._store.is_over_limit:
+            with self._metrics.background("background-disk", on_loop=False):
+                with context_meter.meter("process"), context_meter.meter("disk-write"):
+                    with self._disk_writes.timed():
+                        self._store.make_room()
+
+    def _disk_io(self, label: str, nbytes: int) -> None:
+        disk_io(label, nbytes)
+        if label == "disk-write":
+            self._disk_writes.add(nbytes)
+
+    def _elsewhere(self, call: Callable[[], None]) -> None:
+        """Have something done that nobody waits for."""
+        try:
+            self._spilling.submit(call, path="remove")
+        except RuntimeError:  # the lane ended with the last run
+            call()
+
+    def _assemble(self, partition_id: Any, pieces: Sequence[Piece]) -> Any:
+        """Output partition made of its pieces, which come in the order of their sources."""
+        raise NotImplementedError
+
+    async def _move_task(self, key: Any, owner: str) -> None:
+        answer = await self._worker.scheduler.shuffle_restrict_task(
+            id=self.id, run_id=self.run_id, key=key, worker=owner
+        )
+        if answer["status"] == "error":
+            _, error, traceback = clean_exception(**answer)
+            assert error is not None
+            raise error.with_traceback(traceback)
+        raise Reschedule()
+
+    async def _start_over(self, error: Exception) -> None:
+        """Ask for a new run of the whole shuffle: this one cannot answer any more.
+
+        Happens when an output that was already computed is wanted again: because a worker that
+        held what was made of it died, or for a graph that came after this run began.
+        """
+        logger.warning("shuffle %s starts over: %s", self.id, error)
+        try:
+            await self._worker.scheduler.shuffle_barrier(
+                id=self.id, run_id=self.run_id, consistent=False
+            )
+        except (KeyError, ValueError):
+            # The scheduler has given this run up by itself, or has a newer one already.
+            logger.info("shuffle %s [%s] is over", self.id, self.run_id)
+        else:
+            if not await self._is_stale():
+                # To try again would be to fail again.
+                raise error
+        raise Reschedule()
+
+    # ------------------------------------------------------------------ life
+
+    def raise_if_closed(self) -> None:
+        """Raise why the run ended, if it did."""
+        if self.closed:
+            if self._exception and not isinstance(self._exception, P2PConsistencyError):
+                raise self._exception
+            # A task that is told to run again while it still runs is taken by its word: what it
+            # says of a run that is over must be "again", and not an error.
+            raise ShuffleClosedError(f"{self} has already been closed") from self._exception
+
+    def fail(self, exception: Exception) -> None:
+        """The scheduler gave this run up."""
+        if not self.closed:
+            self._exception = exception
+        self._over.set()
+
+    async def close(self) -> None:
+        if self.closed:
+            await self._closed_event.wait()
+            return
+        self.closed = True
+        self._over.set()
+        # A worker that closes waits for this, and would do so for ever if this ended half way.
+        await to_its_end(self._outbox.close)
+        self._last_report = self.report()
+        await in_a_thread(self._let_go)
+        self._state.end_run(self, self._last_report)
+        self._closed_event.set()
+
+    def _let_go(self) -> None:
+        """Give files and pages back, which takes its time where there are many. In a thread."""
+        self._store.close()
+        self._tenant.leave()
+
+    def report(self) -> dict[str, Any]:
+        """What this run did so far, here."""
+        if self._last_report is not None:
+            # Its shards are being let go of, and nobody would know any more how many there were.
+            return self._last_report
+        partitions = self._plan.partitions
+        rows = self._store.rows_of_slots()
+        return self.figures.snapshot({partitions[slot]: n for slot, n in rows.items()})
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.figures.spent(phase, time.perf_counter() - began)
+
+    def heartbeat(self) -> dict[str, Any]:
+        """Progress, in the shape that distributed's dashboard draws."""
+        n_peers = max(len(self._plan.workers) - 1, 1)
+        return {
+            "disk": self._disk_writes.shown(
+                memory_nbytes=self._store.resident_nbytes,
+                limit_nbytes=self._state.limit_nbytes,
+                read_nbytes=self._store.unspilled_nbytes,
+                n_buckets=1,
+            ),
+            "comm": self._sends.shown(
+                memory_nbytes=self._outbox.waiting_nbytes,
+                limit_nbytes=self._settings.in_flight_nbytes * n_peers,
+                read_nbytes=self._received_nbytes,
+                n_buckets=len(self._plan.workers),
+            ),
+            "start": self.start_time,
+        }

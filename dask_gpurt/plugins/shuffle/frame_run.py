@@ -1,0 +1,198 @@
+"""DataFrame shuffles: the spec that takes the place of the stock one, and the run it makes.
+
+Rows are grouped by the worker and partition they go to (`shuffle.plan`, `frames.gather`) and cut
+into shards; everything after that is `exchange_run`'s. Which kinds of frame can be carried is said
+here, in `ADAPTERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from distributed.protocol.pickle import dumps, loads
+from distributed.sizeof import safe_sizeof
+
+from dask_gpurt.config import ShuffleSettings
+from dask_gpurt.frames.adapter import FrameAdapter, Piece, Selection
+from dask_gpurt.frames.device.device_frames import DeviceFrames
+from dask_gpurt.frames.pickling import Pickling
+from dask_gpurt.plugins.memory.gpu_budget import device_room
+from dask_gpurt.plugins.patches.p2p import DataFrameShuffleSpec
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
+from dask_gpurt.shuffle.balance import owners
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
+from dask_gpurt.transport import wire
+
+if TYPE_CHECKING:
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+
+
+@dataclass(frozen=True)
+class FrameSpec(DataFrameShuffleSpec):
+    """The stock description of a shuffle, run on our data plane.
+
+    Attributes
+    ----------
+    frame_kind
+        Name of the frame adapter, a key of `ADAPTERS`.
+    settings
+        As the client that switched the runtime on had them.
+    rows
+        Rows of each output partition in a sample; empty without one.
+    read_order
+        Output partitions in the order of their tasks.
+    """
+
+    frame_kind: str
+    settings: ShuffleSettings
+    rows: tuple[int, ...]
+    read_order: tuple[int, ...]
+
+    @classmethod
+    def replacing(
+        cls,
+        stock: DataFrameShuffleSpec,
+        frame_kind: str,
+        settings: ShuffleSettings,
+        rows: Sequence[int] | None = None,
+        read_order: Sequence[int] = (),
+    ) -> FrameSpec:
+        return cls(
+            id=stock.id,
+            disk=stock.disk,
+            npartitions=stock.npartitions,
+            column=stock.column,
+            meta=stock.meta,
+            parts_out=stock.parts_out,
+            drop_column=stock.drop_column,
+            frame_kind=frame_kind,
+            settings=settings,
+            rows=_padded(rows or (), stock.npartitions),
+            read_order=tuple(read_order),
+        )
+
+    def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
+        """Owner of an output partition; called for one after the other with the same workers."""
+        if not self.rows:
+            return super().pick_worker(partition, workers)
+        return owners(self.rows, tuple(workers))[partition]
+
+    def create_run_on_worker(  # type: ignore[override]
+        self,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[int, str],
+        plugin: ShuffleWorkerPlugin,
+    ) -> FrameRun:
+        return FrameRun(self, run_id, span_id, worker_for, plugin)
+
+
+def _padded(rows: Sequence[int], n_partitions: int) -> tuple[int, ...]:
+    """As many numbers as there are partitions; none if they are not about these partitions."""
+    if not rows or len(rows) > n_partitions:
+        return ()
+    return (*rows, *[0] * (n_partitions - len(rows)))
+
+
+def _open_pandas(spec: FrameSpec) -> FrameAdapter:
+    from dask_gpurt.frames.pandas_ import PandasFrames
+
+    return PandasFrames(
+        spec.meta, spec.column, spec.drop_column, safe_sizeof, Pickling(dumps, loads)
+    )
+
+
+def _open_cudf(spec: FrameSpec) -> FrameAdapter:
+    from dask_gpurt.frames.device.cudf_ import CudfMemory, CudfTables
+
+    landing = partial(device_room().take, CudfMemory.empty)
+    return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, landing)
+
+
+#: What cuDF calls its DataFrame. Named and not imported: a scheduler may have no GPU.
+_CUDF = "cudf.core.dataframe.DataFrame"
+#: Types of columns, or in lists, that cannot be put together again out of their buffers.
+_NOT_ON_DEVICES = ("StructDtype", "IntervalDtype")
+
+#: Frame adapters by the full name of the type of a shuffle's meta. Subclasses carry state that an
+#: adapter of their base would lose, so names are matched exactly.
+ADAPTERS: dict[str, Callable[[FrameSpec], FrameAdapter]] = {
+    "pandas.DataFrame": _open_pandas,
+    "pandas.core.frame.DataFrame": _open_pandas,
+    _CUDF: _open_cudf,
+}
+
+
+def frame_kind(meta: Any) -> str:
+    """Name that `ADAPTERS` knows a kind of frame by."""
+    return f"{type(meta).__module__}.{type(meta).__qualname__}"
+
+
+def obstacle(meta: Any) -> str | None:
+    """Why frames like this one cannot be carried; None if they can."""
+    kind = frame_kind(meta)
+    if kind not in ADAPTERS:
+        return "there is no adapter for this kind of data"
+    if kind != _CUDF:
+        return None
+    levels = meta.index.dtypes if meta.index.nlevels > 1 else {meta.index.name: meta.index.dtype}
+    for what, dtypes in (("column", meta.dtypes), ("index level", levels)):
+        for name, dtype in dtypes.items():
+            # By names alone: to print the categories of a type takes a GPU.
+            inner = dtype
+            while type(inner).__name__ == "ListDtype":
+                inner = inner.element_type
+            kind = type(inner).__name__
+            if kind in _NOT_ON_DEVICES or (kind == "ArrowDtype" and "struct" in str(inner)):
+                return f"{what} {name!r} is of type {dtype}, which stays on no device"
+    return None
+
+
+class FrameRun(ExchangeRun):
+    """One attempt at the shuffle of a DataFrame, on one worker."""
+
+    def __init__(
+        self,
+        spec: FrameSpec,
+        run_id: int,
+        span_id: str | None,
+        worker_for: dict[int, str],
+        plugin: ShuffleWorkerPlugin,
+    ) -> None:
+        self._frames = ADAPTERS[spec.frame_kind](spec)
+        super().__init__(
+            spec,
+            spec.settings,
+            spec.frame_kind,
+            self._frames,
+            run_id,
+            span_id,
+            ExchangePlan(worker_for, spec.read_order),
+            plugin,
+        )
+
+    def _shards_of(
+        self, data: Any, partition_id: int
+    ) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
+        opened = self._frames.open(data)
+        plan = self._plan
+        rows, before = opened.group(plan)
+        wanted: list[tuple[str, wire.ShardHeader]] = []
+        selections: list[Selection] = []
+        shard_nbytes = self._frames.shard_nbytes or SHARD_TARGET_NBYTES
+        cuts = self._cut(partition_id, opened.layout_key, before, opened.row_nbytes, shard_nbytes)
+        for worker, header, empty in cuts:
+            a = header.first_slot
+            b = a + len(header.rows_per_slot)
+            wanted.append((worker, header))
+            leaves = worker != self.local_address
+            mine = rows[before[a] : before[b]]
+            selections.append(Selection(mine, leaves, empty, ascending=b - a == 1))
+        for (worker, header), made in zip(wanted, opened.gather(selections), strict=True):
+            yield worker, header, made
+
+    def _assemble(self, partition_id: int, pieces: Sequence[Piece]) -> Any:
+        return self._frames.concatenate(pieces, self._state.pool.empty_alone)

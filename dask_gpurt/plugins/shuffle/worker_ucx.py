@@ -1,0 +1,120 @@
+"""This worker's UCX engine: started when a pair first wants it, anew if it ended, closed with them.
+
+What the engine does is `transport.ucx`; who sends what over it is
+`plugins.shuffle.transport_choice`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+from typing import TYPE_CHECKING, TypeVar
+
+from dask_gpurt.errors import TransportError
+from dask_gpurt.plugins.patches.p2p import requires_encryption
+from dask_gpurt.transport import ucx
+from dask_gpurt.transport.ucx import UcxEngine
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+logger = logging.getLogger("dask_gpurt.transport")
+
+T = TypeVar("T")
+
+_ENCRYPTED = "the cluster's connections are encrypted, and UCX's are not"
+
+
+class RefusedError(TransportError):
+    """One of two workers does not have a path at all; trying again would not help."""
+
+
+class WorkerUcx:
+    """The engine of one worker. On the event loop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._starting: asyncio.Task[UcxEngine] | None = None
+
+    async def engine(self) -> UcxEngine:
+        """The engine; started, if there is none that works.
+
+        Raises
+        ------
+        RefusedError
+            There cannot be one, and why.
+        """
+        if requires_encryption(self._worker):
+            raise RefusedError(_ENCRYPTED)
+        if self._starting is not None and self._starting.done():
+            engine = self.started
+            if engine is not None and engine.is_closing:
+                logger.warning("UCX starts anew on %s: %s", self._worker.address, engine.why_ended)
+            if engine is None or engine.is_closing:
+                self._starting = None
+        if self._starting is None:
+            self._starting = asyncio.create_task(_engine_of(self._worker))
+        try:
+            return await asyncio.shield(self._starting)
+        except TransportError as error:
+            raise RefusedError(str(error)) from error
+
+    @property
+    def started(self) -> UcxEngine | None:
+        """The engine, if there is one."""
+        return result_if_any(self._starting)
+
+    def why_not(self) -> str:
+        """Why this worker has none whatever its peers have; empty if it may. Loads nothing."""
+        if requires_encryption(self._worker):
+            return _ENCRYPTED
+        task = self._starting
+        failed = task is not None and task.done() and not task.cancelled() and task.exception()
+        return ucx.why_not() or (str(failed) if failed else "")
+
+    async def close(self, deadline_s: float) -> None:
+        """Close the engine; whoever asks next gets another one."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            with contextlib.suppress(TransportError):
+                await (await starting).close(deadline_s)
+
+
+def result_if_any(task: asyncio.Task[T] | None) -> T | None:
+    """What a task has come back with, if it has and did not fail."""
+    if task is None or not task.done() or task.cancelled() or task.exception():
+        return None
+    return task.result()
+
+
+async def _engine_of(worker: Worker) -> UcxEngine:
+    return await UcxEngine.start(await _ip_of(worker))
+
+
+async def _ip_of(worker: Worker) -> str:
+    """Address that peers reach this worker at; workers inside one process need none.
+
+    Raises
+    ------
+    RefusedError
+        It is known by a name that has no address here.
+    """
+    name = worker.ip
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        if worker.address.startswith("inproc://"):
+            return "127.0.0.1"
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(name, None)
+    except (OSError, UnicodeError) as error:
+        raise RefusedError(
+            f"UCX needs an IP address, and {name!r} has none at {worker.address}: {error}"
+        ) from error
+    addresses = [str(where[0]) for *_, where in found]
+    addresses.sort(key=lambda one: ":" in one)  # IPv4 goes first: UCX takes nothing else
+    # On many systems a host knows its own name as one of its loopback's, where no peer reaches it.
+    reached = (one for one in addresses if not ipaddress.ip_address(one).is_loopback)
+    return next(reached, addresses[0])

@@ -1,0 +1,1 @@
+"""Simulated clusters: distributed's own scheduler, on virtual time and modelled workers."""

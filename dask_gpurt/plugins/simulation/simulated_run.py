@@ -1,0 +1,300 @@
+"""Run a workload on a modelled machine, scheduled by distributed's own scheduler.
+
+No socket, no process, no thread. The scheduler takes no virtual time of its own; the processor time
+it took is in `Result.cost`. See `docs/simulator.md` for what is modelled and what is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from functools import partial
+from time import thread_time
+from typing import Any
+
+from distributed import Scheduler
+from distributed.scheduler import heartbeat_interval
+
+from dask_gpurt.errors import SimulationError
+from dask_gpurt.plugins.patches.simulator import SimulatedScheduler, graph_message, virtual_time
+from dask_gpurt.plugins.simulation.simulated_worker import Limits, ModelledWorker, Surroundings
+from dask_gpurt.plugins.simulation.virtual_loop import VirtualIOLoop, VirtualLoop
+from dask_gpurt.simulate.clock import VirtualClock
+from dask_gpurt.simulate.cluster_model import ChangesSpeed, Incident, Machine, WorkerModel
+from dask_gpurt.simulate.result import Result, SchedulerCost
+from dask_gpurt.simulate.transfers import Transfers
+from dask_gpurt.simulate.workload import StableStr, Workload
+
+CLIENT = StableStr("simulated-client")
+#: States of a task on a worker in which it gives it up to a thief.
+STOLEN = ("ready", "constrained", "waiting")
+#: Virtual seconds without a message, a task or a transfer after which nothing is expected any more.
+#: Longer than any timeout of distributed's that brings a computation back to life.
+STUCK_S = 600.0
+
+Install = Callable[[Scheduler], Awaitable[object] | object]
+
+
+def simulate(
+    workload: Workload,
+    machine: Machine,
+    install: Install | None = None,
+    *,
+    validate: bool = False,
+) -> Result:
+    """Compute a workload on a machine that need not exist.
+
+    Parameters
+    ----------
+    workload
+        What a client hands in, all at once.
+    machine
+        Where it runs.
+    install
+        Called with the scheduler when its workers are there, before the graph is; this is where a
+        placement policy or any other scheduler plugin is put in. May be a coroutine function.
+    validate
+        Have distributed check its own state after every message; slow.
+
+    Returns
+    -------
+    Result
+        The same for the same arguments and configuration of Dask, to the last bit.
+
+    Raises
+    ------
+    SimulationError
+        If the computation fails, or cannot end.
+    """
+    loop = VirtualLoop(VirtualClock())  # type: ignore[abstract]
+    with virtual_time():
+        io_loop = VirtualIOLoop(asyncio_loop=loop)
+        try:
+            simulation = _Simulation(workload, machine, loop, validate=validate)
+            return loop.run(simulation.run(install))
+        finally:
+            io_loop.close()
+
+
+class _ConnectionToWorker:
+    """The scheduler's end of a connection to a modelled worker."""
+
+    def __init__(self, deliver: Callable[[list[dict[str, Any]]], None]) -> None:
+        self._deliver = deliver
+
+    def send(self, *messages: dict[str, Any]) -> None:
+        if messages:
+            self._deliver(list(messages))
+
+
+class _Registration:
+    """The connection on which a worker joins; nobody reads what the scheduler answers."""
+
+    async def write(self, message: object) -> None:
+        """Take an answer."""
+
+
+class _Client:
+    """Knows what is wanted, and hears from the scheduler what is in memory."""
+
+    def __init__(self, wanted: list[StableStr], clock: VirtualClock, latency_s: float) -> None:
+        self._missing: dict[str, None] = dict.fromkeys(wanted)
+        self._clock = clock
+        self._latency_s = latency_s
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def send(self, *messages: dict[str, Any]) -> None:
+        for message in messages:
+            self._clock.call_later(self._latency_s, partial(self._take, message))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        op, key = message["op"], message.get("key", "")
+        if self.done.done():
+            return
+        if op == "key-in-memory":
+            self._missing.pop(key, None)
+        elif op == "lost-data":
+            self._missing[key] = None
+        elif op in ("task-erred", "cancelled-keys"):
+            self.done.set_exception(SimulationError(f"the scheduler gave up: {op} {key}"))
+            return
+        if not self._missing:
+            self.done.set_result(None)
+
+
+class _Simulation:
+    """One computation, from an empty cluster to the last result."""
+
+    def __init__(
+        self, workload: Workload, machine: Machine, loop: VirtualLoop, *, validate: bool
+    ) -> None:
+        self._workload = workload
+        self._machine = machine
+        self._loop = loop
+        self._clock = loop.clock
+        self._validate = validate
+        self._cost = SchedulerCost()
+        self._steals = 0
+        self._around = Surroundings(
+            clock=loop.clock,
+            machine=machine,
+            transfers=Transfers(loop.clock, machine.network.capacities),
+            send=self._to_scheduler,
+            models={task.key: task for task in workload.tasks},
+            limits=Limits.from_config(),
+        )
+
+    async def run(self, install: Install | None) -> Result:
+        clock = self._clock
+        self._scheduler = scheduler = SimulatedScheduler(self._connect, validate=self._validate)
+        self._bandwidth = scheduler.bandwidth
+        try:
+            await scheduler.start_plugins()
+            for number, model in enumerate(self._machine.workers):
+                await self._add_worker(model, number / len(self._machine.workers))
+            if install is not None:
+                outcome = install(scheduler)
+                if inspect.isawaitable(outcome):
+                    await outcome
+            self._time_periodic_callbacks()
+            clock.call_later(STUCK_S, partial(self._look_for_life, ()))
+            started_s = clock.now_s
+            for incident in self._machine.incidents:
+                clock.call_at(started_s + incident.at_s, partial(self._happen, incident))
+            wanted = [self._workload.tasks[position].key for position in self._workload.wanted]
+            client = _Client(wanted, clock, self._machine.control_latency_s)
+            message = graph_message(self._workload, wanted)
+            began = thread_time()
+            await scheduler.take_graph(message, CLIENT, client)
+            self._cost.graph_s = thread_time() - began
+            await client.done
+            return self._result(clock.now_s - started_s)
+        finally:
+            for worker in self._around.workers.values():
+                worker.alive = False
+            scheduler.stop_simulated()
+
+    def _result(self, makespan_s: float) -> Result:
+        around = self._around
+        return Result(
+            makespan_s=makespan_s,
+            tasks=tuple(around.tasks),
+            transfers=tuple(around.moved),
+            link_nbytes=dict(sorted(around.link_nbytes.items())),
+            peak_nbytes={a: worker.peak_nbytes for a, worker in around.workers.items()},
+            steals=self._steals,
+            cost=self._cost,
+        )
+
+    # Workers join, beat, and leave.
+
+    async def _add_worker(self, model: WorkerModel, turn: float) -> None:
+        worker = ModelledWorker(model, self._around, validate=self._validate)
+        self._around.workers[model.address] = worker
+        await self._scheduler.add_worker(
+            comm=_Registration(),  # type: ignore[arg-type]
+            address=model.address,
+            status="running",
+            # The scheduler's hash of a worker is the one of this.
+            server_id=worker.stable_address,
+            nthreads=model.nthreads,
+            name=model.name or model.address,
+            resolve_address=False,
+            now=self._loop.wall_time(),
+            resources={},
+            memory_limit=model.memory_nbytes,
+            metrics=worker.metrics(self._bandwidth),
+            services={},
+            local_directory="",
+            versions={},
+            nanny="",
+            extra={},
+            stimulus_id="add-worker-simulated",
+        )
+        # Workers that joined one after the other do not beat at the same time.
+        interval_s = heartbeat_interval(len(self._machine.workers))
+        self._clock.call_later(interval_s * turn, partial(self._beat, worker, interval_s))
+
+    def _beat(self, worker: ModelledWorker, interval_s: float) -> None:
+        if not worker.alive:
+            return
+        worker.beat()
+        beat: dict[str, Any] = {
+            "address": worker.address,
+            "resolve_address": False,
+            "now": self._loop.wall_time(),
+            "metrics": worker.metrics(self._bandwidth),
+            "executing": worker.executing(),
+        }
+        # Looked up when it arrives, since plugins put themselves in front of handlers.
+        self._clock.call_later(
+            self._machine.control_latency_s,
+            lambda: self._scheduler.handlers["heartbeat_worker"](**beat),
+        )
+        self._clock.call_later(interval_s, partial(self._beat, worker, interval_s))
+
+    def _happen(self, incident: Incident) -> None:
+        worker = self._around.workers[incident.address]
+        if isinstance(incident, ChangesSpeed):
+            worker.change_speed(incident.speed)
+            return
+        worker.die()
+        # The scheduler sees the connection break.
+        self._clock.call_later(
+            self._machine.control_latency_s,
+            lambda: self._loop.create_task(
+                self._scheduler.remove_worker(
+                    worker.address, stimulus_id="connection-lost-simulated", close=False
+                )
+            ),
+        )
+
+    # Messages, either way.
+
+    def _connect(self, address: str) -> _ConnectionToWorker:
+        worker = self._around.workers[address]
+
+        def deliver(messages: list[dict[str, Any]]) -> None:
+            for message in messages:
+                self._clock.call_later(
+                    self._machine.control_latency_s, partial(worker.receive, message)
+                )
+
+        return _ConnectionToWorker(deliver)
+
+    def _to_scheduler(self, address: str, message: dict[str, Any]) -> None:
+        self._clock.call_later(
+            self._machine.control_latency_s, partial(self._arrive, address, message)
+        )
+
+    def _arrive(self, address: str, message: dict[str, Any]) -> None:
+        if message["op"] == "steal-response" and message["state"] in STOLEN:
+            self._steals += 1
+        began = thread_time()
+        self._scheduler.receive(message, worker=address)
+        self._cost.messages_s += thread_time() - began
+        self._cost.messages += 1
+
+    def _look_for_life(self, before: tuple[int, ...]) -> None:
+        """End a computation that will never end, though stealing and heartbeats go on for ever."""
+        around = self._around
+        now = self._cost.messages, len(around.tasks), len(around.moved)
+        busy = around.transfers.rates() or any(w.executing() for w in around.workers.values())
+        if now == before and not busy:
+            raise SimulationError("nothing is left to happen, and it is not done")
+        self._clock.call_later(STUCK_S, partial(self._look_for_life, now))
+
+    def _time_periodic_callbacks(self) -> None:
+        def timed(callback: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                began = thread_time()
+                try:
+                    return callback()
+                finally:
+                    self._cost.periodic_s += thread_time() - began
+
+            return run
+
+        for periodic in self._scheduler.periodic_callbacks.values():
+            periodic.callback = timed(periodic.callback)

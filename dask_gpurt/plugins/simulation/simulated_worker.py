@@ -1,0 +1,420 @@
+"""A worker whose decisions are distributed's own and whose work is modelled.
+
+`WorkerState` says what to fetch from whom and what to run next, as it does in a worker process, and
+answers the scheduler. Here the instructions it gives take the time they would take: a task its
+duration at this worker's speed, a transfer the way of its request and its bytes through the links.
+
+Not modelled: spilling and pausing (memory is counted, not limited), plugins of the worker, threads
+that slow one another, the time of the worker's own event loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import dask
+from dask.typing import Key
+from dask.utils import parse_bytes
+
+from dask_gpurt.plugins.patches.simulator import (
+    EVENTS,
+    Execute,
+    ExecuteSuccessEvent,
+    FindMissingEvent,
+    GatherDep,
+    GatherDepBusyEvent,
+    GatherDepNetworkFailureEvent,
+    GatherDepSuccessEvent,
+    Instruction,
+    RetryBusyWorkerEvent,
+    RetryBusyWorkerLater,
+    SendMessageToScheduler,
+    StateMachineEvent,
+    WorkerState,
+)
+from dask_gpurt.simulate.clock import Event, VirtualClock
+from dask_gpurt.simulate.cluster_model import Machine, WorkerModel
+from dask_gpurt.simulate.result import TaskRun, TransferRun
+from dask_gpurt.simulate.transfers import Transfers
+from dask_gpurt.simulate.workload import StableStr, TaskModel
+
+#: Messages smaller than this tell a worker nothing about bandwidth; distributed's own number.
+MEASURED_NBYTES = 1_000_000
+#: No task takes no time: distributed's stealing asserts that it never hears of one.
+LEAST_TASK_S = 1e-6
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a worker process takes from the configuration of Dask.
+
+    Attributes
+    ----------
+    incoming_count, outgoing_count
+        Transfers at a time.
+    message_nbytes
+        Of one transfer, unless it is of a single result.
+    memory_fraction
+        Of a worker's memory that may be on its way to it.
+    """
+
+    incoming_count: int
+    outgoing_count: int
+    message_nbytes: int
+    memory_fraction: float
+
+    @classmethod
+    def from_config(cls) -> Limits:
+        """The limits that workers started now would have."""
+        setting = dask.config.get
+        return cls(
+            incoming_count=setting("distributed.worker.connections.incoming"),
+            outgoing_count=setting("distributed.worker.connections.outgoing"),
+            message_nbytes=parse_bytes(setting("distributed.worker.transfer.message-bytes-limit")),
+            memory_fraction=setting("distributed.worker.memory.transfer") or math.inf,
+        )
+
+
+@dataclass
+class Surroundings:
+    """What the workers of one simulation share.
+
+    Attributes
+    ----------
+    send
+        Puts a message from a worker (its address) on its way to the scheduler.
+    models
+        What each task takes and makes.
+    """
+
+    clock: VirtualClock
+    machine: Machine
+    transfers: Transfers
+    models: dict[Key, TaskModel]
+    send: Callable[[str, dict[str, Any]], None]
+    limits: Limits
+    workers: dict[str, ModelledWorker] = field(default_factory=dict)
+    tasks: list[TaskRun] = field(default_factory=list)
+    moved: list[TransferRun] = field(default_factory=list)
+    link_nbytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Execution:
+    run_id: int
+    start_s: float
+    left_s: float  # of its duration at speed 1, at `since_s`
+    since_s: float
+    end: Event
+
+
+@dataclass
+class _Fetch:
+    """A request of this worker to a peer, until it is answered or known to have failed."""
+
+    source: str
+    instruction: GatherDep
+    start_s: float
+    transfer: int | None = None  # while bytes are on their way
+
+
+class ModelledWorker:
+    """One worker of a simulation.
+
+    Parameters
+    ----------
+    model
+        What it is.
+    around
+        What it shares with the others.
+    validate
+        Let the state machine check itself after every event; slow.
+    """
+
+    def __init__(self, model: WorkerModel, around: Surroundings, *, validate: bool) -> None:
+        self.address = model.address
+        #: Its address for state machines, which keep addresses in sets.
+        self.stable_address = StableStr(model.address)
+        self.alive = True
+        self.speed = model.speed
+        self.peak_nbytes = 0
+        self._around = around
+        self._host = model.host
+        limits = around.limits
+        self._state = WorkerState(
+            nthreads=model.nthreads,
+            address=self.stable_address,
+            validate=validate,
+            transfer_incoming_count_limit=limits.incoming_count,
+            transfer_incoming_bytes_limit=model.memory_nbytes * limits.memory_fraction,
+            transfer_message_bytes_limit=limits.message_nbytes,
+        )
+        self._executions: dict[Key, _Execution] = {}
+        self._fetches: dict[int, _Fetch] = {}
+        self._fetch_count = 0
+        self._outgoing = 0
+        self._bandwidth: float | None = None
+        self._bandwidth_workers: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+
+    # From the scheduler.
+
+    def receive(self, message: dict[str, Any]) -> None:
+        """Take a message from the scheduler."""
+        if not self.alive:
+            return
+        op = message["op"]
+        if op == "close":
+            self.die()
+            return
+        event = EVENTS.get(op)
+        if event is None:
+            return  # plugins and status changes, which are not modelled
+        content = {name: value for name, value in message.items() if name != "op"}
+        if "who_has" in content:
+            content["who_has"] = {
+                key: [self._around.workers[address].stable_address for address in holders]
+                for key, holders in content["who_has"].items()
+            }
+        if op == "remove-worker":
+            content["worker"] = self._around.workers[content["worker"]].stable_address
+        self._handle(event(**content))
+
+    def _handle(self, event: StateMachineEvent) -> None:
+        for instruction in self._state.handle_stimulus(event):
+            self._follow(instruction)
+        self.peak_nbytes = max(self.peak_nbytes, self._state.nbytes)
+
+    def _follow(self, instruction: Instruction) -> None:
+        if isinstance(instruction, SendMessageToScheduler):
+            self._around.send(self.address, instruction.to_dict())
+        elif isinstance(instruction, Execute):
+            self._execute(instruction)
+        elif isinstance(instruction, GatherDep):
+            self._request(instruction)
+        elif isinstance(instruction, RetryBusyWorkerLater):
+            event = RetryBusyWorkerEvent(worker=instruction.worker, stimulus_id="retry-busy")
+            # As long as a worker of distributed waits.
+            self._later(0.15, lambda: self._handle(event))
+
+    def _later(self, delay_s: float, do: Callable[[], object]) -> Event:
+        def if_alive() -> None:
+            if self.alive:
+                do()
+
+        return self._around.clock.call_later(delay_s, if_alive)
+
+    # Running tasks.
+
+    def _execute(self, instruction: Execute) -> None:
+        key = instruction.key
+        duration_s = max(self._around.models[key].duration_s, LEAST_TASK_S)
+        now_s = self._around.clock.now_s
+        self._executions[key] = _Execution(
+            run_id=self._state.tasks[key].run_id,
+            start_s=now_s,
+            left_s=duration_s,
+            since_s=now_s,
+            end=self._later(duration_s / self.speed, partial(self._executed, key)),
+        )
+
+    def _executed(self, key: Key) -> None:
+        execution = self._executions.pop(key)
+        around = self._around
+        now_s, nbytes = around.clock.now_s, around.models[key].nbytes
+        around.tasks.append(TaskRun(str(key), self.address, execution.start_s, now_s))
+        self._handle(
+            ExecuteSuccessEvent(
+                key=key,
+                run_id=execution.run_id,
+                value=nbytes,
+                start=execution.start_s,
+                stop=now_s,
+                nbytes=nbytes,
+                type=int,
+                stimulus_id=f"task-finished-{now_s}",
+            )
+        )
+
+    def change_speed(self, speed: float) -> None:
+        """Go on at another speed."""
+        now_s = self._around.clock.now_s
+        for key, execution in self._executions.items():
+            execution.end.cancel()
+            execution.left_s -= (now_s - execution.since_s) * self.speed
+            execution.since_s = now_s
+            execution.end = self._later(
+                max(execution.left_s, 0.0) / speed, partial(self._executed, key)
+            )
+        self.speed = speed
+
+    def executing(self) -> dict[Key, float]:
+        """For how many seconds each task that runs has been running."""
+        now_s = self._around.clock.now_s
+        return {key: now_s - one.start_s for key, one in self._executions.items()}
+
+    # Fetching results from peers: the request goes there, the answer comes back.
+
+    def _request(self, instruction: GatherDep) -> None:
+        around = self._around
+        source = around.workers[str(instruction.worker)]
+        number = self._fetch_count
+        self._fetch_count += 1
+        self._fetches[number] = _Fetch(source.address, instruction, around.clock.now_s)
+        latency_s = around.machine.network.route(self.address, source.address).latency_s
+        self._later(latency_s, lambda: source.serve(self, number))
+
+    def serve(self, target: ModelledWorker, number: int) -> None:
+        """Answer a request of a peer: send what is here, or say that too many are asking."""
+        fetch = target._fetches.get(number)
+        if fetch is None or not target.alive:
+            return
+        around = self._around
+        route = around.machine.network.route(self.address, target.address)
+        instruction = fetch.instruction
+        if not self.alive:
+            target._later(route.latency_s, lambda: target._failed(number))
+            return
+        # Peers on the same host may be twice as many; distributed's own rule.
+        limit = around.limits.outgoing_count * (2 if self._host == target._host else 1)
+        if self._outgoing >= limit:
+            target._later(route.latency_s, lambda: target._refused(number))
+            return
+        data = {
+            key: self._state.data[key] for key in instruction.to_gather if key in self._state.data
+        }
+        nbytes = sum(self._state.tasks[key].get_nbytes() for key in data)
+        self._outgoing += 1
+
+        def sent() -> None:
+            fetch.transfer = None
+            self._outgoing -= 1
+            for link in route.links:
+                around.link_nbytes[link] = around.link_nbytes.get(link, 0) + nbytes
+            target._later(route.latency_s, lambda: target._received(number, data, nbytes))
+
+        fetch.transfer = around.transfers.start(route.links, nbytes, sent)
+
+    def _received(self, number: int, data: dict[Key, object], nbytes: int) -> None:
+        if number not in self._fetches:
+            return  # the peer was gone before the last byte was here
+        fetch = self._fetches.pop(number)
+        now_s = self._around.clock.now_s
+        duration_s = max(now_s - fetch.start_s, 0.001)
+        self._around.moved.append(
+            TransferRun(
+                tuple(map(str, data)), fetch.source, self.address, fetch.start_s, now_s, nbytes
+            )
+        )
+        self._note_transfer(fetch, data, nbytes, duration_s, now_s)
+        instruction = fetch.instruction
+        self._handle(
+            GatherDepSuccessEvent(
+                worker=instruction.worker,
+                total_nbytes=instruction.total_nbytes,
+                data=data,
+                stimulus_id=f"gather-dep-success-{now_s}",
+            )
+        )
+
+    def _note_transfer(
+        self,
+        fetch: _Fetch,
+        data: dict[Key, object],
+        nbytes: int,
+        duration_s: float,
+        now_s: float,
+    ) -> None:
+        """Keep what a worker measures of a transfer and reports to the scheduler."""
+        if nbytes > MEASURED_NBYTES:
+            measured = nbytes / duration_s
+            self._bandwidth = (
+                measured if self._bandwidth is None else self._bandwidth * 0.95 + measured * 0.05
+            )
+            total, count = self._bandwidth_workers[fetch.source]
+            self._bandwidth_workers[fetch.source] = (total + measured, count + 1)
+        for key in data:
+            waiting = next(iter(self._state.tasks[key].dependents), None)
+            if waiting is not None:
+                waiting.startstops.append(
+                    {
+                        "action": "transfer",
+                        "start": fetch.start_s,
+                        "stop": now_s,
+                        "source": fetch.source,
+                    }
+                )
+                return
+
+    def _refused(self, number: int) -> None:
+        self._came_to_nothing(number, GatherDepBusyEvent, "gather-dep-busy")
+
+    def _failed(self, number: int) -> None:
+        self._came_to_nothing(number, GatherDepNetworkFailureEvent, "gather-dep-network-failure")
+
+    def _came_to_nothing(
+        self,
+        number: int,
+        event: type[GatherDepBusyEvent | GatherDepNetworkFailureEvent],
+        stimulus_id: str,
+    ) -> None:
+        fetch = self._fetches.pop(number, None)
+        if fetch is not None:
+            worker, nbytes = fetch.instruction.worker, fetch.instruction.total_nbytes
+            self._handle(event(worker=worker, total_nbytes=nbytes, stimulus_id=stimulus_id))
+
+    # Heartbeats, and the end.
+
+    def metrics(self, default_bandwidth: float) -> dict[str, Any]:
+        """What a heartbeat reports; measured bandwidths are reported once."""
+        peers = dict(self._bandwidth_workers)
+        self._bandwidth_workers.clear()
+        return {
+            "bandwidth": {
+                "total": default_bandwidth if self._bandwidth is None else self._bandwidth,
+                "workers": peers,
+                "types": {},
+            },
+            "digests_total_since_heartbeat": {},
+            "managed_bytes": self._state.nbytes,
+            "spilled_bytes": {"memory": 0, "disk": 0},
+            "memory": self._state.nbytes,
+            "cpu": 100.0 * len(self._executions),
+            "time": self._around.clock.now_s,
+            "event_loop_interval": 0.02,
+            "transfer": {
+                "incoming_bytes": self._state.transfer_incoming_bytes,
+                "incoming_count": self._state.transfer_incoming_count,
+                "outgoing_count": self._outgoing,
+            },
+        }
+
+    def beat(self) -> None:
+        """What a worker does with every heartbeat besides sending it."""
+        if self._state.missing_dep_flight:
+            self._handle(FindMissingEvent(stimulus_id="find-missing"))
+
+    def die(self) -> None:
+        """Be gone: nothing more is done or sent, and transfers from and to here break."""
+        self.alive = False
+        self._executions.clear()
+        around = self._around
+        for fetch in self._fetches.values():
+            if fetch.transfer is not None:
+                around.transfers.abort(fetch.transfer)
+                around.workers[fetch.source]._outgoing -= 1
+        self._fetches.clear()
+        for peer in around.workers.values():
+            if peer.alive:
+                peer._lose(self)
+
+    def _lose(self, peer: ModelledWorker) -> None:
+        latency_s = self._around.machine.network.route(peer.address, self.address).latency_s
+        for number, fetch in self._fetches.items():
+            if fetch.source == peer.address and fetch.transfer is not None:
+                self._around.transfers.abort(fetch.transfer)
+                self._later(latency_s, partial(self._failed, number))

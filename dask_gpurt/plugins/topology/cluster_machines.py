@@ -1,0 +1,297 @@
+"""The machines of a cluster, on its scheduler: as described, as workers report them, as measured.
+
+Workers are asked for their machines when somebody wants to know, and probed where what is measured
+is used. Of what they answer, nothing is believed unchecked. What is decided by all this is
+`placement`'s business; `is_described` is the one place that says whether it may rely on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from distributed.metrics import time
+
+from dask_gpurt.config import TopologySettings
+from dask_gpurt.errors import ProtocolError
+from dask_gpurt.plugins.shielding import DEADLINE_S
+from dask_gpurt.plugins.topology.broadcast import ask
+from dask_gpurt.topology import probing
+from dask_gpurt.topology.description import parse
+from dask_gpurt.topology.discovery import Measured, Seen, discover
+from dask_gpurt.topology.learned import End
+from dask_gpurt.topology.machine import Report
+from dask_gpurt.topology.model import Topology
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+    from dask_gpurt.plugins.placement.placer import Placement
+
+logger = logging.getLogger("dask_gpurt")
+
+#: For the answer of a worker that looks at its machine, for which NVML may have to be started.
+_REPORT_DEADLINE_S = 10.0
+_NO_ANSWER = "no answer in {:g} s"
+#: For the answer of a worker that measures; it gives up sooner by itself.
+_PROBE_DEADLINE_S = 4 * probing.MAX_PAIR_S
+#: For how many ordinary transfers a measurement counts.
+_WEIGHT = 4
+#: What is said of workers that failed, at the most.
+_MAX_PROBLEMS = 16
+
+
+class Machines:
+    """One a scheduler.
+
+    Parameters
+    ----------
+    ready
+        Workers that can be asked; somebody else keeps it up to date.
+    """
+
+    def __init__(self, scheduler: Scheduler, ready: Collection[str]) -> None:
+        self._scheduler = scheduler
+        self._ready = ready
+        self._reports: dict[str, Report] = {}
+        self._problems: dict[str, str] = {}
+        self._measured: dict[tuple[End, End], Measured] = {}
+        self._tried: set[tuple[str, str]] = set()
+        self._state, self._reason = "not run", ""
+        self._spent_s = 0.0
+        self._probing: asyncio.Task[None] | None = None
+        self._learner: Placement | None = None
+        self._settings = TopologySettings(None, None, "off")
+        self.topology: Topology | None = None
+        self._configuring = asyncio.Lock()
+
+    async def configure(self, settings: TopologySettings) -> None:
+        """Go by these settings from now on.
+
+        Raises
+        ------
+        ConfigError
+            The description of the machines is wrong; nothing has changed.
+        """
+        # Of clients that come at once, the last one's settings hold, and all of them.
+        async with self._configuring:
+            # Every client that comes has settings, mostly the same.
+            if settings.text != self._settings.text:
+                # Of hundreds of hosts this takes half a second.
+                self.topology = await asyncio.to_thread(_described, settings)
+            self._settings = settings
+
+    @property
+    def is_described(self) -> bool:
+        """Whether placement may rely on what is known of the links, as a matter of course.
+
+        Only what somebody wrote down, or looked at, counts. What workers report is what their links
+        can carry, of which Dask's connections get a part, and the less where the bytes of a GPU go
+        through the host's memory; tasks would be moved for gains that are not there. A probe does
+        measure those connections, but a few pairs of them, and for a moment.
+        """
+        return self.topology is not None
+
+    # ------------------------------------------------------------------ probing
+
+    def inform(self, placement: Placement | None) -> None:
+        """Who goes by what is measured from now on, and was before; None if nobody does."""
+        self._learner = placement
+        for pair, found in self._measured.items():
+            self._tell(*pair, found)
+
+    def workers_changed(self) -> None:
+        """All workers there are have said what they are: probe them, if that is wanted."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe_if_wanted())
+
+    async def _probe_if_wanted(self) -> None:
+        # More workers may come while it goes on.
+        while probing.pairs(self._ends(), self._tried):
+            why_not = probing.why_not(
+                self._settings.probe,
+                n_hosts=len({end.host for end in self._ends()}),
+                is_described=self._is_anybody_described(),
+                is_used=self._learner is not None,
+                is_busy=self._is_busy(),
+            )
+            if why_not is not None:
+                if not self._measured:
+                    self._state, self._reason = "not run", why_not
+                return
+            try:
+                await self._probe(lambda: "tasks began to run" if self._is_busy() else None)
+            except Exception as error:
+                # Nobody waits for it, and nobody needs it.
+                self._state, self._reason = "failed", repr(error)
+                logger.error("the probe of links failed", exc_info=error)
+            if self._state != "done":
+                return
+
+    def _undescribed(self) -> list[str]:
+        """Workers that are on no machine of the description, where placement goes by it."""
+        if self._learner is None or not self.is_described:
+            return []
+        return self._learner.undescribed()
+
+    def _is_anybody_described(self) -> bool:
+        """Whether somebody is on a machine of the description, which may be one of others."""
+        return self.is_described and len(self._undescribed()) < len(self._scheduler.workers)
+
+    def _is_busy(self) -> bool:
+        return any(ws.processing for ws in self._scheduler.workers.values())
+
+    def _ends(self) -> list[End]:
+        workers = self._scheduler.workers
+        return [End(one, workers[one].host) for one in sorted(self._ready) if one in workers]
+
+    async def _probe(self, why_stop: Callable[[], str | None]) -> None:
+        """Measure pairs that were not measured yet, one after the other."""
+        self._state, self._reason = "running", ""
+        began = time() - self._spent_s
+        for source, target in probing.pairs(self._ends(), self._tried):
+            reason = why_stop()
+            if reason is None and time() - began > probing.MAX_S:
+                reason = f"it took {probing.MAX_S:g} s"
+            if reason is not None:
+                self._state, self._reason = "stopped", reason
+                break
+            self._tried.add((source.host, target.host))
+            about = f"{source.address} to {target.address}"
+            try:
+                found = probing.conclude(await self._measure(source, target))
+            except (ProtocolError, OSError) as error:
+                self._note(about, str(error) or repr(error))
+            else:
+                self._problems.pop(about, None)
+                self._measured[source, target] = found
+                self._tell(source, target, found)
+            self._spent_s = time() - began
+        else:
+            self._state = "done"
+
+    async def _measure(self, source: End, target: End) -> Any:
+        msg = {"op": "gpurt_probe", "source": source.address}
+        answers = await ask(self._scheduler, msg, [target.address], _PROBE_DEADLINE_S)
+        if answers.silent:
+            raise TimeoutError(_NO_ANSWER.format(_PROBE_DEADLINE_S))
+        answer = answers.said[target.address]
+        if isinstance(answer, Exception):
+            raise OSError(repr(answer)[:200]) from answer
+        if isinstance(answer, dict) and "problem" in answer:
+            raise ProtocolError(str(answer["problem"])[:200])
+        return answer
+
+    def _tell(self, source: End, target: End, found: Measured) -> None:
+        if self._learner is not None:
+            rates = {source.address: (found.nbytes_per_s * _WEIGHT, _WEIGHT)}
+            self._learner.observe(target.address, rates)
+
+    # ------------------------------------------------------------------ asked for
+
+    async def found(self, probe: bool) -> dict[str, Any]:
+        """The machines as workers report them, as a description that can be edited.
+
+        Parameters
+        ----------
+        probe
+            Whether to measure the links first, whatever the settings are, and whatever runs.
+
+        Returns
+        -------
+        dict
+            `text`, number of `workers` in it, `problems` by worker or pair.
+        """
+        await self._ask()
+        if probe:
+            # Another client may have begun one meanwhile.
+            while self._probing is not None and not self._probing.done():
+                await asyncio.wait([self._probing], timeout=DEADLINE_S)
+            self._tried.clear()
+            self._measured.clear()
+            self._spent_s = 0.0
+            self._probing = asyncio.create_task(self._probe(lambda: None))
+            await self._probing
+        workers = self._scheduler.workers
+        seen = [
+            Seen(address, workers[address].name, workers[address].host, report)
+            for address, report in self._reports.items()
+            if address in workers
+        ]
+        measured = {
+            (source.host, target.host): found for (source, target), found in self._measured.items()
+        }
+        # Of hundreds of hosts this takes seconds.
+        text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
+        silent = "not in it: it has not reported yet, or the runtime is not on there"
+        left_out = dict.fromkeys(sorted(set(workers) - self._reports.keys()), silent)
+        return {"text": text, "workers": len(seen), "problems": {**left_out, **self._problems}}
+
+    async def _ask(self) -> None:
+        missing = sorted(set(self._ready) - self._reports.keys())
+        if not missing:
+            return
+        answers = await ask(self._scheduler, {"op": "gpurt_machine"}, missing, _REPORT_DEADLINE_S)
+        for address in answers.silent:
+            self._note(address, _NO_ANSWER.format(_REPORT_DEADLINE_S))
+        for address, answer in answers.said.items():
+            if address not in self._ready:
+                # It left meanwhile, and nobody would forget what it said.
+                continue
+            try:
+                self._reports[address] = Report.from_plain(answer)
+            except ProtocolError as error:
+                self._note(address, f"its report cannot be used: {error}")
+            else:
+                self._problems.pop(address, None)
+
+    def _note(self, about: str, problem: str) -> None:
+        if len(self._problems) < _MAX_PROBLEMS:
+            self._problems[about] = problem
+
+    def remove_worker(self, address: str) -> None:
+        """A worker left. What was measured of its host holds while that has others."""
+        self._reports.pop(address, None)
+        for about in [one for one in self._problems if address in one.split(" to ")]:
+            del self._problems[about]
+        if not self._tried:
+            return
+        hosts = {ws.host for ws in self._scheduler.workers.values()}
+        self._tried = {pair for pair in self._tried if hosts.issuperset(pair)}
+        self._measured = {
+            (source, target): found
+            for (source, target), found in self._measured.items()
+            if source.host in hosts and target.host in hosts
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """What is known, for `status`."""
+        rates = [found.nbytes_per_s for found in self._measured.values()]
+        return {
+            "file": self._settings.file if self.is_described else None,
+            "undescribed": self._undescribed(),
+            "hosts": len({ws.host for ws in self._scheduler.workers.values()}),
+            "probe": {
+                "state": self._state,
+                "reason": self._reason,
+                "pairs": len(rates),
+                "slowest_nbytes_per_s": min(rates, default=None),
+                "fastest_nbytes_per_s": max(rates, default=None),
+                "seconds": self._spent_s,
+                "problems": dict(self._problems),
+            },
+        }
+
+    async def close(self) -> None:
+        """Nothing is measured any more."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait([self._probing], timeout=DEADLINE_S)
+
+
+def _described(settings: TopologySettings) -> Topology | None:
+    if settings.text is None:
+        return None
+    return parse(settings.text, settings.file or "topology")

@@ -1,0 +1,143 @@
+"""What a worker says of the machine it is on, and the messages that it sends for a probe.
+
+The adapter between the system (`/sys`, NVML, the addresses of interfaces) and `topology`, which
+does the reading. In a thread: starting NVML takes a while. Never raises for a machine that shows
+less than others; where NVML is not installed, it is not asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from dask_gpurt.errors import ProtocolError, TransportError
+from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.patches.p2p import to_serialize
+from dask_gpurt.topology import nvml, probing, sysfs
+from dask_gpurt.topology.machine import Machine, Report
+from dask_gpurt.topology.probing import Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distributed import Worker
+
+_SYS = Path("/sys")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+#: A message of a probe consists of parts of this size, all the same, each of random bytes: parts
+#: are compressed one by one, if at all, and so none gets any smaller.
+_PART_NBYTES = 2**20
+#: Messages of next to no bytes, of which the quickest is the latency.
+_N_EMPTY = 3
+
+
+class MachineReport:
+    """The handlers of one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.handlers: dict[str, Callable[..., Any]] = {
+            "gpurt_machine": self.machine,
+            "gpurt_probe": self.probe,
+            "gpurt_probe_data": self.probe_data,
+        }
+
+    async def machine(self) -> dict[str, Any]:
+        """Handler: the machine, and which GPU CUDA shows to this process first."""
+        found = await asyncio.to_thread(local_machine)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+        return Report(found, visible or None).to_plain()
+
+    async def probe(self, source: str) -> dict[str, Any]:
+        """Handler: fetch a few messages from another worker.
+
+        Returns
+        -------
+        dict
+            `latency_s`, and `transfers`, each with its bytes and seconds; or `problem`.
+        """
+        request_checks.name("source", source)
+        transfers: list[Transfer] = []
+        try:
+            async with asyncio.timeout(2 * probing.MAX_PAIR_S):
+                latency_s = min([(await self._fetch(source, 0)).seconds for _ in range(_N_EMPTY)])
+                while nbytes := probing.next_nbytes(transfers):
+                    transfers.append(await self._fetch(source, nbytes))
+        except TimeoutError:
+            # A slow link has shown how slow it is, if it brought one message.
+            if not transfers:
+                return {"problem": f"nothing came from {source} in {2 * probing.MAX_PAIR_S:g} s"}
+        except (OSError, ValueError) as error:
+            # Also an address of no kind that Dask knows.
+            return {"problem": f"{source} cannot be reached: {error}"}
+        return {"latency_s": latency_s, "transfers": transfers}
+
+    async def _fetch(self, source: str, nbytes: int) -> Transfer:
+        began = time.perf_counter()
+        answer = await self._worker.rpc(source).gpurt_probe_data(nbytes=nbytes)
+        seconds = time.perf_counter() - began
+        if not isinstance(answer, dict):
+            # Somebody switched the runtime off meanwhile.
+            raise TransportError(f"{source} no longer answers")
+        if sum(memoryview(part).nbytes for part in answer["parts"]) != nbytes:
+            raise TransportError(f"{source} sent something else than {nbytes} bytes")
+        return Transfer(nbytes, seconds)
+
+    async def probe_data(self, nbytes: int) -> dict[str, Any]:
+        """Handler: so many bytes, for another worker that measures how long they take."""
+        if type(nbytes) is not int or not 0 <= nbytes <= probing.LARGEST_NBYTES:
+            raise ProtocolError(f"a probe of {nbytes!r} bytes")
+        part = _random_part()
+        full, rest = divmod(nbytes, _PART_NBYTES)
+        parts = [part] * full + ([part[:rest]] if rest else [])
+        return {"parts": [to_serialize(one) for one in parts]}
+
+
+@lru_cache(1)
+def _random_part() -> bytes:
+    return os.urandom(_PART_NBYTES)
+
+
+@lru_cache(1)
+def local_machine() -> Machine:
+    """The machine that this process is on."""
+    addresses = {
+        name: [one.address.partition("%")[0] for one in of if one.family in _IP]
+        for name, of in psutil.net_if_addrs().items()
+    }
+    return sysfs.read(
+        _SYS, name=socket.gethostname(), boot=_boot_id(), addresses=addresses, gpus=_nvml_gpus()
+    )
+
+
+_IP = (socket.AF_INET, socket.AF_INET6)
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _nvml_gpus() -> tuple[nvml.NvmlGpu, ...] | None:
+    """GPUs, None if NVML is not installed or does not work."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            return nvml.gpus(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None  # installed where there is no driver

@@ -1,0 +1,104 @@
+"""Machines that are worth trying things on, without having them.
+
+Bandwidths are what data gets, not what is sold: of 100 Gb/s Ethernet about 12 GB/s. They are not
+measured on any machine in particular; describe yours in a file and use
+`dask_gpurt.simulate.cluster_model.machine_of` where it matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dask_gpurt.simulate.cluster_model import Machine, machine_of
+from dask_gpurt.topology.model import Device, Host, Link, Nic, Numa, Topology
+
+ETHERNET_100G = 12e9
+ETHERNET_10G = 1.2e9
+NVLINK_PORT = 300e9
+PCIE_PORT = 24e9
+
+
+def _address(number: int) -> str:
+    return f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
+
+
+def gpu_hosts(
+    hosts: int,
+    gpus_per_host: int,
+    *,
+    nic_bandwidth: float,
+    nvlink: bool,
+    slow_nics: Mapping[int, float] | None = None,
+) -> Topology:
+    """Hosts with GPUs on PCIe, perhaps on NVLink too, and one NIC each into a switch never full.
+
+    Parameters
+    ----------
+    nic_bandwidth
+        Bytes per second of each host's NIC, either way.
+    slow_nics
+        Bytes per second of the NICs of some hosts, by number, where they differ.
+    """
+    models: list[Host] = []
+    links: list[Link] = []
+    for number in range(hosts):
+        name = f"host{number}"
+        gpus = [f"gpu{device}" for device in range(gpus_per_host)]
+        nic = (slow_nics or {}).get(number, nic_bandwidth)
+        models.append(
+            Host(
+                name,
+                numa=(Numa("numa0"),),
+                devices=tuple(
+                    Device(gpu, "gpu", numa="numa0", workers=(f"{name}-{gpu}",)) for gpu in gpus
+                ),
+                nics=(Nic("nic"),),
+                switches=("nvswitch", "pcie") if nvlink else ("pcie",),
+                addresses=(_address(number),),
+            )
+        )
+        for end in (*gpus, "nic", "numa0"):
+            ends = f"{name}/{end}", f"{name}/pcie"
+            links.append(Link(f"{name}/pcie-{end}", ends, "pcie", PCIE_PORT, 2e-6))
+        if nvlink:
+            for gpu in gpus:
+                ends = f"{name}/{gpu}", f"{name}/nvswitch"
+                links.append(Link(f"{name}/nvlink-{gpu}", ends, "nvlink", NVLINK_PORT, 1e-6))
+        links.append(Link(f"{name}/ethernet", (f"{name}/nic", "fabric"), "ethernet", nic, 10e-6))
+    return Topology(tuple(models), tuple(links), ("fabric",))
+
+
+def nvlink_hosts(hosts: int = 8, gpus_per_host: int = 8) -> Machine:
+    """GPUs that share NVLink on each host, hosts on 100 Gb Ethernet."""
+    return machine_of(
+        f"{hosts * gpus_per_host} GPUs on {hosts} NVLink hosts over 100 Gb Ethernet",
+        gpu_hosts(hosts, gpus_per_host, nic_bandwidth=ETHERNET_100G, nvlink=True),
+    )
+
+
+def pcie_gpus(hosts: int = 2, gpus_per_host: int = 8) -> Machine:
+    """GPUs without NVLink, hosts on 100 Gb Ethernet."""
+    return machine_of(
+        f"{hosts * gpus_per_host} PCIe GPUs on {hosts} hosts over 100 Gb Ethernet",
+        gpu_hosts(hosts, gpus_per_host, nic_bandwidth=ETHERNET_100G, nvlink=False),
+    )
+
+
+def one_slow_nic(hosts: int = 8, workers_per_host: int = 4) -> Machine:
+    """Workers without GPUs on 10 Gb Ethernet; the NIC of one host came up at a tenth of that."""
+    models: list[Host] = []
+    links: list[Link] = []
+    for number in range(hosts):
+        name = f"host{number}"
+        numa = tuple(Numa(f"numa{node}") for node in range(workers_per_host))
+        models.append(
+            Host(name, numa, nics=(Nic("nic"),), switches=("bus",), addresses=(_address(number),))
+        )
+        for end in (*(node.name for node in numa), "nic"):
+            links.append(Link(f"{name}/{end}", (f"{name}/{end}", f"{name}/bus"), "bus", 10e9, 1e-6))
+        nic = ETHERNET_10G / 10 if number == hosts - 1 else ETHERNET_10G
+        links.append(Link(f"{name}/ethernet", (f"{name}/nic", "fabric"), "ethernet", nic, 50e-6))
+    return machine_of(
+        f"{hosts} hosts of {workers_per_host} workers on 10 Gb Ethernet, one NIC at 1 Gb",
+        Topology(tuple(models), tuple(links), ("fabric",)),
+    )

@@ -1,0 +1,218 @@
+"""Allocations without room reach the callback, through the real libraries where they are."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from dask_gpurt.devices.cuda.out_of_memory import CallWhenFull, cudf_spills
+
+
+class Pool:
+    """Memory of 1000 bytes, of which `free` gives back; refuses as CuPy and RMM do."""
+
+    def __init__(self):
+        self.used_nbytes = 0
+
+    def malloc(self, nbytes):
+        if self.used_nbytes + nbytes > 1000:
+            raise MemoryError(f"{nbytes} bytes")
+        self.used_nbytes += nbytes
+        return nbytes
+
+    def free(self, nbytes):
+        self.used_nbytes -= nbytes
+
+
+class FakeCupy(types.ModuleType):
+    """`cupy`, as far as allocators go."""
+
+    def __init__(self, pool):
+        super().__init__("cupy")
+        self.allocator = pool.malloc
+        self.current = 0
+        self.cuda = types.SimpleNamespace(
+            get_allocator=lambda: self.allocator,
+            set_allocator=lambda allocator: setattr(self, "allocator", allocator),
+            get_device_id=lambda: self.current,
+        )
+
+
+@pytest.fixture
+def pool():
+    return Pool()
+
+
+@pytest.fixture
+def cupy(pool, monkeypatch):
+    fake = FakeCupy(pool)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setitem(sys.modules, "rmm", None)
+    return fake
+
+
+def test_who_finds_no_room_asks_and_tries_again(cupy, pool):
+    asked = []
+
+    def make_room(nbytes):
+        asked.append(nbytes)
+        pool.free(300)
+        return True
+
+    hooks = CallWhenFull(make_room)
+    assert hooks.installed == ["cupy"]
+    assert cupy.allocator(900) == 900
+    assert asked == []
+    assert cupy.allocator(600) == 600
+    assert asked == [600, 600]
+
+
+def test_who_can_make_no_room_leaves_the_error_as_it_was(cupy):
+    CallWhenFull(lambda nbytes: False)
+    with pytest.raises(MemoryError, match="1001 bytes"):
+        cupy.allocator(1001)
+
+
+def test_an_error_of_who_makes_room_is_not_hidden(cupy):
+    def fail(nbytes):
+        raise OSError("no disk")
+
+    CallWhenFull(fail)
+    with pytest.raises(OSError, match="no disk"):
+        cupy.allocator(1001)
+    with pytest.raises(OSError, match="no disk"):
+        cupy.allocator(1001)
+
+
+def test_who_allocates_to_make_room_is_not_asked_to_make_some(cupy):
+    asked = []
+
+    def make_room(nbytes):
+        asked.append(nbytes)
+        cupy.allocator(2000)
+        return True
+
+    CallWhenFull(make_room)
+    with pytest.raises(MemoryError, match="2000"):
+        cupy.allocator(1001)
+    assert asked == [1001]
+
+
+def test_room_on_another_device_is_not_ours_to_make(cupy):
+    cupy.current = 1
+    CallWhenFull(lambda nbytes: pytest.fail("asked"))
+    with pytest.raises(MemoryError):
+        cupy.allocator(1001)
+
+
+def test_it_can_be_taken_back(cupy, pool):
+    before = cupy.allocator
+    hooks = CallWhenFull(lambda nbytes: True)
+    assert cupy.allocator != before
+    hooks.remove()
+    hooks.remove()
+    assert cupy.allocator == before
+    assert hooks.installed == []
+
+
+def test_what_others_put_on_top_is_left(cupy):
+    hooks = CallWhenFull(lambda nbytes: True)
+    cupy.allocator = theirs = lambda nbytes: nbytes
+    hooks.remove()
+    assert cupy.allocator is theirs
+
+
+def test_without_libraries_it_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "rmm", None)
+    hooks = CallWhenFull(lambda nbytes: True)
+    assert hooks.installed == []
+    assert sorted(hooks.left) == ["cupy", "rmm"]
+
+
+# ------------------------------------------------------------------ RMM and cuDF
+
+
+def spilling_cudf(spills):
+    cudf = types.ModuleType("cudf")
+    cudf.get_option = {"spill": spills}.__getitem__
+    return cudf
+
+
+def test_cudf_that_spills_is_left_to_it(cupy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudf", spilling_cudf(spills=True))
+    assert cudf_spills()
+    hooks = CallWhenFull(lambda nbytes: True)
+    assert hooks.left == {"rmm": "cuDF spills by itself"}
+    assert hooks.installed == ["cupy"]
+
+
+def test_cudf_that_does_not_spill_is_no_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudf", spilling_cudf(spills=False))
+    assert not cudf_spills()
+    monkeypatch.delitem(sys.modules, "cudf")
+    assert not cudf_spills()
+
+
+@pytest.fixture
+def rmm_pool():
+    """A pool of RMM's on host memory, as the resource of the first device."""
+    rmm = pytest.importorskip("rmm", reason="RMM is not installed")
+    kept = {}
+
+    def allocate(nbytes, stream):
+        memory = bytearray(nbytes)
+        address = id(memory)
+        kept[address] = memory
+        return address
+
+    def free(address, nbytes, stream):
+        del kept[address]
+
+    before = rmm.mr.get_per_device_resource(0)
+    limited = rmm.mr.LimitingResourceAdaptor(rmm.mr.CallbackMemoryResource(allocate, free), 1024)
+    rmm.mr.set_per_device_resource(0, limited)
+    yield rmm, limited
+    rmm.mr.set_per_device_resource(0, before)
+
+
+def test_rmm_asks_for_room(rmm_pool, monkeypatch):
+    rmm, pool = rmm_pool
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    asked = []
+    held = [pool.allocate(512)]
+
+    def make_room(nbytes):
+        asked.append(nbytes)
+        if not held:
+            return False
+        pool.deallocate(held.pop(), 512)
+        return True
+
+    hooks = CallWhenFull(make_room)
+    assert hooks.installed == ["rmm"]
+    resource = rmm.mr.get_per_device_resource(0)
+    resource.deallocate(resource.allocate(1024), 1024)
+    assert asked == [1024]
+    with pytest.raises(MemoryError):
+        resource.allocate(2048)
+    assert asked == [1024, 2048]
+    hooks.remove()
+    assert rmm.mr.get_per_device_resource(0) is pool
+
+
+def test_cupy_that_allocates_from_rmm_is_hooked_once(rmm_pool, cupy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rmm", rmm_pool[0])
+
+    def rmm_cupy_allocator(nbytes):
+        raise AssertionError("not called here")
+
+    cupy.allocator = rmm_cupy_allocator
+    hooks = CallWhenFull(lambda nbytes: True)
+    try:
+        assert hooks.installed == ["rmm"]
+        assert hooks.left == {"cupy": "allocates from RMM"}
+    finally:
+        hooks.remove()

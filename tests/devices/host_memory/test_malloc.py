@@ -1,0 +1,234 @@
+"""The allocator is told what to keep when the first user comes, and to stop when the last goes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dask_gpurt.devices.host_memory import malloc
+from dask_gpurt.devices.host_memory.malloc import PageKeeper
+
+TRIM, MMAP = -1, -3  # as in malloc.h
+MIB = 1 << 20
+
+ALL_THAT_COUNTS = [*malloc._SETTINGS, "GLIBC_TUNABLES"]
+RAISED = [(MMAP, 32 * MIB), (TRIM, 100 * MIB)]
+
+
+class FakeMallopt:
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, parameter, value):
+        self.calls.append((parameter, value))
+        return 1
+
+    def taken(self):
+        """What was called since the last time."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.fixture
+def mallopt(monkeypatch):
+    """In an environment that sets no thresholds, and with trims among the calls."""
+    for name in ALL_THAT_COUNTS:
+        monkeypatch.delenv(name, raising=False)
+    mallopt = FakeMallopt()
+    monkeypatch.setattr(malloc, "trim", lambda: mallopt.calls.append("trim"))
+    return mallopt
+
+
+def test_nothing_happens_before_somebody_asks(mallopt):
+    PageKeeper(100 * MIB, mallopt)
+    assert mallopt.taken() == []
+
+
+def test_the_first_user_raises_both_thresholds(mallopt):
+    PageKeeper(100 * MIB, mallopt).acquire()
+    assert sorted(mallopt.taken()) == sorted(RAISED)
+
+
+def test_the_last_user_leaves_what_glibc_would_have_and_then_trims(mallopt):
+    keeper = PageKeeper(100 * MIB, mallopt)
+    keeper.acquire()
+    mallopt.taken()
+    keeper.release()
+    *thresholds, last = mallopt.taken()
+    assert sorted(thresholds) == [(MMAP, 32 * MIB), (TRIM, 64 * MIB)]
+    assert last == "trim"
+
+
+@pytest.mark.parametrize(
+    "environment, trim, mmap",
+    [
+        ({"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "262144"}, 65536, 262144),
+        ({"MALLOC_TRIM_THRESHOLD_": "65536"}, 65536, 128 << 10),
+        ({"MALLOC_MMAP_THRESHOLD_": "262144"}, 128 << 10, 262144),
+        ({"MALLOC_TOP_PAD_": "4096"}, 128 << 10, 128 << 10),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_max=9"}, 128 << 10, 128 << 10),
+        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}, 64 * MIB, 32 * MIB),
+        (
+            {
+                "GLIBC_TUNABLES": "glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=4096",
+                "MALLOC_TRIM_THRESHOLD_": "65536",
+            },
+            4096,
+            128 << 10,
+        ),
+    ],
+)
+def test_what_the_environment_says_is_put_back(mallopt, monkeypatch, environment, trim, mmap):
+    for name, said in environment.items():
+        monkeypatch.setenv(name, said)
+    keeper = PageKeeper(100 * MIB, mallopt)
+    keeper.acquire()
+    assert sorted(mallopt.taken()) == sorted(RAISED)
+    keeper.release()
+    assert sorted(mallopt.taken()[:-1]) == [(MMAP, mmap), (TRIM, trim)]
+
+
+def test_only_the_first_and_the_last_of_several_users_are_told(mallopt):
+    keeper = PageKeeper(100 * MIB, mallopt)
+    keeper.acquire()
+    mallopt.taken()
+    keeper.acquire()
+    keeper.acquire()
+    keeper.release()
+    keeper.release()
+    assert mallopt.taken() == []
+    keeper.release()
+    assert len(mallopt.taken()) == 3
+
+
+def test_it_works_again_for_the_next_user(mallopt):
+    keeper = PageKeeper(100 * MIB, mallopt)
+    keeper.acquire()
+    keeper.release()
+    mallopt.taken()
+    keeper.acquire()
+    assert sorted(mallopt.taken()) == sorted(RAISED)
+
+
+@pytest.mark.parametrize("junk", ["", "64 KiB", "many"])
+def test_an_environment_that_makes_no_sense_counts_as_none(mallopt, monkeypatch, junk):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", junk)
+    keeper = PageKeeper(100 * MIB, mallopt)
+    keeper.acquire()
+    mallopt.taken()
+    keeper.release()
+    assert (TRIM, 64 * MIB) in mallopt.taken()
+
+
+def test_values_fit_into_a_c_int(mallopt):
+    PageKeeper(1 << 40, mallopt).acquire()
+    assert (TRIM, 2**31 - 1) in mallopt.taken()
+
+
+def test_the_environments_values_fit_into_a_c_int_too(mallopt, monkeypatch):
+    """The C library reads a larger type from the environment than `mallopt` takes."""
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 32))
+    keeper = PageKeeper(100 * MIB, mallopt)
+    keeper.acquire()
+    mallopt.taken()
+    keeper.release()
+    assert (TRIM, 2**31 - 1) in mallopt.taken()
+
+
+class OtherLibrary:
+    """A C library without the functions that only glibc has."""
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+
+def _no_library(*arguments):
+    raise OSError("no such library")
+
+
+@pytest.mark.parametrize("load", [lambda *_: OtherLibrary(), _no_library])
+def test_nothing_happens_without_glibc(monkeypatch, load):
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    trimmed = []
+    keeper = PageKeeper(100 * MIB)
+    monkeypatch.setattr(malloc, "trim", lambda: trimmed.append(True))
+    keeper.acquire()
+    keeper.release()
+    assert trimmed == []
+
+
+@pytest.mark.parametrize("load", [lambda *_: OtherLibrary(), _no_library])
+def test_trimming_without_glibc_is_no_error(monkeypatch, load):
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    malloc.trim()
+
+
+class GlibcLike:
+    """A C library that writes down what is asked of it."""
+
+    def __init__(self, calls):
+        self._calls = calls
+
+    def gnu_get_libc_version(self):
+        return b"2.40"
+
+    def mallopt(self, parameter, value):
+        self._calls.append((parameter, value))
+        return 1
+
+    def malloc_trim(self, pad):
+        self._calls.append(("malloc_trim", pad))
+
+
+def test_glibc_is_found_by_itself(monkeypatch):
+    calls = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_: GlibcLike(calls))
+    keeper = PageKeeper(100 * MIB)
+    keeper.acquire()
+    assert sorted(calls) == sorted(RAISED)
+    keeper.release()
+    assert calls[-1] == ("malloc_trim", 0)
+
+
+FAULTS = """
+import resource
+from dask_gpurt.devices.host_memory.malloc import PageKeeper
+
+
+def faults():
+    for _ in range(3):
+        bytearray(8 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        bytearray(b"1") * (8 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+before = faults()
+keeper = PageKeeper(100 << 20)
+keeper.acquire()
+keeper.release()
+print(before, faults())
+"""
+
+
+def test_memory_is_used_again_after_the_last_user_as_before_the_first():
+    """Mapped afresh, 20 times 8 MiB are more than 40000 faults."""
+    environment = {key: on for key, on in os.environ.items() if key not in ALL_THAT_COUNTS}
+    ran = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, check=True, env=environment
+    )
+    before, after = map(int, ran.stdout.split())
+    assert after < before + 10_000
+
+
+def test_the_real_allocator_goes_on_working():
+    keeper = PageKeeper(16 * MIB)
+    keeper.acquire()
+    blocks = [bytes([number]) * (1 << 20) for number in range(8)]
+    keeper.release()
+    assert [block[-1] for block in blocks] == list(range(8))

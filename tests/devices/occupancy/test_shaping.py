@@ -1,0 +1,511 @@
+"""Launches inside `shaped` carry what was planned, all others what they ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+from dask_gpurt.devices.occupancy import shaping
+from dask_gpurt.devices.occupancy.architectures import SM80, SM90
+from dask_gpurt.devices.occupancy.planner import Plan, Reason, Refusal, plan
+from dask_gpurt.devices.occupancy.resident_blocks import Launch, Limit
+from dask_gpurt.devices.occupancy.shaping import (
+    Failure,
+    KernelAttributes,
+    LaunchHook,
+    LaunchRefusedError,
+    Planner,
+    shaped,
+)
+
+KIB = 1 << 10
+GRID, BLOCK = (1000, 1, 1), (16, 8, 2)  # 256 threads
+TWO, FOUR = 76928, 45696  # bytes that leave so many blocks on an sm_90
+
+
+@dataclass(frozen=True)
+class Made:
+    """A launch as it reached the driver."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_nbytes: int
+    stream: object
+
+
+class FakeDriver:
+    """Keeps the rules of a CUDA driver about shared memory; counts what it is asked."""
+
+    def __init__(self, registers=32, static_nbytes=0, opt_in_nbytes=227 * KIB):
+        self.registers = registers
+        self.static_nbytes = static_nbytes
+        self.opt_in_nbytes = opt_in_nbytes
+        self.launches: list[Made] = []
+        self.refused: list[Made] = []
+        self.asked: Counter[str] = Counter()
+        self.allowed: dict[str, int] = {}
+        self.allowances: list[tuple[str, int]] = []
+
+    def attributes(self, kernel):
+        self.asked[kernel] += 1
+        return KernelAttributes(
+            self.registers, self.static_nbytes, 1024, self._allowed_nbytes(kernel)
+        )
+
+    def launch(self, kernel, grid, block, shared_nbytes, stream):
+        made = Made(kernel, grid, block, shared_nbytes, stream)
+        if shared_nbytes > self._allowed_nbytes(kernel):
+            self.refused.append(made)
+            raise LaunchRefusedError(f"{shared_nbytes} bytes")
+        self.launches.append(made)
+
+    def set_max_dynamic_shared(self, kernel, nbytes):
+        if self.static_nbytes + nbytes > self.opt_in_nbytes:
+            raise LaunchRefusedError(f"{nbytes} bytes")
+        self.allowances.append((kernel, nbytes))
+        self.allowed[kernel] = nbytes
+
+    def _allowed_nbytes(self, kernel):
+        return self.allowed.get(kernel, 48 * KIB - self.static_nbytes)
+
+    @property
+    def carried(self):
+        return [made.shared_nbytes for made in self.launches]
+
+
+class CountingPlanner:
+    """A planner that keeps what it was asked."""
+
+    def __init__(self, leave, architecture=SM90):
+        self.planner = Planner(architecture, leave)
+        self.asked = []
+
+    def __call__(self, launch):
+        self.asked.append(launch)
+        return self.planner(launch)
+
+
+def always():
+    return True
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver()
+
+
+@pytest.fixture
+def hook(driver):
+    return LaunchHook(driver, enabled=True)
+
+
+def launch(hook, kernel="k", shared_nbytes=0, block=BLOCK, stream=7):
+    hook.launch(kernel, GRID, block, shared_nbytes, stream)
+
+
+# ------------------------------------------------------------------ what launches carry
+
+
+def test_launches_carry_the_planned_bytes_and_are_else_as_they_were(hook, driver):
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+    assert driver.launches == [Made("k", GRID, BLOCK, TWO, 7)]
+
+
+def test_unshaped_outside(hook, driver):
+    launch(hook)
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+    launch(hook)
+    launch(hook, shared_nbytes=100)
+    assert driver.carried == [0, TWO, 0, 100]
+
+
+def test_unshaped_after_an_error_inside(hook, driver):
+    with pytest.raises(KeyError), shaped(Planner(SM90, 2), always, hook):
+        raise KeyError
+    launch(hook)
+    assert driver.carried == [0]
+
+
+def test_a_hook_that_is_switched_off_changes_nothing(driver):
+    hook = LaunchHook(driver, enabled=False)
+    planner = CountingPlanner(2)
+    with shaped(planner, always, hook):
+        launch(hook)
+    assert driver.carried == [0]
+    assert planner.asked == []
+    assert driver.asked == {}
+
+
+def test_unshaped_while_nothing_is_pending(hook, driver):
+    """Asked at each launch: communication comes and goes within one block."""
+    pending = iter([False, True, True, False])
+    planner = CountingPlanner(2)
+    with shaped(planner, lambda: next(pending), hook):
+        launch(hook)
+        assert planner.asked == []
+        assert driver.asked == {}
+        for _ in range(3):
+            launch(hook)
+    assert driver.carried == [0, TWO, TWO, 0]
+
+
+def test_a_launchs_own_shared_memory_is_never_made_less(hook, driver):
+    """The plan for it is to do nothing; and a planner that asks for less is not followed."""
+    with shaped(Planner(SM90, 4), always, hook):
+        launch(hook, shared_nbytes=48 * KIB)
+    less = Plan(16, 16, 4, 8, 0, needs_opt_in=False)
+    with shaped(lambda _: less, always, hook):
+        launch(hook, shared_nbytes=1024)
+    assert driver.carried == [48 * KIB, 1024]
+
+
+def test_what_the_planner_is_told(driver):
+    driver.registers, driver.static_nbytes = 40, 3 * KIB
+    hook = LaunchHook(driver, enabled=True)
+    planner = CountingPlanner(2)
+    with shaped(planner, always, hook):
+        launch(hook, shared_nbytes=512, block=(8, 4, 3))
+    assert planner.asked == [Launch(96, 40, 3 * KIB, 512)]
+    assert driver.carried == [TWO - 3 * KIB]
+
+
+def test_a_launch_with_more_threads_than_the_kernel_can_have_is_the_drivers_to_refuse(hook, driver):
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook, block=(1025, 1, 1))
+    assert driver.carried == [0]
+    (decided,) = hook.decisions()
+    assert decided.why == Refusal(Reason.DOES_NOT_RUN, 0, frozenset({Limit.THREADS}))
+
+
+def test_decisions_say_why(hook, driver):
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+        launch(hook, block=(1024, 1, 1))
+    first, second = hook.decisions()
+    assert (first.kernel, first.block, first.asked_nbytes, first.nbytes) == ("k", BLOCK, 0, TWO)
+    assert first.why == plan(SM90, Launch(256, 32), 2, pending=True)
+    assert (second.asked_nbytes, second.nbytes) == (0, 0)
+    assert second.why == Refusal(Reason.FEW_ALREADY, 2, frozenset({Limit.THREADS, Limit.REGISTERS}))
+
+
+# ------------------------------------------------------------------ more than 48 KiB
+
+
+def test_a_kernel_is_allowed_more_once_before_it_is_launched_with_it(hook, driver):
+    with shaped(Planner(SM90, 2), always, hook):
+        for _ in range(5):
+            launch(hook)
+    assert driver.allowances == [("k", TWO)]
+    assert driver.refused == []
+    assert driver.carried == [TWO] * 5
+
+
+def test_a_kernel_that_needs_no_more_is_left_alone(hook, driver):
+    with shaped(Planner(SM90, 4), always, hook):
+        launch(hook)
+    assert driver.carried == [FOUR]
+    assert driver.allowances == []
+
+
+def test_what_a_kernel_is_allowed_only_grows(hook, driver):
+    """Its owner has launches of its own that need what it was allowed."""
+    driver.set_max_dynamic_shared("k", 200 * KIB)
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+    launch(hook, shared_nbytes=200 * KIB)
+    assert driver.carried == [TWO, 200 * KIB]
+    assert driver.allowances == [("k", 200 * KIB)]
+
+
+def test_a_device_that_does_not_allow_it_runs_the_launch_as_it_was():
+    """The table said that it would."""
+    driver = FakeDriver(opt_in_nbytes=64 * KIB)
+    hook = LaunchHook(driver, enabled=True)
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+        launch(hook)
+    assert driver.carried == [0, 0]
+    assert driver.refused == []
+    assert driver.asked == {"k": 1}
+    (decided,) = hook.decisions()
+    assert isinstance(decided.why, Failure)
+    assert "bytes" in str(decided.why)
+
+
+def test_a_refused_launch_is_made_again_as_it_was_and_not_tried_again(hook, driver):
+    """The kernel's owner has since set what it is allowed back to what it needs itself."""
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+        del driver.allowed["k"]
+        launch(hook)
+        launch(hook)
+    assert driver.carried == [TWO, 0, 0]
+    assert [made.shared_nbytes for made in driver.refused] == [TWO]
+    (decided,) = hook.decisions()
+    assert isinstance(decided.why, Failure)
+    assert decided.nbytes == 0
+
+
+def test_a_launch_that_is_refused_as_it_was_says_so(hook, driver):
+    with (
+        shaped(Planner(SM90, 2), always, hook),
+        pytest.raises(LaunchRefusedError, match=str(100 * KIB)),
+    ):
+        launch(hook, shared_nbytes=100 * KIB, block=(512, 1, 1))
+
+
+def test_another_error_of_a_launch_is_not_taken_for_a_refusal(hook, driver, monkeypatch):
+    """The launch may have been made: a second one would do its work twice."""
+    tried = []
+
+    def lost(*arguments):
+        tried.append(arguments)
+        raise OSError("device lost")
+
+    monkeypatch.setattr(driver, "launch", lost)
+    with shaped(Planner(SM90, 2), always, hook), pytest.raises(OSError, match="device lost"):
+        launch(hook)
+    assert len(tried) == 1
+
+
+def test_a_kernel_that_was_unloaded_is_asked_about_again(hook, driver):
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+        launch(hook, kernel="other")
+        hook.forget("k")
+        driver.registers, driver.allowed = 255, {}
+        launch(hook)
+        launch(hook, kernel="other", shared_nbytes=16)
+    assert driver.asked == {"k": 2, "other": 2}
+    assert driver.carried == [TWO, TWO, 0, 16]
+
+
+# ------------------------------------------------------------------ what fails costs the shape only
+
+
+def test_a_planner_that_fails_leaves_the_launch_as_it_was(hook, driver):
+    asked = []
+
+    def fails(one):
+        asked.append(one)
+        raise ZeroDivisionError("planned for nobody")
+
+    with shaped(fails, always, hook):
+        launch(hook, shared_nbytes=5)
+        launch(hook, shared_nbytes=5)
+    assert driver.carried == [5, 5]
+    assert len(asked) == 1
+    (decided,) = hook.decisions()
+    assert "planned for nobody" in str(decided.why)
+
+
+def test_attributes_that_fail_leave_the_launch_as_it_was(hook, driver, monkeypatch):
+    monkeypatch.setattr(driver, "attributes", lambda kernel: 1 // 0)
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+    assert driver.carried == [0]
+    assert "ZeroDivisionError" in str(hook.decisions()[0].why)
+
+
+def test_a_pending_that_fails_leaves_the_launch_as_it_was(hook, driver):
+    def pending():
+        raise RuntimeError("no ledger")
+
+    with shaped(Planner(SM90, 2), pending, hook):
+        launch(hook)
+    assert driver.carried == [0]
+    assert "no ledger" in hook.failure
+
+
+# ------------------------------------------------------------------ nesting
+
+
+def test_the_inner_scope_holds_and_the_outer_one_comes_back(hook, driver):
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+        with shaped(Planner(SM90, 4), always, hook):
+            launch(hook)
+        launch(hook)
+    assert driver.carried == [TWO, FOUR, TWO]
+
+
+def test_an_inner_scope_with_nothing_pending_is_unshaped(hook, driver):
+    with shaped(Planner(SM90, 2), always, hook), shaped(Planner(SM90, 4), lambda: False, hook):
+        launch(hook)
+    assert driver.carried == [0]
+
+
+def test_scopes_of_two_devices_do_not_hide_each_other(hook, driver):
+    other_driver = FakeDriver()
+    other = LaunchHook(other_driver, enabled=True)
+    with shaped(Planner(SM90, 2), always, hook), shaped(Planner(SM80, 2), always, other):
+        launch(hook)
+        launch(other)
+    launch(hook)
+    launch(other)
+    assert driver.carried == [TWO, 0]
+    assert other_driver.carried == [55040, 0]
+
+
+def test_equal_planners_decide_once(hook, driver):
+    for _ in range(3):
+        with shaped(Planner(SM90, 2), always, hook):
+            launch(hook)
+    assert driver.asked == {"k": 1}
+    assert len(hook.decisions()) == 1
+
+
+# ------------------------------------------------------------------ threads and coroutines
+
+
+def test_a_thread_that_starts_inside_is_unshaped(hook, driver):
+    with shaped(Planner(SM90, 2), always, hook), ThreadPoolExecutor(1) as pool:
+        pool.submit(launch, hook).result()
+        launch(hook)
+    assert driver.carried == [0, TWO]
+
+
+def test_threads_shape_their_own_launches():
+    """Each with a number of its own, all inside at the same time."""
+    leaves = [1, 2, 3, 4, 6, 7]
+    driver = FakeDriver()
+    hook = LaunchHook(driver, enabled=True)
+    all_inside = threading.Barrier(len(leaves) + 1, timeout=60)
+
+    def work(number, leave):
+        with shaped(Planner(SM90, leave), always, hook):
+            all_inside.wait()
+            for _ in range(50):
+                launch(hook, kernel="shared by all", stream=number)
+
+    def outside():
+        all_inside.wait()
+        for _ in range(50):
+            launch(hook, kernel="shared by all", stream="outside")
+
+    with ThreadPoolExecutor(len(leaves) + 1) as pool:
+        futures = [pool.submit(work, *one) for one in enumerate(leaves)]
+        futures.append(pool.submit(outside))
+        for future in futures:
+            future.result()
+    carried: dict[object, Counter[int]] = {}
+    for made in driver.launches:
+        carried.setdefault(made.stream, Counter())[made.shared_nbytes] += 1
+    for number, leave in enumerate(leaves):
+        planned = plan(SM90, Launch(256, 32), leave, pending=True).dynamic_nbytes
+        assert carried[number] == {planned: 50}
+    assert carried["outside"] == {0: 50}
+    # One question for each number of blocks, and what the kernel is allowed only grew.
+    assert driver.asked == {"shared by all": len(leaves)}
+    assert driver.allowances == sorted(driver.allowances)
+    assert driver.refused == []
+
+
+class Door:
+    """A lock that says who has come to it."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.came = threading.Semaphore(0)
+
+    def __enter__(self):
+        self.came.release()
+        self.lock.acquire()
+
+    def __exit__(self, *exception):
+        self.lock.release()
+
+
+def test_a_kernel_that_many_threads_meet_at_once_is_decided_once(driver, monkeypatch):
+    """The first is kept inside until all the others have found nothing decided."""
+    hook = LaunchHook(driver, enabled=True)
+    planner = CountingPlanner(2)
+    n_threads = 4
+    door = Door()
+    # Entering takes the lock too, so the door is put in once all have.
+    entered = threading.Barrier(
+        n_threads, timeout=60, action=lambda: monkeypatch.setattr(hook, "_lock", door)
+    )
+
+    def attributes(kernel):
+        for _ in range(n_threads):
+            assert door.came.acquire(timeout=60)
+        return FakeDriver.attributes(driver, kernel)
+
+    monkeypatch.setattr(driver, "attributes", attributes)
+
+    def work():
+        with shaped(planner, always, hook):
+            entered.wait()
+            launch(hook)
+
+    with ThreadPoolExecutor(n_threads) as pool:
+        for future in [pool.submit(work) for _ in range(n_threads)]:
+            future.result()
+    assert driver.carried == [TWO] * n_threads
+    assert len(planner.asked) == 1
+    assert driver.allowances == [("k", TWO)]
+
+
+def test_coroutines_of_one_thread_do_not_shape_each_others_launches(hook, driver):
+    async def inside(entered, leave):
+        with shaped(Planner(SM90, 2), always, hook):
+            entered.set()
+            await leave.wait()
+            launch(hook, stream="inside")
+
+    async def main():
+        entered, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(inside(entered, leave))
+        await entered.wait()
+        launch(hook, stream="outside")
+        leave.set()
+        await task
+
+    asyncio.run(main())
+    assert [(made.stream, made.shared_nbytes) for made in driver.launches] == [
+        ("outside", 0),
+        ("inside", TWO),
+    ]
+
+
+# ------------------------------------------------------------------ what it costs
+
+
+def test_a_launch_that_was_decided_asks_nobody_but_pending(hook, driver):
+    planner = CountingPlanner(2)
+    n_asked = 0
+
+    def pending():
+        nonlocal n_asked
+        n_asked += 1
+        return True
+
+    with shaped(planner, pending, hook):
+        for _ in range(1000):
+            launch(hook)
+    assert n_asked == 1000
+    assert len(planner.asked) == 1
+    assert driver.asked == {"k": 1}
+    assert driver.allowances == [("k", TWO)]
+
+
+def test_what_is_remembered_is_bounded(hook, driver, monkeypatch):
+    monkeypatch.setattr(shaping, "_MOST_DECISIONS", 10)
+    for leave in range(1, 25):
+        with shaped(Planner(SM90, leave), always, hook):
+            for number in range(5):
+                launch(hook, kernel=f"kernel {number}")
+    assert len(hook.decisions()) <= 10
+    assert len(hook._planners) <= 10
+    with shaped(Planner(SM90, 2), always, hook):
+        launch(hook)
+    assert driver.carried[-1] == TWO

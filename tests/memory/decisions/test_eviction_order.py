@@ -1,0 +1,128 @@
+"""The order in which values leave: whole where they are few, by samples where there are many."""
+
+from __future__ import annotations
+
+import random
+from weakref import WeakSet
+
+import pytest
+
+from dask_gpurt.memory.decisions.eviction_order import RANKED_AT_ONCE, Order
+
+
+class Ranks:
+    """Numbers are their own ranks; counts how often that is asked."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def __call__(self, value):
+        self.asked += 1
+        return value
+
+
+def begun(values):
+    ranks = Ranks()
+    order = Order(ranks)
+    for value in values:
+        order.add(value)
+    order.begin()
+    return order, ranks
+
+
+def left(order):
+    """Everything, as it would leave."""
+    found = []
+    while order.go_on():
+        found.append(order.left.pop())
+    return found
+
+
+def shuffled(n):
+    return random.Random(n).sample(range(n), n)
+
+
+@pytest.mark.parametrize("n", [0, 1, 100, RANKED_AT_ONCE])
+def test_few_leave_exactly_as_they_are_ranked(n):
+    order, _ = begun(shuffled(n))
+    assert left(order) == sorted(range(n), reverse=True)
+
+
+def test_of_many_so_many_are_ranked_at_a_time_and_none_is_left_out():
+    n = 3 * RANKED_AT_ONCE + 5
+    order, ranks = begun(shuffled(n))
+    asked = [ranks.asked]
+    found = []
+    while order.go_on():
+        if ranks.asked != asked[-1]:
+            asked.append(ranks.asked)
+        found.append(order.left.pop())
+    assert sorted(found) == list(range(n))
+    batches = [end - first for first, end in zip([0, *asked[:-1]], asked, strict=True)]
+    assert len(batches) == 4
+    assert max(batches) <= RANKED_AT_ONCE
+    assert sum(batches) == n
+
+
+def test_those_that_leave_first_would_be_among_the_first_of_all():
+    n = 10 * RANKED_AT_ONCE
+    order, _ = begun(shuffled(n))
+    first = [order.left.pop() for _ in range(RANKED_AT_ONCE // 16)]
+    assert min(first) > n * 7 // 8
+
+
+def test_what_comes_later_leaves_last_and_is_not_forgotten():
+    order, ranks = begun(shuffled(100))
+    for late in (200, 300, 250):
+        order.add(late)
+    order.begin()
+    assert ranks.asked == 100
+    assert left(order) == [*reversed(range(100)), 300, 250, 200]
+    order.add(400)
+    assert left(order) == [400]
+
+
+@pytest.mark.parametrize("n_before", [0, 50, 3 * RANKED_AT_ONCE])
+def test_what_comes_and_goes_while_nothing_has_to_leave_is_not_kept(n_before):
+    order, _ = begun(range(n_before))
+    gone = WeakSet()
+    for _ in range(5_000):
+        value = Value()
+        order.add(value)
+        order.remove(value)
+        gone.add(value)
+    del value
+    assert len(gone) <= RANKED_AT_ONCE // 16
+    order.left = []
+    order.begin()
+    assert not gone
+
+
+class Value:
+    pass
+
+
+def test_another_sample_is_ranked_each_time():
+    order, _ = begun(shuffled(3 * RANKED_AT_ONCE))
+    seen = set(order.left)
+    for _ in range(2):
+        order.left = []
+        order.begin()
+        assert seen.isdisjoint(order.left)
+        seen.update(order.left)
+    assert seen == set(range(3 * RANKED_AT_ONCE))
+
+
+@pytest.mark.parametrize("n", [160, 50 * RANKED_AT_ONCE])
+@pytest.mark.parametrize("change", ["changed", "add"])
+def test_an_order_is_found_anew_once_a_share_of_what_was_ranked_has_changed(n, change):
+    order, ranks = begun(range(n))
+    values = iter(range(n, 2 * n))
+    asked = ranks.asked
+    for _ in range(min(n, RANKED_AT_ONCE) // 16):
+        getattr(order, change)(*() if change == "changed" else (next(values),))
+    order.begin()
+    assert ranks.asked == asked
+    getattr(order, change)(*() if change == "changed" else (next(values),))
+    order.begin()
+    assert ranks.asked > asked

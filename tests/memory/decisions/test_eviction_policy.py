@@ -1,0 +1,119 @@
+"""Order of eviction, by each policy."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.memory.decisions.eviction_policy import POLICIES, Candidate, Role
+
+
+def candidate(
+    next_use=None, *, nbytes=100, last_used=0, is_clean=False, made=0, role=Role.OUTPUT
+) -> Candidate:
+    return Candidate(nbytes, next_use, last_used, is_clean, made, role)
+
+
+def eviction_order(policy: str, **candidates: Candidate) -> str:
+    rank = POLICIES[policy].rank
+    return " ".join(sorted(candidates, key=lambda name: rank(candidates[name]), reverse=True))
+
+
+def test_what_has_no_known_use_goes_before_what_has_the_furthest_first():
+    order = eviction_order(
+        "next-use",
+        soon=candidate((0, 1, 3)),
+        later=candidate((0, 1, 9)),
+        next_graph=candidate((0, 2, 0)),
+        urgent=candidate((-1, 5, 0)),
+        unknown=candidate(),
+    )
+    assert order == "unknown next_graph later soon urgent"
+
+
+def test_priorities_of_different_lengths_compare():
+    order = eviction_order(
+        "next-use",
+        from_scheduler=candidate((0, 1, 3)),
+        from_queue=candidate((0, 1, 3, -7)),
+        later=candidate((0, 1, 4)),
+    )
+    assert order == "later from_queue from_scheduler"
+
+
+def test_of_values_without_a_known_use_the_last_clean_one_goes_first_and_the_first_dirty_one():
+    order = eviction_order(
+        "next-use",
+        old=candidate(made=1, last_used=2),
+        recent=candidate(made=2, last_used=1),
+        clean_old=candidate(last_used=3, is_clean=True),
+        clean_recent=candidate(last_used=4, is_clean=True),
+    )
+    assert order == "clean_recent clean_old old recent"
+
+
+def test_a_clean_value_goes_before_a_dirty_one_that_is_used_by_the_same_task():
+    order = eviction_order(
+        "next-use", dirty=candidate((1,)), clean=candidate((1,), is_clean=True, last_used=9)
+    )
+    assert order == "clean dirty"
+
+
+def test_shards_go_after_what_may_never_be_used_and_before_what_will_be_sooner():
+    order = eviction_order(
+        "next-use",
+        held_by_client=candidate(),
+        shard=candidate(role=Role.SHARD),
+        queued_shard=candidate((0, 0, 5), role=Role.SHARD),
+        queued=candidate((0, 0, 9)),
+    )
+    assert order == "held_by_client shard queued queued_shard"
+
+
+def test_lru_looks_at_nothing_but_the_last_use():
+    order = eviction_order(
+        "lru",
+        first=candidate(last_used=1, next_use=(0,)),
+        second=candidate(last_used=2, is_clean=True),
+        third=candidate(last_used=3, nbytes=10**9),
+    )
+    assert order == "first second third"
+
+
+def test_largest_goes_by_size_then_by_age():
+    order = eviction_order(
+        "largest",
+        small=candidate(nbytes=1),
+        old=candidate(nbytes=7, last_used=1),
+        recent=candidate(nbytes=7, last_used=2),
+    )
+    assert order == "old recent small"
+
+
+def test_policies_are_found_by_the_name_in_the_setting():
+    assert {name: policy.name for name, policy in POLICIES.items()} == {
+        "next-use": "next-use",
+        "lru": "lru",
+        "largest": "largest",
+    }
+
+
+candidates = st.builds(
+    Candidate,
+    st.integers(0, 2**40),
+    st.none() | st.lists(st.integers(-3, 3), max_size=4).map(tuple),
+    st.integers(0, 5),
+    st.booleans(),
+    st.integers(0, 5),
+    st.sampled_from(Role),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(found=st.lists(candidates, max_size=6))
+def test_any_two_ranks_compare(policy, found):
+    for one, other in itertools.product(map(POLICIES[policy].rank, found), repeat=2):
+        assert (one < other) + (one == other) + (one > other) == 1

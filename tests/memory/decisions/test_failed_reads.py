@@ -1,0 +1,65 @@
+"""When what cannot be read is given up, and when it is forgotten that it could not be."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from dask_gpurt.memory.decisions.failed_reads import FORGET_S, Shortage, is_short
+from dask_gpurt.memory.decisions.residency import Value
+
+
+def value(serial):
+    return Value(f"key {serial}", serial, home=0, nbytes=10, last_used=0)
+
+
+def test_what_has_waited_longest_comes_first():
+    shortage = Shortage()
+    first, second = value(1), value(2)
+    shortage.add(first, "too large")
+    assert [one.waited_s(5.0) for one in shortage.look(5.0)] == [0.0]
+    shortage.add(second, "no room")
+    shortage.add(first, "still too large")
+    looked = shortage.look(7.0)
+    assert [(one.value, one.reason, one.waited_s(7.0)) for one in looked] == [
+        (first, "still too large", 2.0),
+        (second, "no room", 0.0),
+    ]
+    shortage.read(first)
+    assert [one.value for one in shortage.look(7.0)] == [second]
+
+
+def test_what_nobody_tries_to_read_any_more_is_forgotten():
+    shortage = Shortage()
+    for serial in (1, 2):
+        shortage.add(value(serial), "no room")
+    shortage.look(0.0)
+    shortage.add(value(2), "no room")
+    assert len(shortage.look(FORGET_S)) == 2
+    assert [one.value.serial for one in shortage.look(FORGET_S + 0.1)] == [2]
+
+
+def test_who_asks_is_told_once_that_waiting_is_over():
+    shortage = Shortage()
+    one = value(1)
+    assert not shortage.is_over(one)
+    shortage.add(one, "no room")
+    assert not shortage.is_over(one)
+    shortage.look(0.0)[0].is_over = True
+    assert shortage.is_over(one)
+    assert not shortage.is_over(one)
+    assert not shortage.look(0.0)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")])
+def test_it_is_looked_whether_there_really_is_no_memory(error):
+    assert is_short(error, 1 << 60)
+    assert not is_short(error, 1 << 10)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "too many"), OSError(errno.EAGAIN, "again"), ValueError()]
+)
+def test_what_others_say_is_no_shortage(error):
+    assert not is_short(error, 1 << 60)

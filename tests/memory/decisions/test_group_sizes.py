@@ -1,0 +1,95 @@
+"""Output sizes learnt per group of tasks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.memory.decisions.group_sizes import Sizes
+
+
+def learnt(*sizes: int) -> int | None:
+    known = Sizes()
+    for nbytes in sizes:
+        known.learn("random_sample", nbytes)
+    return known.expected("random_sample")
+
+
+def test_nothing_is_expected_of_a_group_not_seen():
+    known = Sizes()
+    known.learn("sum", 8)
+    assert known.expected("random_sample") is None
+
+
+def test_outputs_of_one_size_are_expected_at_that_size():
+    assert learnt(*[8_000_000] * 100) == 8_000_000
+
+
+def test_sizes_that_vary_are_expected_high():
+    random_ = random.Random(4)
+    sizes = [max(0, int(random_.gauss(1_000_000, 100_000))) for _ in range(500)]
+    known = Sizes()
+    covered = 0
+    for nbytes in sizes:
+        expected = known.expected("read_parquet")
+        covered += expected is not None and nbytes <= expected
+        known.learn("read_parquet", nbytes)
+    assert covered >= 0.9 * len(sizes)
+    assert known.expected("read_parquet") <= 1_400_000
+
+
+def test_two_kinds_of_outputs_in_a_group_are_expected_at_the_larger():
+    assert learnt(*[1_000, 9_000] * 50) == 9_000
+
+
+def test_a_single_outlier_is_forgotten():
+    assert learnt(10**9, *[1_000] * 150) < 2_000
+
+
+def test_a_group_that_changes_its_size_is_followed():
+    assert learnt(*[1_000] * 100, *[50_000] * 20) >= 50_000
+    assert learnt(*[50_000] * 100, *[1_000] * 100) < 2_000
+
+
+def test_groups_do_not_mix():
+    known = Sizes()
+    known.learn("one", 1)
+    known.learn("two", 2)
+    assert (known.expected("one"), known.expected("two")) == (1, 2)
+
+
+def test_where_outputs_are_is_learnt_and_what_was_learnt_elsewhere_forgotten():
+    known = Sizes()
+    assert known.home("map") == 0
+    known.learn("map", 100)
+    known.learn("map", 7, home=1)
+    assert (known.home("map"), known.expected("map")) == (1, 7)
+    known.learn("map", 9)
+    assert (known.home("map"), known.expected("map")) == (0, 9)
+
+
+def test_the_group_that_was_longest_not_touched_is_forgotten():
+    known = Sizes(max_groups=3)
+    for group in "abc":
+        known.learn(group, 1)
+    known.expected("a")
+    known.learn("b", 1)
+    known.learn("d", 1)
+    assert [known.expected(group) for group in "abcd"] == [1, 1, None, 1]
+    assert len(known) == 3
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match="-1 bytes"):
+        Sizes().learn("sum", -1)
+    with pytest.raises(ValueError, match="at least 1"):
+        Sizes(max_groups=0)
+
+
+@given(st.lists(st.integers(0, 2**50), min_size=1, max_size=50))
+def test_what_is_expected_lies_within_what_was_seen(sizes):
+    # A mean of sizes beyond 2**53 would round; none that large can be held.
+    assert min(sizes) <= learnt(*sizes) <= max(sizes)

@@ -1,0 +1,469 @@
+"""Directories of processes: their own while they live, nobody's afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import itertools
+import logging
+import multiprocessing
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from dask_gpurt.memory.files import directory, owner
+from dask_gpurt.memory.files.directory import ValueDirectory, sweep
+from dask_gpurt.memory.files.disk_tier import DiskTier
+from tests.conformance.tier_suite import assert_same, flat_of
+from tests.failure.gates import until
+from tests.memory.faulty_system import System
+
+ROOT = pathlib.Path(__file__).parents[3]
+DEADLINE_S = 120.0
+#: This machine outside of all containers, where it has an identity.
+HERE = dataclasses.replace(
+    owner.this_place(), machine="an identity", pid_namespace=owner.SYSTEM_NAMESPACE
+)
+
+#: Writes values for ever and says before the n-th write of a value that it is about to.
+WRITER = """
+import os, sys
+from dask_gpurt.memory.files.disk_tier import DiskTier
+from tests.conformance.tier_suite import flat_of
+from tests.memory.faulty_system import System
+
+def pwrite(real, fd, view, position):
+    written = real(fd, view[: len(view) // 8192 * 4096 or len(view)], position)
+    if len(view) > 100_000:
+        print("writing", flush=True)
+        sys.stdin.read()
+    return written
+
+system = System()
+tier = DiskTier(sys.argv[1], system=system)
+tier.put(flat_of((1000,)))
+tier.put(flat_of((300_000,)))
+system.hooks["pwrite"] = pwrite
+tier.put(flat_of((900_000, 10)))
+"""
+
+
+@pytest.fixture
+def parent(tmp_path):
+    return str(tmp_path / "spill")
+
+
+def inside(parent):
+    return sorted(path.name for path in pathlib.Path(parent).iterdir())
+
+
+def left_by(parent, name, **changes):
+    """As the system leaves it when an owner like this process dies: nobody has the lock.
+
+    `started` is another unless it is given: a later process has the id of the dead one.
+    """
+    path = pathlib.Path(parent) / (directory.PREFIX + name)
+    path.mkdir(parents=True)
+    (path / "00000000").write_bytes(b"value")
+    lock = path.with_name(path.name + ".lock")
+    lock.touch()
+    me = owner.this_process(True, lock.stat().st_dev)
+    changes.setdefault("started", me.started + 1)
+    lock.write_bytes(dataclasses.replace(me, **changes).packed())
+    return path
+
+
+def left_by_a_dead_process(parent, name):
+    return left_by(parent, name)
+
+
+def test_a_living_directory_is_not_swept(parent):
+    mine = ValueDirectory(parent)
+    path, _ = mine.ready()
+    assert sweep(parent) == 0
+    assert mine.ready()[0] == path
+    assert os.path.isdir(path)
+    mine.remove()
+    assert inside(parent) == []
+
+
+def test_what_the_dead_left_is_swept_and_nothing_else(parent):
+    left_by_a_dead_process(parent, "dead")
+    left_by_a_dead_process(parent, "dead too")
+    others = pathlib.Path(parent) / "of somebody else"
+    others.mkdir()
+    (pathlib.Path(parent) / "some.lock").touch()
+    # Its lock was lost: there is no telling whether its process lives.
+    unlocked = pathlib.Path(parent) / (directory.PREFIX + "unlocked")
+    unlocked.mkdir()
+    living = ValueDirectory(parent)
+    path, _ = living.ready()
+    assert sweep(parent) == 2
+    assert sweep(parent) == 0
+    names = {"of somebody else", "some.lock", unlocked.name, os.path.basename(path)}
+    assert set(inside(parent)) == names | {os.path.basename(path) + ".lock"}
+    living.remove()
+
+
+def test_a_lock_whose_directory_never_came_to_be_is_swept(parent):
+    shutil.rmtree(left_by_a_dead_process(parent, "early"))
+    assert sweep(parent) == 1
+    assert inside(parent) == []
+
+
+def test_nowhere_to_sweep(parent):
+    assert sweep(parent) == 0
+
+
+def test_a_link_is_not_followed(parent, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    os.makedirs(parent)
+    name = os.path.join(parent, directory.PREFIX + "link")
+    os.symlink(elsewhere, name)
+    os.symlink(elsewhere / "file", name + ".lock")
+    assert sweep(parent) == 0
+    os.unlink(name + ".lock")
+    os.rename(left_by_a_dead_process(parent, "other"), tmp_path / "other")
+    os.rename(os.path.join(parent, directory.PREFIX + "other.lock"), name + ".lock")
+    sweep(parent)
+    assert (elsewhere / "file").exists()
+
+
+def test_what_cannot_be_removed_is_said_and_left_for_the_next(parent, caplog, monkeypatch):
+    path = left_by_a_dead_process(parent, "stuck")
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "_remove_tree", lambda path: None)
+        assert sweep(parent) == 0
+    assert str(path) in caplog.text
+    assert sweep(parent) == 1
+    assert inside(parent) == []
+
+
+def test_two_that_sweep_at_once_remove_it_once(parent):
+    for number in range(20):
+        left_by_a_dead_process(parent, str(number))
+    together = threading.Barrier(2)
+    found = []
+
+    def run():
+        together.wait(DEADLINE_S)
+        found.append(sweep(parent))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert sum(found) == 20
+    assert inside(parent) == []
+
+
+def test_a_sweep_between_a_lock_file_and_its_owner_changes_nothing(parent):
+    """The one moment when nobody can tell whose it is."""
+    swept = []
+
+    def opened(real, path, *args):
+        fd = real(path, *args)
+        if path.endswith(".lock") and not swept:
+            swept.append(sweep(parent))
+        return fd
+
+    mine = ValueDirectory(parent, System(open=opened))
+    path, _ = mine.ready()
+    assert swept == [0]
+    assert sorted(inside(parent)) == [os.path.basename(path), os.path.basename(path) + ".lock"]
+    mine.remove()
+    assert inside(parent) == []
+
+
+def test_a_lock_that_an_earlier_version_takes_for_a_moment_costs_a_name(parent):
+    names = map((directory.PREFIX + "{}").format, itertools.count())
+    taken = []
+
+    def opened(real, path, *args):
+        fd = real(path, *args)
+        if path.endswith(".lock") and not taken:
+            taken.append(os.open(path, os.O_RDWR))
+            fcntl.flock(taken[0], fcntl.LOCK_EX)
+        return fd
+
+    mine = ValueDirectory(parent, System(open=opened), new_name=lambda: next(names))
+    path, _ = mine.ready()
+    os.close(*taken)
+    assert os.path.basename(path) == directory.PREFIX + "1"
+    assert inside(parent) == [directory.PREFIX + "1", directory.PREFIX + "1.lock"]
+    mine.remove()
+    assert inside(parent) == []
+
+
+def test_a_sweep_at_any_other_moment_changes_nothing(parent):
+    def then_sweep(real, *args, **kwargs):
+        result = real(*args, **kwargs)
+        assert sweep(parent) == 0
+        return result
+
+    hooks = dict.fromkeys(("makedirs", "mkdir", "pwrite", "preadv", "close", "unlink"), then_sweep)
+    tier = DiskTier(parent, system=System(**hooks))
+    value = flat_of((100_000,))
+    assert_same(tier.get(tier.put(value)), value)
+    tier.close()
+
+
+def test_a_name_that_is_taken_is_not_taken_again(parent):
+    path = left_by_a_dead_process(parent, "taken")
+    names = iter([path.name, directory.PREFIX + "free"])
+    mine = ValueDirectory(parent, new_name=lambda: next(names))
+    assert mine.ready()[0].endswith("free")
+    assert (path / "00000000").exists()
+    mine.remove()
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS])
+def test_where_there_are_no_locks_only_what_can_be_looked_up_is_swept(parent, monkeypatch, code):
+    def flock(fd, how):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(directory.fcntl, "flock", flock)
+    mine = ValueDirectory(parent)
+    path, _ = mine.ready()
+    record = owner.unpacked(pathlib.Path(path + ".lock").read_bytes())
+    assert not record.is_locked
+    left_by(parent, "dead", is_locked=False)
+    left_by(parent, "of another container", is_locked=False, pid_namespace=7)
+    assert sweep(parent) == 1
+    assert os.path.isdir(path)
+    mine.remove()
+    assert inside(parent) == [
+        directory.PREFIX + "of another container",
+        directory.PREFIX + "of another container.lock",
+    ]
+
+
+def test_no_locks_are_taken_where_users_say_so(parent, monkeypatch):
+    """Dask's `distributed.worker.use-file-locking: false`."""
+
+    def flock(fd, how):
+        pytest.fail("a lock was asked for")
+
+    monkeypatch.setattr(directory.fcntl, "flock", flock)
+    mine = ValueDirectory(parent, locks=False)
+    path, _ = mine.ready()
+    left_by(parent, "dead")
+    left_by(parent, "of another container", pid_namespace=7)
+    assert sweep(parent, locks=False) == 1
+    assert os.path.isdir(path)
+    assert (pathlib.Path(parent) / (directory.PREFIX + "of another container")).exists()
+    mine.remove()
+
+
+# ------------------------------------------------------------------ whose it is
+
+ELSEWHERE = [
+    {"host": "another", "boot": "another"},
+    {"host": "another", "boot": "another", "machine": "another"},
+    # Two containers of one name and one image, on two machines.
+    {"boot": "another", "pid_namespace": 7},
+    # Machines without an identity.
+    {"boot": "another", "machine": ""},
+    # Another container on this machine, and a mount of its own.
+    {"pid_namespace": 7, "device": 77},
+    {"pid_namespace": 7, "is_locked": False},
+]
+GONE = [
+    {},
+    {"pid": 1 << 30},
+    {"is_locked": False},
+    # The machine was started again; a clock that was set does not matter.
+    {"boot": "another"},
+    # The name of a machine may change while it runs.
+    {"host": "another"},
+    # Another container on this machine, and a mount that both see.
+    {"pid_namespace": 7},
+]
+
+
+@pytest.mark.parametrize("changes", ELSEWHERE, ids=str)
+def test_what_cannot_be_looked_up_is_left_alone(parent, changes, caplog, monkeypatch):
+    monkeypatch.setattr(owner, "this_place", lambda: HERE)
+    path = left_by(parent, "elsewhere", **changes)
+    with caplog.at_level(logging.INFO, "dask_gpurt.memory"):
+        assert sweep(parent) == 0
+    assert (path / "00000000").exists()
+    assert str(path) in caplog.text
+
+
+@pytest.mark.parametrize("changes", GONE, ids=str)
+def test_what_can_be_looked_up_is_swept_if_it_is_dead(parent, changes, monkeypatch):
+    monkeypatch.setattr(owner, "this_place", lambda: HERE)
+    left_by(parent, "dead", **changes)
+    assert sweep(parent) == 1
+    assert inside(parent) == []
+
+
+@pytest.mark.parametrize("changes", [*ELSEWHERE, *GONE], ids=str)
+def test_whoever_holds_the_lock_lives(parent, changes, monkeypatch):
+    """Forks of a process hold it as well."""
+    monkeypatch.setattr(owner, "this_place", lambda: HERE)
+    path = left_by(parent, "held", **{**changes, "is_locked": True})
+    with open(f"{path}.lock", "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert sweep(parent) == 0
+    assert (path / "00000000").exists()
+
+
+def test_a_lock_that_another_machine_can_take_as_well(parent, monkeypatch):
+    monkeypatch.setattr(directory.fcntl, "flock", lambda fd, how: None)
+    mine = DiskTier(parent)
+    value = flat_of((100_000,))
+    place = mine.put(value)
+    assert sweep(parent) == 0
+    assert_same(mine.get(place), value)
+    mine.close()
+
+
+def test_a_living_process_is_believed_whatever_its_lock_says(parent):
+    """As on a file system whose locks are known on one machine, or to one mount, only."""
+    path = left_by(parent, "living", started=owner.started(os.getpid()))
+    assert sweep(parent) == 0
+    assert (path / "00000000").exists()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"", b"{", b"[]", b"7", b"[" * 4096, b"9" * 4096, b'{"pid": "1"}', bytes(range(256))],
+    ids=repr,
+)
+def test_a_directory_of_nobody_is_left_alone(parent, record):
+    """Of an earlier version, or of a process that is about to write its name."""
+    path = left_by_a_dead_process(parent, "nobody")
+    whole = pathlib.Path(f"{path}.lock").read_bytes()
+    for text in (record, whole[: len(whole) // 2]):
+        pathlib.Path(f"{path}.lock").write_bytes(text)
+        assert sweep(parent) == 0
+        assert (path / "00000000").exists()
+
+
+def test_a_record_comes_back_as_it_was():
+    me = owner.this_process(True, 5)
+    assert owner.unpacked(me.packed()) == me
+    assert owner.started(me.pid) == me.started
+    assert len(me.packed()) < owner.MOST_NBYTES
+
+
+def test_a_dead_process_has_not_started():
+    child = subprocess.Popen(["/bin/true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert owner.started(child.pid) is None, "nobody has waited for it yet"
+    child.wait(DEADLINE_S)
+    assert owner.started(child.pid) is None
+
+
+# ------------------------------------------------------------------ processes
+
+
+def test_a_fork_does_not_remove_what_is_its_parents(parent):
+    tier = DiskTier(parent)
+    value = flat_of((100_000,))
+    place = tier.put(value)
+    child = multiprocessing.get_context("fork").Process(target=tier.close)
+    child.start()
+    child.join(DEADLINE_S)
+    assert child.exitcode == 0
+    assert_same(tier.get(place), value)
+    assert sweep(parent) == 0
+    tier.close()
+    assert inside(parent) == []
+
+
+@contextlib.contextmanager
+def writing_to(parent):
+    """A process in the middle of a write. It is killed in the end, if it still lives."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, parent],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+    )
+    try:
+        assert writer.stdout.readline() == "writing\n"
+        yield writer
+    finally:
+        writer.kill()
+        writer.communicate()
+
+
+@pytest.mark.cluster
+def test_killed_in_the_middle_of_a_write(parent):
+    """Nothing of it is swept while it lives, and everything after it died."""
+    with writing_to(parent) as writer:
+        assert sweep(parent) == 0
+        (path,) = [p for p in pathlib.Path(parent).iterdir() if p.is_dir()]
+        assert len(list(path.iterdir())) == 3
+        # A worker that starts meanwhile has a directory of its own.
+        tier = DiskTier(parent)
+        place = tier.put(flat_of((100_000,)))
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(DEADLINE_S)
+    # Its reaper removes it. Nobody else starts here, and nobody sweeps.
+    until(lambda: len(inside(parent)) == 2, "what the dead process left stays")
+    assert not path.exists()
+    assert_same(tier.get(place), flat_of((100_000,)))
+    tier.close()
+    assert inside(parent) == []
+
+
+@pytest.mark.cluster
+def test_killed_together_with_its_reaper(parent):
+    """As at the end of a container: whoever starts next sweeps."""
+    with writing_to(parent) as writer:
+        (reaper,) = psutil.Process(writer.pid).children()
+        assert "dask-gpurt-reaper" in reaper.cmdline()
+        reaper.kill()
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(DEADLINE_S)
+    assert len(inside(parent)) == 2
+    assert sweep(parent) == 1
+    assert inside(parent) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_reaper_outlives_what_ends_a_group_of_processes(parent, number):
+    mine = ValueDirectory(parent)
+    mine.ready()
+    shell = mine._reaper
+    until(lambda: _ignores(shell.pid, number), "it does not ignore the signal")
+    os.kill(shell.pid, number)
+    assert os.getpgid(shell.pid) != os.getpgid(0)
+    # As if this process had ended.
+    shell.end()
+    assert inside(parent) == []
+
+
+def _ignores(pid, number):
+    lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = [line.split()[1] for line in lines if line.startswith("SigIgn:")]
+    return int(mask, 16) >> (number - 1) & 1
+
+
+def test_without_a_shell_a_directory_is_used_all_the_same(parent, monkeypatch):
+    def refused(*args, **kwargs):
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    tier = DiskTier(parent)
+    value = flat_of((100_000,))
+    assert_same(tier.get(tier.put(value)), value)
+    tier.close()
+    assert inside(parent) == []

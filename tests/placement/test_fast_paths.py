@@ -1,0 +1,262 @@
+"""What a glance tells is what weighing everything comes to."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.placement.cost import Input, Task
+from dask_gpurt.placement.fast_paths import (
+    cheapest,
+    holder_is_best,
+    largest_is_best,
+    places_to_weigh,
+)
+from dask_gpurt.placement.policy import DataAware
+from dask_gpurt.topology.model import LOCAL, Path
+from dask_gpurt.topology.places import way
+from tests.placement.machines import (
+    NAMES,
+    by_host,
+    deterministic,
+    looked_up,
+    sizes,
+    snapshot,
+    tasks,
+    two_levels,
+    ways,
+    workers,
+)
+
+
+@deterministic
+@given(tasks(), workers(), ways(), st.floats(0, 1))
+def test_a_holder_that_is_best_at_a_glance_is_best(task, all_workers, places, share):
+    """Whatever the ways are like, whoever is idle, and wherever the output will be joined."""
+    holder, *others = all_workers
+    holder = holder._replace(occupancy_s=0.0, n_tasks=0, slowness=1.0)
+    inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
+    needed_nbytes = sum(one.nbytes for one in inputs)
+    task = task._replace(
+        inputs=inputs,
+        output_nbytes=int(2.1 * share * needed_nbytes),
+        joins=[{others[0].address: 1000}],
+        device=None,
+    )
+    if not holder_is_best(needed_nbytes, task.output_nbytes, 1, holder.room_nbytes):
+        return
+    found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
+    assert DataAware().decide(found).worker == holder.address
+
+
+@deterministic
+@given(tasks(), workers(), two_levels(), st.floats(0, 1.1), st.data())
+def test_so_is_one_whose_outputs_are_joined_with_many_things(task, workers, places, share, data):
+    """On hosts where nobody gains by a detour."""
+    holder, *others = workers
+    holder = holder._replace(occupancy_s=0.0, slowness=1.0)
+    others = [one._replace(n_tasks=1, occupancy_s=max(one.occupancy_s, 1e-6)) for one in others]
+    inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
+    needed_nbytes = sum(one.nbytes for one in inputs)
+    joined_with = st.dictionaries(st.sampled_from(NAMES), sizes, min_size=1)
+    joins = data.draw(st.lists(joined_with, max_size=2))
+    output_nbytes = int(2 * share * needed_nbytes / max(1, len(joins)))
+    task = task._replace(
+        inputs=inputs, output_nbytes=output_nbytes, joins=joins, device=None, duration_s=0.0
+    )
+    if not holder_is_best(needed_nbytes, output_nbytes, len(joins), holder.room_nbytes):
+        return
+    found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
+    assert DataAware().decide(found).worker == holder.address
+
+
+@deterministic
+@given(st.data())
+def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
+    """Whatever the others have to do: it is never another than going through all would find."""
+    n = data.draw(st.integers(2, 5))
+    few = st.sampled_from([100, 100, 101, 2**30])
+    waits = st.sampled_from([0.0, 0.0, 0.001, 0.5])
+    needed = [
+        Input(name, data.draw(few | sizes), (name,), outlet_s=data.draw(waits))
+        for name in NAMES[:n]
+    ]
+    task = Task("t", needed, data.draw(st.floats(0, 10)), data.draw(few | sizes))
+    rate, latency_s = data.draw(st.floats(1e6, 1e12)), data.draw(st.floats(0, 0.1))
+    alike = Path(latency_s, rate, "k")
+    places = by_host(
+        {name: data.draw(st.sampled_from([name, name, "A"])) for name in NAMES},
+        dict.fromkeys(NAMES, 0) | {"w0": data.draw(st.sampled_from([0, 0, 1]))},
+        lambda a, b: LOCAL if a == b else Path(0.0, 1e13, "k"),
+        lambda a, b: alike,
+    )
+    found = [one._replace(nbytes=data.draw(few), n_tasks=0) for one in data.draw(workers())]
+    idle = {name for name in NAMES if data.draw(st.booleans())}
+    found = [
+        one._replace(
+            occupancy_s=0.0,
+            room_nbytes=2.0**40,
+            receiving_s=data.draw(waits),
+            slowness=1.0,
+            inlet_s=data.draw(waits),
+        )
+        if one.address in idle
+        # With something to do, and not done with it at once: that would be a tie for stock.
+        else one._replace(n_tasks=1, occupancy_s=max(one.occupancy_s, 0.001))
+        for one in found
+    ]
+    nbytes = [one.nbytes for one in needed]
+    first = {name for name, one in zip(NAMES, nbytes, strict=False) if one == max(nbytes)} & idle
+    if not first:
+        return
+    chosen = min((one.nbytes, one.address) for one in found if one.address in first)[1]
+    (there,) = (one for one in found if one.address == chosen)
+    outlets_s = [one.outlet_s for one in needed if one.key != chosen]
+    wait_s = max([there.receiving_s, there.inlet_s, *outlets_s])
+    if not largest_is_best(NAMES[:n], nbytes, task.duration_s, wait_s, places):
+        return
+    decision = DataAware().decide(snapshot(task, found, places))
+    assert (decision.worker, decision.stock) == (chosen, chosen)
+
+
+def test_the_largest_input_decides_where_it_is_plain():
+    """Of three on hosts alike; and then all that it lacks comes over ways that are the same."""
+    alike = Path(0.001, 1e9, "k")
+    hosts = dict(zip(NAMES, NAMES, strict=True))
+    kinds = dict.fromkeys(NAMES, 0)
+
+    def found(*nbytes, hosts=hosts, kinds=kinds, duration_s=0.0, wait_s=0.0):
+        places = by_host(hosts, kinds, lambda a, b: LOCAL, lambda a, b: alike if a == b else LOCAL)
+        return largest_is_best(NAMES[: len(nbytes)], nbytes, duration_s, wait_s, places)
+
+    assert found(1, 3, 2)
+    assert found(3, 1, 3)
+    assert not found(1, 3, 2, hosts=hosts | {"w2": "w1"})
+    assert not found(1, 3, 2, kinds=kinds | {"w2": 1})
+    # Seconds in which a gain as small as that would be rounded away.
+    assert not found(1, 3, 2, duration_s=1e6)
+    # A nanosecond is fetched at either end, and more than two of them are waited for.
+    assert found(1, 3, 2, wait_s=1.9e-9)
+    assert not found(1, 3, 2, wait_s=2.1e-9)
+    assert not found(3, 1, 3, wait_s=1e-12)
+    assert not found(0, 0)
+    assert not found()
+
+
+def test_a_holder_without_room_is_not_best_at_a_glance():
+    assert holder_is_best(10, 19, 1, 19)
+    assert not holder_is_best(10, 20, 1, 20)
+    assert not holder_is_best(10, 19, 1, 18)
+
+
+def test_a_holder_is_not_best_at_a_glance_for_what_is_joined_too_often():
+    assert holder_is_best(10, 9, 2, 9)
+    assert not holder_is_best(10, 10, 2, 10)
+    assert holder_is_best(10, 1000, 0, 1000)
+
+
+def test_a_holder_is_not_best_at_a_glance_where_it_keeps_waiting_too_long():
+    assert holder_is_best(10, 10, 1, 10, 9e-9, 1e9)
+    assert not holder_is_best(10, 10, 1, 10, 11e-9, 1e9)
+    # Nobody knows what the ways from it carry.
+    assert not holder_is_best(10, 10, 1, 10, 1e-9)
+    assert holder_is_best(10, 10, 1, 10, 0.0)
+
+
+@deterministic
+@given(tasks(), workers(), ways(), st.floats(1e6, 1e12), st.data())
+def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
+    task, found, places, rate, data
+):
+    """To the last bit of each term, whoever has which input and whatever the ways are like."""
+    few = st.sampled_from([100, 100, 101]) | sizes
+    holders = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7))
+    nbytes = [data.draw(few) for _ in holders]
+    outlets_s = [data.draw(st.sampled_from([0.0, 0.0, 0.5, 3.0])) for _ in holders]
+    arriving = st.dictionaries(st.sampled_from(NAMES), st.floats(0, 10), max_size=2)
+    under_way = [data.draw(st.just({}) | arriving) for _ in holders]
+    for one, of_it in zip(holders, under_way, strict=True):
+        of_it.pop(one, None)
+    inputs = [
+        Input(i, n, (one,), of_it, wait_s)
+        for i, (one, n, of_it, wait_s) in enumerate(
+            zip(holders, nbytes, under_way, outlets_s, strict=True)
+        )
+    ]
+    task = task._replace(inputs=inputs, device=None)
+    idle = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3))
+    held = places_to_weigh(holders, nbytes, task.output_nbytes, task.joins, under_way)
+    held = {**dict.fromkeys(idle, 0), **held}
+    doubt = data.draw(st.sampled_from([1.0, 2.0, 10.0]))
+    asked = data.draw(st.sampled_from([None, *holders]))
+    decision = cheapest(
+        holders,
+        nbytes,
+        outlets_s,
+        under_way,
+        held,
+        looked_up(found)(held),
+        places,
+        duration_s=task.duration_s,
+        output_nbytes=task.output_nbytes,
+        joins=task.joins,
+        bandwidth=rate,
+        doubt=doubt,
+        asked=asked,
+    )
+    thorough = snapshot(
+        task,
+        found,
+        places,
+        idle=tuple(idle),
+        bandwidth_nbytes_per_s=rate,
+        doubt=doubt,
+        usual=asked,
+    )
+    assert decision == DataAware().decide(thorough)
+
+
+@deterministic
+@given(tasks(), workers(), two_levels(), st.floats(0, 1.1), st.data())
+def test_so_is_a_holder_where_it_has_to_wait_for_less_than_anything_takes(
+    task, workers, places, share, data
+):
+    holder, *others = workers
+    holder = holder._replace(slowness=1.0)
+    inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
+    needed_nbytes = sum(one.nbytes for one in inputs)
+    joined_with = st.dictionaries(st.sampled_from(NAMES), sizes, min_size=1)
+    joins = data.draw(st.lists(joined_with, max_size=2))
+    output_nbytes = int(2 * share * needed_nbytes / max(1, len(joins)))
+    ways_from = [way(places, holder.address, one.address) for one in others]
+    widest = max(one.bandwidth_nbytes_per_s for one in ways_from)
+    wait_s = data.draw(st.floats(0, 2)) * needed_nbytes / widest
+    holder = holder._replace(occupancy_s=wait_s * holder.nthreads)
+    task = task._replace(inputs=inputs, output_nbytes=output_nbytes, joins=joins, device=None)
+    if not holder_is_best(
+        needed_nbytes, output_nbytes, len(joins), holder.room_nbytes, wait_s, widest
+    ):
+        return
+    found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
+    costs = DataAware().decide(found).costs
+    least_s = min(one.total_s for one in costs.values())
+    # Elsewhere the output may be sent on in one message with something else.
+    messages_s = len(joins) * max(one.latency_s for one in ways_from)
+    assert costs[holder.address].total_s <= least_s * (1 + 1e-12) + messages_s
+
+
+def test_a_worker_where_little_is_joined_is_not_weighed():
+    joins = [{"w2": 100, "w3": 24}, {"w3": 1000}]
+    nowhere = [{}, {}, {}]
+    assert places_to_weigh(["w0", "w1", "w0"], [40, 40, 20], 25, joins, nowhere) == {
+        "w0": 60,
+        "w1": 40,
+        "w2": 0,
+        "w3": 0,
+    }
+    assert places_to_weigh(["w0"], [100], 24, joins[:1], [{}]) == {"w0": 100}
+
+
+def test_a_worker_that_is_fetching_an_input_is_weighed():
+    under_way = [{"w2": 1.0}, {"w0": 0.5}]
+    assert places_to_weigh(["w0", "w1"], [1, 2], 0, [], under_way) == {"w0": 1, "w1": 2, "w2": 0}

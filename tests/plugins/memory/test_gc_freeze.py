@@ -1,0 +1,82 @@
+"""What collections of garbage pass by, and what they do not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_gpurt
+from dask_gpurt.plugins.memory.gc_freeze import SetApart
+
+OWN_PROCESS = SimpleNamespace(nanny="tcp://192.0.2.1:1", data={})
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_apart():
+    assert not gc.get_freeze_count()
+    yield
+    gc.unfreeze()
+
+
+def is_collected(reference):
+    gc.collect()
+    return reference() is None
+
+
+def test_what_was_there_is_passed_by_and_what_comes_is_not():
+    before = Cycle()
+    old = weakref.ref(before)
+    apart = SetApart(OWN_PROCESS)
+    new = weakref.ref(Cycle())
+    del before
+    assert is_collected(new)
+    assert not is_collected(old)
+    apart.end()
+    assert is_collected(old)
+
+
+def test_what_was_garbage_already_is_collected():
+    old = weakref.ref(Cycle())
+    SetApart(OWN_PROCESS)
+    assert old() is None
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        pytest.param(SimpleNamespace(nanny=None, data={}), id="a process of the user's"),
+        pytest.param(SimpleNamespace(nanny="tcp://192.0.2.1:1", data={"x": 1}), id="values"),
+    ],
+)
+def test_objects_of_a_user_are_not_set_apart(worker):
+    SetApart(worker).end()
+    assert not gc.get_freeze_count()
+
+
+def test_what_somebody_else_set_apart_stays_so():
+    gc.freeze()
+    SetApart(OWN_PROCESS).end()
+    assert gc.get_freeze_count()
+
+
+@pytest.mark.cluster
+def test_workers_have_their_objects_set_apart_until_the_runtime_goes():
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        LocalCluster(silence_logs=50, **options) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        assert set(client.run(gc.get_freeze_count).values()) == {0}
+        dask_gpurt.enable(client)
+        assert min(client.run(gc.get_freeze_count).values()) > 10_000
+        dask_gpurt.disable(client)
+        assert set(client.run(gc.get_freeze_count).values()) == {0}

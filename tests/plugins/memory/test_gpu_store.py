@@ -1,0 +1,106 @@
+"""Whether a worker may have a GPU, and which values Dask says are on one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from distributed.protocol import cuda
+
+from dask_gpurt.errors import ValueRefusedError
+from dask_gpurt.plugins.memory.gpu_store import Facts, local_facts, take_apart, why_none
+from dask_gpurt.plugins.patches.worker_memory import is_on_device
+from tests.memory.emulated_gpu import Gpu
+
+
+@pytest.mark.parametrize(
+    "facts, why",
+    [
+        (Facts(True, True, None), None),
+        (Facts(True, True, "0"), None),
+        (Facts(True, True, "GPU-8932f937"), None),
+        (Facts(False, True, None), "CuPy is not installed"),
+        (Facts(True, False, None), "there is no NVIDIA driver"),
+        (Facts(True, True, ""), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+        (Facts(True, True, " -1 "), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+        (Facts(True, True, "NoDevFiles"), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+    ],
+)
+def test_a_worker_may_have_values_on_a_gpu(facts, why):
+    assert why_none(facts) == why
+
+
+def test_facts_are_those_of_the_process(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert local_facts().visible == "3"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert local_facts().visible is None
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert not local_facts().has_cupy
+
+
+def test_to_look_at_them_imports_no_library_of_a_gpu():
+    """Nor to look at values of the host."""
+    program = (
+        "import sys\n"
+        "import distributed\n"  # which imports RMM where it is installed
+        "before = set(sys.modules)\n"
+        "from dask_gpurt.plugins.memory import gpu_store, manager\n"
+        "from dask_gpurt.plugins.patches import worker_memory\n"
+        "gpu_store.why_none(gpu_store.local_facts())\n"
+        "assert not worker_memory.is_on_device([1])\n"
+        "print(sorted({'cupy', 'rmm', 'cudf', 'numba'} & set(sys.modules) - before))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert ran.stdout.decode().strip() == "[]"
+
+
+@pytest.mark.parametrize("value", [1, "a", np.zeros(1), pd.DataFrame(), [np.zeros(1)], {}, None])
+def test_values_of_the_host(value):
+    assert not is_on_device(value)
+
+
+def test_values_that_a_library_registered():
+    gpu = Gpu(100)
+    assert is_on_device(gpu.full(1, 10))
+    gpu.host.close()
+
+
+def test_a_library_that_cannot_be_imported_has_no_values():
+    """A part of it may be broken: its values are Dask's to keep, as before."""
+    lost = type("Lost", (), {"__module__": "gpurt_lost_library.core"})
+
+    @cuda.cuda_serialize.register_lazy("gpurt_lost_library")
+    def register():
+        raise ImportError("libcuda.so.1")
+
+    assert not is_on_device(lost())
+
+
+@pytest.mark.parametrize("number, is_refused", [(0, False), (1, True)])
+def test_arrays_of_cupys_on_another_gpu_are_refused(monkeypatch, number, is_refused):
+    taken = []
+    frames = SimpleNamespace(take_apart=lambda value: (taken.append(value), "memory"))
+    monkeypatch.setitem(sys.modules, "dask_gpurt.frames.device.cupy_", frames)
+    monkeypatch.setattr("dask_gpurt.frames.device.cupy_", frames, raising=False)
+    array = type("ndarray", (), {"__module__": "cupy", "device": SimpleNamespace(id=number)})()
+    with pytest.raises(ValueRefusedError) if is_refused else nullcontext():
+        take_apart(array)
+    assert taken == ([] if is_refused else [array])
+
+
+def test_dask_takes_a_value_apart_and_puts_it_together():
+    """What `take_apart` and `put_together` of the packing are."""
+    gpu = Gpu(100)
+    array = gpu.full(7, 10)
+    header, pieces = cuda.cuda_dumps(array)
+    assert [hasattr(piece, "__cuda_array_interface__") for piece in pieces] == [True, False]
+    again = cuda.cuda_loads(header, pieces)
+    assert type(again) is type(array)
+    assert again.memory is array.memory
+    gpu.host.close()

@@ -1,0 +1,224 @@
+"""What leaves memory in the last moment is handed over, too: lanes do not stop for that."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+
+import pytest
+from distributed.spill import SpillBuffer
+
+from dask_gpurt.devices.lanes import Lane
+from dask_gpurt.errors import DamagedValueError
+from dask_gpurt.memory.decisions.eviction_policy import POLICIES
+from dask_gpurt.memory.decisions.residency import Level, Residency
+from dask_gpurt.memory.files.disk_tier import DiskTier
+from dask_gpurt.memory.files.inherited import InheritedTier
+from dask_gpurt.memory.store import TieredStore
+from dask_gpurt.memory.tiers import Lanes, Packing
+from dask_gpurt.plugins.memory.handback import return_cold, return_rest
+from dask_gpurt.plugins.patches import worker_memory
+from tests.memory.stepping import ListLane
+from tests.memory.test_store import Setup, filled, flatten, restore, sizeof
+
+
+class Stock(dict):
+    """A store that takes its time: our lanes go on while it takes a value."""
+
+    def __init__(self, meanwhile):
+        super().__init__()
+        self._meanwhile = meanwhile
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self._meanwhile()
+
+
+def contents(*keys):
+    return {key: key.encode() * 40 for key in keys}
+
+
+def test_values_that_left_since_anybody_looked_are_handed_over():
+    setup = Setup()
+    filled(setup, "a", "b", "c")
+    assert setup.store.cold()
+    stock = Stock(lambda: None)
+    return_rest(setup.store, stock, {})
+    assert stock == contents("a", "b", "c")
+
+
+def test_values_that_leave_meanwhile_are_handed_over():
+    setup = Setup()
+    for key in "abcd":
+        setup.store[key] = key.encode() * 40
+    assert not setup.store.cold()
+    stock = Stock(setup.settle)
+    return_rest(setup.store, stock, {})
+    assert setup.store.cold()
+    assert stock == contents("a", "b", "c", "d")
+
+
+def test_what_was_handed_over_before_is_left_and_what_was_released_since_is_taken_back():
+    setup = Setup()
+    filled(setup, "a", "b")
+    given = dict(setup.store.contents()[1])
+    stock = Stock(lambda: None)
+    stock.update(a=b"as it was given", b=b"as it was given", gone=b"released")
+    setup.store["b"] = b"b" * 40
+    return_rest(setup.store, stock, given)
+    assert stock == {"a": b"as it was given", "b": b"b" * 40}
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "too many open files")])
+def test_what_cannot_be_read_for_a_moment_is_not_lost(error):
+    setup = Setup()
+    filled(setup, *"abcd")
+    stock = {}
+    setup.tiers[0].fail("get", error)
+    with Lane("write") as lane:
+        given = asyncio.run(return_cold(setup.store, stock, lane, -1))
+    return_rest(setup.store, stock, given)
+    assert stock == contents(*"abcd")
+    assert not setup.lost
+
+
+def test_what_can_never_be_read_is_lost_and_nothing_else():
+    setup = Setup()
+    filled(setup, *"abcd")
+    stock = {"a": b"a value before"}
+    damaged, *_ = setup.store.cold()
+    setup.tiers[0].fail("get", DamagedValueError("checksum"))
+    with Lane("write") as lane:
+        given = asyncio.run(return_cold(setup.store, stock, lane, -1))
+    return_rest(setup.store, stock, given)
+    setup.settle()
+    assert setup.lost == [damaged] == ["a"]
+    assert stock == contents(*"bcd")
+
+
+def test_what_cannot_be_read_until_the_end_is_lost(caplog):
+    setup = Setup()
+    filled(setup, *"abcd")
+    stock = {"a": b"a value before"}
+    assert "a" in setup.store.cold()
+    read_through = setup.store._carrier.read_through
+
+    def short(key):
+        if key == "a":
+            raise MemoryError("no room")
+        return read_through(key)
+
+    setup.store._carrier.read_through = short
+    with Lane("write") as lane:
+        given = asyncio.run(return_cold(setup.store, stock, lane, -1))
+    return_rest(setup.store, stock, given)
+    setup.settle()
+    assert setup.lost == ["a"]
+    assert stock == contents(*"bcd")
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+class OnDisk:
+    """A store that keeps `room_nbytes` in memory, of a worker that had Dask's own with a disk."""
+
+    INHERITED = 2
+
+    def __init__(self, directory, lane, room_nbytes=0):
+        self.lane = lane
+        self.stock = SpillBuffer(str(directory / "stock"), target=1 << 30)
+        self.disk = DiskTier(str(directory), None, None)
+        self.lost, self.read, self.owner = [], ListLane(), ListLane()
+        levels = [Level("memory", room_nbytes), Level("disk"), Level("inherited")]
+        self.residency = Residency(levels, {0: (1, self.INHERITED)}, POLICIES["lru"])
+        self.store = TieredStore(
+            self.residency,
+            [self.disk, InheritedTier(worker_memory.on_disk(self.stock), flatten)],
+            [Packing(sizeof, flatten, restore)],
+            Lanes(self._write, self.read, self.owner, self.owner),
+            on_lost=self.lost.append,
+        )
+
+    def _write(self, call, path="", nbytes=0):
+        self.lane.submit(call)
+
+    def fill(self, values):
+        for key, value in values.items():
+            self.store[key] = value
+            self.settle()
+        assert set(self.store.cold()) == set(values)
+
+    def settle(self):
+        """Have what was decided done, and what that leads to."""
+        self.lane.submit(int).result()
+        while self.owner.calls:
+            self.owner.step()
+            self.lane.submit(int).result()
+
+    def give_back(self, meanwhile=lambda key: None):
+        """As a worker does, with something done just before each value is handed over."""
+        put_on_disk = worker_memory.put_on_disk
+
+        def watched(stock, key, value):
+            meanwhile(key)
+            put_on_disk(stock, key, value)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_memory, "put_on_disk", watched)
+            given = asyncio.run(return_cold(self.store, self.stock, self.lane, self.INHERITED))
+        self.lane.submit(int).result()
+        return given
+
+
+def stored_nbytes(directory):
+    return sum(
+        os.path.getsize(os.path.join(folder, name))
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )
+
+
+def test_one_value_at_a_time_is_on_disk_twice(tmp_path):
+    values = {key: os.urandom(100_000) for key in "abcdefghij"}
+    with Lane("write") as lane:
+        setup = OnDisk(tmp_path, lane)
+        setup.fill(values)
+        before_nbytes = stored_nbytes(tmp_path)
+        taken = []
+        given = setup.give_back(lambda key: taken.append(stored_nbytes(tmp_path)))
+        assert set(given) == set(values)
+        assert max(taken) < before_nbytes + 20_000
+        # Whoever wants one meanwhile finds it where it is by now.
+        assert {key: setup.store[key] for key in values} == values
+        return_rest(setup.store, setup.stock, given)
+        assert set(setup.stock.disk) == set(values)
+        assert dict(setup.stock) == values
+    assert not setup.lost
+
+
+def test_a_value_that_is_being_read_stays_where_it_is_read_from(tmp_path):
+    values = {key: os.urandom(1000) for key in "ab"}
+    with Lane("write") as lane:
+        setup = OnDisk(tmp_path, lane, room_nbytes=1000)
+        setup.fill({**values, "c": os.urandom(2000)})
+        setup.store.claim("task", ["a"], 0, (), lambda lost: None)
+        setup.settle()
+        assert len(setup.read.calls) == 1
+        setup.give_back()
+        setup.read.step()
+        assert setup.store.memory["a"] == values["a"]
+    assert not setup.lost
+
+
+def test_values_that_are_released_or_replaced_after_they_were_handed_over(tmp_path):
+    with Lane("write") as lane:
+        setup = OnDisk(tmp_path, lane)
+        setup.fill({key: key.encode() * 1000 for key in "abc"})
+        given = setup.give_back()
+        del setup.store["a"]
+        setup.store["b"] = b"new" * 1000
+        setup.settle()
+        assert set(worker_memory.on_disk(setup.stock)) == {"c"}
+        return_rest(setup.store, setup.stock, given)
+        assert dict(setup.stock) == {"b": b"new" * 1000, "c": b"c" * 1000}
+    assert not setup.lost

@@ -1,0 +1,371 @@
+"""What is replaced of distributed's connections, and that large messages leave the loop free."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import socket
+import weakref
+from itertools import chain
+from types import SimpleNamespace
+
+import distributed.comm.tcp as tcp
+import numpy as np
+import pytest
+from distributed import Client, Event, LocalCluster, Scheduler, Worker
+from distributed.comm import connect, listen
+from distributed.core import send_recv
+from distributed.protocol import to_serialize
+from distributed.utils_test import gen_test
+
+import dask_gpurt
+from dask_gpurt.plugins.patches import connections
+from dask_gpurt.plugins.patches.connections import (
+    N_IN_TURN,
+    PIECE_NBYTES,
+    SMALL_NBYTES,
+    PiecewiseReads,
+    ShortTurns,
+    let_go_of_message,
+    read_in_pieces,
+)
+
+STOCK = tcp.read_bytes_rw
+
+
+@pytest.fixture(autouse=True)
+def nobody_else(monkeypatch):
+    """Workers of other tests in this process may have it so still."""
+    monkeypatch.setattr(tcp, "read_bytes_rw", STOCK)
+    monkeypatch.setattr(connections, "_replaced", connections._Replaced())
+
+
+@pytest.fixture
+def reads(nobody_else):
+    reads = PiecewiseReads()
+    yield reads
+    reads.end()
+    assert tcp.read_bytes_rw is STOCK
+
+
+class QuickPeer:
+    """A stream with everything at hand, so that no read of it ever waits."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self.lengths: list[int] = []
+
+    def read_into(self, buffer: memoryview) -> asyncio.Future[int]:
+        n = len(buffer)
+        buffer[:], self._data = self._data[:n], self._data[n:]
+        self.lengths.append(n)
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        done.set_result(n)
+        return done
+
+
+async def received(read, n):
+    """A buffer and the lengths in which it was read; rounds of the loop meanwhile."""
+    data = np.random.default_rng(n).bytes(n)
+    peer = QuickPeer(data)
+    rounds = 0
+
+    async def count():
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    buffer = await read(peer, n)
+    counting.cancel()
+    assert bytes(buffer) == data
+    assert not buffer.readonly
+    return peer.lengths, rounds
+
+
+# ------------------------------------------------------------------ contracts
+
+
+def test_a_buffer_is_received_by_a_function_of_the_module():
+    assert list(inspect.signature(STOCK).parameters) == ["stream", "n"]
+    assert inspect.getsource(tcp.TCP.read).count("await read_bytes_rw(stream, ") == 2
+    # One for TLS would have to be replaced as well.
+    assert tcp.TLS.read is tcp.TCP.read
+
+
+def test_stock_keeps_the_loop_as_long_as_there_is_something_to_read():
+    # Were it otherwise, there would be nothing to replace.
+    lengths, rounds = asyncio.run(received(STOCK, 8 * PIECE_NBYTES))
+    assert lengths == [8 * PIECE_NBYTES]
+    assert rounds == 0
+
+
+# ------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize(
+    ("n", "lengths", "rounds"),
+    [
+        (0, [], 0),
+        (1, [1], 0),
+        (SMALL_NBYTES - 1, [SMALL_NBYTES - 1], 0),
+        (SMALL_NBYTES, [SMALL_NBYTES], 1),
+        (PIECE_NBYTES, [PIECE_NBYTES], 1),
+        (PIECE_NBYTES + 1, [PIECE_NBYTES, 1], 1),
+        (8 * PIECE_NBYTES, [PIECE_NBYTES] * 8, 8),
+    ],
+)
+def test_the_loop_comes_round_after_each_piece(n, lengths, rounds):
+    assert asyncio.run(received(read_in_pieces, n)) == (lengths, rounds)
+
+
+def test_a_message_arrives_whole(reads):
+    sent = [np.random.default_rng(n).random(n) for n in (3, 100_000, 5_000_001)]
+
+    async def exchange():
+        async def send(comm):
+            await comm.write([to_serialize(array) for array in sent])
+            await comm.close()
+
+        async with listen("tcp://127.0.0.1", send) as listener:
+            comm = await connect(listener.contact_address)
+            found = await comm.read()
+            await comm.close()
+        return found
+
+    for array, found in zip(sent, asyncio.run(exchange()), strict=True):
+        np.testing.assert_array_equal(found, array)
+        assert found.flags.writeable
+
+
+def test_a_peer_that_goes_away_is_noticed(reads):
+    async def exchange():
+        async def leave(comm):
+            # A length, and then less than that.
+            await comm.stream.write(tcp.struct.pack("Q", 4 * PIECE_NBYTES) + b"x" * PIECE_NBYTES)
+            comm.abort()
+
+        async with listen("tcp://127.0.0.1", leave) as listener:
+            comm = await connect(listener.contact_address)
+            with pytest.raises(tcp.CommClosedError):
+                await comm.read()
+
+    asyncio.run(exchange())
+
+
+# ------------------------------------------------------------------ let go of
+
+
+@pytest.mark.parametrize("is_let_go_of", [False, True])
+def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_let_go_of):
+    async def no_answer(comm):
+        await asyncio.Event().wait()
+
+    async def fail_to_send(address):
+        comm = await connect(address)
+        comm.stream.socket.shutdown(socket.SHUT_WR)
+        message = np.ones(PIECE_NBYTES, dtype=np.uint8)
+        try:
+            await send_recv(comm, op="anything", data=to_serialize(message))
+        except OSError as error:
+            assert "Broken pipe" in str(error)
+            if is_let_go_of:
+                let_go_of_message(error)
+            assert "Broken pipe" in str(error)
+            return weakref.ref(message)
+
+    @gen_test()
+    async def run():
+        listener = await listen("tcp://127.0.0.1", no_answer)
+        try:
+            kept = await fail_to_send(listener.contact_address)
+        finally:
+            listener.stop()
+        gc.collect()
+        assert (kept() is None) == is_let_go_of
+
+    run()
+
+
+# ------------------------------------------------------------------ taken back
+
+
+def test_it_stays_until_the_last_worker_has_let_go(reads):
+    other = PiecewiseReads()
+    assert tcp.read_bytes_rw is read_in_pieces
+    other.end()
+    other.end()
+    assert tcp.read_bytes_rw is read_in_pieces
+
+
+def test_a_worker_that_is_gone_without_a_word_has_let_go():
+    reads = PiecewiseReads()
+    assert tcp.read_bytes_rw is read_in_pieces
+    del reads
+    assert tcp.read_bytes_rw is STOCK
+
+
+def test_workers_have_it_while_the_runtime_is_on():
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        dask_gpurt.enable(client)
+        assert tcp.read_bytes_rw is connections.read_in_pieces
+        dask_gpurt.disable(client)
+        assert tcp.read_bytes_rw is STOCK
+
+
+class Batches:
+    """A connection on which messages arrive as they were given to it."""
+
+    def __init__(self, *batches):
+        self._batches = list(batches)
+
+    async def read(self):
+        return self._batches.pop(0)
+
+
+class Reader:
+    """What `ShortTurns` knows of a worker."""
+
+    def __init__(self, comm):
+        self.batched_stream = SimpleNamespace(comm=comm)
+
+
+def tasks(n):
+    return [{"op": "compute-task", "key": number} for number in range(n)]
+
+
+@gen_test()
+async def test_a_long_message_is_handed_out_in_turns():
+    messages = tasks(2 * N_IN_TURN + 3)
+    comm = Batches(messages, tuple(messages[:N_IN_TURN]), {"op": "one"}, messages)
+    turns = ShortTurns(Reader(comm))
+    found = [await comm.read() for _ in range(3)]
+    assert [len(one) for one in found] == [N_IN_TURN, N_IN_TURN, 3]
+    assert list(chain.from_iterable(found)) == messages
+    assert await comm.read() == tuple(messages[:N_IN_TURN])
+    assert await comm.read() == {"op": "one"}
+    turns.end()
+    assert await comm.read() == messages
+    assert "read" not in vars(comm)
+
+
+@pytest.mark.parametrize("other", [{"op": "free-keys"}, {"op": "remove-replicas"}, "OK"])
+@gen_test()
+async def test_whatever_else_is_said_at_once_is_handled_at_once(other):
+    computed = tasks(3 * N_IN_TURN)
+    for before in (0, 1, N_IN_TURN, 2 * N_IN_TURN):
+        messages = [*computed[:before], other, *computed[before:]]
+        comm = Batches(messages)
+        turns = ShortTurns(Reader(comm))
+        first = await comm.read()
+        assert len(first) == max(before + 1, N_IN_TURN)
+        rest = []
+        while len(first) + len(rest) < len(messages):
+            rest += await comm.read()
+        assert [*first, *rest] == messages
+        turns.end()
+    comm = Batches(messages := [*computed, other])
+    turns = ShortTurns(Reader(comm))
+    assert await comm.read() is messages
+    turns.end()
+
+
+@gen_test()
+async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
+    messages = tasks(N_IN_TURN + 1)
+    comm = Batches(messages, messages)
+    turns = ShortTurns(Reader(comm))
+    assert await comm.read() == messages[:N_IN_TURN]
+    turns.end()
+    assert await comm.read() == messages[N_IN_TURN:]
+    assert "read" not in vars(comm)
+    assert await comm.read() == messages
+
+
+@gen_test()
+async def test_one_may_begin_and_end_while_another_hands_out_what_is_left():
+    messages = tasks(3 * N_IN_TURN)
+    comm = Batches(messages, messages, messages)
+    first = ShortTurns(Reader(comm))
+    assert await comm.read() == messages[:N_IN_TURN]
+    first.end()
+    second = ShortTurns(Reader(comm))
+    assert await comm.read() == messages[N_IN_TURN : 2 * N_IN_TURN]
+    second.end()
+    assert await comm.read() == messages[2 * N_IN_TURN :]
+    assert "read" not in vars(comm)
+    first, second = ShortTurns(Reader(comm)), ShortTurns(Reader(comm))
+    first.end()
+    assert await comm.read() == messages[:N_IN_TURN]
+    second.end()
+    assert [*await comm.read(), *await comm.read()] == messages[N_IN_TURN:]
+    assert "read" not in vars(comm)
+    assert await comm.read() == messages
+
+
+@gen_test()
+async def test_a_read_that_was_waiting_at_the_end_returns_all():
+    messages = tasks(N_IN_TURN + 1)
+    arrived = asyncio.Event()
+
+    class Slow(Batches):
+        async def read(self):
+            await arrived.wait()
+            return await super().read()
+
+    comm = Slow(messages)
+    turns = ShortTurns(Reader(comm))
+    waiting = asyncio.create_task(comm.read())
+    await asyncio.sleep(0)
+    turns.end()
+    arrived.set()
+    assert await waiting == messages
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@gen_test()
+async def test_the_loop_comes_round_while_a_graph_is_handled(enabled):
+    n = 10 * N_IN_TURN
+    async with (
+        Scheduler(dashboard_address=":0", port=0) as s,
+        Worker(s.address, nthreads=1) as w,
+        Client(s.address, asynchronous=True) as c,
+    ):
+        turns = ShortTurns(w) if enabled else None
+        in_round = most = handled = 0
+        stock = w.stream_handlers["compute-task"]
+
+        def count(**kwargs):
+            nonlocal in_round, most, handled
+            in_round, handled = in_round + 1, handled + 1
+            most = max(most, in_round)
+            return stock(**kwargs)
+
+        async def rounds():
+            nonlocal in_round
+            while True:
+                await asyncio.sleep(0)
+                in_round = 0
+
+        # What the worker was waiting to read when the turns began is not cut up.
+        await c.submit(int)
+        w.stream_handlers["compute-task"] = count
+        counting = asyncio.create_task(rounds())
+        gate = Event()
+        first = c.submit(lambda gate: gate.wait(), gate, workers=[w.address])
+        futures = c.map(lambda i, _: i, range(n), _=first, pure=False)
+        await gate.set()
+        assert await c.gather(futures) == list(range(n))
+        counting.cancel()
+        assert handled == n + 1
+        assert most <= N_IN_TURN if enabled else most > N_IN_TURN
+        if turns is not None:
+            turns.end()
+            assert "read" not in vars(w.batched_stream.comm)

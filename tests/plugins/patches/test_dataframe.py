@@ -1,0 +1,198 @@
+"""What is replaced in dask.dataframe while shuffles run, and that it is put back."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import pickle
+import sys
+
+import cloudpickle
+import dask.dataframe as dd
+import dask.dataframe.dask_expr._merge as merge_module
+import dask.dataframe.shuffle as shuffle_module
+import numpy as np
+import pandas as pd
+import pytest
+from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
+
+from dask_gpurt.frames import numbering
+from dask_gpurt.plugins.patches import dataframe
+from dask_gpurt.plugins.patches.dataframe import RowNumbers
+from tests.conftest import two_clusters
+
+STOCK_OPERATION = AssignPartitioningIndex.operation
+STOCK_NUMBERS = merge_module.partitioning_index
+
+FRAME = pd.DataFrame({"a": [3, 1, 2, 3], "b": [1.5, np.nan, -0.0, 0.0], "c": list("wxyz")})
+
+
+@pytest.fixture(autouse=True)
+def nobody_else():
+    """Workers of other tests in this process may want it so still, and let go at any time.
+
+    What they have is held for as long as a test takes: let go by the last of them, Dask's own
+    would be put back in the midst of it.
+    """
+    others = dataframe._replaced
+    held = others.acquire()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AssignPartitioningIndex, "operation", staticmethod(STOCK_OPERATION))
+        for module in (merge_module, shuffle_module):
+            patch.setattr(module, "partitioning_index", STOCK_NUMBERS)
+        patch.setattr(dataframe, "_replaced", dataframe._Replaced())
+        yield
+    if held:
+        others.release()
+
+
+@pytest.fixture
+def numbers(nobody_else):
+    numbers = RowNumbers()
+    numbers.acquire()
+    yield numbers
+    numbers.release()
+    assert is_stock()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many columns of how many rows were numbered by us."""
+    calls = []
+    partition_numbers = numbering.partition_numbers
+
+    def counting(columns, n_partitions):
+        calls.append((len(columns), len(columns[0])))
+        return partition_numbers(columns, n_partitions)
+
+    # The comparison with Dask, once a process, does not count.
+    numbers = RowNumbers()
+    numbers.acquire()
+    numbers.release()
+    monkeypatch.setattr(numbering, "partition_numbers", counting)
+    return calls
+
+
+def is_stock():
+    return (
+        AssignPartitioningIndex.operation is STOCK_OPERATION
+        and merge_module.partitioning_index is STOCK_NUMBERS
+        and shuffle_module.partitioning_index is STOCK_NUMBERS
+    )
+
+
+def test_dask_has_what_we_replace():
+    assert isinstance(inspect.getattr_static(AssignPartitioningIndex, "operation"), staticmethod)
+    parameters = list(inspect.signature(STOCK_OPERATION).parameters)
+    assert parameters == ["df", "index", "name", "npartitions", "meta", "index_shuffle"]
+    parameters = list(inspect.signature(STOCK_NUMBERS).parameters)
+    assert parameters == ["df", "npartitions", "cast_dtype"]
+
+
+def test_tasks_of_a_merge_find_their_function_by_name(numbers):
+    made = merge_module.create_assign_index_merge_transfer()
+    assert made.__globals__ is vars(merge_module)
+    assert "partitioning_index" in made.__code__.co_names
+    sent = cloudpickle.dumps(made)
+    assert b"dask_gpurt" not in sent
+    assert pickle.loads(sent).__globals__["partitioning_index"] is not STOCK_NUMBERS
+    numbers.release()
+    assert pickle.loads(sent).__globals__["partitioning_index"] is STOCK_NUMBERS
+
+
+@pytest.mark.parametrize("index", [["a"], ["a", "b"], ["c"], ["a", "c"], FRAME["a"]])
+def test_operation_does_what_stock_s_does(numbers, index):
+    meta = FRAME.iloc[:0]
+    found = AssignPartitioningIndex.operation(FRAME, index, "_partitions", 7, meta, False)
+    expected = STOCK_OPERATION(FRAME, index, "_partitions", 7, meta, False)
+    pd.testing.assert_frame_equal(found, expected)
+
+
+def test_operation_on_the_index_does_what_stock_s_does(numbers):
+    arguments = (FRAME.rename_axis("i"), ["_index"], "_partitions", 7, FRAME.iloc[:0], True)
+    found = AssignPartitioningIndex.operation(*arguments)
+    pd.testing.assert_frame_equal(found, STOCK_OPERATION(*arguments))
+
+
+@pytest.mark.parametrize("columns", [["a"], ["b"], ["a", "b", "c"]])
+def test_numbers_of_a_merge_are_stock_s(numbers, columns):
+    found = merge_module.partitioning_index(FRAME[columns], 7)
+    expected = STOCK_NUMBERS(FRAME[columns], 7)
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected)
+
+
+def test_it_is_put_back_when_the_last_lets_go():
+    first, second = RowNumbers(), RowNumbers()
+    first.acquire()
+    first.acquire()
+    second.acquire()
+    assert not is_stock()
+    first.release()
+    first.release()
+    assert not is_stock()
+    second.release()
+    assert is_stock()
+
+
+def test_it_is_put_back_when_the_last_is_gone_without_a_word():
+    numbers = RowNumbers()
+    numbers.acquire()
+    assert not is_stock()
+    del numbers
+    gc.collect()
+    assert is_stock()
+
+
+def test_a_task_that_is_pickled_meanwhile_is_stock_s(numbers):
+    task = pickle.dumps(AssignPartitioningIndex.operation)
+    assert b"dask_gpurt" not in task
+    numbers.release()
+    assert pickle.loads(task) is STOCK_OPERATION
+
+
+def test_nothing_is_imported_for_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, dataframe._MERGE)
+    numbers = RowNumbers()
+    numbers.acquire()
+    assert is_stock()
+    assert dataframe._MERGE not in sys.modules
+    numbers.release()
+
+
+def test_a_pandas_that_hashes_in_another_way_leaves_dask_s(monkeypatch, caplog):
+    monkeypatch.setattr(dataframe, "_replaced", dataframe._Replaced())
+    monkeypatch.setattr(numbering, "_END", 0)
+    numbers = RowNumbers()
+    with caplog.at_level("INFO", logger="dask_gpurt"):
+        numbers.acquire()
+        numbers.acquire()
+    assert is_stock()
+    assert caplog.messages == ["rows are numbered by Dask: this pandas hashes in another way"]
+
+
+def test_shuffles_and_merges_use_it(counted):
+    frame = pd.DataFrame({"a": np.arange(4_000) % 97, "b": np.arange(4_000) * 1.0})
+
+    def workload():
+        left = dd.from_pandas(frame, npartitions=4)
+        right = dd.from_pandas(frame.rename(columns={"b": "c"}), npartitions=3)
+        return (
+            left.shuffle("a", npartitions=5).map_partitions(len),
+            left.merge(right, on="a", npartitions=5).b.sum(),
+        )
+
+    results = {}
+    # New ones: workers that had a shuffle a moment ago still have what was replaced before.
+    with two_clusters(3) as sides:
+        for side, client in (("stock", sides.stock), ("enabled", sides.enabled)):
+            with client.as_current():
+                # Twice: rows of the very first tasks are numbered before a run begins.
+                for _ in range(2):
+                    rows, total = (client.compute(one, sync=True) for one in workload())
+                results[side] = (list(rows), total)
+            if side == "stock":
+                assert not counted
+    assert results["enabled"] == results["stock"]
+    assert {n_columns for n_columns, _ in counted} == {1}
+    assert sum(n_rows for _, n_rows in counted) >= 3 * 4_000

@@ -1,0 +1,276 @@
+"""Contracts with the private parts of dask and distributed: what must still be there, and work."""
+
+from __future__ import annotations
+
+import inspect
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from dask._task_spec import Task
+from dask.dataframe.dask_expr._merge import HashJoinP2P
+from dask.dataframe.dask_expr._shuffle import P2PShuffle
+from dask.utils import get_default_shuffle_method
+from distributed.shuffle._core import (
+    P2PBarrierTask,
+    ShuffleRun,
+    barrier_key,
+    handle_transfer_errors,
+    p2p_barrier,
+)
+from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
+
+from dask_gpurt.plugins.patches import p2p
+from dask_gpurt.plugins.shuffle.array_run import ArraySpec
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
+from dask_gpurt.plugins.shuffle.frame_run import ADAPTERS, FrameSpec, frame_kind
+from tests.integration.comparing import collection
+
+
+def test_this_distributed_is_supported():
+    assert p2p.unsupported_reason() is None
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("2026.7.0", False),
+        ("2026.7.1", True),
+        ("2026.8.0", True),
+        ("2026.8.0+12.gabc", True),
+        ("2026.8.3", True),
+        ("2026.9.0", False),
+        ("2027.1.0", False),
+    ],
+)
+def test_version_gate(version, supported):
+    reason = p2p.unsupported_reason(version)
+    assert (reason is None) == supported
+    assert supported or version in reason
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_scheduler_plugin_has_what_we_replace():
+    assert parameters(ShuffleSchedulerPlugin._retrieve_spec) == ["self", "shuffle_id"]
+    assert parameters(ShuffleSchedulerPlugin._set_restriction) == ["self", "ts", "worker"]
+    assert "_retrieve_spec" in inspect.getsource(ShuffleSchedulerPlugin._create)
+    assert "create_new_run" in inspect.getsource(ShuffleSchedulerPlugin._create)
+    assert parameters(ShuffleSchedulerPlugin.get) == ["self", "id", "worker"]
+    of_creating = parameters(ShuffleSchedulerPlugin.get_or_create)
+    assert of_creating == ["self", "shuffle_id", "key", "worker"]
+    # What has a task run again in place of failing, on a worker that has nothing of ours.
+    source = inspect.getsource(handle_transfer_errors)
+    assert "except ShuffleClosedError:\n        raise Reschedule()" in source
+    assert "except Reschedule as e:\n        raise e" in inspect.getsource(p2p_barrier)
+    assert "raise exc.with_traceback(tb)" in inspect.getsource(_ShuffleRunManager._fetch)
+    # How a run is given up, when a worker leaves and here.
+    assert parameters(ShuffleSchedulerPlugin._fail_on_workers) == ["self", "shuffle", "message"]
+    assert parameters(ShuffleSchedulerPlugin._clean_on_scheduler) == ["self", "id", "stimulus_id"]
+    of_restart = parameters(ShuffleSchedulerPlugin._restart_shuffle)
+    assert of_restart == ["self", "id", "scheduler", "stimulus_id"]
+
+
+def test_worker_plugin_has_what_we_replace():
+    assert parameters(ShuffleWorkerPlugin.get_or_create_shuffle) == ["self", "shuffle_id"]
+    assert parameters(ShuffleWorkerPlugin.get_shuffle_run) == ["self", "shuffle_id", "run_id"]
+    of_barrier = parameters(ShuffleWorkerPlugin.shuffle_inputs_done)
+    assert of_barrier == ["self", "shuffle_id", "run_id"]
+    assert {"_active_runs", "closed"} <= set(_ShuffleRunManager.__annotations__)
+
+
+def test_run_has_everything_distributed_asks_of_one():
+    """Every attribute of a run that the control plane uses, read off its source."""
+    import re
+
+    source = inspect.getsource(_ShuffleRunManager) + inspect.getsource(ShuffleWorkerPlugin)
+    used = set(re.findall(r"shuffle_run\.(\w+)", source)) - {"run_spec"}
+    assert {"add_partition", "barrier", "close", "fail", "receive", "inputs_done"} <= used
+    made = inspect.getsource(ExchangeRun.__init__)
+    for name in used:
+        assert hasattr(ExchangeRun, name) or f"self.{name} =" in made or f"self.{name}:" in made
+
+
+def test_methods_take_what_stock_s_take():
+    for name in ("add_partition", "barrier", "receive", "get_output_partition", "fail"):
+        stock = parameters(getattr(ShuffleRun, name))
+        ours = parameters(getattr(ExchangeRun, name))
+        assert ours[: len(stock)] == stock or "kwargs" in ours
+
+
+def test_spec_carries_every_field_of_stock_s():
+    stock = p2p.DataFrameShuffleSpec(
+        id="x",
+        disk=True,
+        npartitions=4,
+        column="c",
+        meta=pd.DataFrame({"c": [1]}),
+        parts_out=4,
+        drop_column=True,
+    )
+    ours = FrameSpec.replacing(stock, frame_kind(stock.meta), settings=None, read_order=())
+    for field in stock.__dataclass_fields__:
+        assert getattr(ours, field) is getattr(stock, field)
+    assert list(ours.output_partitions) == [0, 1, 2, 3]
+    assert frame_kind(stock.meta) in ADAPTERS
+
+
+def test_array_spec_carries_every_field_of_stock_s():
+    stock = p2p.ArrayRechunkSpec(id="x", disk=True, new=((2, 2), (3,)), old=((4,), (1, 2)))
+    ours = ArraySpec.replacing(stock, settings=None)
+    for field in stock.__dataclass_fields__:
+        assert getattr(ours, field) is getattr(stock, field)
+    assert list(ours.output_partitions) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("n_chunks", [(7,), (4, 4), (1, 8, 5), (4, 4, 4), (3, 2, 2, 5)], ids=str)
+def test_output_chunks_are_spread_evenly(n_chunks):
+    """Neighbours stay together, and no worker has more than one chunk more than another."""
+    new = tuple((1,) * n for n in n_chunks)
+    spec = ArraySpec(id="x", disk=True, new=new, old=new, settings=None, read_order=())
+    workers = ["a", "b", "c"]
+    picked = [spec.pick_worker(index, workers) for index in spec.output_partitions]
+    assert picked == sorted(picked)
+    counts = [picked.count(worker) for worker in workers]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_join_takes_nested_lists():
+    rows = [[np.ones((2, 1)), np.zeros((2, 3))], [np.ones((1, 1)), np.zeros((1, 3))]]
+    joined = p2p.join_arrays(rows)
+    assert joined.shape == (3, 4)
+    assert joined.sum() == 3
+    masked = p2p.join_arrays([[np.ma.masked_equal(row, 0) for row in line] for line in rows])
+    assert masked.mask.sum() == 9
+
+
+def graph_of(lazy):
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        return lazy.optimize().__dask_graph__()
+
+
+def test_partitions_read_by_plain_and_fused_tasks():
+    frames = [pd.DataFrame({"a": np.arange(10), "b": 1.0}) for _ in range(3)]
+    plain = graph_of(collection(frames).shuffle("a", npartitions=4))
+    fused = graph_of(collection(frames).shuffle("a", npartitions=4)["b"] + 1)
+    for graph in (plain, fused):
+        barrier = next(t for t in graph.values() if "Barrier" in type(t).__name__)
+        outputs = [t for t in graph.values() if barrier.key in getattr(t, "dependencies", ())]
+        read = [p2p.partitions_read(task, barrier.spec.id) for task in outputs]
+        assert sorted(read, key=min) == [{0}, {1}, {2}, {3}]
+        assert p2p.partitions_read(outputs[0], "another") == set()
+
+
+def test_partitions_read_by_a_merge():
+    left = collection([pd.DataFrame({"a": np.arange(10), "b": 1.0}) for _ in range(3)])
+    right = collection([pd.DataFrame({"a": np.arange(10), "c": 2.0}) for _ in range(3)])
+    graph = graph_of(left.merge(right, on="a", shuffle_method="p2p", broadcast=False))
+    barriers = [t for t in graph.values() if "Barrier" in type(t).__name__]
+    assert len(barriers) == 2
+    for barrier in barriers:
+        outputs = [t for t in graph.values() if barrier.key in getattr(t, "dependencies", ())]
+        read = [p2p.partitions_read(task, barrier.spec.id) for task in outputs]
+        assert sorted(read, key=min) == [{i} for i in range(len(outputs))]
+
+
+def test_partitions_read_by_a_rechunk():
+    import dask.array as da
+
+    lazy = da.ones((6, 4), chunks=(2, 4)).rechunk((6, 2), method="p2p")
+    for one in (lazy, (lazy + 1).sum(axis=0, split_every=2)):
+        (graph,) = dask.optimize(one)
+        graph = graph.__dask_graph__().to_dict()
+        barrier = next(t for t in graph.values() if "Barrier" in type(t).__name__)
+        outputs = [t for t in graph.values() if barrier.key in getattr(t, "dependencies", ())]
+        read = [p2p.partitions_read(task, barrier.spec.id) for task in outputs]
+        assert sorted(read, key=min) == [{(0, 0)}, {(0, 1)}]
+        assert p2p.partitions_read(outputs[0], "another") == set()
+
+
+def test_partitions_read_by_anything_else():
+    assert p2p.partitions_read(Task("k", sum, [1]), "x") == set()
+    assert p2p.partitions_read(None, "x") == set()
+
+
+def test_handlers_are_where_we_replace_them(sides):
+    def names(dask_scheduler):
+        return sorted(name for name in dask_scheduler.handlers if name.startswith("shuffle_"))
+
+    expected = ["shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task"]
+    assert sides.stock.run_on_scheduler(names) == expected
+
+    def is_stock_s(dask_worker):
+        handler = dask_worker.handlers["shuffle_inputs_done"]
+        return handler == dask_worker.plugins["shuffle"].shuffle_inputs_done
+
+    assert all(sides.stock.run(is_stock_s).values())
+    assert not any(sides.enabled.run(is_stock_s).values())
+
+
+def test_no_output_task_runs_in_the_wrong_place_first(sides):
+    def count_moves(dask_scheduler):
+        stock = dask_scheduler.handlers["shuffle_restrict_task"]
+        dask_scheduler.extensions["moves"] = []
+
+        def counted(**kwargs):
+            dask_scheduler.extensions["moves"].append(kwargs["key"])
+            return stock(**kwargs)
+
+        dask_scheduler.handlers["shuffle_restrict_task"] = counted
+
+    def moves(dask_scheduler):
+        return len(dask_scheduler.extensions.pop("moves"))
+
+    client = sides.enabled
+    frames = [pd.DataFrame({"a": np.arange(100), "b": 1.0}) for _ in range(6)]
+    client.run_on_scheduler(count_moves)
+    with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        assert (collection(frames).shuffle("a")["b"] * 2).sum().compute() == 1200.0
+    assert client.run_on_scheduler(moves) == 0
+
+
+def test_output_partitions_are_known_in_the_order_of_their_tasks(sides, monkeypatch):
+    found = []
+
+    def read_order(scheduler, shuffle_id, stock=p2p.read_order):
+        order = stock(scheduler, shuffle_id)
+        readers = scheduler.tasks[barrier_key(shuffle_id)].dependents
+        turns = {
+            partition: task.priority
+            for task in readers
+            for partition in p2p.partitions_read(task.run_spec, shuffle_id)
+        }
+        found.append((order, turns))
+        return order
+
+    monkeypatch.setattr(p2p, "read_order", read_order)
+    frames = [pd.DataFrame({"key": range(10), "x": range(10)}) for _ in range(10)]
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        sides.enabled.compute(collection(frames).shuffle("key")).result()
+    ((order, turns),) = found
+    assert sorted(order) == list(range(10))
+    assert order == sorted(order, key=turns.get)
+
+
+def test_dask_picks_p2p_for_whoever_has_a_client(sides):
+    """dask-cudf sets no method of its own: its shuffles are ours without a change."""
+    frame = dd.from_pandas(pd.DataFrame({"key": range(10), "x": 1}), npartitions=4)
+    with sides.enabled.as_current():
+        assert get_default_shuffle_method() == "p2p"
+        shuffled = frame.shuffle("key").optimize(fuse=False)
+        joined = frame.merge(frame, on="key", broadcast=False).optimize(fuse=False)
+        with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+            assert get_default_shuffle_method() == "tasks"
+    assert any(isinstance(one, P2PShuffle) for one in shuffled.walk())
+    assert any(isinstance(one, HashJoinP2P) for one in joined.walk())
+    for lazy in (shuffled, joined):
+        tasks = lazy.__dask_graph__().values()
+        metas = [task.spec.meta for task in tasks if isinstance(task, P2PBarrierTask)]
+        # What kind of frame it is: all that we go by.
+        assert metas
+        assert all(type(meta) is pd.DataFrame for meta in metas)

@@ -1,0 +1,237 @@
+"""Tasks that make little of much begin with what is in memory; all others keep their order."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Scheduler, wait
+from distributed.collections import HeapSet
+from distributed.worker_state_machine import TaskState, WorkerState
+
+import dask_gpurt
+from dask_gpurt.plugins.patches.task_order import (
+    LEAST_NBYTES,
+    LOOKED_AT_PER_TASK,
+    MAX_LOOKED_AT,
+    TASKS_BETWEEN,
+    AtHand,
+)
+from tests.failure.gates import Gate, pass_gate
+from tests.integration.test_memory import cluster, stores
+
+MIB = 1 << 20
+
+
+@dataclass(eq=False)
+class Task:
+    prefix: str
+    number: int
+    needs: list[str] = field(default_factory=list)
+    graph: int = 1
+
+    @property
+    def key(self) -> str:
+        return f"{self.prefix}-{self.number}"
+
+    @property
+    def priority(self) -> tuple[int, ...]:
+        return (0, self.graph, self.number, -self.number)
+
+    @property
+    def dependencies(self) -> list[Any]:
+        return [SimpleNamespace(key=key) for key in self.needs]
+
+
+class Queue:
+    """A worker's, whose tasks `total` are known to make little of much."""
+
+    def __init__(self, *tasks: Task, cold: set[str]) -> None:
+        self.cold = cold
+        ready: HeapSet[Task] = HeapSet(key=lambda task: task.priority)
+        for task in tasks:
+            ready.add(task)
+        self.state = SimpleNamespace(ready=ready, executed_count=0)
+        self.at_hand = AtHand(SimpleNamespace(state=self.state), cold.__contains__)  # type: ignore[arg-type]
+        self.at_hand.learn("total", LEAST_NBYTES, 8)
+
+    def pop(self) -> Task:
+        self.state.executed_count += 1
+        task: Task = self.state.ready.pop()
+        assert self.at_hand.leaving == {task.key}
+        self.at_hand.begins(task.key)
+        assert not self.at_hand.leaving
+        return task
+
+    def order(self) -> list[int]:
+        return [self.pop().number for _ in range(len(self.state.ready))]
+
+
+def totals(n: int, **about: Any) -> list[Task]:
+    return [Task("total", number, [f"x{number}"], **about) for number in range(n)]
+
+
+def test_distributed_has_what_we_replace() -> None:
+    state = WorkerState()
+    assert type(state.ready) is HeapSet
+    assert state.ready.key(TaskState("x", priority=(1, 2))) == (1, 2)
+    assert "return self.ready.pop()" in inspect.getsource(WorkerState._next_ready_task)
+    assert {"prefix", "priority", "dependencies"} <= set(TaskState.__slots__)
+    # What of a priority is the graph's.
+    assert "generation,\n                    internal_priority[ts.key],\n" in inspect.getsource(
+        Scheduler._set_priorities
+    )
+
+
+def test_what_is_in_memory_goes_first_in_its_order() -> None:
+    assert Queue(*totals(5), cold={"x0", "x1", "x3"}).order() == [2, 4, 0, 1, 3]
+
+
+def test_with_all_in_memory_nothing_changes() -> None:
+    assert Queue(*totals(5), cold=set()).order() == [0, 1, 2, 3, 4]
+
+
+def test_what_was_read_meanwhile_goes_when_it_is_first() -> None:
+    queue = Queue(*totals(5), cold={"x0", "x1"})
+    assert queue.pop().number == 2
+    queue.cold.discard("x0")
+    assert queue.order() == [0, 3, 4, 1]
+
+
+def test_what_left_memory_meanwhile_does_not_go_first() -> None:
+    queue = Queue(*totals(5), cold={"x0"})
+    assert queue.pop().number == 1
+    queue.cold.add("x2")
+    assert queue.order() == [3, 4, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "other", [Task("other", 2, ["x9"]), Task("total", 2, ["x9"], graph=2)], ids=["name", "graph"]
+)
+def test_what_is_of_another_kind_keeps_its_place(other: Task) -> None:
+    first = totals(2)
+    assert Queue(*first, other, cold={"x0", "x1"}).order() == [0, 1, 2]
+
+
+def test_tasks_that_make_much_keep_their_order() -> None:
+    queue = Queue(*totals(3), cold={"x0"})
+    queue.at_hand.learn("total", LEAST_NBYTES, LEAST_NBYTES)
+    assert queue.order() == [0, 1, 2]
+    queue = Queue(*totals(3), cold={"x0"})
+    queue.at_hand.learn("total", LEAST_NBYTES - 1, 8)
+    assert queue.order() == [0, 1, 2]
+
+
+def test_the_queue_is_not_looked_through_for_every_task() -> None:
+    queue = Queue(*totals(2 * TASKS_BETWEEN), cold={f"x{n}" for n in range(2 * TASKS_BETWEEN)})
+    looks = 0
+    in_order = queue.state.ready.sorted
+
+    def counting() -> Any:
+        nonlocal looks
+        looks += 1
+        return in_order()
+
+    queue.state.ready = CountingReady(queue.state.ready, counting)
+    queue.order()
+    assert looks == 2
+
+
+def test_no_more_is_looked_at_where_very_many_are_queued() -> None:
+    n, n_popped = 5 * MAX_LOOKED_AT, 100
+    queue = Queue(*totals(n), cold=set())
+    asked = 0
+
+    class Cold(set[str]):
+        def __contains__(self, key: object) -> bool:
+            nonlocal asked
+            asked += 1
+            return True
+
+    queue.at_hand._is_cold = Cold().__contains__
+    assert [queue.pop().number for _ in range(n_popped)] == list(range(n_popped))
+    # The first ones, and besides those of each look.
+    n_looks = -(-n_popped * LOOKED_AT_PER_TASK // MAX_LOOKED_AT)
+    assert asked <= n_popped + n_looks * MAX_LOOKED_AT
+
+
+class CountingReady:
+    def __init__(self, ready: Any, in_order: Any) -> None:
+        self._ready = ready
+        self.sorted = in_order
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def pop(self) -> Any:
+        return self._ready.pop()
+
+
+def test_eviction_sees_the_same_order() -> None:
+    queue = Queue(cold=set())
+    first, second = totals(2)
+    use = queue.at_hand.use
+    assert use([second, first], is_home=False) == first.priority
+    at_home = use([second], is_home=True)
+    assert at_home is not None
+    assert at_home < first.priority
+    assert use([Task("other", 1)], is_home=True) == (0, 1, 1, -1)
+    # Never before what another graph has that was submitted earlier.
+    assert at_home > (0, 0, 10**9, 0)
+    assert use([], is_home=True) is None
+
+
+def test_the_queue_is_given_back() -> None:
+    queue = Queue(*totals(3), cold={"x0"})
+    assert queue.pop().number == 1
+    queue.at_hand.remove()
+    assert type(queue.state.ready) is HeapSet
+    assert [task.number for task in queue.state.ready.sorted()] == [0, 2]
+
+
+def total(block: Any) -> float:
+    return float(block.sum())
+
+
+def full(number: int) -> Any:
+    return np.full(2 * MIB // 8, float(number))
+
+
+@pytest.mark.cluster
+def test_a_pass_reads_nothing_that_is_in_memory() -> None:
+    with cluster(n_workers=1, memory_limit=32 * MIB) as client:
+        (worker,) = client.cluster.workers.values()
+        (store,) = stores(client)
+        blocks = client.map(full, range(16))
+        wait(blocks)
+        # So that it is known how little these tasks make.
+        assert client.submit(total, blocks[0]).result() == 0
+        with Gate() as gate:
+            busy = client.submit(pass_gate, gate.path)
+            gate.wait_for()
+            totals = client.map(total, blocks, pure=False)
+            n_cold, before = client.run(_settled, totals[-1].key)[worker.address]
+            gate.open()
+            assert client.gather(totals) == [n * 2 * MIB / 8 for n in range(16)]
+            assert store.io()["disk-read", "count"] - before <= n_cold
+            busy.result()
+        assert 4 < n_cold < 12
+        dask_gpurt.disable(client)
+        assert type(worker.state.ready) is HeapSet
+
+
+async def _settled(last: str, dask_worker: Any) -> tuple[int, float]:
+    """Values that are not in memory, and reads so far, once all tasks are there and none moves."""
+    store = dask_worker.data
+    while last not in dask_worker.state.tasks or store.residency.is_writing or _is_reading(store):
+        await asyncio.sleep(0)
+    return len(store.cold()), store.io().get(("disk-read", "count"), 0)
+
+
+def _is_reading(store: Any) -> bool:
+    return any(level.reserved_nbytes for level in store.residency.levels)

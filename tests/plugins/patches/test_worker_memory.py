@@ -1,0 +1,233 @@
+"""Contracts with what managed memory touches of distributed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import UserDict
+from types import SimpleNamespace
+
+import pytest
+from distributed import Client, LocalCluster, Worker, get_client
+from distributed.core import Status, _expects_comm
+from distributed.protocol.serialize import (
+    deserialize_bytes,
+    merge_and_deserialize,
+    serialize_and_split,
+    serialize_bytelist,
+)
+from distributed.spill import SpillBuffer
+from distributed.worker_memory import WorkerMemoryManager
+from distributed.worker_state_machine import (
+    BaseWorker,
+    ExecuteSuccessEvent,
+    TaskState,
+    WorkerState,
+)
+
+from dask_gpurt.plugins.patches import worker_memory
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate
+
+
+def test_a_task_is_run_by_calling_the_instance():
+    assert list(inspect.signature(Worker.execute).parameters) == ["self", "key", "stimulus_id"]
+    assert "self.execute," in inspect.getsource(BaseWorker.handle_stimulus)
+    # What `execute` reads from the store, it reads before it runs anything.
+    source = inspect.getsource(Worker.execute)
+    assert source.index("self.data[dkey]") < source.index("run_in_executor")
+
+
+def test_a_task_gets_itself_a_client_by_calling_the_instance():
+    assert list(inspect.signature(Worker._get_client).parameters) == ["self", "timeout"]
+    assert "worker._get_client(timeout=timeout)" in inspect.getsource(get_client)
+    # It is known which task that is.
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        LocalCluster(processes=False, **options) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        task = client.submit(lambda: worker_memory.thread_state.key, key="task")
+        assert task.result(DEADLINE_S) == "task"
+
+
+def test_values_are_sent_by_a_handler_that_takes_the_comm():
+    assert list(inspect.signature(Worker.get_data).parameters) == [
+        "self",
+        "comm",
+        "keys",
+        "who",
+        "serializers",
+    ]
+    assert _expects_comm(Worker.get_data.__get__(object()))
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+@pytest.mark.parametrize("peer", ["tcp://127.0.0.1:7", "tcp://10.1.2.3:7"])
+def test_when_a_worker_sends_no_more(client, is_paused, peer):
+    """As it answers itself."""
+
+    class Written(Exception):
+        pass
+
+    class Comm:
+        peer_address = peer
+
+        async def write(self, *args, **kwargs):
+            raise Written
+
+    async def least_count(dask_worker):
+        dask_worker.transfer_outgoing_count_limit = 2
+        if is_paused:
+            dask_worker.status = Status.paused
+        found = []
+        for count in range(5):
+            dask_worker.transfer_outgoing_count = 0
+            said = worker_memory.sends_no_more(dask_worker, Comm(), count)
+            dask_worker.transfer_outgoing_count = count
+            assert worker_memory.sends_no_more(dask_worker, Comm(), 0) == said
+            try:
+                is_busy = await dask_worker.get_data(Comm(), []) == {"status": "busy"}
+            except Written:
+                is_busy = False
+            assert is_busy == said, count
+            found.append(said)
+        return found.index(True)
+
+    is_near = peer.startswith("tcp://127.0.0.1")
+    expected = 1 if is_paused else 4 if is_near else 2
+    assert set(client.run(least_count).values()) == {expected}
+
+
+def test_a_value_is_read_for_sending_in_one_place():
+    assert "self.data[k] for k in keys if k in self.data" in inspect.getsource(Worker.get_data)
+
+
+def test_the_monitor_spills_by_calling_the_instance():
+    assert "await self._maybe_spill(worker, memory)" in inspect.getsource(
+        WorkerMemoryManager.memory_monitor
+    )
+    assert list(inspect.signature(WorkerMemoryManager._maybe_spill).parameters) == [
+        "self",
+        "worker",
+        "memory",
+    ]
+
+
+def test_a_worker_has_its_store_in_two_places():
+    assert "self.memory_manager.data" in inspect.getsource(Worker.data.fget)
+    assert "data" in inspect.signature(WorkerState.__init__).parameters
+
+
+def test_a_stock_store_says_what_it_has(tmp_path):
+    stock = SpillBuffer(str(tmp_path), target=1000)
+    stock["small"] = b"x" * 100
+    stock["large"] = b"x" * 2000
+    objects, cold = worker_memory.take_over(stock)
+    assert objects == {"small": b"x" * 100}
+    assert set(cold) == {"large"}
+    assert cold["large"] >= 2000
+    # What was in memory is not in it any more; what is on disk can still be read from it.
+    assert list(stock) == ["large"]
+    assert stock.slow["large"] == b"x" * 2000
+
+
+def test_a_stock_store_says_what_it_was_made_with(tmp_path):
+    stock = SpillBuffer(str(tmp_path), target=1000, max_spill=2000)
+    disk = stock._slow_uncached
+    assert (stock.n, disk.max_weight, disk.d.directory) == (1000, 2000, str(tmp_path))
+    source = inspect.getsource(WorkerMemoryManager.__init__)
+    for said in ('worker.local_directory, "storage"', "sys.maxsize", "max_spill=self.max_spill"):
+        assert said in source
+
+
+def test_a_store_of_another_kind_is_emptied():
+    other = UserDict({"x": 1, "y": 2})
+    objects, cold = worker_memory.take_over(other)
+    assert objects == {"x": 1, "y": 2}
+    assert cold == {} == worker_memory.on_disk(other)
+    assert not other
+
+
+def test_states_and_fields_of_tasks_on_a_worker():
+    assert {"dependents", "dependencies", "priority", "state"} <= set(TaskState.__annotations__)
+    source = inspect.getsource(WorkerState)
+    for state in ("waiting", "ready", "constrained"):
+        assert f'"{state}"' in source
+    assert {"nbytes", "value"} <= set(inspect.signature(ExecuteSuccessEvent).parameters)
+
+
+def test_users_of_a_value():
+    """Until it begins, nothing but its key tells of a task that has left the queue."""
+    states = ["waiting", "ready", "constrained", "executing", "memory"]
+    users = [SimpleNamespace(key=state, state=state) for state in states]
+    worker = SimpleNamespace(state=SimpleNamespace(tasks={"x": SimpleNamespace(dependents=users)}))
+    found = worker_memory.local_users(worker, "x")
+    assert [user.key for user in found] == states[:3]
+    found = worker_memory.local_users(worker, "x", {"executing"})
+    assert [user.key for user in found] == states[:4]
+    assert worker_memory.local_users(worker, "y") == []
+
+
+def test_a_value_that_is_freed_is_reported_to_the_scheduler():
+    released = inspect.getsource(WorkerState._transition_memory_released)
+    assert "ReleaseWorkerDataMsg" in released
+    assert '"released"' in inspect.getsource(WorkerState._handle_free_keys)
+
+
+def test_the_scheduler_says_when_a_value_is_used_as_seen_from_its_worker():
+    """What waits for a peer comes after as much of this worker's work as the peer does first."""
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        LocalCluster(processes=False, **options) as cluster,
+        Client(cluster, set_as_default=False) as client,
+        Gate() as gate,
+    ):
+        here, there = (worker.address for worker in cluster.workers.values())
+        value = client.submit(abs, -1, workers=[here], key="value")
+        value.result(DEADLINE_S)
+
+        def submit(function, *args, number, worker):
+            return client.submit(function, *args, priority=-number, workers=[worker], pure=False)
+
+        # Priorities, smallest first: what runs there, what waits behind it, what uses the value.
+        running = submit(pass_gate, gate.path, number=1, worker=there)
+        behind = submit(abs, -2, number=2, worker=there)
+        use = submit(max, value, behind, number=3, worker=here)
+        queue = [submit(pass_gate, gate.path, number=4 + n, worker=here) for n in range(3)]
+        gate.wait_for(2)
+
+        async def asked(of, dask_scheduler):
+            tasks = dask_scheduler.tasks
+            # What the client submits comes over another connection than what it asks.
+            while not {future.key for future in [use, *queue]} <= tasks.keys():
+                await asyncio.sleep(0)
+            priorities = {future.key: tasks[future.key].priority for future in [use, *queue]}
+            given = {task.state for task in tasks.values()} - {"memory", "waiting"}
+            return worker_memory.next_uses(dask_scheduler, ["value"], of), priorities, given
+
+        (seen_here,), priorities, given = client.run_on_scheduler(asked, here)
+        assert given == {"processing"}, "tasks are not held back"
+        assert seen_here == (0, *priorities[queue[1].key], *priorities[use.key])
+        (seen_there,), _, _ = client.run_on_scheduler(asked, there)
+        assert seen_there == (0, *priorities[use.key])
+        gate.open()
+        assert use.result(DEADLINE_S) == 2
+        del running
+
+
+def test_a_value_with_a_serializer_is_taken_apart_as_where_stock_spills_it():
+    assert list(inspect.signature(serialize_and_split).parameters) == [
+        "x",
+        "serializers",
+        "on_error",
+        "context",
+        "size",
+    ]
+    assert "serialize_and_split(x, **kwargs)" in inspect.getsource(serialize_bytelist)
+    source = inspect.getsource(deserialize_bytes)
+    assert "msgpack.loads(bin_header, raw=False, use_list=False)" in source
+    assert source.index("decompress(header, frames)") < source.index("merge_and_deserialize(")
+    # What was not split has to say so, and how its frames are compressed.
+    header, frames = serialize_and_split(b"abc", size=1 << 62)
+    assert header["compression"] == (None,)
+    assert merge_and_deserialize(header, frames) == b"abc"

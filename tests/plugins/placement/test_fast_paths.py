@@ -1,0 +1,109 @@
+"""Decisions that need no more than a glance are those that going through all would come to."""
+
+from __future__ import annotations
+
+import asyncio
+
+import dask
+import pytest
+
+from dask_gpurt.plugins.placement import placer
+from dask_gpurt.plugins.placement.placer import Placement
+from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.simulate.cluster_model import machine_of
+from dask_gpurt.simulate.example_clusters import gpu_hosts
+from dask_gpurt.simulate.examples import Scale, add, transpose_add, uneven_tree_sum
+from tests.simulate.flat import flat, task, workload
+
+MB = 1_000_000
+N_HOSTS = 12
+TOPOLOGY = gpu_hosts(N_HOSTS, 1, nic_bandwidth=1e9, nvlink=False)
+
+
+def tree():
+    """Blocks of few sizes, summed up three by three."""
+    n = N_HOSTS
+    sizes = [(8, 8, 9)[i % 3] * MB for i in range(n)]
+    loads = [task(f"('load-0', {i})", s=0.05, nbytes=sizes[i]) for i in range(n)]
+    sums = [
+        task(f"('sum-0', {i})", i, i + n // 3, i + 2 * n // 3, s=0.02, nbytes=8 * MB)
+        for i in range(n // 3)
+    ]
+    return workload(*loads, *sums, wanted=range(n, n + n // 3))
+
+
+def test_a_simulation_is_the_same_without_glances(monkeypatch):
+    machine = machine_of("boxes", TOPOLOGY)
+    placed = []
+
+    def install(scheduler):
+        clock = asyncio.get_running_loop().time
+        placed.append(Placement(scheduler, "data-aware", TOPOLOGY, clock=clock))
+
+    # What has never run is not placed at a glance.
+    known = {"distributed.scheduler.default-task-durations": {"sum": "20 ms"}}
+    with dask.config.set(known):
+        quick = simulate(tree(), machine, install)
+        monkeypatch.setattr(Placement, "_foremost", lambda *args: None)
+        thorough = simulate(tree(), machine, install)
+    assert quick == thorough
+    glances, none = (one.summary()["decisions"]["most"] for one in placed)
+    assert glances > 0 == none
+
+
+def test_a_holder_with_nothing_to_do_is_looked_at_however_many_have_more():
+    n_busy, n = 20, 28
+    loads = [
+        task(f"('load-{i}', 0)", s=1.0, nbytes=(64 if i < n_busy else 32) * MB) for i in range(n)
+    ]
+    first = [task(f"('train-0', {i})", i, s=20.0, nbytes=2 * MB) for i in range(n_busy)]
+    second = [task(f"('train-1', {i})", n + i, s=20.0, nbytes=8) for i in range(n_busy)]
+    # Until the others have begun with their second one.
+    last = task("('last-0', 0)", n - 1, s=24.0, nbytes=8)
+    total = task("('sum-0', 0)", *range(n), n + 2 * n_busy, s=0.001, nbytes=8)
+    tasks = [*loads, *first, *second, last, total]
+    model = workload(*tasks, wanted=range(len(tasks)))
+    placed = []
+
+    def install(scheduler):
+        clock = asyncio.get_running_loop().time
+        placed.append(Placement(scheduler, "data-aware", clock=clock))
+
+    # Or it would be taken from whoever got it.
+    with dask.config.set({"distributed.scheduler.work-stealing": False}):
+        runs = [simulate(model, flat(n), one) for one in (install, None)]
+    ours, stock = (run for found in runs for run in found.tasks if run.key == total.key)
+    assert ours.start_s <= stock.start_s < 30
+    assert placed[0].summary()["decisions"]["cost"]
+
+
+@pytest.mark.parametrize("example", [uneven_tree_sum, transpose_add, add])
+@pytest.mark.parametrize("nvlink", [True, False])
+def test_so_it_is_where_workers_have_more_to_do_than_they_can(example, nvlink, monkeypatch):
+    """While root tasks are queued, glances are also for those that are at work."""
+    machine = machine_of("boxes", gpu_hosts(3, 8, nic_bandwidth=12.5e9, nvlink=nvlink))
+    model = example(Scale(side=12, block_nbytes=100 * MB, load_rate=1e9, rate=20e9))
+    placed = []
+
+    def install(scheduler):
+        clock = asyncio.get_running_loop().time
+        topology = machine.network.topology
+        placed.append(Placement(scheduler, "data-aware", topology, clock=clock))
+
+    weighed = []
+    cheapest = Placement._cheapest
+
+    def counted(*args):
+        weighed.append(cheapest(*args))
+        return weighed[-1]
+
+    monkeypatch.setattr(Placement, "_cheapest", counted)
+    quick = simulate(model, machine, install)
+    assert any(weighed)
+    monkeypatch.setattr(Placement, "_cheapest", lambda *args: None)
+    monkeypatch.setattr(Placement, "_foremost", lambda *args: None)
+    monkeypatch.setattr(placer, "holder_is_best", lambda *args: False)
+    thorough = simulate(model, machine, install)
+    assert quick == thorough
+    glances, fewer = (one.summary()["decisions"] for one in placed)
+    assert glances["cost"] < fewer["cost"]

@@ -1,0 +1,143 @@
+"""Work that comes to its end whoever is cancelled, and what is done if it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
+
+
+def run(coro):
+    return asyncio.run(asyncio.wait_for(coro, 20))
+
+
+def test_a_cancellation_does_not_reach_the_work() -> None:
+    async def main() -> None:
+        begun, go_on, ended = asyncio.Event(), asyncio.Event(), []
+
+        async def work() -> None:
+            begun.set()
+            await go_on.wait()
+            ended.append(True)
+
+        waiting = asyncio.create_task(to_its_end(work))
+        await begun.wait()
+        for _ in range(3):
+            waiting.cancel()
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        go_on.set()
+        assert await waiting
+        assert ended == [True]
+
+    run(main())
+
+
+def test_work_whose_own_task_is_cancelled_is_called_again() -> None:
+    """As the end of a loop does it, which cancels all tasks."""
+
+    async def main() -> None:
+        calls: list[asyncio.Task[None]] = []
+        again = asyncio.Event()
+
+        async def work() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            calls.append(task)
+            if len(calls) == 1:
+                again.set()
+                await asyncio.Event().wait()
+
+        waiting = asyncio.create_task(to_its_end(work))
+        await again.wait()
+        for task in (calls[0], waiting):
+            task.cancel()
+        assert await waiting
+        assert len(calls) == 2
+
+    run(main())
+
+
+def test_work_that_does_not_end_is_given_up() -> None:
+    async def main() -> None:
+        cancelled = asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        assert not await to_its_end(work, 0.01)
+        await cancelled.wait()
+
+    run(main())
+
+
+def test_an_error_of_the_work_is_the_caller_s() -> None:
+    async def main() -> None:
+        async def work() -> None:
+            raise OSError("no space")
+
+        with pytest.raises(OSError, match="no space"):
+            await to_its_end(work)
+
+        def blocks() -> None:
+            raise OSError("no disk")
+
+        with pytest.raises(OSError, match="no disk"):
+            await in_a_thread(blocks)
+
+    run(main())
+
+
+def test_a_thread_is_waited_for_in_spite_of_a_cancellation() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        begun, go_on, ended = asyncio.Event(), threading.Event(), []
+
+        def blocks() -> None:
+            loop.call_soon_threadsafe(begun.set)
+            go_on.wait()
+            ended.append(True)
+
+        waiting = asyncio.create_task(in_a_thread(blocks))
+        await begun.wait()
+        waiting.cancel()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        go_on.set()
+        assert await waiting
+        assert ended == [True]
+
+    run(main())
+
+
+def test_a_thread_that_hangs_does_not_keep_the_loop() -> None:
+    """The loop waits for threads of its own executor as it ends. This is none of them."""
+    go_on = threading.Event()
+
+    async def main() -> None:
+        assert not await in_a_thread(lambda: bool(go_on.wait()) and None, 0.01)
+
+    run(main())
+    go_on.set()
+
+
+def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the interpreter ends."""
+
+    def refuses(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    async def main() -> None:
+        called: list[bool] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuses)
+            assert await in_a_thread(lambda: called.append(True))
+        assert called == [True]
+
+    run(main())

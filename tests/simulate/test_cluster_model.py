@@ -1,0 +1,127 @@
+"""Machines: workers on a described topology, and the ways between them."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import replace
+
+import pytest
+
+from dask_gpurt.errors import SimulationError
+from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.simulate.cluster_model import ChangesSpeed, Dies, TopologyNetwork, machine_of
+from dask_gpurt.simulate.example_clusters import nvlink_hosts, one_slow_nic, pcie_gpus
+from dask_gpurt.topology.description import parse
+from dask_gpurt.topology.model import Host, Link, Numa, Topology
+from tests.simulate.flat import address, flat, task, workload
+
+DESCRIBED = pathlib.Path(__file__).parents[1] / "data" / "topologies"
+
+
+def test_a_described_machine_has_a_worker_on_each_device():
+    topology = parse((DESCRIBED / "dgx-h100.yaml").read_text())
+    machine = machine_of("a DGX", topology, nthreads=2)
+    assert len(machine.workers) == 8
+    assert machine.workers[3].name == "dgx-3"
+    assert machine.workers[3].host == "10.0.0.1"
+    assert machine.workers[3].memory_nbytes == 80 * 2**30
+    first, last = machine.workers[0].address, machine.workers[-1].address
+    route = machine.network.route(first, last)
+    assert len(route.links) == 2
+    assert {machine.network.capacities[link] for link in route.links} == {450e9}
+
+
+def test_workers_are_where_placement_will_look_for_them():
+    for machine in (nvlink_hosts(2, 2), pcie_gpus(2, 2), one_slow_nic(2, 2)):
+        network = machine.network
+        assert isinstance(network, TopologyNetwork)
+        for worker in machine.workers:
+            found = network.topology.node_of(
+                address=worker.address, name=worker.name or worker.address, host=worker.host
+            )
+            # Without devices it can only tell the host.
+            assert found is not None
+            if network.topology.hosts[0].devices:
+                assert found == network.nodes[worker.address]
+
+
+def test_hosts_may_have_addresses_of_ipv6():
+    hosts = tuple(Host(name, (Numa("n"),), addresses=(f"fd00::{name}",)) for name in ("a", "b"))
+    machine = machine_of("two", Topology(hosts, (Link("l", ("a/n", "b/n"), "ethernet", 2.0**30),)))
+    one, other = machine.workers
+    assert (one.address, one.host) == ("tcp://[fd00::a]:40000", "fd00::a")
+    fetching = workload(task("x-0", nbytes=2**30), task("y-0", nbytes=2**30), task("z-0", 0, 1))
+    result = simulate(fetching, machine)
+    (moved,) = result.transfers
+    assert {moved.source, moved.target} == {one.address, other.address}
+
+
+def test_links_have_directions_and_the_way_back_is_the_other():
+    machine = pcie_gpus(2, 2)
+    one, other = machine.workers[0].address, machine.workers[-1].address
+    there, back = machine.network.route(one, other), machine.network.route(other, one)
+    assert there.latency_s == back.latency_s > 0
+    assert len(there.links) == len(back.links) == 6
+    assert not set(there.links) & set(back.links)
+    assert {link.rpartition(" to ")[0] for link in there.links} == {
+        link.rpartition(" to ")[0] for link in back.links
+    }
+    assert set(there.links) | set(back.links) <= set(machine.network.capacities)
+
+
+def test_nvlink_is_taken_within_a_host_and_ethernet_between_hosts():
+    machine = nvlink_hosts(2, 2)
+    narrowest = [
+        min(
+            machine.network.capacities[link]
+            for link in machine.network.route(
+                machine.workers[0].address, machine.workers[peer].address
+            ).links
+        )
+        for peer in (1, 2)
+    ]
+    assert narrowest == [300e9, 12e9]
+
+
+def test_the_slow_nic_is_slow():
+    machine = one_slow_nic(3, 1)
+    route = machine.network.route(machine.workers[0].address, machine.workers[2].address)
+    assert min(machine.network.capacities[link] for link in route.links) == 0.12e9
+
+
+def test_hosts_that_nothing_joins_have_no_way():
+    hosts = tuple(Host(name, (Numa("numa0"),)) for name in ("a", "b"))
+    machine = machine_of("two islands", Topology(hosts, ()))
+    assert machine.network.route("tcp://a:40000", "tcp://a:40000").links == ()
+    with pytest.raises(SimulationError, match="no link"):
+        machine.network.route("tcp://a:40000", "tcp://b:40000")
+
+
+def test_a_bad_day_is_another_machine():
+    machine = pcie_gpus(1, 2)
+    bad = machine.with_incidents(Dies(machine.workers[0].address, 1.0))
+    assert machine.incidents == ()
+    assert bad.workers == machine.workers
+
+
+def called(*names):
+    machine = flat(len(names))
+    workers = (replace(one, name=name) for one, name in zip(machine.workers, names, strict=True))
+    return replace(machine, workers=tuple(workers))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: flat(2).with_incidents(Dies(address(2), 1.0)), "has no worker tcp://10.0.0.2"),
+        (lambda: flat(2).with_incidents(ChangesSpeed(address(0), 1.0, 0.0)), "more than 0"),
+        (lambda: flat(2, speeds=[-1.0]), "more than 0"),
+        (lambda: flat(0), "has no workers"),
+        (lambda: replace(flat(1), workers=flat(1).workers * 2), "two workers at tcp://10.0.0.0"),
+        (lambda: called("w", "w"), "two workers that are called w"),
+        (lambda: called("", address(0)), "two workers that are called tcp://10.0.0.0"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(make, said):
+    with pytest.raises(SimulationError, match=said):
+        make()
