@@ -116,6 +116,40 @@ class Task(NamedTuple):
     device: str | None = None
 
 
+class HeldTask(NamedTuple):
+    """A task each of whose inputs is on exactly one worker, which is the shape of most tasks.
+
+    Attributes
+    ----------
+    holders
+        For each input the worker that has it.
+    sizes
+        For each input its bytes.
+    outlets_s, under_way
+        For each input `Input.outlet_s` and `Input.arriving_s`.
+    duration_s, output_nbytes, joins
+        As in `Task`.
+    """
+
+    holders: Sequence[str]
+    sizes: Sequence[int]
+    outlets_s: Sequence[float]
+    under_way: Sequence[Mapping[str, float]]
+    duration_s: float
+    output_nbytes: float
+    joins: Sequence[Mapping[str, float]]
+
+    def as_task(self) -> Task:
+        """Return it as a `Task`, with numbers for the keys of inputs."""
+        inputs = [
+            Input(number, nbytes, (holder,), arriving, outlet_s)
+            for number, (holder, nbytes, arriving, outlet_s) in enumerate(
+                zip(self.holders, self.sizes, self.under_way, self.outlets_s, strict=True)
+            )
+        ]
+        return Task(None, inputs, self.duration_s, self.output_nbytes, self.joins)
+
+
 class Cost(NamedTuple):
     """Terms of a cost, in seconds.
 
@@ -163,7 +197,7 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
     Sums do not depend on the order of inputs and joins, which are sets where they come from: a
     tie that the last bit of a sum broke would be broken otherwise in another process.
     """
-    _, inputs, duration_s, output_nbytes, joins, _ = task
+    inputs = task.inputs
     if len(inputs) > _FEW:
         return _costs_of_many(task, workers, places)
     from_one, sizes, outlets_s, under_way = [], [], [], []
@@ -175,42 +209,26 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
         sizes.append(nbytes)
         outlets_s.append(outlet_s)
         under_way.append(arriving)
-    return costs_of_held(
-        from_one, sizes, outlets_s, under_way, duration_s, output_nbytes, joins, workers, places
+    held = HeldTask(
+        from_one, sizes, outlets_s, under_way, task.duration_s, task.output_nbytes, task.joins
     )
+    return costs_of_held(held, workers, places)
 
 
-def costs_of_held(
-    holders: Sequence[str],
-    sizes: Sequence[int],
-    outlets_s: Sequence[float],
-    under_way: Sequence[Mapping[str, float]],
-    duration_s: float,
-    output_nbytes: float,
-    joins: Sequence[Mapping[str, float]],
-    workers: Iterable[Worker],
-    places: Places,
-) -> dict[str, Cost]:
-    """The same for a task of which each input is on one worker.
-
-    Parameters
-    ----------
-    holders, sizes, outlets_s, under_way
-        For each input the worker that has it, bytes, `Input.outlet_s`, and `Input.arriving_s`.
-    duration_s, output_nbytes, joins
-        As in `Task`.
-    """
-    needed_nbytes = sum(sizes)
-    later = [Join(one, places) for one in joins]
+def costs_of_held(task: HeldTask, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
+    """Return the same for a task each of whose inputs is on one worker."""
+    needed_nbytes = sum(task.sizes)
+    later = [Join(one, places) for one in task.joins]
     sources = [
-        (holder, places[holder][0], nbytes, outlet_s, arriving)
+        (holder, places[holder].host, nbytes, outlet_s, arriving)
         for holder, nbytes, outlet_s, arriving in zip(
-            holders, sizes, outlets_s, under_way, strict=True
+            task.holders, task.sizes, task.outlets_s, task.under_way, strict=True
         )
     ]
     found = {}
     for worker in workers:
-        address, _, _, _, _, _, wait_s, _, _, inlet_s = worker
+        address = worker.address
+        wait_s, inlet_s = worker.receiving_s, worker.inlet_s
         host, _, near, far = places[address]
         new_nbytes = needed_nbytes
         fetches = []
@@ -227,97 +245,106 @@ def costs_of_held(
                 waits.append(min(arriving[address], seconds))
                 continue
             if holders_host != host:
-                if inlet_s > wait_s:
-                    wait_s = inlet_s
-                if outlet_s > wait_s:
-                    wait_s = outlet_s
+                wait_s = max(wait_s, inlet_s, outlet_s)
             fetches.append(seconds)
         transfer_s = fetches[0] if len(fetches) == 1 else fsum(fetches)
         arriving_s = fsum(waits) if waits else 0.0
-        found[address] = _cost(
-            duration_s, output_nbytes, later, worker, transfer_s, wait_s, arriving_s, new_nbytes
-        )
+        found[address] = _cost(task, later, worker, transfer_s, wait_s, arriving_s, new_nbytes)
     return found
+
+
+class _ManyInputs:
+    """The inputs of a task, sorted such that each worker's share of them is found in few steps.
+
+    Most candidates are on hosts that have few of the inputs. What they fetch from other hosts is
+    the same for all workers of one kind of place, so it is worked out once for each kind.
+    """
+
+    def __init__(self, inputs: Sequence[Input], places: Places) -> None:
+        self.inputs = inputs
+        self._places = places
+        self.needed_nbytes = sum(one.nbytes for one in inputs)
+        #: Numbers of the inputs that workers are fetching.
+        self._under_way = [number for number, one in enumerate(inputs) if one.arriving_s]
+        #: Inputs that have to wait for the link out of their host, the longest wait first.
+        self._leaving = sorted(
+            ((one.outlet_s, number) for number, one in enumerate(inputs) if one.outlet_s),
+            reverse=True,
+        )
+        #: By host, the numbers of the inputs that it has.
+        self._on_host: dict[str, list[int]] = {}
+        for number, one in enumerate(inputs):
+            for host in {places[holder].host for holder in one.holders}:
+                self._on_host.setdefault(host, []).append(number)
+        self._from_afar: dict[Hashable, list[float]] = {}
+
+    def fetched_by(self, worker: Worker) -> tuple[float, float, float, int]:
+        """Return what a worker has to fetch.
+
+        Returns
+        -------
+        transfer_s
+            Seconds of transfers.
+        wait_s
+            Seconds until the first of them can begin.
+        arriving_s
+            Seconds until it has what it is fetching already.
+        new_nbytes
+            Bytes that it does not have yet.
+        """
+        address = worker.address
+        host, kind, _, far = self._places[address]
+        fetches = self._from_afar.get(kind)
+        if fetches is None:
+            fetches = self._from_afar[kind] = _all_from_afar(self.inputs, far)
+        here = self._on_host.get(host, ())
+        new_nbytes = self.needed_nbytes
+        arriving_s = 0.0
+        #: Numbers of the inputs that come from no other host, or are on their way already.
+        settled: Collection[int] = here
+        if here or self._under_way:
+            fetches = fetches[:]
+            for number in here:
+                one = self.inputs[number]
+                if address in one.holders:
+                    new_nbytes -= one.nbytes
+                    fetches[number] = 0.0
+                else:
+                    (fetches[number],) = fetches_s((one,), address, self._places)
+        if self._under_way:
+            waits, coming = self._coming(address, fetches)
+            arriving_s = fsum(waits)
+            settled = {*here, *coming}
+        wait_s = worker.receiving_s
+        if len(settled) < len(self.inputs):
+            longest = (s for s, number in self._leaving if number not in settled)
+            wait_s = max(wait_s, worker.inlet_s, next(longest, 0.0))
+        return fsum(fetches), wait_s, arriving_s, new_nbytes
+
+    def _coming(self, address: str, fetches: list[float]) -> tuple[list[float], list[int]]:
+        """Return seconds and numbers of the inputs under way; they are fetched no more."""
+        waits, coming = [], []
+        for number in self._under_way:
+            _, _, holders, arriving, _ = self.inputs[number]
+            if address in arriving and address not in holders:
+                # It has been on its way for a while; it never takes longer than anew.
+                waits.append(min(arriving[address], fetches[number]))
+                fetches[number] = 0.0
+                coming.append(number)
+        return waits, coming
 
 
 def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
-    """Cost of a task of many inputs, or of such that several have."""
-    _, inputs, duration_s, output_nbytes, joins, _ = task
-    needed_nbytes = 0
-    later = [Join(one, places) for one in joins]
-    under_way = []
-    #: Inputs that have to wait for the way out, the longest wait first.
-    leaving: list[tuple[float, int]] = []
-    #: By host, the numbers of the inputs that it has.
-    on_host: dict[str, list[int]] = {}
-    for number, (_, nbytes, holders, arriving, outlet_s) in enumerate(inputs):
-        needed_nbytes += nbytes
-        if arriving:
-            under_way.append(number)
-        if outlet_s:
-            leaving.append((outlet_s, number))
-        for holder in holders:
-            host = places[holder][0]
-            if host not in on_host:
-                on_host[host] = [number]
-            elif on_host[host][-1] != number:
-                on_host[host].append(number)
-    leaving.sort(reverse=True)
-    #: By kind of place: seconds for each input from other hosts. Most candidates are of one kind,
-    #: and have few of the inputs on their own hosts.
-    from_afar: dict[Hashable, list[float]] = {}
-    found = {}
-    for worker in workers:
-        address = worker[0]
-        host, kind, _, far = places[address]
-        fetches = from_afar.get(kind)
-        if fetches is None:
-            fetches = from_afar[kind] = _all_from_afar(inputs, far)
-        new_nbytes = needed_nbytes
-        arriving_s = 0.0
-        here = on_host.get(host, ())
-        n_crossing = len(inputs) - len(here)
-        coming: list[int] = []
-        if under_way or here:
-            fetches = fetches[:]
-            for number in here:
-                _, nbytes, holders, _, _ = inputs[number]
-                if address in holders:
-                    new_nbytes -= nbytes
-                    fetches[number] = 0.0
-                else:
-                    (fetches[number],) = fetches_s((inputs[number],), address, places)
-            if under_way:
-                waits = []
-                for number in under_way:
-                    _, _, holders, arriving, _ = inputs[number]
-                    if address in arriving and address not in holders:
-                        # It has been on its way for a while; it never takes longer than anew.
-                        waits.append(min(arriving[address], fetches[number]))
-                        fetches[number] = 0.0
-                        if number not in here:
-                            n_crossing -= 1
-                            coming.append(number)
-                arriving_s = fsum(waits)
-        transfer_s = fsum(fetches)
-        wait_s = worker.receiving_s
-        if n_crossing:
-            wait_s = max(wait_s, worker.inlet_s)
-            for outlet_s, number in leaving:
-                if outlet_s <= wait_s:
-                    break
-                if number not in here and number not in coming:
-                    wait_s = outlet_s
-                    break
-        found[address] = _cost(
-            duration_s, output_nbytes, later, worker, transfer_s, wait_s, arriving_s, new_nbytes
-        )
-    return found
+    """Return the costs of a task of many inputs, or of inputs that several workers have."""
+    inputs = _ManyInputs(task.inputs, places)
+    later = [Join(one, places) for one in task.joins]
+    return {
+        worker.address: _cost(task, later, worker, *inputs.fetched_by(worker)) for worker in workers
+    }
 
 
 def _cost(
-    duration_s: float,
-    output_nbytes: float,
+    task: Task | HeldTask,
     joins: Sequence[Join],
     worker: Worker,
     transfer_s: float,
@@ -325,12 +352,12 @@ def _cost(
     arriving_s: float,
     new_nbytes: int,
 ) -> Cost:
-    address, nthreads, occupancy_s, _, room_nbytes, _, _, _, slowness, _ = worker
-    spilled_nbytes = new_nbytes + output_nbytes - room_nbytes
+    output_nbytes = task.output_nbytes
+    spilled_nbytes = new_nbytes + output_nbytes - worker.room_nbytes
     if len(joins) == 1:
-        join_s = joins[0].seconds(address, output_nbytes)
+        join_s = joins[0].seconds(worker.address, output_nbytes)
     else:
-        join_s = fsum([one.seconds(address, output_nbytes) for one in joins]) if joins else 0.0
+        join_s = fsum([one.seconds(worker.address, output_nbytes) for one in joins])
     # As `Cost(...)` does, in half the time.
     return _new(
         Cost,
@@ -338,8 +365,8 @@ def _cost(
             transfer_s + wait_s if transfer_s else 0.0,
             transfer_s,
             arriving_s,
-            occupancy_s / nthreads,
-            duration_s * slowness,
+            worker.occupancy_s / worker.nthreads,
+            task.duration_s * worker.slowness,
             spilled_nbytes / SPILL_NBYTES_PER_S if spilled_nbytes > 0 else 0.0,
             join_s,
         ),

@@ -1,17 +1,17 @@
-"""Decisions that need no more than a glance: what going through all would come to, sooner. Pure.
+"""Fast paths of `policy.DataAware`: the same decision, from fewer steps. Pure.
 
-Most tasks are of one plain shape: each of their inputs is on one worker. Of those, the first two
-here are told by a comparison or two, without weighing anything; the third weighs them, without
-making a `Snapshot` first. What they choose is what `DataAware` would choose, as the tests assert,
-so the rest of `placement` need not know of them.
+Most tasks have one plain shape: each input is on exactly one worker. `holder_is_best` and
+`largest_is_best` recognise two cases of it by a comparison or two, without weighing any candidate.
+`cheapest` weighs the candidates without making a `Snapshot` first. Property tests assert that each
+of them chooses what `DataAware` chooses, so the rest of `placement` does not know of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
-from dask_gpurt.placement.cost import Input, Task, Worker, costs_of_held
+from dask_gpurt.placement.cost import HeldTask, Worker, costs_of_held
 from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
@@ -140,36 +140,23 @@ def _only_way(holders: Sequence[str], places: Places) -> Path | None:
     return usual if len(hosts) == len(holders) else None
 
 
-def places_to_weigh(
-    holders: Sequence[str],
-    sizes: Sequence[int],
-    output_nbytes: float,
-    joins: Sequence[Mapping[str, float]],
-    under_way: Iterable[Mapping[str, float]],
-) -> dict[str, int]:
-    """Workers that a task may go to, with the bytes of its inputs that each has.
+def places_to_weigh(task: HeldTask) -> dict[str, int]:
+    """Return the workers that a task may go to, with the bytes of its inputs that each has.
 
-    Those that have an input, or are fetching one; and those where its output will be joined with
-    something, if joining it there saves enough to be worth a look.
-
-    Parameters
-    ----------
-    holders, sizes, under_way
-        For each input the only worker that has it, bytes, and `Input.arriving_s`.
-    joins
-        As in `Task`.
+    These are the workers that have an input or are fetching one. A worker with something that the
+    output will be joined with is one of them if joining it there saves enough to be worth a look.
     """
     found: dict[str, int] = {}
-    for holder, nbytes in zip(holders, sizes, strict=True):
+    for holder, nbytes in zip(task.holders, task.sizes, strict=True):
         found[holder] = found.get(holder, 0) + nbytes
-    for address in coming(sizes, under_way, found):
+    for address in coming(task.sizes, task.under_way, found):
         found[address] = 0
-    if joins:
+    if task.joins:
         saved: dict[str, float] = {}
-        for others in joins:
+        for others in task.joins:
             for address, n in others.items():
-                saved[address] = saved.get(address, 0.0) + min(n, output_nbytes)
-        enough = MIN_JOINED_SHARE * sum(sizes)
+                saved[address] = saved.get(address, 0.0) + min(n, task.output_nbytes)
+        enough = MIN_JOINED_SHARE * sum(task.sizes)
         for address, n in saved.items():
             if n >= enough:
                 found.setdefault(address, 0)
@@ -177,50 +164,29 @@ def places_to_weigh(
 
 
 def cheapest(
-    holders: Sequence[str],
-    sizes: Sequence[int],
-    outlets_s: Sequence[float],
-    under_way: Sequence[Mapping[str, float]],
+    task: HeldTask,
     held: Mapping[str, int],
     workers: Sequence[Worker],
     places: Places,
     *,
-    duration_s: float,
-    output_nbytes: float,
-    joins: Sequence[Mapping[str, float]],
     bandwidth: float,
     doubt: float,
     asked: str | None,
 ) -> Decision:
-    """What `DataAware` decides for a task of which each input has one holder, all of whom run.
+    """Return what `DataAware` decides for a task all of whose holders are running.
 
     Parameters
     ----------
-    holders, sizes, under_way, joins
-        As for `places_to_weigh`.
-    outlets_s
-        For each input `Input.outlet_s`.
     held, workers
-        What that found, and what is known of these workers.
-    duration_s, output_nbytes
-        As in `Task`.
+        The result of `places_to_weigh`, and what is known of these workers.
     bandwidth
-        Of all links, to stock Dask.
+        Bytes per second of all links, as stock Dask has it.
     doubt, asked
         As `Snapshot.doubt` and `Snapshot.usual`.
     """
-    found = costs_of_held(
-        holders, sizes, outlets_s, under_way, duration_s, output_nbytes, joins, workers, places
-    )
+    found = costs_of_held(task, workers, places)
     worker = least_cost(workers, found)
-    usual = asked or stocks_choice(workers, set(holders), held, sum(sizes), bandwidth)
+    usual = asked or stocks_choice(workers, set(task.holders), held, sum(task.sizes), bandwidth)
     if doubt > 1 and worker != usual:
-        inputs = [
-            Input(number, nbytes, (holder,), arriving, outlet_s)
-            for number, (holder, nbytes, arriving, outlet_s) in enumerate(
-                zip(holders, sizes, under_way, outlets_s, strict=True)
-            )
-        ]
-        task = Task(None, inputs, duration_s, output_nbytes, joins)
-        worker = unless_in_doubt(worker, usual, task, workers, places, doubt)
+        worker = unless_in_doubt(worker, usual, task.as_task(), workers, places, doubt)
     return Decision(worker, found, usual)

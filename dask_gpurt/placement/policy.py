@@ -99,10 +99,10 @@ def least_cost(workers: Iterable[Worker], found: Mapping[str, Cost]) -> str | No
     # What is minimised, then ties.
     chosen: tuple[float, float, int, str] | None = None
     least_s = inf
-    for address, nthreads, _, nbytes, _, _, _, n_tasks, _, _ in workers:
-        total_s = sum(found[address])
+    for worker in workers:
+        total_s = sum(found[worker.address])
         if total_s <= least_s:
-            bid = total_s, n_tasks / nthreads, nbytes, address
+            bid = total_s, worker.n_tasks / worker.nthreads, worker.nbytes, worker.address
             if chosen is None or bid < chosen:
                 chosen, least_s = bid, total_s
     return chosen and chosen[3]
@@ -145,11 +145,14 @@ def stocks_choice(
     """`Stock.objective` of those workers that are `holders`, from the bytes that each has."""
     stock: tuple[float, int, str] | None = None
     soonest_s = inf
-    for address, nthreads, queued_s, nbytes, _, _, _, _, _, _ in workers:
+    for worker in workers:
+        address = worker.address
         if address in holders:
-            start_s = queued_s / nthreads + (needed_nbytes - held.get(address, 0)) / bandwidth
-            if start_s <= soonest_s and (stock is None or (start_s, nbytes, address) < stock):
-                stock, soonest_s = (start_s, nbytes, address), start_s
+            missing_nbytes = needed_nbytes - held.get(address, 0)
+            start_s = worker.occupancy_s / worker.nthreads + missing_nbytes / bandwidth
+            bid = start_s, worker.nbytes, address
+            if start_s <= soonest_s and (stock is None or bid < stock):
+                stock, soonest_s = bid, start_s
     return stock and stock[2]
 
 
@@ -211,12 +214,12 @@ class DataAware:
     """
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        task, workers_at, places, valid, idle, bandwidth, takes_tasks, doubt, asked = snapshot
-        _, inputs, _, _, joins, device = task
+        task, places, doubt = snapshot.task, snapshot.places, snapshot.doubt
+        valid, idle, takes_tasks = snapshot.valid, snapshot.idle, snapshot.takes_tasks
         held: dict[str, int] = {}
         needed = 0
         is_arriving = False
-        for _, nbytes, having, arriving, _ in inputs:
+        for _, nbytes, having, arriving, _ in task.inputs:
             needed += nbytes
             for address in having:
                 if address in held:
@@ -233,16 +236,18 @@ class DataAware:
             holders = found or set(idle if valid is None else valid)
         if valid is not None and len(valid) <= MAX_RESTRICTED:
             candidates = valid
-        elif joins or idle or is_arriving or holders is not held or len(held) > MAX_CANDIDATES:
+        elif task.joins or idle or is_arriving or holders is not held or len(held) > MAX_CANDIDATES:
             candidates = self._near(snapshot, held) or holders
-        workers = workers_at(candidates)
+        workers = snapshot.workers(candidates)
         allowed = workers
-        if device is not None:
-            allowed = [one for one in workers if device in one.devices] or workers
+        if task.device is not None:
+            allowed = [one for one in workers if task.device in one.devices] or workers
 
         found_costs = costs(task, allowed, places)
         worker = least_cost(allowed, found_costs)
-        usual = asked or stocks_choice(workers, holders, held, needed, bandwidth)
+        usual = snapshot.usual or stocks_choice(
+            workers, holders, held, needed, snapshot.bandwidth_nbytes_per_s
+        )
         if doubt > 1 and worker != usual:
             worker = unless_in_doubt(worker, usual, task, allowed, places, doubt)
         return Decision(worker, found_costs, usual)

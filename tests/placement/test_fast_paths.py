@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dask_gpurt.placement.cost import Input, Task
+from dask_gpurt.placement.cost import HeldTask, Input, Task
 from dask_gpurt.placement.fast_paths import (
     cheapest,
     holder_is_best,
@@ -43,8 +43,7 @@ def test_a_holder_that_is_best_at_a_glance_is_best(task, all_workers, places, sh
         joins=[{others[0].address: 1000}],
         device=None,
     )
-    if not holder_is_best(needed_nbytes, task.output_nbytes, 1, holder.room_nbytes):
-        return
+    assume(holder_is_best(needed_nbytes, task.output_nbytes, 1, holder.room_nbytes))
     found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
     assert DataAware().decide(found).worker == holder.address
 
@@ -64,8 +63,7 @@ def test_so_is_one_whose_outputs_are_joined_with_many_things(task, workers, plac
     task = task._replace(
         inputs=inputs, output_nbytes=output_nbytes, joins=joins, device=None, duration_s=0.0
     )
-    if not holder_is_best(needed_nbytes, output_nbytes, len(joins), holder.room_nbytes):
-        return
+    assume(holder_is_best(needed_nbytes, output_nbytes, len(joins), holder.room_nbytes))
     found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
     assert DataAware().decide(found).worker == holder.address
 
@@ -76,7 +74,7 @@ def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
     """Whatever the others have to do: it is never another than going through all would find."""
     n = data.draw(st.integers(2, 5))
     few = st.sampled_from([100, 100, 101, 2**30])
-    waits = st.sampled_from([0.0, 0.0, 0.001, 0.5])
+    waits = st.sampled_from([0.0] * 12 + [0.001, 0.5])
     needed = [
         Input(name, data.draw(few | sizes), (name,), outlet_s=data.draw(waits))
         for name in NAMES[:n]
@@ -85,13 +83,15 @@ def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
     rate, latency_s = data.draw(st.floats(1e6, 1e12)), data.draw(st.floats(0, 0.1))
     alike = Path(latency_s, rate, "k")
     places = by_host(
-        {name: data.draw(st.sampled_from([name, name, "A"])) for name in NAMES},
-        dict.fromkeys(NAMES, 0) | {"w0": data.draw(st.sampled_from([0, 0, 1]))},
+        {name: data.draw(st.sampled_from([name] * 9 + ["A"])) for name in NAMES},
+        dict.fromkeys(NAMES, 0) | {"w0": data.draw(st.sampled_from([0] * 9 + [1]))},
         lambda a, b: LOCAL if a == b else Path(0.0, 1e13, "k"),
         lambda a, b: alike,
     )
     found = [one._replace(nbytes=data.draw(few), n_tasks=0) for one in data.draw(workers())]
+    nbytes = [one.nbytes for one in needed]
     idle = {name for name in NAMES if data.draw(st.booleans())}
+    idle.add(NAMES[nbytes.index(max(nbytes))])
     found = [
         one._replace(
             occupancy_s=0.0,
@@ -105,16 +105,12 @@ def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
         else one._replace(n_tasks=1, occupancy_s=max(one.occupancy_s, 0.001))
         for one in found
     ]
-    nbytes = [one.nbytes for one in needed]
     first = {name for name, one in zip(NAMES, nbytes, strict=False) if one == max(nbytes)} & idle
-    if not first:
-        return
     chosen = min((one.nbytes, one.address) for one in found if one.address in first)[1]
     (there,) = (one for one in found if one.address == chosen)
     outlets_s = [one.outlet_s for one in needed if one.key != chosen]
     wait_s = max([there.receiving_s, there.inlet_s, *outlets_s])
-    if not largest_is_best(NAMES[:n], nbytes, task.duration_s, wait_s, places):
-        return
+    assume(largest_is_best(NAMES[:n], nbytes, task.duration_s, wait_s, places))
     decision = DataAware().decide(snapshot(task, found, places))
     assert (decision.worker, decision.stock) == (chosen, chosen)
 
@@ -185,21 +181,18 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
     ]
     task = task._replace(inputs=inputs, device=None)
     idle = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3))
-    held = places_to_weigh(holders, nbytes, task.output_nbytes, task.joins, under_way)
+    plain = HeldTask(
+        holders, nbytes, outlets_s, under_way, task.duration_s, task.output_nbytes, task.joins
+    )
+    held = places_to_weigh(plain)
     held = {**dict.fromkeys(idle, 0), **held}
     doubt = data.draw(st.sampled_from([1.0, 2.0, 10.0]))
     asked = data.draw(st.sampled_from([None, *holders]))
     decision = cheapest(
-        holders,
-        nbytes,
-        outlets_s,
-        under_way,
+        plain,
         held,
         looked_up(found)(held),
         places,
-        duration_s=task.duration_s,
-        output_nbytes=task.output_nbytes,
-        joins=task.joins,
         bandwidth=rate,
         doubt=doubt,
         asked=asked,
@@ -233,10 +226,9 @@ def test_so_is_a_holder_where_it_has_to_wait_for_less_than_anything_takes(
     wait_s = data.draw(st.floats(0, 2)) * needed_nbytes / widest
     holder = holder._replace(occupancy_s=wait_s * holder.nthreads)
     task = task._replace(inputs=inputs, output_nbytes=output_nbytes, joins=joins, device=None)
-    if not holder_is_best(
-        needed_nbytes, output_nbytes, len(joins), holder.room_nbytes, wait_s, widest
-    ):
-        return
+    assume(
+        holder_is_best(needed_nbytes, output_nbytes, len(joins), holder.room_nbytes, wait_s, widest)
+    )
     found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
     costs = DataAware().decide(found).costs
     least_s = min(one.total_s for one in costs.values())
@@ -245,18 +237,25 @@ def test_so_is_a_holder_where_it_has_to_wait_for_less_than_anything_takes(
     assert costs[holder.address].total_s <= least_s * (1 + 1e-12) + messages_s
 
 
+def weighed(holders, nbytes, output_nbytes, joins, under_way):
+    nowhere_s = [0.0 for _ in holders]
+    return places_to_weigh(
+        HeldTask(holders, nbytes, nowhere_s, under_way, 0.0, output_nbytes, joins)
+    )
+
+
 def test_a_worker_where_little_is_joined_is_not_weighed():
     joins = [{"w2": 100, "w3": 24}, {"w3": 1000}]
     nowhere = [{}, {}, {}]
-    assert places_to_weigh(["w0", "w1", "w0"], [40, 40, 20], 25, joins, nowhere) == {
+    assert weighed(["w0", "w1", "w0"], [40, 40, 20], 25, joins, nowhere) == {
         "w0": 60,
         "w1": 40,
         "w2": 0,
         "w3": 0,
     }
-    assert places_to_weigh(["w0"], [100], 24, joins[:1], [{}]) == {"w0": 100}
+    assert weighed(["w0"], [100], 24, joins[:1], [{}]) == {"w0": 100}
 
 
 def test_a_worker_that_is_fetching_an_input_is_weighed():
     under_way = [{"w2": 1.0}, {"w0": 0.5}]
-    assert places_to_weigh(["w0", "w1"], [1, 2], 0, [], under_way) == {"w0": 1, "w1": 2, "w2": 0}
+    assert weighed(["w0", "w1"], [1, 2], 0, [], under_way) == {"w0": 1, "w1": 2, "w2": 0}

@@ -29,13 +29,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from distributed.scheduler import _task_slots_available
 
 if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
+
+T = TypeVar("T")
 
 
 class Placer(Protocol):
@@ -100,38 +102,46 @@ def _least_busy(scheduler: Scheduler) -> WorkerState | None:
 
 
 class DecisionSwap:
-    """Asks a `Placer` where tasks go, on a live scheduler.
+    """Has a `Placer` decide where tasks go, on a live scheduler.
 
-    What it returns is used as stock's own answer is; that it respects restrictions is up to it.
-    When it raises, stock's answer is: an error in the middle of a transition would leave the
-    scheduler's books wrong for every task of every client.
+    The scheduler uses the placer's answer as it would use its own; the placer has to respect
+    restrictions. When the placer raises, stock's answer is used: an error in the middle of a
+    transition would leave the scheduler's books wrong for every task of every client.
     """
 
     def __init__(self, scheduler: Scheduler, placer: Placer) -> None:
         self._scheduler = scheduler
+        self._placer = placer
         self._stealing: Any = scheduler.extensions.get("stealing")
         self._stock_heartbeat = scheduler.handlers["heartbeat_worker"]
+        #: Key of the task that is about to begin: stock does not say for which one it asks.
+        self._deciding: Any = None
+        self._replace_decisions()
+        self._replace_transitions()
+        self._replace_heartbeat()
+        if self._stealing is not None:
+            self._replace_stealing()
+
+    def _guarded(self, call: Callable[..., T], otherwise: Callable[..., T]) -> Callable[..., T]:
+        """Return `call`, except that `otherwise` answers where it raises."""
+        failed = self._placer.failed
+
+        def guarded(*args: Any) -> T:
+            try:
+                return call(*args)
+            except Exception as error:
+                failed(error)
+                return otherwise(*args)
+
+        return guarded
+
+    def _replace_decisions(self) -> None:
+        scheduler, placer = self._scheduler, self._placer
         stock_place = scheduler.decide_worker_non_rootish
         stock_root = scheduler.decide_worker_rootish_queuing_disabled
         stock_queued_root = scheduler.decide_worker_rootish_queuing_enabled
-        stock_table = scheduler._TRANSITIONS_TABLE
-        stock_heartbeat = self._stock_heartbeat
-        #: Key of the task that is about to begin, for `place_queued_root`.
-        deciding: Any = None
-
-        def place(ts: TaskState) -> WorkerState | None:
-            try:
-                return placer.place(ts, stock_place)
-            except Exception as error:
-                placer.failed(error)
-                return stock_place(ts)
-
-        def root(ts: TaskState, found: WorkerState) -> WorkerState | None:
-            try:
-                return placer.place_root(ts, found)
-            except Exception as error:
-                placer.failed(error)
-                return found
+        place = self._guarded(lambda ts: placer.place(ts, stock_place), stock_place)
+        root = self._guarded(placer.place_root, lambda ts, found: found)
 
         def place_root(ts: TaskState) -> WorkerState | None:
             found = stock_root(ts)
@@ -140,7 +150,7 @@ class DecisionSwap:
 
         def place_queued_root() -> WorkerState | None:
             found = _least_busy(scheduler) or stock_queued_root()
-            ts = scheduler.tasks.get(deciding)
+            ts = scheduler.tasks.get(self._deciding)
             return found if found is None or ts is None else root(ts, found)
 
         def open_slots(*, stimulus_id: str) -> None:
@@ -156,74 +166,81 @@ class DecisionSwap:
                 if first.state == "queued":
                     return  # stock would ask for it again, to be told the same
 
-        def noting(transition: Callable[..., Any]) -> Callable[..., Any]:
-            # These do not call one another, so that no more than the last key is needed.
-            def noted(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
-                nonlocal deciding
-                deciding = key
-                return transition(state, key, stimulus_id, **kwargs)
-
-            return noted
-
-        stock_ending = stock_table["processing", "memory"]
-
-        def ending(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
-            ts = state.tasks[key]
-            answer = stock_ending(state, key, stimulus_id, **kwargs)
-            try:
-                seconds = 0.0
-                for one in kwargs["startstops"]:
-                    if one["action"] == "compute":
-                        seconds += one["stop"] - one["start"]
-                placer.ended(ts, kwargs["worker"], seconds)
-            except Exception as error:
-                placer.failed(error)
-            return answer
-
-        def heartbeat(*, address: str, metrics: dict[str, Any], **kwargs: Any) -> Any:
-            answer = stock_heartbeat(address=address, metrics=metrics, **kwargs)
-            try:
-                placer.observe(address, metrics["bandwidth"]["workers"])
-            except Exception as error:
-                placer.failed(error)
-            return answer
-
         scheduler.decide_worker_non_rootish = place  # type: ignore[method-assign]
         scheduler.decide_worker_rootish_queuing_disabled = place_root  # type: ignore[method-assign]
         scheduler.decide_worker_rootish_queuing_enabled = place_queued_root  # type: ignore[method-assign]
         scheduler.stimulus_queue_slots_maybe_opened = open_slots  # type: ignore[method-assign]
-        scheduler._TRANSITIONS_TABLE = {  # type: ignore[misc]
+
+    def _replace_transitions(self) -> None:
+        stock_table = self._scheduler._TRANSITIONS_TABLE
+        stock_ending = stock_table["processing", "memory"]
+
+        def noting(transition: Callable[..., Any]) -> Callable[..., Any]:
+            # These do not call one another, so that no more than the last key is needed.
+            def noted(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
+                self._deciding = key
+                return transition(state, key, stimulus_id, **kwargs)
+
+            return noted
+
+        def computed(ts: TaskState, message: Mapping[str, Any]) -> None:
+            seconds = 0.0
+            for one in message["startstops"]:
+                if one["action"] == "compute":
+                    seconds += one["stop"] - one["start"]
+            self._placer.ended(ts, message["worker"], seconds)
+
+        tell_ended = self._guarded(computed, lambda ts, message: None)
+
+        def ending(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
+            ts = state.tasks[key]
+            answer = stock_ending(state, key, stimulus_id, **kwargs)
+            tell_ended(ts, kwargs)
+            return answer
+
+        self._scheduler._TRANSITIONS_TABLE = {  # type: ignore[misc]
             **stock_table,
             ("waiting", "processing"): noting(stock_table["waiting", "processing"]),
             ("queued", "processing"): noting(stock_table["queued", "processing"]),
             ("processing", "memory"): ending,
         }
-        scheduler.handlers["heartbeat_worker"] = heartbeat
-        if (stealing := self._stealing) is not None:
-            stock_thief = stealing._get_thief
-            stock_occupancy_s = stealing._combined_occupancy
 
-            def combined_occupancy_s(ws: WorkerState, *, occupancies: Any) -> float:
-                found_s: float = stock_occupancy_s(ws, occupancies=occupancies)
-                try:
-                    return found_s * placer.slowness(ws) if found_s else found_s
-                except Exception as error:
-                    placer.failed(error)
-                    return found_s
+    def _replace_heartbeat(self) -> None:
+        placer, stock_heartbeat = self._placer, self._stock_heartbeat
+        observe = self._guarded(
+            lambda address, metrics: placer.observe(address, metrics["bandwidth"]["workers"]),
+            lambda address, metrics: None,
+        )
 
-            def get_thief(state: Any, ts: Any, thieves: Any, *, occupancies: Any) -> Any:
-                found = stock_thief(state, ts, thieves, occupancies=occupancies)
-                if found is None:
-                    return None
-                occupancy_s = partial(stock_occupancy_s, occupancies=occupancies)
-                try:
-                    return placer.choose_thief(ts, found, thieves, occupancy_s)
-                except Exception as error:
-                    placer.failed(error)
-                    return found
+        def heartbeat(*, address: str, metrics: dict[str, Any], **kwargs: Any) -> Any:
+            answer = stock_heartbeat(address=address, metrics=metrics, **kwargs)
+            observe(address, metrics)
+            return answer
 
-            stealing._get_thief = get_thief
-            stealing._combined_occupancy = combined_occupancy_s
+        self._scheduler.handlers["heartbeat_worker"] = heartbeat
+
+    def _replace_stealing(self) -> None:
+        placer, stealing = self._placer, self._stealing
+        stock_thief = stealing._get_thief
+        stock_occupancy_s = stealing._combined_occupancy
+        slowness = self._guarded(placer.slowness, lambda ws: 1.0)
+        choose_thief = self._guarded(
+            placer.choose_thief, lambda ts, found, thieves, occupancy_s: found
+        )
+
+        def combined_occupancy_s(ws: WorkerState, *, occupancies: Any) -> float:
+            found_s: float = stock_occupancy_s(ws, occupancies=occupancies)
+            return found_s * slowness(ws) if found_s else found_s
+
+        def get_thief(state: Any, ts: Any, thieves: Any, *, occupancies: Any) -> Any:
+            found = stock_thief(state, ts, thieves, occupancies=occupancies)
+            if found is None:
+                return None
+            occupancy_s = partial(stock_occupancy_s, occupancies=occupancies)
+            return choose_thief(ts, found, thieves, occupancy_s)
+
+        stealing._get_thief = get_thief
+        stealing._combined_occupancy = combined_occupancy_s
 
     def balance(self) -> None:
         """Have stock look now for tasks to steal, if it does so at all."""

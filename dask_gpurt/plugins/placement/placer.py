@@ -1,38 +1,31 @@
-"""The scheduler's side of placement: what policies choose is what the scheduler does.
+"""Placement on a scheduler: it asks the rules where each task goes, and keeps a log.
 
-Whatever restricts a task (workers, hosts, resources, actors) is asked of the scheduler first;
-what is left is what policies see. Decides nothing itself but where there is nothing to decide.
-What is replaced on the scheduler is in `plugins.patches.task_placement`; what is read of it, in
-`scheduler_view`; what is kept, in `decision_log`.
+The scheduler's own restrictions (workers, hosts, resources, actors) come first; the rules only see
+what they allow. `rules` decides for tasks with inputs, `root_tasks` for those without. This module
+decides only which steals pay. `plugins.patches.task_placement` replaces the scheduler's decisions
+by these, `scheduler_view` reads the scheduler's state, `decision_log` remembers decisions.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import compress, islice
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributed.metrics import time
 
 from dask_gpurt.placement.cost import Task, Worker, costs, steal_pays
-from dask_gpurt.placement.fast_paths import (
-    cheapest,
-    holder_is_best,
-    largest_is_best,
-    places_to_weigh,
-)
-from dask_gpurt.placement.policy import MAX_CANDIDATES, DataAware, Snapshot
-from dask_gpurt.plugins.patches.task_placement import DecisionSwap, expected_duration_s
+from dask_gpurt.plugins.patches.task_placement import DecisionSwap
 from dask_gpurt.plugins.placement.cluster_links import WorkerPaths
 from dask_gpurt.plugins.placement.decision_log import MAX_RECORDS, PlacementLog
 from dask_gpurt.plugins.placement.early_stealing import Relief
-from dask_gpurt.plugins.placement.join_partners import MAX_PLACES, times_joined
+from dask_gpurt.plugins.placement.join_partners import MAX_PLACES
 from dask_gpurt.plugins.placement.live_contractions import Contractions
 from dask_gpurt.plugins.placement.root_tasks import RootPlaces
+from dask_gpurt.plugins.placement.rules import Choice, Question, rules, stocks
 from dask_gpurt.plugins.placement.scheduler_view import (
     MAX_HOLDERS,
-    NEW_S,
     UNKNOWN_S,
     PlacementView,
     unknown_s,
@@ -72,11 +65,11 @@ class Placement:
         self._scheduler = scheduler
         self._is_stock = policy == "stock"
         self._policy_name = policy
-        self._policy = DataAware()
         self._paths = WorkerPaths(topology)
         self._view = PlacementView(scheduler, self._paths, clock)
         self._contractions = Contractions(scheduler, self._view)
         self._roots = RootPlaces(scheduler, self._view, self._contractions, clock)
+        self._rules, self._last_rule = rules(scheduler, self._view, self._roots)
         self.log = PlacementLog()
         for ws in scheduler.workers.values():
             self.add_worker(ws)
@@ -144,229 +137,21 @@ class Placement:
     def place(
         self, ts: TaskState, stock: Callable[[TaskState], WorkerState | None]
     ) -> WorkerState | None:
-        """Worker for a task with inputs, None if no worker may run it."""
-        state, view = self._scheduler, self._view
+        """Return a worker for a task with inputs; None if no worker may run it."""
         if self._is_stock or ts.actor:
-            return self._as_stock(ts, stock(ts))
-        valid = state.valid_workers(ts)
-        if not ts.dependencies:
-            ws = stock(ts)
-            if ws is None or valid is not None:
-                return self._as_stock(ts, ws)
-            # Of a group that is not much larger than the cluster; it is never queued.
-            return self._as_root(ts, self._roots.choose(ts, ws, may_wait=False) or ws, ws)
-        if view.weighs_nothing(ts):
-            # Where there is nothing to move, stock knows as much as we do, who has how much to do;
-            # but not who is slow, and it does not ask whoever has no input.
-            ws = stock(ts)
-            if ws is not None and self._runs_as_quickly(ws, valid) and self._may_begin(ws):
-                self.log.keep(ts.key, ws.address, "small", ws.address)
-                return ws
-        if valid is not None and len(valid) < 2:
-            # None, or one, or whatever stock makes of loose restrictions.
-            ws = self._as_stock(ts, stock(ts))
-            if ws is not None and len(ts.dependencies) <= MAX_HOLDERS:
-                known = view.sizes.observe(ts.dependencies)
-                view.arrivals.expect(ws.address, view.task(ts, known, (), (ws.address,)))
-            return ws
-        return self._where_it_costs_least(ts, valid, stock)
+            return self._keep(ts, stocks(stock(ts)), "stock")
+        valid = self._scheduler.valid_workers(ts)
+        question = Question(ts, valid, stock, self._view, self._contractions)
+        for rule in self._rules:
+            choice = rule.choose(question)
+            if choice is not None:
+                return self._keep(ts, choice, rule.reason)
+        return self._keep(ts, self._last_rule.choose(question), self._last_rule.reason)
 
-    def _where_it_costs_least(
-        self,
-        ts: TaskState,
-        valid: set[WorkerState] | None,
-        stock: Callable[[TaskState], WorkerState | None],
-    ) -> WorkerState | None:
-        """Worker for a task that several may run, and that has something to be moved."""
-        state, view = self._scheduler, self._view
-        if valid is None and len(ts.dependencies) == 2:
-            host = self._contractions.host_of(ts)
-            if host is not None:
-                here = view.running_on(host)
-                # Where all of them are slow, others help.
-                valid = set(here) if any(view.slowness(ws) <= 1 for ws in here) else None
-        holders = view.single_holders(ts)
-        only = self._only_holder(holders, valid) if holders else None
-        is_new = view.is_new(ts)
-        sizes: list[int] = []
-        if is_new:
-            sizes = view.sizes.observe(ts.dependencies)
-            most = view.with_nearly_all(ts, sizes)
-            if most is not None:
-                # No byte is moved for a wait that nobody has seen.
-                if (
-                    self._runs_as_quickly(most, valid)
-                    and view.ahead_s(most, view.queue_lasts_s()) <= NEW_S * most.nthreads
-                ):
-                    self.log.keep(ts.key, most.address, "new", None)
-                    return most
-                is_new = False
-        if (
-            only is not None
-            and (n_joins := times_joined(ts)) is not None
-            and not view.arrivals.is_arriving(ts)
-        ):
-            sizes = sizes or view.sizes.observe(ts.dependencies)
-            if (not n_joins and self._may_begin(only)) or holder_is_best(
-                sum(sizes),
-                view.sizes(ts),
-                n_joins,
-                view.room_nbytes(only),
-                view.wait_s(only, NEW_S if is_new else 0.0),
-                self._paths.widest_nbytes_per_s(only.address),
-            ):
-                return self._at_holder(ts, only)
-        joins = view.joins(ts)
-        if only is not None and not joins and self._may_begin(only):
-            return self._at_holder(ts, only)
-        sizes = sizes or view.sizes.observe(ts.dependencies)
-        # Where nobody is idle and nothing is queued, whoever has an input keeps a task waiting.
-        if holders and valid is None and not joins and not is_new and (state.idle or state.queued):
-            first = self._foremost(ts, holders, sizes)
-            if first is not None:
-                return first
-        idle = () if is_new else view.company(ts, joins)
-        workers = view.workers_to_a_new_kind if is_new else view.workers
-        if holders and valid is None:
-            best = self._cheapest(ts, holders, sizes, joins, idle, workers, stock)
-            if best is not None:
-                return best
-        task = view.task(ts, sizes, joins, idle)
-        doubt = self._paths.doubt()
-        usual = stock(ts) if doubt > 1 and view.has_few_holders(ts) else None
-        decision = self._policy.decide(
-            Snapshot(
-                task,
-                workers,
-                self._paths.places,
-                None if valid is None else {ws.address for ws in valid},
-                idle,
-                state.bandwidth,
-                view.takes_tasks(),
-                doubt,
-                None if usual is None else usual.address,
-            )
-        )
-        if decision.worker is None:
-            return self._as_stock(ts, stock(ts))
-        view.arrivals.expect(decision.worker, task)
-        self.log.keep(ts.key, decision.worker, "cost", decision.stock, decision.costs)
-        return state.workers[decision.worker]
-
-    def _only_holder(
-        self, holders: list[str], valid: Collection[WorkerState] | None
-    ) -> WorkerState | None:
-        """The worker that alone has all inputs, if it may run the task as quickly as any."""
-        first = holders[0]
-        if holders.count(first) < len(holders):
-            return None
-        ws = self._scheduler.workers.get(first)
-        return ws if ws is not None and self._runs_as_quickly(ws, valid) else None
-
-    def _runs_as_quickly(self, ws: WorkerState, valid: Collection[WorkerState] | None) -> bool:
-        """Whether a worker may run a task, and as quickly as any."""
-        with_gpu = self._view.with_gpu
-        return (
-            ws in self._scheduler.running
-            and (not with_gpu or ws.address in with_gpu)
-            and (valid is None or ws in valid)
-            and self._view.slowness(ws) <= 1
-        )
-
-    def _may_begin(self, ws: WorkerState) -> bool:
-        """Whether a worker has a thread to spare, or nobody else can be asked who has."""
-        state = self._scheduler
-        # While the scheduler has tasks in its queue, nobody else is.
-        return len(ws.processing) < ws.nthreads or not state.idle or bool(state.queued)
-
-    def _at_holder(self, ts: TaskState, only: WorkerState) -> WorkerState:
-        self.log.keep(ts.key, only.address, "holder", only.address)
-        return only
-
-    def _foremost(self, ts: TaskState, holders: list[str], sizes: list[int]) -> WorkerState | None:
-        """A worker on which a task costs least, if that needs no more than a glance."""
-        state, view = self._scheduler, self._view
-        # What is cheap to ask, and rules out most where workers are busy, comes first.
-        most_nbytes = max(sizes)
-        if sizes.count(most_nbytes) == 1:
-            ws = state.workers[holders[sizes.index(most_nbytes)]]
-            if view.keeps_waiting(ws):
-                return None
-        else:
-            largest = compress(holders, [nbytes == most_nbytes for nbytes in sizes])
-            free = [ws for one in largest if not view.keeps_waiting(ws := state.workers[one])]
-            if not free:
-                return None
-            ws = min(free, key=_least_busy)
-        if view.arrivals.is_arriving(ts):
-            return None
-        address = ws.address
-        if ws not in state.running or (view.with_gpu and address not in view.with_gpu):
-            return None
-        # Also for what it has already: so close to its limit it is worth a second look.
-        if view.slowness(ws) > 1 or sum(sizes) + view.sizes(ts) > view.room_nbytes(ws):
-            return None
-        duration_s = expected_duration_s(state, ts)
-        wait_s = view.links_wait_s(ws, holders)
-        if not largest_is_best(holders, sizes, duration_s, wait_s, self._paths.places):
-            return None
-        view.arrivals.expect_from(holders, ts, sizes, address)
-        # Stock does not know that nobody waits for what is made up for by its own queue.
-        self.log.keep(ts.key, address, "most", None if ws.processing else address)
-        return ws
-
-    def _cheapest(
-        self,
-        ts: TaskState,
-        holders: list[str],
-        sizes: list[int],
-        joins: list[dict[str, float]],
-        idle: tuple[str, ...],
-        workers: Callable[[Iterable[str]], list[Worker]],
-        stock: Callable[[TaskState], WorkerState | None],
-    ) -> WorkerState | None:
-        """Where a task costs least, if it is of the plain shape that most are."""
-        state, view = self._scheduler, self._view
-        if view.takes_tasks():
-            return None
-        output_nbytes = view.sizes(ts)
-        under_way = view.arrivals.under_way(ts)
-        held = places_to_weigh(holders, sizes, output_nbytes, joins, under_way)
-        if len(held) > MAX_CANDIDATES:
-            return None
-        for address in idle:
-            held.setdefault(address, 0)
-        if len(held) == 1:
-            return self._at_holder(ts, state.workers[holders[0]])
-        if view.with_gpu and not held.keys() <= view.with_gpu:
-            return None
-        doubt = self._paths.doubt()
-        usual = stock(ts) if doubt > 1 else None
-        decision = cheapest(
-            holders,
-            sizes,
-            view.outlets_s(holders),
-            under_way,
-            held,
-            workers(held),
-            self._paths.places,
-            duration_s=expected_duration_s(state, ts),
-            output_nbytes=output_nbytes,
-            joins=joins,
-            bandwidth=state.bandwidth,
-            doubt=doubt,
-            asked=None if usual is None else usual.address,
-        )
-        chosen = decision.worker
-        if chosen is None:
-            return None
-        view.arrivals.expect_from(holders, ts, sizes, chosen)
-        self.log.keep(ts.key, chosen, "cost", decision.stock, decision.costs)
-        return state.workers[chosen]
-
-    def _as_stock(self, ts: TaskState, ws: WorkerState | None) -> WorkerState | None:
+    def _keep(self, ts: TaskState, choice: Choice, reason: str) -> WorkerState | None:
+        ws = choice.worker
         if ws is not None:
-            self.log.keep(ts.key, ws.address, "stock", ws.address)
+            self.log.keep(ts.key, ws.address, choice.reason or reason, choice.stock, choice.costs)
         return ws
 
     # ------------------------------------------------------------------ root tasks
@@ -374,11 +159,9 @@ class Placement:
     def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
         """Worker for a task that has no data to go by; None if it had better stay queued."""
         chosen = stock if self._is_stock else self._roots.choose(ts, stock)
-        return None if chosen is None else self._as_root(ts, chosen, stock)
-
-    def _as_root(self, ts: TaskState, chosen: WorkerState, stock: WorkerState) -> WorkerState:
-        reason = "stock" if chosen is stock else "siblings"
-        self.log.keep(ts.key, chosen.address, reason, stock.address)
+        if chosen is not None:
+            reason = "stock" if chosen is stock else "siblings"
+            self.log.keep(ts.key, chosen.address, reason, stock.address)
         return chosen
 
     # ------------------------------------------------------------------ stealing
@@ -435,7 +218,3 @@ class Placement:
         if found and (valid := self._scheduler.valid_workers(ts)) is not None:
             found = {one: ws for one, ws in found.items() if ws in valid}
         return found
-
-
-def _least_busy(ws: WorkerState) -> tuple[float, int, str]:
-    return len(ws.processing) / ws.nthreads, ws.nbytes, ws.address

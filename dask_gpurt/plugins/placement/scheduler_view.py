@@ -120,6 +120,8 @@ class PlacementView:
         ----------
         new_s
             Seconds that a task counts for in a queue at the least if none of its kind has ended.
+            Given for a task of such a kind: there may be thousands of them before the first one
+            ends, and so they are dealt out rather than sent wherever they need the fewest bytes.
         """
         state = self._scheduler
         known, arrivals, with_gpu = state.workers, self.arrivals, self.with_gpu
@@ -153,14 +155,6 @@ class PlacementView:
             # As `Worker(*terms)` does, in half the time.
             found.append(_new(Worker, terms))
         return found
-
-    def workers_to_a_new_kind(self, addresses: Iterable[str]) -> list[Worker]:
-        """The same to a task of whose kind none has ended.
-
-        There may be thousands of them before the first one does. They are dealt out rather than
-        sent wherever they need the fewest bytes.
-        """
-        return self.workers(addresses, NEW_S)
 
     def on_host(self, host: str) -> list[WorkerState]:
         """Workers of a host in order of their addresses, some of which may be gone.
@@ -206,6 +200,27 @@ class PlacementView:
         return bool(ws.processing) and (
             not self._scheduler.queued or self.ahead_s(ws, self.queue_lasts_s()) > 0
         )
+
+    def is_as_quick_as_any(self, ws: WorkerState, allowed: Collection[WorkerState] | None) -> bool:
+        """Return whether a worker may run a task, and is no slower than others.
+
+        Parameters
+        ----------
+        allowed
+            Workers that the task may run on; None if it may run anywhere.
+        """
+        return (
+            ws in self._scheduler.running
+            and (not self.with_gpu or ws.address in self.with_gpu)
+            and (allowed is None or ws in allowed)
+            and self.slowness(ws) <= 1
+        )
+
+    def may_begin(self, ws: WorkerState) -> bool:
+        """Return whether a worker has a thread to spare, or no other worker has one for us."""
+        state = self._scheduler
+        # While tasks are queued, each free thread is about to get one of those.
+        return len(ws.processing) < ws.nthreads or not state.idle or bool(state.queued)
 
     def wait_s(self, ws: WorkerState, new_s: float = 0.0) -> float:
         """Seconds until a worker that is no slower than others begins with what it is given now.

@@ -1,4 +1,4 @@
-"""Decisions that need no more than a glance are those that going through all would come to."""
+"""Cheap rules choose the workers that weighing all candidates would choose."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import dask
 import pytest
 
-from dask_gpurt.plugins.placement import placer
+from dask_gpurt.plugins.placement import rules
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.simulation.simulated_run import simulate
 from dask_gpurt.simulate.cluster_model import machine_of
@@ -32,7 +32,7 @@ def tree():
     return workload(*loads, *sums, wanted=range(n, n + n // 3))
 
 
-def test_a_simulation_is_the_same_without_glances(monkeypatch):
+def test_a_simulation_is_the_same_without_fast_paths(monkeypatch):
     machine = machine_of("boxes", TOPOLOGY)
     placed = []
 
@@ -40,15 +40,15 @@ def test_a_simulation_is_the_same_without_glances(monkeypatch):
         clock = asyncio.get_running_loop().time
         placed.append(Placement(scheduler, "data-aware", TOPOLOGY, clock=clock))
 
-    # What has never run is not placed at a glance.
+    # Tasks of a new kind take no fast path.
     known = {"distributed.scheduler.default-task-durations": {"sum": "20 ms"}}
     with dask.config.set(known):
         quick = simulate(tree(), machine, install)
-        monkeypatch.setattr(Placement, "_foremost", lambda *args: None)
+        monkeypatch.setattr(rules.LargestInput, "choose", lambda *args: None)
         thorough = simulate(tree(), machine, install)
     assert quick == thorough
-    glances, none = (one.summary()["decisions"]["most"] for one in placed)
-    assert glances > 0 == none
+    quick_ones, none = (one.summary()["decisions"]["most"] for one in placed)
+    assert quick_ones > 0 == none
 
 
 def test_a_holder_with_nothing_to_do_is_looked_at_however_many_have_more():
@@ -79,8 +79,8 @@ def test_a_holder_with_nothing_to_do_is_looked_at_however_many_have_more():
 
 @pytest.mark.parametrize("example", [uneven_tree_sum, transpose_add, add])
 @pytest.mark.parametrize("nvlink", [True, False])
-def test_so_it_is_where_workers_have_more_to_do_than_they_can(example, nvlink, monkeypatch):
-    """While root tasks are queued, glances are also for those that are at work."""
+def test_fast_paths_agree_on_a_saturated_cluster(example, nvlink, monkeypatch):
+    """While root tasks are queued, busy workers take fast paths too."""
     machine = machine_of("boxes", gpu_hosts(3, 8, nic_bandwidth=12.5e9, nvlink=nvlink))
     model = example(Scale(side=12, block_nbytes=100 * MB, load_rate=1e9, rate=20e9))
     placed = []
@@ -91,19 +91,19 @@ def test_so_it_is_where_workers_have_more_to_do_than_they_can(example, nvlink, m
         placed.append(Placement(scheduler, "data-aware", topology, clock=clock))
 
     weighed = []
-    cheapest = Placement._cheapest
+    among_holders = rules.LeastCost._among_holders
 
     def counted(*args):
-        weighed.append(cheapest(*args))
+        weighed.append(among_holders(*args))
         return weighed[-1]
 
-    monkeypatch.setattr(Placement, "_cheapest", counted)
+    monkeypatch.setattr(rules.LeastCost, "_among_holders", counted)
     quick = simulate(model, machine, install)
     assert any(weighed)
-    monkeypatch.setattr(Placement, "_cheapest", lambda *args: None)
-    monkeypatch.setattr(Placement, "_foremost", lambda *args: None)
-    monkeypatch.setattr(placer, "holder_is_best", lambda *args: False)
+    monkeypatch.setattr(rules.LeastCost, "_among_holders", lambda *args: None)
+    monkeypatch.setattr(rules.LargestInput, "choose", lambda *args: None)
+    monkeypatch.setattr(rules, "holder_is_best", lambda *args: False)
     thorough = simulate(model, machine, install)
     assert quick == thorough
-    glances, fewer = (one.summary()["decisions"] for one in placed)
-    assert glances["cost"] < fewer["cost"]
+    quick_ones, fewer = (one.summary()["decisions"] for one in placed)
+    assert quick_ones["cost"] < fewer["cost"]
