@@ -1,10 +1,22 @@
-"""Fixtures of tests that look for what is left behind."""
+"""Fixtures of more than one suite."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from distributed import Client
+
+from tests.failure.memory_stage import open_small
+
+
+@pytest.fixture
+def small_client(tmp_path: Path) -> Iterator[Client]:
+    """Client of a cluster whose workers hold few values in memory."""
+    with open_small(tmp_path) as client:
+        yield client
 
 
 @pytest.fixture

@@ -83,6 +83,12 @@ def _is_held(worker: Any) -> bool:
     return bool(worker._event_finished._waiters)
 
 
+def assert_it_ran_again_and_left_nothing(stage: Stage, outputs: list[Any]) -> None:
+    assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client, *stage.closed)
+
+
 def test_sender_whose_messages_wait_while_the_barrier_asks_for_them(stage: Stage) -> None:
     """It has dropped them then. That is not to be taken for delivered."""
     victim = stage.addresses("sender")[0]
@@ -100,9 +106,7 @@ def test_sender_whose_messages_wait_while_the_barrier_asks_for_them(stage: Stage
             taken.open()
             until(lambda: _is_held(worker) or is_done(outputs), "it neither answers nor waits")
         assert_same_partitions(stage.results(outputs), expected())
-    assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
-    assert_nothing_left(stage.client, *stage.closed)
+    assert_it_ran_again_and_left_nothing(stage, outputs)
 
 
 def test_sender_that_is_asked_when_it_has_closed_its_runs(stage: Stage) -> None:
@@ -117,9 +121,7 @@ def test_sender_that_is_asked_when_it_has_closed_its_runs(stage: Stage) -> None:
             asked.open()
             until(lambda: _is_held(worker) or is_done(outputs), "it neither answers nor waits")
         assert_same_partitions(stage.results(outputs), expected())
-    assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
-    assert_nothing_left(stage.client, *stage.closed)
+    assert_it_ran_again_and_left_nothing(stage, outputs)
 
 
 def test_receiver_that_refuses_messages(stage: Stage) -> None:
@@ -145,6 +147,4 @@ def test_receiver_that_refuses_messages(stage: Stage) -> None:
             made.open()
             until(lambda: refused or is_done(outputs), "nothing is refused")
         assert_same_partitions(stage.results(outputs), expected())
-    assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
-    assert_nothing_left(stage.client, *stage.closed)
+    assert_it_ran_again_and_left_nothing(stage, outputs)

@@ -8,7 +8,6 @@ import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,8 @@ from tests.failure.memory_stage import (
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
-    with open_small(tmp_path) as client:
-        yield client
+def client(small_client: Client) -> Client:
+    return small_client
 
 
 def is_cold_somewhere(client: Client) -> bool:

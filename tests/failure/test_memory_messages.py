@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,8 @@ from tests.failure.memory_stage import (
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
-    with open_small(tmp_path) as client:
-        yield client
+def client(small_client: Client) -> Client:
+    return small_client
 
 
 def workers_of(client: Client) -> tuple[Worker, Worker]:

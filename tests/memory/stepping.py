@@ -20,6 +20,22 @@ class ListLane:
         self.calls.pop(number)()
 
 
+class SteppedLanes:
+    """The four lanes of a store, stepped through in one order: its owner's calls come first."""
+
+    def __init__(self):
+        self.write, self.read, self.owner, self.later = (ListLane() for _ in range(4))
+
+    @property
+    def lanes(self):
+        lanes = (self.owner, self.write, self.read, self.later)
+        return [lane for lane in lanes if lane.calls]
+
+    def settle(self):
+        while lanes := self.lanes:
+            lanes[0].step()
+
+
 class FailingTier:
     """A tier whose n-th `put` or `get` from now on fails."""
 

@@ -31,7 +31,7 @@ from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
 from dask_gpurt.memory.store import HOME, TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
 from tests.memory.against_a_dict import KEYS, AgainstADict
-from tests.memory.stepping import FailingTier, ListLane, watched
+from tests.memory.stepping import FailingTier, SteppedLanes, watched
 
 DEVICE = 1
 PATIENCE_S = 30.0
@@ -65,7 +65,7 @@ class FailingDevice(HostDevice):
         super()._queue(stream, what, *args)
 
 
-class Setup:
+class Setup(SteppedLanes):
     """A store with a device of 1000 bytes, and its lanes."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Setup:
     ):
         self.device = FailingDevice(1000, choose)
         self.compute = self.device.stream("compute")
-        self.write, self.read, self.owner, self.later = (ListLane() for _ in range(4))
+        super().__init__()
         # Tiers have more room than levels may use: copies are begun before others have left.
         self.pool = PinnedPool(pinned * 5 // 4, block_nbytes=20)
         tiers = [PinnedTier(self.pool)]
@@ -108,15 +108,6 @@ class Setup:
             **options,
         )
         self.device.on_full(lambda nbytes: self.store.make_room(DEVICE, nbytes))
-
-    @property
-    def lanes(self):
-        lanes = (self.owner, self.write, self.read, self.later)
-        return [lane for lane in lanes if lane.calls]
-
-    def settle(self):
-        while lanes := self.lanes:
-            lanes[0].step()
 
     def made(self, array):
         """What a task would make: an array on the device."""

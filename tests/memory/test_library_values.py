@@ -32,20 +32,20 @@ from dask_gpurt.plugins.patches.worker_memory import (
     take_apart_on_device,
 )
 from tests.memory.emulated_gpu import Gpu, GpuArray
-from tests.memory.stepping import ListLane, watched
+from tests.memory.stepping import SteppedLanes, watched
 
 DEVICE = 1
 PATIENCE_S = 30.0
 
 
-class Setup:
+class Setup(SteppedLanes):
     """A store with a GPU of 1000 bytes, and its lanes."""
 
     def __init__(self, directory, monkeypatch, choose=None):
         self.gpu = Gpu(1000, choose)
         monkeypatch.setitem(sys.modules, "cupy", self.gpu.cupy)
         monkeypatch.setitem(sys.modules, "rmm", None)
-        self.write, self.read, self.owner, self.later = (ListLane() for _ in range(4))
+        super().__init__()
         self.pool = PinnedPool(1000, block_nbytes=20)
         self.disk = DiskTier(str(directory))
         self.residency = Residency(
@@ -76,10 +76,6 @@ class Setup:
 
     def allocate(self, nbytes):
         return self.gpu.allocate(nbytes, self.gpu.default_stream)
-
-    def settle(self):
-        while lanes := [lane for lane in (self.owner, self.write, self.read) if lane.calls]:
-            lanes[0].step()
 
     def levels(self, key):
         return list(self.store.explain(key)["levels"])

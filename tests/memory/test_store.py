@@ -24,7 +24,7 @@ from dask_gpurt.memory.host_tiers import PinnedTier
 from dask_gpurt.memory.store import HOME, TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
 from tests.memory.against_a_dict import KEYS, AgainstADict
-from tests.memory.stepping import FailingTier, ListLane
+from tests.memory.stepping import FailingTier, SteppedLanes
 
 
 def flatten(value):
@@ -42,11 +42,11 @@ def sizeof(value):
     return len(value) if isinstance(value, bytes) else 1000
 
 
-class Setup:
+class Setup(SteppedLanes):
     """A store of `capacity` bytes over one or more tiers, and its lanes."""
 
     def __init__(self, capacity=100, n_tiers=1, tier_nbytes=None, **options):
-        self.write, self.read, self.owner, self.later = (ListLane() for _ in range(4))
+        super().__init__()
         self.lost = []
         self.tiers = [
             FailingTier(PinnedTier(PinnedPool((tier_nbytes or 1 << 20), block_nbytes=10)))
@@ -65,15 +65,6 @@ class Setup:
             on_lost=self.lost.append,
             **options,
         )
-
-    @property
-    def lanes(self):
-        lanes = (self.owner, self.write, self.read, self.later)
-        return [lane for lane in lanes if lane.calls]
-
-    def settle(self):
-        while lanes := self.lanes:
-            lanes[0].step()
 
 
 def filled(setup, *keys, nbytes=40):

@@ -139,6 +139,14 @@ async def both_ways(engine, other, number, sizes):
     assert "error" not in there and "error" not in back, (there, back)
 
 
+async def one_way(source, target, number, sizes):
+    """A message from one engine to another."""
+    await asyncio.gather(
+        exchange(target, source.token, "receive", number, sizes),
+        exchange(source, target.token, "send", number, sizes),
+    )
+
+
 # ------------------------------------------------------------------ messages
 
 
@@ -222,10 +230,7 @@ def test_a_message_of_other_lengths_is_refused_and_the_link_goes_on(options, sen
             assert results[1] is None  # what is refused is taken off the sender's hands
             for whole in around:
                 assert (whole[:2048] == 7).all() and (whole[-2048:] == 7).all()
-            await asyncio.gather(
-                exchange(there, here.token, "receive", 2, [50_000]),
-                exchange(here, there.token, "send", 2, [50_000]),
-            )
+            await one_way(here, there, 2, [50_000])
             await until(lambda: not there.report()["held_nbytes"])
 
     run(scenario())
@@ -268,10 +273,7 @@ def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
             # Word of it may come later than the message, and find that it has gone.
             with pytest.raises(TransportError, match="was taken back"):
                 await there.receive(here.token, 1, [np.zeros_like(buffer)], PATIENCE_S)
-            await asyncio.gather(
-                exchange(there, here.token, "receive", 2, [50_000]),
-                exchange(here, there.token, "send", 2, [50_000]),
-            )
+            await one_way(here, there, 2, [50_000])
 
     run(scenario())
 
@@ -383,10 +385,7 @@ def test_over_tcp_what_goes_there_and_what_comes_back_have_a_connection_each():
             nbytes = 4 << 20
             of_others = carried(nbytes // 2)
             await asyncio.gather(
-                exchange(here, there.token, "send", 1, [nbytes]),
-                exchange(there, here.token, "receive", 1, [nbytes]),
-                exchange(there, here.token, "send", 1, [nbytes]),
-                exchange(here, there.token, "receive", 1, [nbytes]),
+                one_way(here, there, 1, [nbytes]), one_way(there, here, 1, [nbytes])
             )
             # The last packets need not be acknowledged yet.
             one, other = [ends for ends in carried(nbytes // 2) if ends not in of_others]
@@ -406,10 +405,7 @@ def test_both_sides_may_connect_at_the_same_moment(options):
             )
             for number in range(5):
                 await asyncio.gather(
-                    exchange(here, there.token, "send", number, [100_000]),
-                    exchange(there, here.token, "receive", number, [100_000]),
-                    exchange(there, here.token, "send", number, [100_000]),
-                    exchange(here, there.token, "receive", number, [100_000]),
+                    one_way(here, there, number, [100_000]), one_way(there, here, number, [100_000])
                 )
 
     run(scenario())
@@ -515,10 +511,7 @@ def test_noise_on_the_port_does_no_harm():
                     with contextlib.suppress(ConnectionError):
                         stranger.sendall(noise)
             await here.connect(there.descriptor, PATIENCE_S)
-            await asyncio.gather(
-                exchange(here, there.token, "send", 1, [100_000]),
-                exchange(there, here.token, "receive", 1, [100_000]),
-            )
+            await one_way(here, there, 1, [100_000])
 
     run(scenario())
 
@@ -692,10 +685,7 @@ def test_a_link_that_breaks_fails_what_was_to_come_by_it(options):
             assert there.report()["peers"] == {here.token: 1}
             with pytest.raises(TransportError, match="taken back"):
                 await there.receive(here.token, 1, [buffer], PATIENCE_S)
-            await asyncio.gather(
-                exchange(here, there.token, "send", 3, [100_000]),
-                exchange(there, here.token, "receive", 3, [100_000]),
-            )
+            await one_way(here, there, 3, [100_000])
 
     run(scenario())
 
