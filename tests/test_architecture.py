@@ -1,4 +1,4 @@
-"""Which room may import what, read off the imports; and the sizes a module may have."""
+"""Which room may import what, read off the imports; the size of a module; what a test asserts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from tests.asserting import Suite
+
+TESTS = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(__file__).parents[1] / "dask_gpurt"
 MODULES = sorted(ROOT.rglob("*.py"))
 
@@ -214,3 +217,13 @@ def test_modules_stay_small_and_say_what_they_do(path):
     assert path.name not in ("utils.py", "helpers.py", "common.py")
     if source.strip():
         assert ast.get_docstring(ast.parse(source)), "no module docstring"
+
+
+#: Tests without an assertion of their own, and what fails instead.
+ASSERT_ELSEWHERE = {
+    "tests.devices.test_devices_page.test_programs_run": "the programs of the page assert",
+}
+
+
+def test_every_test_asserts_something():
+    assert set(Suite(TESTS).without_assertion()) == set(ASSERT_ELSEWHERE)

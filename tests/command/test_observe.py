@@ -108,7 +108,10 @@ def test_a_client_that_fails_is_ignored() -> None:
     class Broken:
         scheduler = None
 
-    asyncio.run(Recorder(lambda: None, with_tasks=True).read(Broken()))  # type: ignore[arg-type]
+    recorder = Recorder(lambda: None, with_tasks=True)
+    before = recorder.snapshot()
+    asyncio.run(recorder.read(Broken()))  # type: ignore[arg-type]
+    assert recorder.snapshot() == before
 
 
 def test_report_names_everything_once(tmp_path: Path) -> None:
@@ -177,9 +180,19 @@ def test_progress_shows_nothing_while_idle() -> None:
     assert terminal.getvalue() == ""
 
 
-def test_progress_survives_a_closed_stream() -> None:
+def test_progress_survives_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
     terminal = Terminal()
     terminal.close()
-    progress = Progress(lambda: snapshot(tasks_done=1, tasks_total=2), terminal)
+    asked = threading.Event()
+
+    def busy() -> Snapshot:
+        asked.set()
+        return snapshot(tasks_done=1, tasks_total=2)
+
+    progress = Progress(busy, terminal)
     progress.start()
+    assert asked.wait(30)
     progress.stop()
+    assert failures == []

@@ -319,8 +319,9 @@ class DeviceSuite:
         assert event.is_done()
 
     def test_an_event_of_an_idle_stream_gets_done(self, stream):
-        stream.record().synchronize()
-        stream.synchronize()
+        event = stream.record()
+        event.synchronize()
+        assert event.is_done()
 
     def test_a_stream_may_wait_for_itself(self, device, stream):
         buffer = self.filled(device, stream, noise(10))

@@ -48,7 +48,9 @@ def test_html_loads_nothing(report: Report) -> None:
 
 def test_html_without_counters_or_times(report: Report) -> None:
     report.rows = [Row("Q1", "nothing", "TPC-H")]
-    ElementTree.fromstring(html_page(report))
+    page = ElementTree.fromstring(html_page(report))
+    assert [row.get("data-query") for row in page.iter("tr") if row.get("data-query")] == ["Q1"]
+    assert list(page.iter("rect")) == []
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 1.3, 7.0, 40.0, 1000.0])

@@ -328,6 +328,18 @@ class TestWhereItCannotWork:
             assert client.submit(sum, [1, 2]).result() == 3
 
 
+def run_python(source):
+    """Run a program in a fresh interpreter without settings of this process."""
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+
 class TestCostWhenOff:
     def test_nothing_of_ours_is_imported(self):
         source = """
@@ -336,14 +348,7 @@ from distributed import Client, LocalCluster
 with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as c, Client(c):
     print(sorted(m for m in sys.modules if m.startswith("dask_gpurt")))
 """
-        done = subprocess.run(
-            [sys.executable, "-c", source],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        done = run_python(source)
         assert done.stdout.strip() == (
             "['dask_gpurt', 'dask_gpurt.preload', 'dask_gpurt.quiet']"
         ), done.stderr
@@ -359,19 +364,7 @@ import dask_gpurt.preload
 dask_gpurt.preload._flag_is_set()
 print(time.perf_counter() - began)
 """
-        times = [
-            float(
-                subprocess.run(
-                    [sys.executable, "-c", source],
-                    env=environment(),
-                    capture_output=True,
-                    text=True,
-                    timeout=60,
-                    check=True,
-                ).stdout
-            )
-            for _ in range(3)
-        ]
+        times = [float(run_python(source).stdout) for _ in range(3)]
         assert min(times) < 0.020
 
     def test_importing_the_package_loads_nothing_heavy(self):
@@ -379,14 +372,7 @@ print(time.perf_counter() - began)
         source += "assert e == dict(os.environ); "
         source += "print([m for m in ('dask', 'distributed', 'pandas', 'numpy', 'pyarrow', 'cupy') "
         source += "if m in sys.modules])"
-        done = subprocess.run(
-            [sys.executable, "-c", source],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        done = run_python(source)
         assert done.stdout.strip() == "[]"
 
 
@@ -686,3 +672,4 @@ async def test_nothing_keeps_a_worker_that_is_closed(s):
         return kept() is None
 
     await async_poll_for(is_gone, timeout=10)
+    assert kept() is None

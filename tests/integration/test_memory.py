@@ -363,6 +363,7 @@ def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
         first = client.submit(waits, key="waits-1", priority=10)
         second = client.submit(sets, key="sets-1")
         wait([first, second])
+        assert [first.status, second.status] == ["finished", "finished"]
 
 
 def test_tasks_that_another_hands_in_and_waits_for_do_not_wait_for_it(monkeypatch):

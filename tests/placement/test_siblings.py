@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dask_gpurt.placement.siblings import Seat, seat
@@ -65,10 +65,16 @@ seats = st.builds(
 
 
 @deterministic
-@given(st.lists(seats), st.floats(0, 10), st.floats(0, 10), st.floats(0, 5))
+@given(st.lists(seats, min_size=1), st.floats(0, 10), st.floats(0, 10), st.floats(0, 5))
 def test_no_worker_is_ever_overfilled(found, ahead, duration_s, to_come):
     chosen = seat(found, ahead=ahead, duration_s=duration_s, to_come=to_come)
-    if chosen is not None:
-        mine = [one for one in found if one.worker == chosen]
-        assert any(one.n_free > (-one.nthreads if one.is_certain else 0) for one in mine)
+    assume(chosen is not None)
+    mine = [one for one in found if one.worker == chosen]
+    assert any(one.n_free > (-one.nthreads if one.is_certain else 0) for one in mine)
+
+
+@deterministic
+@given(st.lists(seats), st.floats(0, 10), st.floats(0, 10), st.floats(0, 5))
+def test_choice_of_a_seat_does_not_depend_on_the_order(found, ahead, duration_s, to_come):
+    chosen = seat(found, ahead=ahead, duration_s=duration_s, to_come=to_come)
     assert chosen == seat(found[::-1], ahead=ahead, duration_s=duration_s, to_come=to_come)

@@ -85,8 +85,27 @@ KEYS = st.sampled_from(["machine", "gpu", "name", "boot", "numa", "gpus", "cards
 
 @settings(max_examples=200)
 @given(VALUES | st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES)))
-def test_anything_is_a_report_or_refused(plain):
-    try:
+def test_other_values_are_refused(plain):
+    with pytest.raises(ProtocolError):
         Report.from_plain(plain)
+
+
+def places(plain, path=()):
+    """Path of every value in a plain report."""
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain)
+    for key, value in items:
+        yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*path, key))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_report_with_one_other_value_is_a_report_or_refused(report, data):
+    plain = msgpack.unpackb(msgpack.packb(report.to_plain()))
+    path = data.draw(st.sampled_from(list(places(plain))))
+    try:
+        found = Report.from_plain(edited(report, path, data.draw(VALUES)))
     except ProtocolError:
-        pass
+        return
+    assert Report.from_plain(found.to_plain()) == found

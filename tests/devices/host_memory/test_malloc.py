@@ -163,8 +163,10 @@ def test_nothing_happens_without_glibc(monkeypatch, load):
 
 @pytest.mark.parametrize("load", [lambda *_: OtherLibrary(), _no_library])
 def test_trimming_without_glibc_is_no_error(monkeypatch, load):
-    monkeypatch.setattr(ctypes, "CDLL", load)
+    asked = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda *library: asked.append(library) or load(*library))
     malloc.trim()
+    assert len(asked) == 1
 
 
 class GlibcLike:

@@ -59,9 +59,11 @@ def test_workers_of_a_process_are_summed_until_the_last_has_let_go(registry):
     again.end()
 
 
-def test_without_prometheus_nothing_is_shown(monkeypatch):
+def test_without_prometheus_nothing_is_shown(monkeypatch, registry):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    ShownShuffles(worker(1)).end()
+    one = ShownShuffles(worker(1))
+    assert shown(registry) == []
+    one.end()
 
 
 def test_names_that_are_taken_are_left_to_whoever_has_them(registry):
