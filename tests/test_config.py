@@ -1,4 +1,4 @@
-"""Settings: what the defaults are, what may be written, and what is said about the rest."""
+"""Settings: what may be written, and what is said about the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import dask.config
 import pytest
-import yaml
 
 from dask_gpurt import config
 from dask_gpurt.config import (
@@ -21,35 +20,7 @@ from dask_gpurt.config import (
     TopologySettings,
 )
 from dask_gpurt.errors import ConfigError
-
-MIB = 1 << 20
-GIB = 1 << 30
-
-DEFAULTS = Settings(
-    enabled=False,
-    strict=False,
-    shuffle=ShuffleSettings(
-        transport="auto",
-        compression="auto",
-        memory=0.3,
-        message_nbytes=8 * MIB,
-        in_flight_nbytes=32 * MIB,
-        overlap=True,
-    ),
-    memory=MemorySettings(
-        enabled=True,
-        policy="next-use",
-        directory=None,
-        disk_limit_nbytes=None,
-        compression="none",
-        compressed_nbytes=None,
-        device=0.6,
-        replace_dask_cuda=False,
-    ),
-    devices=DeviceSettings(shape_launches=False),
-    placement=PlacementSettings(enabled=True, policy="auto"),
-    topology=TopologySettings(file=None, text=None, probe="auto"),
-)
+from tests.config_cases import DEFAULTS, GIB, MIB, leaves, schema_leaves
 
 
 @pytest.fixture(autouse=True)
@@ -70,101 +41,6 @@ def _environment(**variables):
     """The `gpurt` section of a program with these environment variables."""
     env = {f"DASK_{name}": value for name, value in variables.items()}
     return dask.config.collect(paths=[str(config.DEFAULTS_PATH)], env=env)["gpurt"]
-
-
-# ------------------------------------------------------------------ defaults and schema
-
-
-def _leaves(section, prefix=""):
-    found = {}
-    for name, value in section.items():
-        if isinstance(value, dict):
-            found |= _leaves(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
-
-
-def _schema_leaves(section, prefix=""):
-    found = {}
-    for name, entry in section["properties"].items():
-        if "properties" in entry:
-            found |= _schema_leaves(entry, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = entry
-    return found
-
-
-def _schema_sections(section):
-    yield section
-    for entry in section["properties"].values():
-        if "properties" in entry:
-            yield from _schema_sections(entry)
-
-
-def test_defaults_and_schema_have_the_same_keys():
-    assert set(_leaves(config.defaults())) == set(_schema_leaves(config.schema()))
-
-
-def test_every_key_has_a_type_and_a_description():
-    for key, entry in _schema_leaves(config.schema()).items():
-        assert entry.get("type"), key
-        assert entry.get("description", "").strip().endswith("."), key
-
-
-def test_every_section_is_closed_and_described():
-    for section in _schema_sections(config.schema()):
-        assert section["type"] == "object"
-        assert section["additionalProperties"] is False
-        assert section["description"].strip()
-
-
-def test_defaults_have_the_types_of_the_schema():
-    types = {"boolean": bool, "string": str, "number": (int, float), "integer": int}
-    types["null"] = type(None)
-    defaults = _leaves(config.defaults())
-    for key, entry in _schema_leaves(config.schema()).items():
-        names = [entry["type"]] if isinstance(entry["type"], str) else entry["type"]
-        assert any(isinstance(defaults[key], types[name]) for name in names), key
-        if isinstance(defaults[key], bool):
-            assert names == ["boolean"], key
-
-
-def test_every_setting_is_read():
-    """One that nobody reads would be ignored without a word."""
-    changed = {"enabled": True, "strict": True}
-    changed |= {
-        "shuffle.transport": "comm",
-        "shuffle.compression": "lz4",
-        "shuffle.memory": 0.5,
-        "shuffle.message-size": 5,
-        "shuffle.in-flight": 6,
-        "shuffle.overlap": False,
-        "memory.enabled": False,
-        "memory.policy": "lru",
-        "memory.directory": "/scratch",
-        "memory.disk-limit": "1 GiB",
-        "memory.compression": "lz4",
-        "memory.compressed": "1 GiB",
-        "memory.device": 0.5,
-        "memory.replace-dask-cuda": True,
-        "devices.shape-launches": True,
-        "placement.enabled": False,
-        "placement.policy": "stock",
-        "topology.file": str(config.DEFAULTS_PATH),
-        "topology.probe": "off",
-    }
-    assert set(changed) == set(_leaves(config.defaults()))
-    for key, value in changed.items():
-        with dask.config.set({f"gpurt.{key}": value}):
-            assert config.read() != DEFAULTS, key
-
-
-def test_the_defaults_file_lists_the_preload_for_every_role():
-    distributed = yaml.safe_load(config.DEFAULTS_PATH.read_text())["distributed"]
-    assert set(distributed) == {"client", "scheduler"}
-    for role in distributed.values():
-        assert role == {"preload": [config.PRELOAD]}
 
 
 # ------------------------------------------------------------------ reading
@@ -445,7 +321,7 @@ def test_environment_variables(warnings):
 
 WORDS = [
     (key, word)
-    for key, entry in _schema_leaves(config.schema()).items()
+    for key, entry in schema_leaves(config.schema()).items()
     for word in entry.get("enum", ())
 ]
 
@@ -455,7 +331,7 @@ def test_every_word_can_be_said_in_the_environment(key, word):
     """Dask makes other things than words of some, as of `none`."""
     name = f"GPURT__{key}".replace(".", "__").replace("-", "_").upper()
     with dask.config.set(gpurt=_environment(**{name: word})):
-        assert _leaves(config.read().to_plain())[key] == word
+        assert leaves(config.read().to_plain())[key] == word
 
 
 @pytest.mark.parametrize("word", ["True", "TRUE", "yes", "on"])
@@ -493,7 +369,7 @@ def test_settings_survive_the_way_to_a_cluster():
         devices=DeviceSettings(shape_launches=True),
     )
     plain = settings.to_plain()
-    assert _leaves(plain) == {
+    assert leaves(plain) == {
         "enabled": True,
         "strict": True,
         "shuffle.transport": "comm",
@@ -537,6 +413,7 @@ def test_settings_do_not_change_once_they_are_read():
 
 
 # ------------------------------------------------------------------ preloads
+
 
 ROLES = ("client", "scheduler")
 

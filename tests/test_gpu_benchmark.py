@@ -23,7 +23,7 @@ from dask_gpurt.devices.host_memory.pinned import PinnedPool, plain
 from dask_gpurt.devices.occupancy.architectures import SM90
 from dask_gpurt.devices.occupancy.resident_blocks import Launch
 from dask_gpurt.devices.occupancy.shaping import LaunchHook, Planner, shaped
-from tests.devices.occupancy.test_shaping import FakeDriver
+from tests.devices.occupancy.fake_driver import FakeDriver
 
 
 def add(array, rounds):

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import gc
 import os
 import signal
 import subprocess
 import sys
-import weakref
-from unittest.mock import patch
 
 import dask
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster, Worker
-from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
+from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt import config, preload
-from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
-from dask_gpurt.plugins.scheduler import GpurtScheduler, _switching_of
-from tests.conftest import stock_client
+from dask_gpurt import preload
+from dask_gpurt.errors import ActivationError, StrictFallbackError
 from tests.failure.gates import until
 from tests.integration.comparing import collection, partitions, runs
+from tests.integration.flagged_programs import flagged, shuffled, until_workers
 from tests.integration.processes import (
     FUTURE_DISTRIBUTED,
     WITHOUT_HEARTBEATS,
@@ -52,15 +46,6 @@ if __name__ == "__main__":
     main()
 """
 ON = "DASK_GPURT__ENABLED"
-
-
-def shuffled():
-    frames = [pd.DataFrame({"a": range(i, 100 + i), "b": 1.5}) for i in range(4)]
-    return collection(frames).shuffle("a", npartitions=3)
-
-
-def flagged():
-    return dask.config.set({"gpurt.enabled": True})
 
 
 @pytest.fixture
@@ -156,7 +141,7 @@ class TestRunningCluster:
                 # The nanny starts a worker that was killed again.
                 victim, pid = next(iter(client.run(os.getpid).items()))
                 os.kill(pid, signal.SIGKILL)
-                client.sync(_until, client, lambda workers: victim not in workers)
+                client.sync(until_workers, client, lambda workers: victim not in workers)
                 check(2)
                 client.restart()
                 check(2)
@@ -195,8 +180,6 @@ class TestRunningCluster:
                 await dask_gpurt.enable(client)
                 assert (await dask_gpurt.status(client))["active"]
                 return sum(map(len, parts))
-
-        import asyncio
 
         with flagged():
             assert asyncio.run(main()) == 400
@@ -376,12 +359,6 @@ print(time.perf_counter() - began)
         assert done.stdout.strip() == "[]"
 
 
-async def _until(client, condition):
-    """Wait for the scheduler's workers to fulfil a condition; it is asked, nobody sleeps."""
-    while not condition((await client.scheduler.identity(n_workers=-1))["workers"]):
-        pass
-
-
 def _leftovers(client):
     """What a disabled runtime left on the live objects it had changed."""
 
@@ -403,273 +380,3 @@ def _leftovers(client):
         "scheduler": client.run_on_scheduler(on_scheduler),
         "worker": sorted({name for names in workers.values() for name in names}),
     }
-
-
-@pytest.mark.parametrize("owns_loop", [False, True])
-def test_a_client_that_is_closed_is_told_so(owns_loop):
-    """Its loop may have been closed with it, and nothing can be asked there."""
-    with stock_client(1) as connected:
-        client = Client(connected.cluster.scheduler_address) if owns_loop else connected
-        client.close()
-        for ask in (dask_gpurt.enable, dask_gpurt.disable, dask_gpurt.status):
-            with pytest.raises(ActivationError, match="not connected to a scheduler"):
-                ask(client)
-        with pytest.raises(ActivationError, match="not connected to a scheduler"):
-            dask_gpurt.explain(client, "key")
-
-
-def test_a_client_that_connects_does_not_ask_every_worker():
-    options = {"n_workers": 2, "processes": False, "dashboard_address": ":0"}
-    with flagged(), LocalCluster(silence_logs=False, **options) as in_process:
-        with Client(in_process, set_as_default=False) as first:
-            assert dask_gpurt.status(first)["active"]
-            asked = []
-
-            async def report():
-                asked.append(True)
-                return {}
-
-            for worker in in_process.workers.values():
-                worker.handlers["gpurt_report"] = report
-            with Client(in_process, set_as_default=False) as second:
-                assert not asked
-                dask_gpurt.enable(second)
-                assert not asked
-
-
-def held_up(worker):
-    """A worker that takes no plugin in until the event that is returned is set."""
-    comes_to, plugin_add = asyncio.Event(), worker.handlers["plugin-add"]
-
-    async def add_later(**message):
-        await comes_to.wait()
-        return await plugin_add(**message)
-
-    worker.handlers["plugin-add"] = add_later
-    return comes_to
-
-
-@gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_worker_that_does_not_answer_holds_nobody_up(c, s, a, b, monkeypatch):
-    """Its event loop may be held up for minutes; it takes part when it comes to."""
-    monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
-    comes_to = held_up(b)
-    await dask_gpurt.enable(c)
-    plugin = s.plugins["gpurt"]
-    assert plugin.ready == {a.address}
-    frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
-    shuffled = collection(frames).shuffle("a", npartitions=2).a.sum()
-    assert await c.compute(shuffled) == sum(range(40))
-    assert (plugin.runs["gpurt"], plugin.runs["stock"]) == (0, 1)
-    assert (await dask_gpurt.status(c))["not_ready"].keys() == {b.address}
-    comes_to.set()
-    await async_poll_for(lambda: plugin.ready == {a.address, b.address}, timeout=10)
-    assert not plugin.not_ready
-
-
-@gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_what_a_worker_has_yet_to_take_in_is_not_left_there(c, s, a, b, monkeypatch):
-    monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
-    comes_to = held_up(b)
-    await dask_gpurt.enable(c)
-    disabled = asyncio.ensure_future(dask_gpurt.disable(c))
-    await async_poll_for(lambda: "gpurt" not in s.plugins, timeout=10)
-    comes_to.set()
-    await disabled
-    assert "gpurt" not in a.plugins and "gpurt" not in b.plugins
-
-
-@gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_client_of_another_version_keeps_nobody_out(c, s, a, b, monkeypatch):
-    class OfAnotherVersion(GpurtScheduler):
-        def __init__(self, settings, version):
-            super().__init__(settings, "0.0.9")
-
-    with monkeypatch.context() as other:
-        other.setattr("dask_gpurt.plugins.scheduler.GpurtScheduler", OfAnotherVersion)
-        with pytest.raises(ActivationError, match=r"dask-gpurt==0\.0\.9"):
-            await dask_gpurt.enable(c)
-    assert "gpurt_status" not in s.handlers and "gpurt" not in s.plugins
-    await dask_gpurt.enable(c)
-    assert (await dask_gpurt.status(c))["active"]
-
-
-@gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
-async def test_a_worker_that_left_before_it_reported_holds_nobody_up(c, s, a, b):
-    """In less time than anybody would be waited for."""
-    comes_to = held_up(b)
-    enabled = asyncio.ensure_future(dask_gpurt.enable(c))
-    await async_poll_for(lambda: "gpurt_status" in s.handlers, timeout=5)
-    plugin = s.handlers["gpurt_status"].__self__
-    await async_poll_for(lambda: plugin.ready == {a.address}, timeout=5)
-    waits = asyncio.ensure_future(plugin._everyone_reported())
-    await async_poll_for(lambda: plugin._reported._waiters, timeout=5)
-    await b.close()
-    await waits
-    assert not plugin.not_ready
-    comes_to.set()
-    await enabled
-
-
-@gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
-async def test_a_shuffle_that_waits_for_who_joins_is_stock_s_when_it_is_switched_off(c, s, a, b):
-    """In less time than anybody would be waited for."""
-    await dask_gpurt.enable(c)
-    plugin = s.plugins["gpurt"]
-    # As one that is joining, and has not said so yet.
-    plugin.ready.discard(b.address)
-    frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
-    total = c.compute(collection(frames).shuffle("a", npartitions=2).a.sum())
-    await async_poll_for(lambda: plugin._reported._waiters, timeout=5)
-    await dask_gpurt.disable(c)
-    assert await total == sum(range(40))
-    assert not plugin.runs and not plugin.fallbacks and not plugin.not_ready
-
-
-@gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_who_joins_while_it_is_switched_off_is_heard(c, s, a, b):
-    """Or it would be an error in the scheduler's log, and the worker's."""
-    await dask_gpurt.enable(c)
-    plugin, heard, plugin_remove = s.plugins["gpurt"], [], b.handlers["plugin-remove"]
-
-    async def report_first(**message):
-        plugin.ready.discard(b.address)
-        await b.scheduler.gpurt_worker_ready(worker=b.address, problem=None)
-        heard.append(b.address in plugin.ready)
-        return await plugin_remove(**message)
-
-    b.handlers["plugin-remove"] = report_first
-    await dask_gpurt.disable(c)
-    assert heard == [False]
-    assert handlers(s) == {"gpurt_status"}
-
-
-@gen_cluster(
-    client=True,
-    nthreads=[("", 1)],
-    scheduler_kwargs={"extensions": {}},
-    worker_kwargs={"extensions": {}},
-    timeout=8,
-)
-async def test_a_scheduler_without_extensions_is_left_to_stock(c, s, a):
-    """Nobody waits for a runtime that cannot come."""
-    for _ in range(2):
-        with pytest.raises(ActivationError, match="without distributed's shuffle extension"):
-            await dask_gpurt.enable(c)
-    assert not (await dask_gpurt.status(c))["active"]
-    assert await c.submit(sum, [1, 2]) == 3
-
-
-@gen_cluster(client=True, nthreads=[("", 1)])
-async def test_a_scheduler_that_could_not_read_the_machines_is_not_asked(c, s, a):
-    """For a handler that it no longer has, which would be a traceback in its log."""
-    broken = patch(
-        "dask_gpurt.plugins.topology.cluster_machines.parse", side_effect=ConfigError("line 1")
-    )
-    with broken, dask.config.set({"gpurt.enabled": True}):
-        settings = dataclasses.replace(
-            config.read(), topology=config.TopologySettings("box.yaml", "hosts: {}", "off")
-        )
-        with pytest.raises(ConfigError, match="line 1"):
-            await s.register_scheduler_plugin(
-                GpurtScheduler(settings, dask_gpurt.__version__), idempotent=True
-            )
-    with captured_logger("distributed.core") as logged:
-        assert not (await dask_gpurt.status(c))["active"]
-    assert not logged.getvalue()
-    await dask_gpurt.enable(c)
-    assert (await dask_gpurt.status(c))["active"]
-    # A restart forgets tasks and what goes with them, and not that.
-    await c.restart(wait_for_workers=False)
-    assert (await dask_gpurt.status(c))["active"]
-
-
-@gen_cluster(client=True, nthreads=[("", 1)], timeout=8)
-async def test_nobody_waits_for_what_could_not_be_switched_on(c, s, a):
-    with patch("dask_gpurt.plugins.patches.p2p.SpecSwap", side_effect=KeyError("moved")):
-        with pytest.raises(KeyError, match="moved"):
-            await dask_gpurt.enable(c)
-    assert not (await dask_gpurt.status(c))["active"]
-    assert await c.submit(sum, [1, 2]) == 3
-
-
-def handlers(s):
-    return {name for name in s.handlers if name.startswith("gpurt_")}
-
-
-@gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_of_clients_that_switch_it_on_at_once_one_does(c, s, a, b):
-    """Or there would be two, each of which took the other's hooks for stock's."""
-    retrieve, stock_handlers = vars(s.plugins["shuffle"]).copy(), dict(s.handlers)
-    async with Client(s.address, asynchronous=True, set_as_default=False) as d:
-        await asyncio.gather(dask_gpurt.enable(c), dask_gpurt.enable(d))
-        plugin = s.plugins["gpurt"]
-        assert plugin.is_active
-        assert all(handler.__self__ is plugin for handler in map(s.handlers.get, handlers(s)))
-        assert "gpurt" in a.plugins and "gpurt" in b.plugins
-        await dask_gpurt.disable(d)
-    assert vars(s.plugins["shuffle"]) == retrieve
-    assert handlers(s) == {"gpurt_status"}
-    assert s.handlers == {**stock_handlers, "gpurt_status": s.handlers["gpurt_status"]}
-    assert "gpurt" not in {*s.plugins, *a.plugins, *b.plugins}
-
-
-@gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_it_can_be_switched_on_again_before_it_is_quite_off(c, s, a, b):
-    """A worker may take its time to let go of it."""
-    lets_go, plugin_remove = asyncio.Event(), b.handlers["plugin-remove"]
-
-    async def remove_later(**message):
-        await lets_go.wait()
-        return await plugin_remove(**message)
-
-    b.handlers["plugin-remove"] = remove_later
-    await dask_gpurt.enable(c)
-    async with Client(s.address, asynchronous=True, set_as_default=False) as d:
-        off = asyncio.ensure_future(dask_gpurt.disable(c))
-        await async_poll_for(lambda: "gpurt" not in s.worker_plugins, timeout=10)
-        on = asyncio.ensure_future(dask_gpurt.enable(d))
-        # It came as far as it can.
-        await async_poll_for(lambda: _switching_of(s)._waiters, timeout=10)
-        lets_go.set()
-        await asyncio.gather(off, on)
-        assert (await dask_gpurt.status(d))["active"]
-    assert s.plugins["gpurt"].is_active
-    assert "gpurt" in s.worker_plugins
-    assert {"gpurt_next_uses", "gpurt_disable"} <= handlers(s)
-    assert "gpurt" in a.plugins and "gpurt" in b.plugins
-
-
-@gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "1 GiB"})
-async def test_memory_settings_of_a_later_client_hold_for_workers_that_start(c, s, a, tmp_path):
-    await dask_gpurt.enable(c)
-    with (
-        dask.config.set({"gpurt.memory.directory": str(tmp_path)}),
-        captured_logger("dask_gpurt") as logged,
-    ):
-        await dask_gpurt.enable(c)
-        # Nothing new.
-        await dask_gpurt.enable(c)
-    assert logged.getvalue().count("the 1 that run keep theirs") == 1
-    async with Worker(s.address, nthreads=1, memory_limit="1 GiB") as b:
-        await async_poll_for(lambda: b.address in s.plugins["gpurt"].ready, timeout=10)
-        reports = (await dask_gpurt.status(c))["workers"]
-        said = {one: report["memory"]["disk"]["directory"] for one, report in reports.items()}
-    assert said[b.address].startswith(str(tmp_path))
-    assert not said[a.address].startswith(str(tmp_path))
-
-
-@gen_cluster(nthreads=[], config={"gpurt.enabled": True})
-async def test_nothing_keeps_a_worker_that_is_closed(s):
-    """A process may start many, one after the other; each has memory and an open file."""
-    async with Worker(s.address) as worker:
-        await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=10)
-        kept = weakref.ref(worker)
-    del worker
-
-    def is_gone():
-        gc.collect()
-        return kept() is None
-
-    await async_poll_for(is_gone, timeout=10)
-    assert kept() is None

@@ -18,7 +18,7 @@ from dask_gpurt.command.doctor import cluster_findings
 from dask_gpurt.command.status import as_text
 from dask_gpurt.plugins.memory import gpu_store
 from dask_gpurt.plugins.memory.gpu_store import Facts
-from tests.integration.test_memory import cluster, stores, until
+from tests.integration.memory_cluster import cluster, stores, until
 from tests.memory.emulated_gpu import Gpu, GpuArray
 
 MIB = 1 << 20

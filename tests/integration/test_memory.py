@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
 import os
 import pathlib
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import dask
@@ -16,62 +13,21 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask import delayed
-from distributed import Client, Event, LocalCluster, get_client, wait, worker_client
+from distributed import Client, LocalCluster, wait
 from distributed.spill import SpillBuffer
 
 import dask_gpurt
 from dask_gpurt.memory.files.disk_tier import DiskTier
-from tests.failure.gates import DEADLINE_S, Gate, pass_gate
-
-MIB = 1 << 20
-
-#: In one process with everything else, so that what the process takes besides is not looked at.
-MANAGED_ALONE = {
-    "distributed.worker.memory.target": 0.6,
-    "distributed.worker.memory.spill": False,
-    "distributed.worker.memory.pause": False,
-    "distributed.worker.memory.terminate": False,
-}
-
-
-@contextlib.contextmanager
-def cluster(memory_limit=32 * MIB, n_workers=2, n_threads=1, enable=True, **config):
-    settings = {**MANAGED_ALONE, "gpurt.enabled": False, **config}
-    with (
-        dask.config.set(settings),
-        LocalCluster(
-            n_workers=n_workers,
-            threads_per_worker=n_threads,
-            processes=False,
-            protocol="tcp://",
-            memory_limit=memory_limit,
-            dashboard_address=":0",
-            silence_logs=False,
-        ) as local,
-        Client(local) as client,
-    ):
-        if enable:
-            dask_gpurt.enable(client)
-        yield client
-
-
-def stores(client):
-    return [worker.data for worker in client.cluster.workers.values()]
-
-
-def until(is_so):
-    give_up = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < give_up
-
-
-def on_disk(client):
-    return sum(len(store.disk) for store in stores(client))
-
-
-@delayed(pure=False)
-def block(number, nbytes=4 * MIB):
-    return np.full(nbytes // 8, number, dtype=np.int64)
+from tests.integration.memory_cluster import (
+    MANAGED_ALONE,
+    MIB,
+    block,
+    cluster,
+    files,
+    on_disk,
+    stores,
+    until,
+)
 
 
 def test_more_data_than_memory():
@@ -150,15 +106,6 @@ def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
         assert all(name.startswith("gpurt read") for name in readers)
         for value, part in zip(values, (cold, at_home), strict=True):
             assert (value == parts.index(part)).all()
-
-
-def files(client):
-    return [
-        path
-        for worker in client.cluster.workers.values()
-        for path in pathlib.Path(worker.local_directory).glob("dask-gpurt-values-*/*")
-        if path.stat().st_size > MIB
-    ]
 
 
 @pytest.mark.parametrize("directory", ["values", "~/values"])
@@ -328,203 +275,6 @@ def test_a_live_cluster_with_spilled_data_is_taken_over(caplog):
         for number, part in enumerate(parts):
             assert (part.result() == number).all()
     assert not [one.message for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
-
-
-def test_a_task_that_waits_for_others_does_not_keep_their_room():
-    def parent():
-        with worker_client() as inner:
-            return sum(inner.gather([inner.submit(child, n, pure=False) for n in range(4)]))
-
-    def child(number):
-        return int(np.full(20 * MIB // 8, number, dtype=np.int64).max())
-
-    with cluster(n_workers=1) as client:
-        # They are known to be large: what is learnt of one is expected of the next.
-        assert client.submit(parent, pure=False).result() == 6
-        assert client.submit(parent, pure=False).result() == 6
-
-
-def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.PATIENCE_S", 0.5)
-
-    def waits():
-        Event("go").wait()
-        return np.zeros(18 * MIB // 8)
-
-    def sets():
-        Event("go").set()
-        return np.zeros(18 * MIB // 8)
-
-    config = {"distributed.worker.memory.spill": 0.99}
-    with cluster(n_workers=1, n_threads=2, **config) as client:
-        # What the tasks make is known from others of their names.
-        for name in ("waits", "sets"):
-            client.submit(np.zeros, 18 * MIB // 8, key=f"{name}-0").result()
-        first = client.submit(waits, key="waits-1", priority=10)
-        second = client.submit(sets, key="sets-1")
-        wait([first, second])
-        assert [first.status, second.status] == ["finished", "finished"]
-
-
-def test_tasks_that_another_hands_in_and_waits_for_do_not_wait_for_it(monkeypatch):
-    """It did not leave its thread, and its input takes nearly all the room there is."""
-    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.PATIENCE_S", math.inf)
-
-    def made():
-        return np.ones(8 * MIB // 8)
-
-    def outer(held):
-        inner = get_client()
-        parts = [inner.submit(made, key=f"made-{n}") for n in range(1, 4)]
-        return sum(int(part.result().sum()) for part in parts) + held.nbytes
-
-    with cluster(n_workers=1, n_threads=2) as client:
-        # How large they are is learnt of the first.
-        client.submit(made, key="made-0").result()
-        held = client.submit(np.zeros, 18 * MIB // 8, key="held")
-        found = client.submit(outer, held).result(timeout=DEADLINE_S)
-        assert found == 3 * MIB + 18 * MIB
-
-
-class Measured:
-    """Remembers which threads asked how large it is."""
-
-    def __init__(self):
-        self.by = []
-
-    def __sizeof__(self):
-        self.by.append(threading.current_thread())
-        return 1000
-
-
-def test_outputs_are_measured_by_their_tasks_alone():
-    with cluster(n_workers=1) as client:
-        (worker,) = client.cluster.workers.values()
-        future = client.submit(Measured, key="measured")
-        wait(future)
-        made = worker.data["measured"]
-        assert worker.data.residency.values["measured"].nbytes >= 1000
-        (thread,) = made.by
-        assert "Dask" in thread.name
-        assert not worker.data.measured
-
-
-def test_what_comes_too_late_is_forgotten():
-    with cluster(n_workers=1) as client:
-        (worker,) = client.cluster.workers.values()
-        future = client.submit(waits_for_the_word, key="late")
-        Event("begun", client=client).wait()
-        future.release()
-        until(lambda: worker.state.tasks["late"].state == "cancelled")
-        Event("go on", client=client).set()
-        until(lambda: "late" not in worker.state.tasks)
-        assert "late" not in worker.data
-        assert not worker.data.measured
-
-
-def waits_for_the_word():
-    Event("begun").set()
-    Event("go on").wait()
-    return 1
-
-
-class Understated:
-    """Takes much more than it says."""
-
-    def __init__(self, number):
-        self.number = number
-
-    def __sizeof__(self):
-        return 48
-
-
-#: Looks of the monitor follow one another closely, and say what the test wants them to.
-MONITORED = {
-    "distributed.worker.memory.spill": 0.7,
-    "distributed.worker.memory.monitor-interval": "5ms",
-}
-
-
-def test_values_that_are_larger_than_they_say():
-    with cluster(n_workers=1, **MONITORED) as client:
-        (worker,) = client.cluster.workers.values()
-        store = worker.data
-        worker.monitor.get_process_memory = lambda: len(store.memory) * 3 * MIB
-        futures = client.map(Understated, range(20))
-        wait(futures)
-        until(lambda: len(store.memory) * 3 * MIB <= 0.85 * 32 * MIB)
-        assert len(store.memory) + len(store.disk) >= 20
-        assert [future.result().number for future in futures] == list(range(20))
-
-
-def test_memory_that_no_value_takes(monkeypatch):
-    told = []
-    monkeypatch.setattr("dask_gpurt.plugins.patches.worker_memory.warn_of_unmanaged", told.append)
-    with cluster(n_workers=1, **MONITORED) as client:
-        (worker,) = client.cluster.workers.values()
-        worker.monitor.get_process_memory = lambda: 31 * MIB
-        until(lambda: told)
-        assert client.submit(sum, [1, 2]).result() == 3
-    assert told == [31 * MIB]
-
-
-def test_inputs_of_tasks_that_are_over_are_not_read_ahead():
-    async def ahead(n_queued, dask_worker):
-        while len(dask_worker.state.ready) != n_queued:
-            await asyncio.sleep(0)
-        return list(dask_worker.data._upcoming())
-
-    with cluster(n_workers=1) as client, Gate() as gate:
-        (worker,) = client.cluster.workers.values()
-        first, second = client.scatter([1, 2])
-        running = client.submit(pass_gate, gate.path, priority=9)
-        gate.wait_for()
-        uses = [client.submit(str, n, priority=p) for n, p in ((first, 5), (second, 4))]
-        assert client.run(ahead, 2) == {worker.address: [first.key, second.key]}
-        gate.open()
-        wait([running, *uses])
-        # Fewer have ended than would have the queue looked at again.
-        assert client.run(ahead, 0) == {worker.address: []}
-
-
-def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
-    relieved = []
-    monkeypatch.setattr(
-        "dask_gpurt.plugins.memory.manager.ManagedMemory._relieve",
-        lambda self, nbytes: relieved.append(1),
-    )
-    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.RELIEF_INTERVAL_S", -1.0)
-
-    async def look(share, dask_worker):
-        dask_worker.monitor.get_process_memory = lambda: int(share * 32 * MIB)
-        monitor = dask_worker.memory_manager.memory_monitor
-        await asyncio.wait_for(monitor(dask_worker), DEADLINE_S)
-        return dask_worker.status.name
-
-    marks = {
-        "distributed.worker.memory.spill": 0.7,
-        "distributed.worker.memory.pause": 0.8,
-        "distributed.worker.memory.monitor-interval": "1h",
-    }
-    with cluster(n_workers=1, **marks) as client:
-        (worker,) = client.cluster.workers.values()
-        writing, go_on, written = (threading.Event() for _ in range(3))
-
-        def write():
-            writing.set()
-            assert go_on.wait(DEADLINE_S)
-
-        worker.data._lanes.write(write)
-        assert writing.wait(DEADLINE_S)
-        try:
-            for share, status in ((0.79, "running"), (0.9, "paused"), (0.5, "running")):
-                assert client.run(look, share) == {worker.address: status}
-        finally:
-            go_on.set()
-        worker.data._lanes.write(written.set)
-        assert written.wait(DEADLINE_S)
-        # Asked for twice, and the first is not done yet at the second.
-        assert len(relieved) == 1
 
 
 def test_without_a_limit_the_worker_keeps_what_it_has():

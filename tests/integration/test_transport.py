@@ -22,7 +22,7 @@ from tests.codecs.test_nvcomp import emulated
 from tests.conftest import stock_client
 from tests.failure.gates import Gate, before, from_call, pass_gate
 from tests.integration.comparing import collection, partitions, runs
-from tests.integration.test_memory import until
+from tests.integration.memory_cluster import until
 
 ROWS = 40_000  # shards that are large enough to be handed over in shared memory
 

@@ -1,126 +1,15 @@
-"""Messages in front of a busy peer grow, producers are held back, and nothing is lost silently."""
+"""Messages in front of a busy peer grow, keep their order and all arrive."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import threading
-import weakref
-from collections import defaultdict
-from dataclasses import dataclass
 
 import pytest
 
-from dask_gpurt.errors import ExchangeError
 from dask_gpurt.transport.outbox import Outbox
-
-PATIENCE_S = 20.0
-
-
-@dataclass(frozen=True)
-class Item:
-    name: object
-    nbytes: int = 10
-
-
-class Refused(Exception):
-    """What a peer that cannot be reached makes of a message."""
-
-
-class WatchedCondition(threading.Condition):
-    """Says when a producer begins to wait."""
-
-    def __init__(self):
-        super().__init__()
-        self.held_back = threading.Semaphore(0)
-
-    def wait(self, timeout=None):
-        self.held_back.release()
-        return super().wait(timeout)
-
-
-def always(nbytes):
-    """Messages of one size for every peer."""
-    return lambda peer: nbytes
-
-
-class Post:
-    """An outbox on the running loop, and peers whose gates the test opens and shuts."""
-
-    def __init__(self, **options):
-        options = {"limit_nbytes": 1 << 20, "message_nbytes": 1 << 20, "concurrency": 1} | options
-        if not callable(size := options["message_nbytes"]):
-            options["message_nbytes"] = always(size)
-        self.outbox = Outbox(self._send, asyncio.get_running_loop(), **options)
-        self.outbox._changed = WatchedCondition()  # the one place where a wait can be seen
-        self.gates = defaultdict(asyncio.Event)
-        self.refusals = {}
-        self.started = defaultdict(list)
-        self.arrived = defaultdict(list)
-        self.n_under_way = defaultdict(int)
-        self.most_under_way = defaultdict(int)
-        self._news = asyncio.Condition()
-
-    async def _send(self, peer, items):
-        names = [item.name for item in items]
-        self.n_under_way[peer] += 1
-        self.most_under_way[peer] = max(self.most_under_way[peer], self.n_under_way[peer])
-        self.started[peer].append(names)
-        await self._tell()
-        try:
-            await self.gates[peer].wait()
-            if peer in self.refusals:
-                raise self.refusals[peer]
-            self.arrived[peer].append(names)
-        finally:
-            self.n_under_way[peer] -= 1
-
-    async def _tell(self):
-        async with self._news:
-            self._news.notify_all()
-
-    async def until_started(self, peer, n_messages):
-        async with self._news:
-            await self._news.wait_for(lambda: len(self.started[peer]) >= n_messages)
-
-    async def put(self, peer, *items):
-        """From a thread, as producers do."""
-        await asyncio.to_thread(self.outbox.put, peer, items)
-
-    async def hold_back(self, peer, *items):
-        """A producer that is waiting by the time this returns."""
-        task = asyncio.create_task(self.put(peer, *items))
-        held_back = self.outbox._changed.held_back
-        assert await asyncio.to_thread(held_back.acquire, timeout=PATIENCE_S)
-        assert not task.done()
-        return task
-
-    def open(self, *peers):
-        for peer in peers:
-            self.gates[peer].set()
-
-
-def _run(scenario):
-    """Run a scenario on a loop of its own and see that it leaves no task there."""
-
-    async def watched():
-        async with asyncio.timeout(PATIENCE_S):
-            await scenario()
-        await _settle()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(watched())
-
-
-async def _settle():
-    """Let everything run that can without anything new happening."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-def _flat(messages):
-    return [name for names in messages for name in names]
-
+from tests.transport.outbox_post import PATIENCE_S, Item, Post, always, flat, run, settle
 
 # ------------------------------------------------------------------ messages
 
@@ -132,11 +21,11 @@ def test_what_is_put_arrives():
         await post.put("a", Item(1), Item(2))
         await post.put("b", Item(3))
         await post.outbox.flush()
-        assert _flat(post.arrived["a"]) == [1, 2]
-        assert _flat(post.arrived["b"]) == [3]
+        assert flat(post.arrived["a"]) == [1, 2]
+        assert flat(post.arrived["b"]) == [3]
         assert post.outbox.waiting_nbytes == 0
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_it_is_sent_without_a_flush():
@@ -145,10 +34,10 @@ def test_it_is_sent_without_a_flush():
         await post.put("a", Item(1))
         await post.until_started("a", 1)
         post.open("a")
-        await _settle()
+        await settle()
         assert post.arrived["a"] == [[1]]
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_send_runs_on_the_loop():
@@ -165,7 +54,7 @@ def test_send_runs_on_the_loop():
         await outbox.flush()
         assert threads == [threading.get_ident()]
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_messages_grow_while_a_peer_is_busy():
@@ -175,13 +64,13 @@ def test_messages_grow_while_a_peer_is_busy():
         await post.until_started("a", 1)
         for number in range(1, 6):
             await post.put("a", Item(number))
-        await _settle()
+        await settle()
         assert post.started["a"] == [[0]]
         post.open("a")
         await post.outbox.flush()
         assert post.arrived["a"] == [[0], [1, 2, 3, 4, 5]]
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_busy_peer_does_not_hold_up_another():
@@ -192,12 +81,12 @@ def test_a_busy_peer_does_not_hold_up_another():
         post.open("b")
         await post.put("b", Item(1))
         await post.until_started("b", 1)
-        await _settle()
+        await settle()
         assert (post.arrived["a"], post.arrived["b"]) == ([], [[1]])
         post.open("a")
         await post.outbox.flush()
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_message_is_closed_once_it_reaches_its_size():
@@ -216,7 +105,7 @@ def test_a_message_is_closed_once_it_reaches_its_size():
             ["7: 2"],
         ]
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_each_peer_has_a_size_of_its_own():
@@ -231,7 +120,7 @@ def test_each_peer_has_a_size_of_its_own():
         assert post.arrived["near"] == [[0], [1, 2, 3, 4]]
         assert post.arrived["far"] == [[0], [1, 2], [3, 4]]
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_the_order_for_a_peer_is_kept():
@@ -249,12 +138,12 @@ def test_the_order_for_a_peer_is_kept():
         await asyncio.gather(*(asyncio.to_thread(produce, producer) for producer in range(3)))
         await post.outbox.flush()
         for rest, peer in enumerate("ab"):
-            assert len(_flat(post.arrived[peer])) == 300
+            assert len(flat(post.arrived[peer])) == 300
             for producer in range(3):
-                mine = [name[1:] for name in _flat(post.arrived[peer]) if name[0] == producer]
+                mine = [name[1:] for name in flat(post.arrived[peer]) if name[0] == producer]
                 assert mine == [(n, part) for n in range(rest, 100, 2) for part in (0, 1)]
 
-    _run(scenario)
+    run(scenario)
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 3])
@@ -266,7 +155,7 @@ def test_so_many_messages_are_under_way_to_a_peer_and_no_more(concurrency):
             await post.put("b", Item(number))
         await post.until_started("a", concurrency)
         await post.until_started("b", concurrency)
-        await _settle()
+        await settle()
         expected = [[number] for number in range(concurrency)]
         assert post.started["a"] == post.started["b"] == expected
         post.open("a", "b")
@@ -274,7 +163,7 @@ def test_so_many_messages_are_under_way_to_a_peer_and_no_more(concurrency):
         assert dict(post.most_under_way) == {"a": concurrency, "b": concurrency}
         assert post.started["a"] == [[number] for number in range(8)]
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_a_put_in_the_moment_a_sender_ends_is_not_forgotten():
@@ -303,11 +192,11 @@ def test_a_put_in_the_moment_a_sender_ends_is_not_forgotten():
             concurrency=1,
         )
         outbox.put("a", [Last("early")])
-        await _settle()
+        await settle()
         assert arrived == ["early", "late"]
 
     outbox = None
-    _run(scenario)
+    run(scenario)
 
 
 def test_shards_are_let_go_once_they_are_delivered():
@@ -338,261 +227,10 @@ def test_shards_are_let_go_once_they_are_delivered():
         outbox.put("a", [Tracked(1), Tracked(2), Tracked(3)])
         await outbox.flush()
         assert alive_at_start == [[1, 2, 3], [2, 3], [3]]
-        await _settle()
+        await settle()
         assert alive == set()
 
-    _run(scenario)
-
-
-# ------------------------------------------------------------------ back-pressure
-
-
-def test_a_producer_is_held_back_while_too_much_waits():
-    async def scenario():
-        post = Post(limit_nbytes=20)
-        await post.put("a", Item(1))
-        await post.put("a", Item(2))
-        held_back = await post.hold_back("a", Item(3))
-        assert post.outbox.waiting_nbytes == 20
-        assert 3 not in _flat(post.started["a"])
-        post.open("a")
-        await held_back
-        await post.outbox.flush()
-        assert _flat(post.arrived["a"]) == [1, 2, 3]
-
-    _run(scenario)
-
-
-def test_what_is_under_way_counts_as_waiting():
-    async def scenario():
-        post = Post(limit_nbytes=10)
-        await post.put("a", Item(1))
-        await post.until_started("a", 1)
-        assert post.outbox.waiting_nbytes == 10
-        held_back = await post.hold_back("a", Item(2))
-        post.open("a")
-        await held_back
-        await post.outbox.flush()
-        assert post.outbox.waiting_nbytes == 0
-
-    _run(scenario)
-
-
-def test_what_waits_for_one_peer_does_not_hold_back_producers_for_another():
-    async def scenario():
-        post = Post(limit_nbytes=10)
-        await post.put("a", Item(1))
-        await post.put("b", Item(2))
-        assert post.outbox.waiting_nbytes == 20
-        post.open("a", "b")
-        await post.outbox.flush()
-
-    _run(scenario)
-
-
-def test_shards_larger_than_the_limit_are_taken_when_nothing_waits():
-    async def scenario():
-        post = Post(limit_nbytes=10)
-        post.open("a")
-        await post.put("a", Item(1, 1000), Item(2, 1000))
-        await post.outbox.flush()
-        assert _flat(post.arrived["a"]) == [1, 2]
-
-    _run(scenario)
-
-
-def test_many_producers_are_let_go_one_after_the_other():
-    async def scenario():
-        post = Post(limit_nbytes=10)
-        await post.put("a", Item(0))
-        held_back = [await post.hold_back("a", Item(number)) for number in range(1, 4)]
-        post.open("a")
-        await asyncio.gather(*held_back)
-        await post.outbox.flush()
-        assert sorted(_flat(post.arrived["a"])) == [0, 1, 2, 3]
-
-    _run(scenario)
-
-
-def test_a_failure_lets_producers_go_and_tells_them():
-    async def scenario():
-        post = Post(limit_nbytes=10)
-        await post.put("a", Item(1))
-        held_back = await post.hold_back("a", Item(2))
-        post.refusals["a"] = Refused("a is gone")
-        post.open("a")
-        with pytest.raises(Refused, match="a is gone"):
-            await held_back
-        assert post.started["a"] == [[1]]
-        await post.outbox.close()
-
-    _run(scenario)
-
-
-def test_a_failure_does_not_keep_the_shards_that_were_being_sent():
-    """Whoever logs or keeps the error has its frames, and all that these hold."""
-
-    async def scenario():
-        post = Post()
-        post.refusals["a"] = Refused("a is gone")
-        post.open("a")
-        items = [Item(1), Item(2)]
-        kept = list(map(weakref.ref, items))
-        post.outbox.put("a", items)
-        items.clear()
-        with pytest.raises(Refused) as error:
-            await post.outbox.flush()
-        assert error.value is post.refusals["a"]
-        assert [item() for item in kept] == [None, None]
-        await post.outbox.close()
-
-    _run(scenario)
-
-
-def test_a_failure_of_one_peer_lets_producers_for_another_go():
-    async def scenario():
-        post = Post(limit_nbytes=10)
-        await post.put("b", Item(1))
-        held_back = await post.hold_back("b", Item(2))
-        post.refusals["a"] = Refused("a is gone")
-        post.open("a")
-        await post.put("a", Item(3))
-        with pytest.raises(Refused, match="a is gone"):
-            await held_back
-        await post.outbox.close()
-
-    _run(scenario)
-
-
-def test_closing_lets_producers_go():
-    async def scenario():
-        post = Post(limit_nbytes=10)
-        await post.put("a", Item(1))
-        held_back = [await post.hold_back("a", Item(number)) for number in (2, 3)]
-        await post.outbox.close()
-        await asyncio.gather(*held_back)
-        assert post.outbox.waiting_nbytes == 0
-        assert 2 not in _flat(post.started["a"])
-
-    _run(scenario)
-
-
-def test_closing_lets_producers_go_before_anything_was_sent():
-    """There is no sender yet whose end could wake them."""
-
-    async def scenario():
-        post = Post(limit_nbytes=10)
-        post.outbox.put("a", [Item(1)])
-        thread = threading.Thread(target=post.outbox.put, args=("a", [Item(2)]), daemon=True)
-        thread.start()
-        # Without a moment for the loop: it has not heard of the first one.
-        assert post.outbox._changed.held_back.acquire(timeout=PATIENCE_S)
-        await post.outbox.close()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-
-    _run(scenario)
-
-
-# ------------------------------------------------------------------ failure
-
-
-def test_a_failure_surfaces_in_put_and_flush_from_then_on():
-    async def scenario():
-        post = Post()
-        post.refusals["a"] = Refused("a is gone")
-        post.open("a", "b")
-        await post.put("a", Item(1))
-        for _ in range(2):
-            with pytest.raises(Refused, match="a is gone"):
-                await post.outbox.flush()
-        with pytest.raises(Refused, match="a is gone"):
-            await post.put("b", Item(2))
-        await _settle()
-        assert post.started["b"] == []
-
-    _run(scenario)
-
-
-def test_a_failure_while_flush_waits_ends_it():
-    async def scenario():
-        post = Post()
-        await post.put("a", Item(1))
-        await post.put("b", Item(2))
-        flushing = asyncio.create_task(post.outbox.flush())
-        await post.until_started("b", 1)
-        post.refusals["b"] = Refused("b is gone")
-        post.open("b")
-        # Although the other peer never answers.
-        with pytest.raises(Refused, match="b is gone"):
-            await flushing
-        await post.outbox.close()
-
-    _run(scenario)
-
-
-def test_the_first_failure_is_the_one_that_is_told():
-    async def scenario():
-        post = Post()
-        post.refusals |= {"a": Refused("a is gone"), "b": Refused("b is gone")}
-        await post.put("a", Item(1))
-        await post.put("b", Item(2))
-        await post.until_started("a", 1)
-        await post.until_started("b", 1)
-        post.open("b")
-        await _settle()
-        post.open("a")
-        await _settle()
-        with pytest.raises(Refused, match="b is gone"):
-            await post.outbox.flush()
-
-    _run(scenario)
-
-
-def test_nothing_more_is_sent_after_a_failure():
-    async def scenario():
-        post = Post(message_nbytes=10)
-        post.refusals["b"] = Refused("b is gone")
-        post.open("b")
-        await post.put("a", Item(1), Item(2))
-        await post.until_started("a", 1)
-        await post.put("b", Item(3))
-        with pytest.raises(Refused):
-            await post.outbox.flush()
-        post.open("a")
-        await _settle()
-        assert post.started["a"] == [[1]]
-
-    _run(scenario)
-
-
-def test_a_send_that_is_cancelled_is_a_failure():
-    """A message that was given up is not a message that was delivered."""
-
-    async def scenario():
-        post = Post()
-        post.refusals["a"] = asyncio.CancelledError("the connection was shut")
-        post.open("a")
-        await post.put("a", Item(1))
-        with pytest.raises(ExchangeError):
-            await post.outbox.flush()
-        with pytest.raises(ExchangeError):
-            await post.put("a", Item(2))
-
-    _run(scenario)
-
-
-def test_a_cancelled_send_lets_producers_go():
-    async def scenario():
-        post = Post(limit_nbytes=10)
-        await post.put("a", Item(1))
-        held_back = await post.hold_back("a", Item(2))
-        post.refusals["a"] = asyncio.CancelledError()
-        post.open("a")
-        with pytest.raises(ExchangeError):
-            await held_back
-
-    _run(scenario)
+    run(scenario)
 
 
 # ------------------------------------------------------------------ flush
@@ -602,7 +240,7 @@ def test_flush_without_anything_put():
     async def scenario():
         await Post().outbox.flush()
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_flush_waits_for_what_is_under_way_and_for_what_waits():
@@ -613,14 +251,14 @@ def test_flush_waits_for_what_is_under_way_and_for_what_waits():
         flushing = asyncio.create_task(post.outbox.flush())
         await post.until_started("a", 1)
         post.open("b")
-        await _settle()
+        await settle()
         assert not flushing.done()
         post.open("a")
         await flushing
         assert post.arrived == {"a": [[1], [2]], "b": [[3]]}
         assert post.outbox.waiting_nbytes == 0
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_flush_does_not_depend_on_the_producers_wake_up():
@@ -633,7 +271,7 @@ def test_flush_does_not_depend_on_the_producers_wake_up():
         await post.outbox.flush()
         assert post.arrived["a"] == [[1]]
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_flush_can_be_cancelled_and_called_again():
@@ -649,7 +287,7 @@ def test_flush_can_be_cancelled_and_called_again():
         await post.outbox.flush()
         assert post.arrived["a"] == [[1]]
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_an_outbox_can_be_used_again_after_a_flush():
@@ -661,7 +299,7 @@ def test_an_outbox_can_be_used_again_after_a_flush():
             await post.outbox.flush()
         assert post.arrived["a"] == [[0], [1], [2]]
 
-    _run(scenario)
+    run(scenario)
 
 
 # ------------------------------------------------------------------ close
@@ -678,10 +316,10 @@ def test_closing_cancels_what_is_under_way_and_drops_what_waits():
         assert dict(post.n_under_way) == {"a": 0, "b": 0}
         assert post.outbox.waiting_nbytes == 0
         post.open("a", "b")
-        await _settle()
+        await settle()
         assert (post.arrived["a"], post.arrived["b"]) == ([], [])
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_what_is_put_after_closing_is_dropped():
@@ -690,11 +328,11 @@ def test_what_is_put_after_closing_is_dropped():
         post.open("a")
         await post.outbox.close()
         await post.put("a", Item(1))
-        await _settle()
+        await settle()
         assert post.started["a"] == []
         assert post.outbox.waiting_nbytes == 0
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_what_was_put_right_before_closing_is_dropped():
@@ -705,10 +343,10 @@ def test_what_was_put_right_before_closing_is_dropped():
         post.open("a")
         post.outbox.put("a", [Item(1)])
         await post.outbox.close()
-        await _settle()
+        await settle()
         assert post.started["a"] == []
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_closing_ends_a_flush():
@@ -721,7 +359,7 @@ def test_closing_ends_a_flush():
         await flushing
         assert post.arrived["a"] == []
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_closing_is_not_a_failure():
@@ -735,7 +373,7 @@ def test_closing_is_not_a_failure():
         await post.put("a", Item(2))
         await post.outbox.flush()
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_closing_twice():
@@ -745,7 +383,7 @@ def test_closing_twice():
         await post.outbox.close()
         await post.outbox.close()
 
-    _run(scenario)
+    run(scenario)
 
 
 def test_closing_waits_until_the_senders_are_gone():
@@ -764,11 +402,11 @@ def test_closing_waits_until_the_senders_are_gone():
         )
         outbox.put("a", [Item(1)])
         outbox.put("b", [Item(2)])
-        await _settle()
+        await settle()
         await outbox.close()
         assert sorted(cleaned_up) == ["a", "b"]
 
-    _run(scenario)
+    run(scenario)
 
 
 @pytest.mark.parametrize("method", ["flush", "close"])
@@ -801,6 +439,6 @@ def test_producers_may_meet_new_peers_meanwhile(method):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        _run(scenario)
+        run(scenario)
     finally:
         sys.setswitchinterval(before)

@@ -18,8 +18,8 @@ import pytest
 from dask_gpurt.errors import TransportError
 from dask_gpurt.transport.ucx import UcxEngine
 from dask_gpurt.transport.ucx_thread import UcxThread
-from tests.transport.test_ucx import over_both
 from tests.transport.ucx_peer import PATIENCE_S, open_door
+from tests.transport.ucx_processes import over_both
 
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
 

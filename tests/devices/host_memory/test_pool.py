@@ -1,40 +1,16 @@
-"""Buffers never share a byte, and their memory comes back with the last view of them."""
+"""Buffers of a pool never share a byte, and their memory comes back with the last view."""
 
 from __future__ import annotations
 
 import gc
-import random
-import threading
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, PrivatePages, SharedPages
-from dask_gpurt.devices.host_memory.pool import HostPool, Tenant, pool_report
-
-PATIENCE_S = 20.0
-HALF = PAGE_NBYTES // 2
-MANY = 64 * PAGE_NBYTES
-
-
-@pytest.fixture(params=[PrivatePages, SharedPages])
-def pool(request):
-    """Keeps whatever comes back to it."""
-    pool = HostPool(MANY, lane_pages=1, source=request.param())
-    yield pool
-    pool.trim()
-
-
-def _address(buffer):
-    return buffer.__array_interface__["data"][0]
-
-
-def _pages(pool):
-    """Pages in use, and pages that are idle."""
-    report = pool_report(pool)
-    return report["used_nbytes"] / PAGE_NBYTES, report["idle_nbytes"] / PAGE_NBYTES
-
+from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, PrivatePages
+from dask_gpurt.devices.host_memory.pool import HostPool, Tenant
+from tests.devices.host_memory.pool_pages import HALF, MANY, Walk, address_of, pages_of
 
 # ------------------------------------------------------------------ buffers
 
@@ -50,7 +26,7 @@ def test_a_buffer_is_as_long_as_asked_aligned_and_writable(pool, nbytes):
         assert buffer.shape == (nbytes,)
         assert buffer.flags.c_contiguous
         assert buffer.flags.writeable
-        assert _address(buffer) % 64 == 0
+        assert address_of(buffer) % 64 == 0
         buffer[:] = 1
 
 
@@ -71,9 +47,9 @@ def test_a_lane_that_gets_no_pages_keeps_what_it_has(pool, monkeypatch):
     pool.close_lane("a")
     pool.empty(PAGE_NBYTES, "b")[:] = 9
     assert (second == 2).all()
-    assert _pages(pool) == (1, 1)
+    assert pages_of(pool) == (1, 1)
     del second
-    assert _pages(pool) == (0, 2)
+    assert pages_of(pool) == (0, 2)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, (16 << 10) - 1])
@@ -81,54 +57,19 @@ def test_small_buffers_take_no_pages(pool, nbytes):
     buffer = pool.empty(nbytes, lane="a")
     assert buffer.shape == (nbytes,)
     assert buffer.dtype == np.uint8
-    assert _pages(pool) == (0, 0)
+    assert pages_of(pool) == (0, 0)
 
 
 def test_large_buffers_begin_on_pages(pool):
     buffers = [pool.empty(PAGE_NBYTES + 1), pool.empty(HALF + 1)]
-    assert [_address(buffer) % PAGE_NBYTES for buffer in buffers] == [0, 0]
-    assert _pages(pool) == (3, 0)
+    assert [address_of(buffer) % PAGE_NBYTES for buffer in buffers] == [0, 0]
+    assert pages_of(pool) == (3, 0)
 
 
 def test_more_than_the_system_has_is_a_memory_error(pool):
     with pytest.raises(MemoryError):
         pool.empty(1 << 50)
-    assert _pages(pool) == (0, 0)
-
-
-class Walk:
-    """Random use of a pool. Every live buffer is full of a number of its own."""
-
-    def __init__(self, pool, seed, lanes):
-        self.pool = pool
-        self.random = random.Random(seed)
-        self.lanes = lanes
-        self.live = {}
-        self.n_made = 0
-
-    def step(self, largest_nbytes=3 * PAGE_NBYTES, most=12):
-        if len(self.live) < most and self.random.random() < 0.6:
-            nbytes = int(2 ** self.random.uniform(14, np.log2(largest_nbytes)))
-            buffer = self.pool.empty(nbytes, self.random.choice(self.lanes))
-            self.n_made += 1
-            buffer[:] = self.n_made % 251
-            self.live[self.n_made] = buffer
-        elif self.live and self.random.random() < 0.9:
-            self.drop(self.random.choice(list(self.live)))
-        else:
-            self.pool.close_lane(self.random.choice(self.lanes))
-
-    def drop(self, number):
-        buffer = self.live.pop(number)
-        expected = number % 251
-        assert buffer[0] == buffer[-1] == expected
-        assert (buffer == expected).all(), "somebody else wrote into it"
-
-    def drop_all(self):
-        for number in list(self.live):
-            self.drop(number)
-        for lane in self.lanes:
-            self.pool.close_lane(lane)
+    assert pages_of(pool) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -138,7 +79,7 @@ def test_live_buffers_never_overlap(seed, keep_pages):
     walk = Walk(pool, seed, ["a", "b", None])
     for _ in range(150):
         walk.step()
-        ranges = sorted((_address(b), _address(b) + b.nbytes) for b in walk.live.values())
+        ranges = sorted((address_of(b), address_of(b) + b.nbytes) for b in walk.live.values())
         assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
         assert pool.used_nbytes >= sum(buffer.nbytes for buffer in walk.live.values())
         assert pool.idle_nbytes <= keep_pages * PAGE_NBYTES
@@ -154,68 +95,68 @@ def test_live_buffers_never_overlap(seed, keep_pages):
 def test_a_view_keeps_its_memory_alive(pool):
     view = pool.empty(PAGE_NBYTES)[100:200].view(np.uint32)
     view[:] = 123456
-    assert _pages(pool) == (1, 0)
+    assert pages_of(pool) == (1, 0)
     others = [pool.empty(PAGE_NBYTES) for _ in range(3)]
     for other in others:
         other[:] = 0xFF
     assert (view == 123456).all()
-    assert _pages(pool) == (4, 0)
+    assert pages_of(pool) == (4, 0)
     del view
-    assert _pages(pool) == (3, 1)
+    assert pages_of(pool) == (3, 1)
 
 
 def test_a_memoryview_keeps_its_memory_alive(pool):
     view = memoryview(pool.empty(PAGE_NBYTES))[5:]
-    assert _pages(pool) == (1, 0)
+    assert pages_of(pool) == (1, 0)
     del view
-    assert _pages(pool) == (0, 1)
+    assert pages_of(pool) == (0, 1)
 
 
 def test_buffers_of_a_lane_share_pages(pool):
     buffers = [pool.empty(HALF // 2, lane="a") for _ in range(4)]
-    assert _pages(pool) == (1, 0)
-    addresses = [_address(buffer) for buffer in buffers]
+    assert pages_of(pool) == (1, 0)
+    addresses = [address_of(buffer) for buffer in buffers]
     assert addresses == [addresses[0] + number * HALF // 2 for number in range(4)]
     more = pool.empty(HALF // 2, lane="a")
-    assert _pages(pool) == (2, 0)
+    assert pages_of(pool) == (2, 0)
     del more
 
 
 def test_lanes_do_not_share_pages(pool):
     buffers = [pool.empty(16 << 10, lane=lane) for lane in ("a", "b", ("a", 1), None)]
-    assert len({_address(buffer) // PAGE_NBYTES for buffer in buffers}) == 4
-    assert _pages(pool) == (4, 0)
+    assert len({address_of(buffer) // PAGE_NBYTES for buffer in buffers}) == 4
+    assert pages_of(pool) == (4, 0)
 
 
 def test_odd_lengths_are_rounded_up_within_a_page(pool):
     first, second = pool.empty((16 << 10) + 1, lane="a"), pool.empty(16 << 10, lane="a")
-    assert _address(second) - _address(first) == (16 << 10) + 64
+    assert address_of(second) - address_of(first) == (16 << 10) + 64
 
 
 def test_a_page_is_filled_to_its_last_byte(pool):
     buffers = [pool.empty(64 << 10, lane="a") for _ in range(PAGE_NBYTES // (64 << 10))]
     assert len(buffers) == 32
-    assert _pages(pool) == (1, 0)
+    assert pages_of(pool) == (1, 0)
 
 
 def test_a_page_comes_free_with_the_last_of_its_buffers(pool):
     first, second = pool.empty(HALF, lane="a"), pool.empty(HALF, lane="a")
     pool.close_lane("a")
     del first
-    assert _pages(pool) == (1, 0)
+    assert pages_of(pool) == (1, 0)
     second[:] = 1
     del second
-    assert _pages(pool) == (0, 1)
+    assert pages_of(pool) == (0, 1)
 
 
 def test_the_page_that_a_lane_fills_waits_for_the_lane(pool):
     del_me = pool.empty(HALF, lane="a")
-    address = _address(del_me)
+    address = address_of(del_me)
     del del_me
-    assert _pages(pool) == (1, 0)
-    assert _address(pool.empty(HALF, lane="a")) == address + HALF
+    assert pages_of(pool) == (1, 0)
+    assert address_of(pool.empty(HALF, lane="a")) == address + HALF
     pool.close_lane("a")
-    assert _pages(pool) == (0, 1)
+    assert pages_of(pool) == (0, 1)
 
 
 def test_a_page_that_is_full_does_not_wait_for_its_lane(pool):
@@ -223,7 +164,7 @@ def test_a_page_that_is_full_does_not_wait_for_its_lane(pool):
     second = pool.empty(HALF // 2, lane="a")
     third = pool.empty(HALF, lane="a")
     del first, second
-    assert _pages(pool) == (1, 1)
+    assert pages_of(pool) == (1, 1)
     del third
 
 
@@ -233,16 +174,16 @@ def test_closing_a_lane_leaves_the_others_and_its_buffers(pool):
     pool.close_lane("a")
     pool.close_lane("a")
     pool.close_lane("never used")
-    assert _pages(pool) == (2, 0)
+    assert pages_of(pool) == (2, 0)
     assert (mine == 6).all()
-    assert _address(pool.empty(HALF, lane="b")) == _address(other) + HALF
+    assert address_of(pool.empty(HALF, lane="b")) == address_of(other) + HALF
 
 
 def test_a_lane_can_be_used_again_after_it_was_closed(pool):
     first = pool.empty(16 << 10, lane="a")
     pool.close_lane("a")
     second = pool.empty(16 << 10, lane="a")
-    assert _address(first) // PAGE_NBYTES != _address(second) // PAGE_NBYTES
+    assert address_of(first) // PAGE_NBYTES != address_of(second) // PAGE_NBYTES
 
 
 # ------------------------------------------------------------------ tenants
@@ -255,7 +196,7 @@ def test_a_tenant_leaves_all_its_lanes_and_nobody_elses(pool):
     one.leave()
     del buffers
     assert [each.used_nbytes for each in pools] == [PAGE_NBYTES, 0]
-    assert _address(other.empty(pool, HALF, "a")) == _address(theirs) + HALF
+    assert address_of(other.empty(pool, HALF, "a")) == address_of(theirs) + HALF
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -284,22 +225,22 @@ def test_memory_of_small_buffers_becomes_one_large_buffer(pool):
     small = [pool.empty(HALF, lane=number % 3) for number in range(12)]
     for lane in range(3):
         pool.close_lane(lane)
-    assert _pages(pool) == (6, 0)
+    assert pages_of(pool) == (6, 0)
     del small
-    assert _pages(pool) == (0, 6)
+    assert pages_of(pool) == (0, 6)
     large = pool.empty(6 * PAGE_NBYTES)
-    assert _pages(pool) == (6, 0), "every page was there already"
+    assert pages_of(pool) == (6, 0), "every page was there already"
     large[:] = 9
     assert large.sum(dtype=np.int64) == 9 * 6 * PAGE_NBYTES
 
 
 def test_memory_of_a_large_buffer_becomes_small_buffers(pool):
     large = pool.empty(3 * PAGE_NBYTES)
-    inside = range(_address(large), _address(large) + large.nbytes)
+    inside = range(address_of(large), address_of(large) + large.nbytes)
     del large
     small = [pool.empty(HALF, lane="a") for _ in range(6)]
-    assert all(_address(buffer) in inside for buffer in small)
-    assert _pages(pool) == (3, 0)
+    assert all(address_of(buffer) in inside for buffer in small)
+    assert pages_of(pool) == (3, 0)
 
 
 def test_the_pages_of_what_died_first_are_not_waited_for(pool):
@@ -310,7 +251,7 @@ def test_the_pages_of_what_died_first_are_not_waited_for(pool):
     del first
     large = pool.empty(3 * PAGE_NBYTES)
     large[:] = 3
-    assert _pages(pool) == (4, 0)
+    assert pages_of(pool) == (4, 0)
     assert (second == 2).all()
 
 
@@ -318,9 +259,9 @@ def test_no_more_is_kept_than_was_said():
     pool = HostPool(2 * PAGE_NBYTES + 1, lane_pages=1)
     large, small = pool.empty(4 * PAGE_NBYTES), pool.empty(PAGE_NBYTES)
     del large
-    assert _pages(pool) == (1, 2)
+    assert pages_of(pool) == (1, 2)
     del small
-    assert _pages(pool) == (0, 2)
+    assert pages_of(pool) == (0, 2)
     pool.trim()
 
 
@@ -330,7 +271,7 @@ def test_a_pool_that_keeps_nothing(keep_nbytes):
     buffer = pool.empty(3 * PAGE_NBYTES)
     buffer[:] = 1
     del buffer
-    assert _pages(pool) == (0, 0)
+    assert pages_of(pool) == (0, 0)
 
 
 def test_what_is_not_kept_is_given_back(monkeypatch):
@@ -342,7 +283,7 @@ def test_what_is_not_kept_is_given_back(monkeypatch):
     )
     pool = HostPool(PAGE_NBYTES, lane_pages=1, source=source)
     buffer = pool.empty(3 * PAGE_NBYTES)
-    expected = {_address(buffer) + number * PAGE_NBYTES for number in range(3)}
+    expected = {address_of(buffer) + number * PAGE_NBYTES for number in range(3)}
     del buffer
     assert pool.idle_nbytes == PAGE_NBYTES
     assert len(given_back) == 2
@@ -357,7 +298,7 @@ def test_trimming_gives_back_what_is_idle_and_nothing_else(pool):
     buffers[0][:] = 4
     del buffers[1:]
     pool.trim()
-    assert _pages(pool) == (1, 0)
+    assert pages_of(pool) == (1, 0)
     assert (buffers[0] == 4).all()
     again = pool.empty(2 * PAGE_NBYTES)
     again[:] = 5
@@ -367,10 +308,10 @@ def test_trimming_gives_back_what_is_idle_and_nothing_else(pool):
 def test_two_pools_have_nothing_in_common():
     first, second = HostPool(MANY, lane_pages=1), HostPool(MANY)
     buffer = first.empty(PAGE_NBYTES)
-    assert _pages(first) == (1, 0)
-    assert _pages(second) == (0, 0)
+    assert pages_of(first) == (1, 0)
+    assert pages_of(second) == (0, 0)
     del buffer
-    assert _pages(second) == (0, 0)
+    assert pages_of(second) == (0, 0)
     first.trim()
 
 
@@ -379,136 +320,3 @@ def test_a_buffer_outlives_its_pool():
     gc.collect()
     buffer[:] = 1
     assert buffer.all()
-
-
-# ------------------------------------------------------------------ threads and garbage
-
-
-def test_threads_use_one_pool_at_once(pool):
-    def work(number):
-        try:
-            walk = Walk(pool, number, [number, "shared"])
-            for _ in range(150):
-                walk.step(largest_nbytes=PAGE_NBYTES + HALF, most=6)
-            walk.drop_all()
-        except BaseException as error:
-            failures.append(error)
-
-    failures = []
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failures == []
-    pool.close_lane("shared")
-    assert pool.used_nbytes == 0
-
-
-def test_a_buffer_may_die_in_another_thread(pool):
-    buffers = [pool.empty(PAGE_NBYTES) for _ in range(3)]
-    thread = threading.Thread(target=buffers.clear)
-    thread.start()
-    thread.join()
-    assert _pages(pool) == (0, 3)
-
-
-def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
-    """Garbage is collected wherever Python likes, in the midst of `empty` as well."""
-    source = pool._pages
-    build = source.build
-
-    def collect_and_build(n_pages, spare):
-        gc.collect()
-        return build(n_pages, spare)
-
-    cycle = [pool.empty(PAGE_NBYTES), pool.empty(HALF, lane="a")]
-    cycle.append(cycle)
-    pool.close_lane("a")
-    monkeypatch.setattr(source, "build", collect_and_build)
-    gc.disable()
-    try:
-        del cycle
-        assert _pages(pool) == (2, 0)
-        made = []
-        thread = threading.Thread(target=lambda: made.append(pool.empty(HALF, "b")), daemon=True)
-        thread.start()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "waits for a lock that it holds"
-    finally:
-        gc.enable()
-    assert len(made) == 1
-    assert _pages(pool) == (1, 2)
-
-
-def test_a_lane_that_goes_on_gets_more_pages_at_a_time():
-    pool = HostPool(1 << 30, lane_pages=4)
-    buffers = [pool.empty(PAGE_NBYTES * 5 // 8, lane="a")]
-    assert _pages(pool) == (1, 0)
-    buffers += [pool.empty(PAGE_NBYTES * 5 // 8, lane="a") for _ in range(6)]
-    # Six of them fill all but a quarter of a page of the four that came next.
-    assert _pages(pool) == (5, 0)
-    buffers.append(pool.empty(PAGE_NBYTES * 5 // 8, lane="a"))
-    assert _pages(pool) == (9, 0)
-    del buffers[1:7]
-    assert _pages(pool) == (5, 4)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "n_pages"),
-    [(PAGE_NBYTES, 1), (PAGE_NBYTES + 1, 0), (PAGE_NBYTES // 2, 0), (10 * PAGE_NBYTES + 1, 11)],
-)
-def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
-    pool = HostPool(1 << 30)
-    buffer = pool.empty_alone(nbytes)
-    buffer[:] = 3
-    assert (buffer.nbytes, _pages(pool)) == (nbytes, (n_pages, 0))
-    del buffer
-    assert _pages(pool) == (0, n_pages)
-
-
-def test_what_dies_after_trimming_goes_back_at_once():
-    """A result that outlives its shuffle: nobody asks the pool for anything when it is dropped."""
-    pool = HostPool(1 << 30)
-    kept = pool.empty_alone(4 * PAGE_NBYTES)
-    pool.trim()
-    del kept
-    assert not pool._dead
-    assert _pages(pool) == (0, 0)
-
-
-def test_pages_are_kept_warm_again_once_the_pool_is_used():
-    pool = HostPool(1 << 30)
-    pool.trim()
-    buffer = pool.empty_alone(4 * PAGE_NBYTES)
-    del buffer
-    assert _pages(pool) == (0, 4)
-
-
-def test_a_buffer_that_dies_while_the_lock_is_held_is_not_waited_for():
-    pool = HostPool(1 << 30)
-    buffer = pool.empty_alone(PAGE_NBYTES)
-    pool.trim()
-    with pool._lock:
-        del buffer
-    assert len(pool._dead) == 1
-    assert _pages(pool) == (0, 0)
-
-
-def test_a_file_of_pages_is_closed_beside_nobody_who_uses_it():
-    """Its number may be another file's a moment later, and pages are punched out of files."""
-    seen = []
-
-    class Source(SharedPages):
-        def close(self):
-            seen.append(pool._lock.locked())
-            super().close()
-
-    pool = HostPool(MANY, source=Source())
-    kept = pool.empty(PAGE_NBYTES)
-    kept[:] = 3
-    pool.close()
-    assert seen == [True]
-    pool.empty(2 * PAGE_NBYTES)[:] = 4
-    assert (kept == 3).all()

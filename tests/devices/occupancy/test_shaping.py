@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-
 import pytest
 
 from dask_gpurt.devices.occupancy import shaping
@@ -16,98 +10,23 @@ from dask_gpurt.devices.occupancy.planner import Plan, Reason, Refusal, plan
 from dask_gpurt.devices.occupancy.resident_blocks import Launch, Limit
 from dask_gpurt.devices.occupancy.shaping import (
     Failure,
-    KernelAttributes,
     LaunchHook,
     LaunchRefusedError,
     Planner,
     shaped,
 )
-
-KIB = 1 << 10
-GRID, BLOCK = (1000, 1, 1), (16, 8, 2)  # 256 threads
-TWO, FOUR = 76928, 45696  # bytes that leave so many blocks on an sm_90
-
-
-@dataclass(frozen=True)
-class Made:
-    """A launch as it reached the driver."""
-
-    kernel: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_nbytes: int
-    stream: object
-
-
-class FakeDriver:
-    """Keeps the rules of a CUDA driver about shared memory; counts what it is asked."""
-
-    def __init__(self, registers=32, static_nbytes=0, opt_in_nbytes=227 * KIB):
-        self.registers = registers
-        self.static_nbytes = static_nbytes
-        self.opt_in_nbytes = opt_in_nbytes
-        self.launches: list[Made] = []
-        self.refused: list[Made] = []
-        self.asked: Counter[str] = Counter()
-        self.allowed: dict[str, int] = {}
-        self.allowances: list[tuple[str, int]] = []
-
-    def attributes(self, kernel):
-        self.asked[kernel] += 1
-        return KernelAttributes(
-            self.registers, self.static_nbytes, 1024, self._allowed_nbytes(kernel)
-        )
-
-    def launch(self, kernel, grid, block, shared_nbytes, stream):
-        made = Made(kernel, grid, block, shared_nbytes, stream)
-        if shared_nbytes > self._allowed_nbytes(kernel):
-            self.refused.append(made)
-            raise LaunchRefusedError(f"{shared_nbytes} bytes")
-        self.launches.append(made)
-
-    def set_max_dynamic_shared(self, kernel, nbytes):
-        if self.static_nbytes + nbytes > self.opt_in_nbytes:
-            raise LaunchRefusedError(f"{nbytes} bytes")
-        self.allowances.append((kernel, nbytes))
-        self.allowed[kernel] = nbytes
-
-    def _allowed_nbytes(self, kernel):
-        return self.allowed.get(kernel, 48 * KIB - self.static_nbytes)
-
-    @property
-    def carried(self):
-        return [made.shared_nbytes for made in self.launches]
-
-
-class CountingPlanner:
-    """A planner that keeps what it was asked."""
-
-    def __init__(self, leave, architecture=SM90):
-        self.planner = Planner(architecture, leave)
-        self.asked = []
-
-    def __call__(self, launch):
-        self.asked.append(launch)
-        return self.planner(launch)
-
-
-def always():
-    return True
-
-
-@pytest.fixture
-def driver():
-    return FakeDriver()
-
-
-@pytest.fixture
-def hook(driver):
-    return LaunchHook(driver, enabled=True)
-
-
-def launch(hook, kernel="k", shared_nbytes=0, block=BLOCK, stream=7):
-    hook.launch(kernel, GRID, block, shared_nbytes, stream)
-
+from tests.devices.occupancy.fake_driver import (
+    BLOCK,
+    FOUR,
+    GRID,
+    KIB,
+    TWO,
+    CountingPlanner,
+    FakeDriver,
+    Made,
+    always,
+    launch,
+)
 
 # ------------------------------------------------------------------ what launches carry
 
@@ -361,120 +280,6 @@ def test_equal_planners_decide_once(hook, driver):
             launch(hook)
     assert driver.asked == {"k": 1}
     assert len(hook.decisions()) == 1
-
-
-# ------------------------------------------------------------------ threads and coroutines
-
-
-def test_a_thread_that_starts_inside_is_unshaped(hook, driver):
-    with shaped(Planner(SM90, 2), always, hook), ThreadPoolExecutor(1) as pool:
-        pool.submit(launch, hook).result()
-        launch(hook)
-    assert driver.carried == [0, TWO]
-
-
-def test_threads_shape_their_own_launches():
-    """Each with a number of its own, all inside at the same time."""
-    leaves = [1, 2, 3, 4, 6, 7]
-    driver = FakeDriver()
-    hook = LaunchHook(driver, enabled=True)
-    all_inside = threading.Barrier(len(leaves) + 1, timeout=60)
-
-    def work(number, leave):
-        with shaped(Planner(SM90, leave), always, hook):
-            all_inside.wait()
-            for _ in range(50):
-                launch(hook, kernel="shared by all", stream=number)
-
-    def outside():
-        all_inside.wait()
-        for _ in range(50):
-            launch(hook, kernel="shared by all", stream="outside")
-
-    with ThreadPoolExecutor(len(leaves) + 1) as pool:
-        futures = [pool.submit(work, *one) for one in enumerate(leaves)]
-        futures.append(pool.submit(outside))
-        for future in futures:
-            future.result()
-    carried: dict[object, Counter[int]] = {}
-    for made in driver.launches:
-        carried.setdefault(made.stream, Counter())[made.shared_nbytes] += 1
-    for number, leave in enumerate(leaves):
-        planned = plan(SM90, Launch(256, 32), leave, pending=True).dynamic_nbytes
-        assert carried[number] == {planned: 50}
-    assert carried["outside"] == {0: 50}
-    # One question for each number of blocks, and what the kernel is allowed only grew.
-    assert driver.asked == {"shared by all": len(leaves)}
-    assert driver.allowances == sorted(driver.allowances)
-    assert driver.refused == []
-
-
-class Door:
-    """A lock that says who has come to it."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.came = threading.Semaphore(0)
-
-    def __enter__(self):
-        self.came.release()
-        self.lock.acquire()
-
-    def __exit__(self, *exception):
-        self.lock.release()
-
-
-def test_a_kernel_that_many_threads_meet_at_once_is_decided_once(driver, monkeypatch):
-    """The first is kept inside until all the others have found nothing decided."""
-    hook = LaunchHook(driver, enabled=True)
-    planner = CountingPlanner(2)
-    n_threads = 4
-    door = Door()
-    # Entering takes the lock too, so the door is put in once all have.
-    entered = threading.Barrier(
-        n_threads, timeout=60, action=lambda: monkeypatch.setattr(hook, "_lock", door)
-    )
-
-    def attributes(kernel):
-        for _ in range(n_threads):
-            assert door.came.acquire(timeout=60)
-        return FakeDriver.attributes(driver, kernel)
-
-    monkeypatch.setattr(driver, "attributes", attributes)
-
-    def work():
-        with shaped(planner, always, hook):
-            entered.wait()
-            launch(hook)
-
-    with ThreadPoolExecutor(n_threads) as pool:
-        for future in [pool.submit(work) for _ in range(n_threads)]:
-            future.result()
-    assert driver.carried == [TWO] * n_threads
-    assert len(planner.asked) == 1
-    assert driver.allowances == [("k", TWO)]
-
-
-def test_coroutines_of_one_thread_do_not_shape_each_others_launches(hook, driver):
-    async def inside(entered, leave):
-        with shaped(Planner(SM90, 2), always, hook):
-            entered.set()
-            await leave.wait()
-            launch(hook, stream="inside")
-
-    async def main():
-        entered, leave = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(inside(entered, leave))
-        await entered.wait()
-        launch(hook, stream="outside")
-        leave.set()
-        await task
-
-    asyncio.run(main())
-    assert [(made.stream, made.shared_nbytes) for made in driver.launches] == [
-        ("outside", 0),
-        ("inside", TWO),
-    ]
 
 
 # ------------------------------------------------------------------ what it costs

@@ -20,7 +20,7 @@ from dask_gpurt.memory.tiers import Lanes, Packing
 from dask_gpurt.plugins.memory.handback import return_cold, return_rest
 from dask_gpurt.plugins.patches import worker_memory
 from tests.memory.stepping import ListLane
-from tests.memory.test_store import Setup, filled, flatten, restore, sizeof
+from tests.memory.store_setup import Setup, filled, flatten, restore, sizeof
 
 
 class Stock(dict):

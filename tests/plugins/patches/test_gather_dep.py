@@ -18,7 +18,7 @@ from distributed.worker_state_machine import GatherDepBusyEvent, GatherDepFailur
 import dask_gpurt
 from dask_gpurt.plugins.patches import gather_dep
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
-from tests.integration.test_memory import cluster
+from tests.integration.memory_cluster import cluster
 
 #: How many more times there is no memory.
 _times_short = 0

@@ -23,7 +23,7 @@ from dask_gpurt.plugins.patches.task_order import (
     AtHand,
 )
 from tests.failure.gates import Gate, pass_gate
-from tests.integration.test_memory import cluster, stores
+from tests.integration.memory_cluster import cluster, stores
 
 MIB = 1 << 20
 

@@ -1,0 +1,23 @@
+"""Emulated devices with threads and pumped ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from tests.conformance.device_suite import (
+    CAPACITY,
+)
+from tests.devices.emulated.pumping import pumped
+
+
+@pytest.fixture(params=["threaded", "pumped"])
+def device(request):
+    device = pumped() if request.param == "pumped" else HostDevice(CAPACITY)
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def streams(device):
+    return device.stream("one"), device.stream("other")

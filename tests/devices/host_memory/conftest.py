@@ -1,0 +1,17 @@
+"""A pool of private and one of shared pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from dask_gpurt.devices.host_memory.pages import PrivatePages, SharedPages
+from dask_gpurt.devices.host_memory.pool import HostPool
+from tests.devices.host_memory.pool_pages import MANY
+
+
+@pytest.fixture(params=[PrivatePages, SharedPages])
+def pool(request):
+    """Keeps whatever comes back to it."""
+    pool = HostPool(MANY, lane_pages=1, source=request.param())
+    yield pool
+    pool.trim()

@@ -1,0 +1,148 @@
+"""Series, frames and indexes come back equal from their flat form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dask_gpurt.frames import joining
+from dask_gpurt.frames.flat import flat_pandas, values
+from dask_gpurt.frames.flat.values import flatten, restore
+from tests.frames.flat.value_cases import (
+    COLUMNS,
+    FRAMES,
+    INDEXES,
+    N,
+    all_columns,
+    allocating,
+    assert_same,
+    copies_of,
+    there_and_back,
+)
+
+# ------------------------------------------------------------------ columns and indexes
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("rows", [slice(None), slice(0), slice(1, -1), slice(None, None, 2)])
+def test_series(name, rows):
+    series = COLUMNS[name].iloc[rows].rename(name)
+    assert_same(there_and_back(series), series)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("rows", [slice(None), slice(0), slice(1, -1), slice(None, None, 2)])
+def test_frames_of_each_type(name, rows):
+    frame = pd.DataFrame({"a": COLUMNS[name], "b": 1.5, "c": COLUMNS[name]}).iloc[rows]
+    assert_same(there_and_back(frame), frame)
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_indexes(name):
+    index = INDEXES[name]
+    assert_same(there_and_back(index), index)
+    series = pd.Series(np.arange(len(index)), index=index)
+    assert_same(there_and_back(series), series)
+    frame = pd.DataFrame(np.ones((2, len(index))), columns=index)
+    assert_same(there_and_back(frame), frame)
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames(name):
+    assert_same(there_and_back(FRAMES[name]), FRAMES[name])
+
+
+def test_frames_can_be_written_to():
+    frame = all_columns()
+    got = there_and_back(frame)
+    for column in frame.columns.drop("sparse"):
+        for one in (frame, got):
+            one.iloc[0, one.columns.get_loc(column)] = frame[column].iloc[1]
+    assert_same(got, frame)
+    got["numbers"].array[0] = 9
+    got = there_and_back(FRAMES["read-only"])
+    got.iloc[0, 0] = 5.0
+    assert got.iloc[0, 0] == 5.0
+
+
+PLAIN = [
+    *("numbers", "bool", "dates", "zone", "months", "category", "Int64"),
+    *("text", "arrow integers", "arrow text", "arrow dictionary"),
+]
+
+
+#: msgpack begins with 256 KiB, whatever it then writes.
+SLACK_NBYTES = 300_000
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_columns_and_frames_need_no_pickle_and_no_copy(name, monkeypatch):
+    monkeypatch.setattr(values._Flattening, "pickled", forbidden)
+    monkeypatch.setattr(values._Restoring, "unpickled", forbidden)
+    series = COLUMNS[name].take(np.arange(600_000) % N).reset_index(drop=True)
+    for value in (series, series.to_frame("a"), pd.Index(series)):
+        flat, allocated_nbytes = allocating(flatten, value)
+        assert allocated_nbytes < SLACK_NBYTES
+        assert len(flat.header) < 1_000
+        buffers = copies_of(flat)
+        got, allocated_nbytes = allocating(restore, flat.header, buffers)
+        assert allocated_nbytes < SLACK_NBYTES
+        assert_same(got, value)
+
+
+def forbidden(*args):
+    raise AssertionError("pickled")
+
+
+def blocks_of(frame):
+    return [np.asarray(block.values) for block in frame._mgr.blocks]
+
+
+def test_frames_are_not_copied_whatever_the_order_of_their_blocks():
+    rng = np.random.default_rng(0)
+    rows_first = pd.DataFrame(rng.random((1000, 8)), copy=False)
+    columns_first = pd.DataFrame({str(i): rng.random(1000) for i in range(8)})
+    for frame in (rows_first, columns_first, rows_first.iloc[100:200]):
+        flat = flatten(frame)
+        (block,) = blocks_of(frame)
+        assert any(np.shares_memory(buffer, block) for buffer in flat.buffers)
+        buffers = copies_of(flat)
+        got = restore(flat.header, buffers)
+        (again,) = blocks_of(got)
+        assert any(np.shares_memory(buffer, again) for buffer in buffers)
+        assert again.flags.c_contiguous == block.flags.c_contiguous
+        assert_same(got, frame)
+
+
+def test_what_a_wide_frame_costs_does_not_grow_with_its_columns():
+    def counts(n_columns):
+        frame = pd.DataFrame(np.ones((10, n_columns)), columns=pd.RangeIndex(n_columns))
+        frame = pd.concat([frame, frame.astype("i4")], axis=1, ignore_index=True)
+        flat = flatten(frame)
+        return len(flat.buffers), len(flat.header)
+
+    few, many = counts(10), counts(2_000)
+    assert many[0] == few[0] == 2
+    assert many[1] < few[1] + 40
+
+
+def test_without_pandas_blocks():
+    """Other versions of pandas may hold their memory elsewhere: then column by column."""
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"], "c": [3.0, 4.0]})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "create_dataframe_from_blocks", None)
+        pd.testing.assert_frame_equal(there_and_back(frame), frame)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat_pandas, "_manager_of", lambda value: None)
+        pd.testing.assert_frame_equal(there_and_back(frame), frame)
+        for name in COLUMNS:
+            assert_same(there_and_back(COLUMNS[name]), COLUMNS[name])
+
+
+def test_a_freq_is_kept_without_the_private_way(monkeypatch):
+    def public(index, freq):
+        index.freq = freq
+
+    monkeypatch.setattr(flat_pandas, "_set_freq", public)
+    assert_same(there_and_back(INDEXES["days"]), INDEXES["days"])

@@ -1,0 +1,23 @@
+"""Shuffles to compute, the flag, and waiting for a state of the workers."""
+
+from __future__ import annotations
+
+import dask
+import pandas as pd
+
+from tests.integration.comparing import collection
+
+
+def shuffled():
+    frames = [pd.DataFrame({"a": range(i, 100 + i), "b": 1.5}) for i in range(4)]
+    return collection(frames).shuffle("a", npartitions=3)
+
+
+def flagged():
+    return dask.config.set({"gpurt.enabled": True})
+
+
+async def until_workers(client, condition):
+    """Wait for the scheduler's workers to fulfil a condition; it is asked, nobody sleeps."""
+    while not condition((await client.scheduler.identity(n_workers=-1))["workers"]):
+        pass

@@ -1,0 +1,210 @@
+"""Managed memory on real workers: room for tasks, and outputs whose size is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+
+import numpy as np
+from distributed import Event, get_client, wait, worker_client
+
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate
+from tests.integration.memory_cluster import MIB, cluster, until
+
+
+def test_a_task_that_waits_for_others_does_not_keep_their_room():
+    def parent():
+        with worker_client() as inner:
+            return sum(inner.gather([inner.submit(child, n, pure=False) for n in range(4)]))
+
+    def child(number):
+        return int(np.full(20 * MIB // 8, number, dtype=np.int64).max())
+
+    with cluster(n_workers=1) as client:
+        # They are known to be large: what is learnt of one is expected of the next.
+        assert client.submit(parent, pure=False).result() == 6
+        assert client.submit(parent, pure=False).result() == 6
+
+
+def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.PATIENCE_S", 0.5)
+
+    def waits():
+        Event("go").wait()
+        return np.zeros(18 * MIB // 8)
+
+    def sets():
+        Event("go").set()
+        return np.zeros(18 * MIB // 8)
+
+    config = {"distributed.worker.memory.spill": 0.99}
+    with cluster(n_workers=1, n_threads=2, **config) as client:
+        # What the tasks make is known from others of their names.
+        for name in ("waits", "sets"):
+            client.submit(np.zeros, 18 * MIB // 8, key=f"{name}-0").result()
+        first = client.submit(waits, key="waits-1", priority=10)
+        second = client.submit(sets, key="sets-1")
+        wait([first, second])
+        assert [first.status, second.status] == ["finished", "finished"]
+
+
+def test_tasks_that_another_hands_in_and_waits_for_do_not_wait_for_it(monkeypatch):
+    """It did not leave its thread, and its input takes nearly all the room there is."""
+    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.PATIENCE_S", math.inf)
+
+    def made():
+        return np.ones(8 * MIB // 8)
+
+    def outer(held):
+        inner = get_client()
+        parts = [inner.submit(made, key=f"made-{n}") for n in range(1, 4)]
+        return sum(int(part.result().sum()) for part in parts) + held.nbytes
+
+    with cluster(n_workers=1, n_threads=2) as client:
+        # How large they are is learnt of the first.
+        client.submit(made, key="made-0").result()
+        held = client.submit(np.zeros, 18 * MIB // 8, key="held")
+        found = client.submit(outer, held).result(timeout=DEADLINE_S)
+        assert found == 3 * MIB + 18 * MIB
+
+
+class Measured:
+    """Remembers which threads asked how large it is."""
+
+    def __init__(self):
+        self.by = []
+
+    def __sizeof__(self):
+        self.by.append(threading.current_thread())
+        return 1000
+
+
+def test_outputs_are_measured_by_their_tasks_alone():
+    with cluster(n_workers=1) as client:
+        (worker,) = client.cluster.workers.values()
+        future = client.submit(Measured, key="measured")
+        wait(future)
+        made = worker.data["measured"]
+        assert worker.data.residency.values["measured"].nbytes >= 1000
+        (thread,) = made.by
+        assert "Dask" in thread.name
+        assert not worker.data.measured
+
+
+def test_what_comes_too_late_is_forgotten():
+    with cluster(n_workers=1) as client:
+        (worker,) = client.cluster.workers.values()
+        future = client.submit(waits_for_the_word, key="late")
+        Event("begun", client=client).wait()
+        future.release()
+        until(lambda: worker.state.tasks["late"].state == "cancelled")
+        Event("go on", client=client).set()
+        until(lambda: "late" not in worker.state.tasks)
+        assert "late" not in worker.data
+        assert not worker.data.measured
+
+
+def waits_for_the_word():
+    Event("begun").set()
+    Event("go on").wait()
+    return 1
+
+
+class Understated:
+    """Takes much more than it says."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __sizeof__(self):
+        return 48
+
+
+#: Looks of the monitor follow one another closely, and say what the test wants them to.
+MONITORED = {
+    "distributed.worker.memory.spill": 0.7,
+    "distributed.worker.memory.monitor-interval": "5ms",
+}
+
+
+def test_values_that_are_larger_than_they_say():
+    with cluster(n_workers=1, **MONITORED) as client:
+        (worker,) = client.cluster.workers.values()
+        store = worker.data
+        worker.monitor.get_process_memory = lambda: len(store.memory) * 3 * MIB
+        futures = client.map(Understated, range(20))
+        wait(futures)
+        until(lambda: len(store.memory) * 3 * MIB <= 0.85 * 32 * MIB)
+        assert len(store.memory) + len(store.disk) >= 20
+        assert [future.result().number for future in futures] == list(range(20))
+
+
+def test_memory_that_no_value_takes(monkeypatch):
+    told = []
+    monkeypatch.setattr("dask_gpurt.plugins.patches.worker_memory.warn_of_unmanaged", told.append)
+    with cluster(n_workers=1, **MONITORED) as client:
+        (worker,) = client.cluster.workers.values()
+        worker.monitor.get_process_memory = lambda: 31 * MIB
+        until(lambda: told)
+        assert client.submit(sum, [1, 2]).result() == 3
+    assert told == [31 * MIB]
+
+
+def test_inputs_of_tasks_that_are_over_are_not_read_ahead():
+    async def ahead(n_queued, dask_worker):
+        while len(dask_worker.state.ready) != n_queued:
+            await asyncio.sleep(0)
+        return list(dask_worker.data._upcoming())
+
+    with cluster(n_workers=1) as client, Gate() as gate:
+        (worker,) = client.cluster.workers.values()
+        first, second = client.scatter([1, 2])
+        running = client.submit(pass_gate, gate.path, priority=9)
+        gate.wait_for()
+        uses = [client.submit(str, n, priority=p) for n, p in ((first, 5), (second, 4))]
+        assert client.run(ahead, 2) == {worker.address: [first.key, second.key]}
+        gate.open()
+        wait([running, *uses])
+        # Fewer have ended than would have the queue looked at again.
+        assert client.run(ahead, 0) == {worker.address: []}
+
+
+def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
+    relieved = []
+    monkeypatch.setattr(
+        "dask_gpurt.plugins.memory.manager.ManagedMemory._relieve",
+        lambda self, nbytes: relieved.append(1),
+    )
+    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.RELIEF_INTERVAL_S", -1.0)
+
+    async def look(share, dask_worker):
+        dask_worker.monitor.get_process_memory = lambda: int(share * 32 * MIB)
+        monitor = dask_worker.memory_manager.memory_monitor
+        await asyncio.wait_for(monitor(dask_worker), DEADLINE_S)
+        return dask_worker.status.name
+
+    marks = {
+        "distributed.worker.memory.spill": 0.7,
+        "distributed.worker.memory.pause": 0.8,
+        "distributed.worker.memory.monitor-interval": "1h",
+    }
+    with cluster(n_workers=1, **marks) as client:
+        (worker,) = client.cluster.workers.values()
+        writing, go_on, written = (threading.Event() for _ in range(3))
+
+        def write():
+            writing.set()
+            assert go_on.wait(DEADLINE_S)
+
+        worker.data._lanes.write(write)
+        assert writing.wait(DEADLINE_S)
+        try:
+            for share, status in ((0.79, "running"), (0.9, "paused"), (0.5, "running")):
+                assert client.run(look, share) == {worker.address: status}
+        finally:
+            go_on.set()
+        worker.data._lanes.write(written.set)
+        assert written.wait(DEADLINE_S)
+        # Asked for twice, and the first is not done yet at the second.
+        assert len(relieved) == 1

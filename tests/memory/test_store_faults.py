@@ -1,0 +1,211 @@
+"""Damaged values, full tiers and reads without memory: the store goes on."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from dask_gpurt.errors import DamagedValueError, TierFullError
+from dask_gpurt.memory.decisions.residency import MAX_MOVES
+from tests.memory.store_setup import Setup, filled, flatten, step_all_but_later
+
+
+def test_a_damaged_value_is_reported_and_gone():
+    setup = Setup()
+    filled(setup, *"abc")
+    setup.tiers[0].fail("get", DamagedValueError("checksum"))
+    told = []
+    setup.store.claim("task", ["a"], 0, (), told.append)
+    setup.settle()
+    assert told == [{"a"}]
+    assert setup.lost == ["a"]
+    assert "a" not in setup.store
+
+
+def test_a_damaged_value_asked_for_directly():
+    setup = Setup()
+    filled(setup, *"abc")
+    setup.tiers[0].fail("get", DamagedValueError("checksum"))
+    with pytest.raises(KeyError):
+        setup.store["a"]
+    setup.settle()
+    assert setup.lost == ["a"]
+    assert setup.store.lend("a") is None
+
+
+def test_no_memory_for_a_read_puts_it_off_for_a_moment():
+    setup = Setup()
+    filled(setup, *"abc")
+    setup.tiers[0].fail("get", MemoryError())
+    told = []
+    setup.store.claim("task", ["a"], 0, (), told.append)
+    while setup.owner.calls or setup.write.calls or setup.read.calls:
+        setup.lanes[0].step()
+    # Nothing else goes on that would have it tried again, and nobody asks for it.
+    assert told == []
+    assert len(setup.later.calls) == 1
+    setup.settle()
+    assert told == [set()]
+    assert not setup.lost
+
+
+def never_enough_memory(setup):
+    def get(place):
+        raise MemoryError("no room at all")
+
+    setup.tiers[0]._tier.get = get
+
+
+def test_a_task_whose_input_never_fits_begins_in_the_end_and_learns_why():
+    setup = Setup()
+    filled(setup, *"abc")
+    never_enough_memory(setup)
+    told = []
+    setup.store.claim("task", ["a"], 0, (), told.append)
+    step_all_but_later(setup)
+    (one,) = setup.store.put_off(0.0)
+    assert (one.value.key, one.reason, one.n_times) == ("a", "no room at all", 1)
+    setup.later.step()
+    step_all_but_later(setup)
+    assert one.n_times == 2
+    assert told == []
+    setup.store.give_in(setup.store.put_off(1.0))
+    setup.settle()
+    assert told == [set()]
+    with pytest.raises(MemoryError, match="no room at all"):
+        setup.store["a"]
+    assert not setup.lost
+
+
+def test_a_task_whose_input_does_not_fit_waits_while_another_runs():
+    setup = Setup()
+    filled(setup, *"abc")
+    running, ready = setup.store.claim("other", ["c"], 0, (), lambda lost: None)
+    assert ready or setup.settle() is None
+    never_enough_memory(setup)
+    told = []
+    setup.store.claim("task", ["a"], 0, (), told.append)
+    step_all_but_later(setup)
+    setup.store.give_in(setup.store.put_off(1.0))
+    step_all_but_later(setup)
+    assert told == []
+    setup.store.end(running)
+    setup.store.give_in(setup.store.put_off(1.0))
+    step_all_but_later(setup)
+    assert told == [set()]
+
+
+def test_a_task_that_may_wait_for_others_is_nothing_to_wait_for():
+    """It may be this very task that it waits for."""
+    setup = Setup()
+    filled(setup, *"abc")
+    outer, ready = setup.store.claim("outer", ["c"], 0, (), lambda lost: None)
+    assert ready or setup.settle() is None
+    setup.store.may_wait(outer)
+    never_enough_memory(setup)
+    told = []
+    setup.store.claim("inner", ["a"], 0, (), told.append)
+    step_all_but_later(setup)
+    setup.store.give_in(setup.store.put_off(1.0))
+    step_all_but_later(setup)
+    assert told == [set()]
+
+
+def test_a_message_is_told_when_a_value_is_given_up():
+    setup = Setup()
+    filled(setup, *"abc")
+    never_enough_memory(setup)
+    for is_over in (False, True, False):
+        with pytest.raises(MemoryError):
+            setup.store.lend("a")
+        assert setup.store.is_given_up("a") == is_over
+        setup.store.give_in(setup.store.put_off(0.0))
+
+
+def test_what_is_read_again_is_not_short_any_more():
+    setup = Setup()
+    filled(setup, *"abc")
+    setup.tiers[0].fail("get", MemoryError())
+    with pytest.raises(MemoryError):
+        setup.store.lend("a")
+    assert setup.store.put_off(0.0)
+    assert setup.store["a"] == b"a" * 40
+    assert not setup.store.put_off(0.0)
+
+
+def test_a_full_disk_keeps_values_in_memory():
+    setup = Setup()
+    for number in range(20):
+        setup.tiers[0].fail("put", OSError("no space left on device"))
+        setup.store[number] = b"x" * 40
+        setup.settle()
+    assert len(setup.store.memory) == 20
+    setup.tiers[0].mend()
+    setup.store.retry()
+    setup.store.decide()
+    setup.settle()
+    assert setup.residency.levels[0].used_nbytes <= 100
+
+
+def test_what_cannot_be_taken_apart_stays_and_the_others_leave():
+    setup = Setup(capacity=1100)
+    setup.store["event"] = threading.Event()
+    for number in range(10):
+        setup.store[number] = b"x" * 40
+        setup.settle()
+    assert "event" in setup.store.memory
+    assert setup.residency.levels[0].used_nbytes <= 1100
+
+
+def test_what_cannot_be_taken_apart_is_tried_and_told_of_once(caplog):
+    setup = Setup(capacity=1100, n_tiers=3)
+    setup.store["event"] = threading.Event()
+    for number in range(10):
+        setup.store[number] = b"x" * 40
+        setup.store.evict()
+        setup.settle()
+    assert "event" in setup.store.memory
+    assert ["event" in message for message in caplog.messages] == [True]
+    assert setup.store.explain("event")["refused_by"] == ["tier 0", "tier 1", "tier 2"]
+
+
+def test_values_are_not_taken_apart_over_and_over_for_a_full_tier():
+    setup = Setup(tier_nbytes=50)
+    taken_apart = []
+    packing = setup.store._packings[0]
+    counted = replace(packing, flatten=lambda v: (taken_apart.append(v), flatten(v))[1])
+    setup.store._packings[0] = counted
+    filled(setup, *"abcdef")
+    del taken_apart[:]
+    for look in range(100):
+        setup.store.retry(look / 10)
+        setup.store.decide()
+        setup.settle()
+    # At 1, 3 and 7 s, each time by all that could leave.
+    assert 0 < len(taken_apart) <= 3 * MAX_MOVES
+    (cold,) = setup.store.cold()
+    del setup.store[cold]
+    setup.store.decide()
+    setup.settle()
+    assert setup.store.has_cold
+
+
+def test_want_of_memory_is_no_full_tier():
+    setup = Setup()
+    setup.tiers[0].fail("put", MemoryError())
+    filled(setup, *"abc")
+    assert not setup.store.has_cold
+    setup.store.retry(0.0)
+    setup.store.decide()
+    setup.settle()
+    assert setup.store.has_cold
+
+
+def test_a_tier_that_is_full_passes_values_on():
+    setup = Setup(n_tiers=2)
+    setup.tiers[0]._tier.put = lambda flat: (_ for _ in ()).throw(TierFullError("full"))
+    filled(setup, *"abcdef")
+    assert setup.residency.levels[0].used_nbytes <= 100
+    assert setup.residency.levels[2].used_nbytes > 0

@@ -1,0 +1,78 @@
+"""Links of a worker for tests of how it chooses a transport."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from dask_gpurt.plugins.shuffle.transport_choice import Links
+from dask_gpurt.shuffle.messages import Message
+
+DEADLINE_S = 20.0
+
+
+class RunIsOver(Exception):
+    pass
+
+
+async def compose(path):
+    return Message(b"", [])
+
+
+def with_links(test, **more):
+    """Run a coroutine function with links of a worker, with more attributes, on its loop."""
+
+    async def main():
+        loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
+        rpc = SimpleNamespace(available={}, occupied={})
+        links = Links(SimpleNamespace(loop=loop, rpc=rpc, **more), 0)
+        if links._lender is None:
+            pytest.skip("no files in memory here, and so nothing is asked of a peer")
+        try:
+            await test(links)
+        finally:
+            await links.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+OPEN = SimpleNamespace(require_encryption=False)
+
+
+class Engine:
+    """Of the address that it was started with."""
+
+    takes_device_memory = False
+    is_closing = False
+
+    def __init__(self, host):
+        self.descriptor = {"host": host}
+
+    @classmethod
+    async def start(cls, host):
+        return cls(host)
+
+    async def close(self, deadline_s):
+        pass
+
+    async def invite(self, token, deadline_s):
+        return self.descriptor
+
+
+def resolving(monkeypatch, *addresses, error=None):
+    """Answers of a resolver; returns the names it was asked for, and in which threads."""
+    asked = []
+
+    def getaddrinfo(name, *args, **kwargs):
+        asked.append((name, threading.current_thread()))
+        if error is not None:
+            raise error
+        return [(None, None, None, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("dask_gpurt.plugins.shuffle.worker_ucx.UcxEngine", Engine)
+    return asked

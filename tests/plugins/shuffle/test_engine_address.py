@@ -1,0 +1,90 @@
+"""The address that a worker gives peers for its UCX engine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from dask_gpurt.errors import (
+    ConfigError,
+)
+from tests.plugins.shuffle.links_rig import OPEN, compose, resolving, with_links
+
+# ------------------------------------------------------------------ where peers reach our engine
+
+
+NAMED = {"address": "tcp://worker-3:4567", "ip": "worker-3"}
+
+
+@pytest.mark.parametrize(
+    "addresses, host",
+    [
+        (["10.0.0.3", "10.0.0.4"], "10.0.0.3"),
+        (["127.0.1.1", "fd00::3"], "fd00::3"),
+        (["fd00::3", "10.0.0.4"], "10.0.0.4"),
+        (["127.0.1.1"], "127.0.1.1"),
+    ],
+)
+def test_a_worker_that_is_known_by_a_name_is_reached_at_its_address(monkeypatch, addresses, host):
+    asked = resolving(monkeypatch, *addresses)
+
+    async def test(links):
+        answer = await links.accept({"ucx": {}})
+        assert answer["ours"]["host"] == host
+        ((name, thread),) = asked
+        assert name == "worker-3"
+        assert thread is not threading.current_thread(), "the loop waits for a resolver"
+
+    with_links(test, security=OPEN, **NAMED)
+
+
+@pytest.mark.parametrize(
+    "address, ip, host",
+    [
+        ("tcp://10.0.0.3:4567", "10.0.0.3", "10.0.0.3"),
+        ("tcp://[fd00::3]:4567", "fd00::3", "fd00::3"),
+        ("inproc://somewhere/1/2", "somewhere", "127.0.0.1"),
+    ],
+)
+def test_others_need_no_resolver(monkeypatch, address, ip, host):
+    asked = resolving(monkeypatch, error=AssertionError("not to be asked"))
+
+    async def test(links):
+        assert (await links.accept({"ucx": {}}))["ours"]["host"] == host
+        assert asked == []
+
+    with_links(test, security=OPEN, address=address, ip=ip)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        UnicodeError("label empty or too long"),
+    ],
+)
+def test_a_name_that_has_no_address_is_a_reason_to_go_another_way(monkeypatch, error):
+    resolving(monkeypatch, error=error)
+
+    async def test(links):
+        refused = (await links.accept({"ucx": {}}))["why_not"]
+        assert "'worker-3' has none" in refused
+        assert str(error) in refused
+
+        async def call(data):
+            if "offers" in data:
+                return {"ours": None, "why_not": "out of view"}
+            return {"status": "OK"}
+
+        await links.deliver("peer", "auto", compose, call)
+        (path,) = links.report().values()
+        assert (path["path"], path["why_not"]["ucx"]) == ("comm", refused)
+        with pytest.raises(ConfigError, match="'worker-3' has none"):
+            await links.deliver("peer", "ucx", compose, call)
+        # It may have one later.
+        resolving(monkeypatch, "10.0.0.3")
+        assert (await links.accept({"ucx": {}}))["ours"]["host"] == "10.0.0.3"
+
+    with_links(test, security=OPEN, **NAMED)

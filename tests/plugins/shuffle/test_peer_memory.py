@@ -1,0 +1,235 @@
+"""Messages that a worker reads in the memory of a peer on its host."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from dask_gpurt.devices.host_memory.pages import SharedPages
+from dask_gpurt.devices.host_memory.pool import HostPool
+from dask_gpurt.devices.lanes import Lane
+from dask_gpurt.errors import (
+    DamagedError,
+    ProtocolError,
+)
+from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, LEAST_BESIDE_NBYTES
+from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.transport import shared
+from tests.plugins.shuffle.links_rig import DEADLINE_S, RunIsOver, compose, with_links
+
+# ------------------------------------------------------------------ memory of a peer
+
+
+class Peer:
+    """Lends buffers of these sizes; three bytes more are in its message."""
+
+    def __init__(self, *sizes):
+        memory = SharedPages()
+        self._lender = shared.Lender(memory)
+        pool = HostPool(0, source=memory)
+        self.lengths = [*sizes, 3]
+        self.lent = [pool.empty(nbytes, lane="outgoing") for nbytes in sizes]
+        for number, buffer in enumerate(self.lent, 1):
+            buffer[:] = number
+        self.offer = {"shared": self._lender.descriptor}
+        places = [self._lender.place(buffer) for buffer in self.lent]
+        token = self._lender.descriptor["token"]
+        self.payload = {"by": "shared", "token": token, "places": [*places, b"end"]}
+        self.sign()
+
+    def sign(self):
+        self.payload["seal"] = shared.seal(self.payload["token"], self.payload["places"])
+
+    def fetched_by(self, links, beside):
+        return links.fetch(self.payload, self.lengths, empty, beside)
+
+    def assert_equal(self, buffers):
+        assert [bytes(buffer) for buffer in buffers] == [*map(bytes, self.lent), b"end"]
+
+
+def empty(number, nbytes):
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+async def never(nbytes, read):
+    raise AssertionError("not worth a thread")
+
+
+def in_lane(lane, asked):
+    async def beside(nbytes, read):
+        asked.append(nbytes)
+        await asyncio.wrap_future(lane.submit(read))
+
+    return beside
+
+
+def test_a_large_message_is_read_beside_the_loop_and_a_small_one_on_it():
+    async def test(links):
+        large = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 3)
+        small = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 4)
+        asked = []
+        with Lane("beside") as lane:
+            for peer in (large, small):
+                assert (await links.accept(peer.offer))["why_not"] is None
+            large.assert_equal(await large.fetched_by(links, in_lane(lane, asked)))
+            small.assert_equal(await small.fetched_by(links, never))
+        assert asked == [LEAST_BESIDE_NBYTES]
+
+    with_links(test)
+
+
+def test_nothing_of_a_message_is_read_unless_all_of_it_is_there():
+    async def test(links):
+        peer = Peer(LEAST_BESIDE_NBYTES)
+        peer.payload["places"][-1] = b"too long"
+        peer.sign()
+        await links.accept(peer.offer)
+        with pytest.raises(ProtocolError, match="8 bytes came of 3"):
+            await peer.fetched_by(links, never)
+
+    with_links(test)
+
+
+#: Smaller ones are not in shared memory.
+PLACED_NBYTES = 100_000
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda place, end: [[(place - 64, PLACED_NBYTES)], end],
+        lambda place, end: [[(place, PLACED_NBYTES - 1), (place, 1)], end],
+        lambda place, end: [[(place, PLACED_NBYTES)], b"enD"],
+        lambda place, end: [[(place, PLACED_NBYTES)], end, b""],
+        lambda place, end: [end, [(place, PLACED_NBYTES)]],
+    ],
+    ids=["elsewhere", "cut otherwise", "other bytes", "one more", "another order"],
+)
+def test_places_that_were_damaged_on_their_way_are_not_read(damaged):
+    """They may well be inside of the memory that was lent, and lead to other rows."""
+
+    async def test(links):
+        peer = Peer(PLACED_NBYTES)
+        await links.accept(peer.offer)
+        [[(place, nbytes)], end] = peer.payload["places"]
+        assert nbytes == PLACED_NBYTES
+        peer.payload["places"] = damaged(place, end)
+        with pytest.raises(DamagedError, match="damaged on their way"):
+            await peer.fetched_by(links, never)
+
+    with_links(test)
+
+
+@pytest.mark.parametrize("parts", [None, 7, [None], ["text"], [[("a", 1)]], [[(-1, 1)]]])
+def test_what_are_no_places_is_refused(parts):
+    async def test(links):
+        peer = Peer(PLACED_NBYTES)
+        await links.accept(peer.offer)
+        peer.payload["places"] = parts
+        with pytest.raises(ProtocolError):
+            await peer.fetched_by(links, never)
+
+    with_links(test)
+
+
+def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
+    begun, may_go_on = threading.Event(), threading.Event()
+    read_into = shared._read_into
+
+    def held(*args):
+        begun.set()
+        assert may_go_on.wait(DEADLINE_S)
+        read_into(*args)
+
+    monkeypatch.setattr(shared, "_read_into", held)
+
+    async def test(links):
+        peer = Peer(LEAST_BESIDE_NBYTES)
+        await links.accept(peer.offer)
+        with Lane("beside") as lane:
+            jobs = []
+
+            async def beside(nbytes, read):
+                jobs.append(lane.submit(read))
+                await asyncio.wrap_future(jobs[0])
+
+            fetching = asyncio.create_task(peer.fetched_by(links, beside))
+            assert await asyncio.to_thread(begun.wait, DEADLINE_S)
+            fetching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            await links.close()
+            may_go_on.set()
+            assert jobs[0].result(DEADLINE_S) is None
+
+    try:
+        with_links(test)
+    finally:
+        may_go_on.set()
+
+
+# ------------------------------------------------------------------ where peers reach our engine
+
+
+@pytest.mark.parametrize("n_damaged", [1, 2, 3])
+def test_a_message_that_arrives_damaged_three_times_is_a_clear_error(n_damaged):
+    async def test(links):
+        sent = []
+
+        async def call(data):
+            if "offers" in data:
+                return {"status": "OK", "ours": None, "why_not": None}
+            sent.append(data)
+            return {"status": DAMAGED if len(sent) <= n_damaged else "OK"}
+
+        delivery = links.deliver("tcp://peer:1", "auto", compose, call)
+        if n_damaged < 3:
+            await delivery
+            assert len(sent) == n_damaged + 1
+            return
+        with pytest.raises(DamagedError, match="3 times in a row a message to tcp://peer:1"):
+            await delivery
+        assert len(sent) == 3
+
+    with_links(test)
+
+
+def test_an_error_of_the_second_attempt_does_not_keep_the_message_of_the_first():
+    async def test(links):
+        made = []
+
+        async def compose_once(path):
+            if made:
+                raise RunIsOver
+            buffer = np.zeros(10, dtype=np.uint8)
+            made.append(weakref.ref(buffer))
+            return Message(b"", [buffer])
+
+        async def call(data):
+            return {"status": DAMAGED}
+
+        with pytest.raises(RunIsOver) as error:
+            await links.deliver("peer", "comm", compose_once, call)
+        assert made[0]() is None
+        del error
+
+    with_links(test)
+
+
+@pytest.mark.parametrize(
+    ("transport", "stays"), [("auto", True), ("comm", False), ("device", False)]
+)
+def test_a_path_inside_the_host_is_known_once_it_was_found(transport, stays):
+    async def test(links):
+        async def call(data):
+            return {"status": "OK", "ours": None, "why_not": None}
+
+        assert links.on_host("auto") == set()
+        await links.deliver("peer", "auto", compose, call)
+        assert links.on_host(transport) == ({"peer"} if stays else set())
+
+    with_links(test)

@@ -1,0 +1,13 @@
+"""A store of shards for each test."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.shuffle.shard_rig import Rig
+
+
+@pytest.fixture
+def rig(tmp_path):
+    """A store that has room for everything."""
+    return Rig(tmp_path)

@@ -1,0 +1,152 @@
+"""Shards of rows that say where they come from, and a store to try them in.
+
+Every row is (source, slot, number within the slot). So whatever goes wrong with the rows shows in
+the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import threading
+
+import numpy as np
+
+from dask_gpurt.frames.adapter import Packed
+from dask_gpurt.metrics import Counters
+from dask_gpurt.shuffle.shards import Budget, Shard, ShardStore
+
+LAYOUT_KEY = b"source, slot, number"
+ROW_NBYTES = 24
+PATIENCE_S = 20.0
+PLENTY = 1 << 30
+
+
+class TripleFrames:
+    """Bodies are arrays of triples; the smallest adapter that can be packed and unpacked."""
+
+    def pack(self, body):
+        buffer = np.frombuffer(body.tobytes(), dtype=np.uint8)
+        # The lengths of the sections are made up, so that losing them on the way shows.
+        return Packed(buffer, len(body), arrow_nbytes=len(body), pickle_nbytes=2 * len(body))
+
+    def unpack(self, layout_key, packed):
+        assert layout_key == LAYOUT_KEY
+        body = packed.buffer.view(np.int64).reshape(-1, 3)
+        assert packed.n_rows == packed.arrow_nbytes == len(body)
+        assert packed.pickle_nbytes == 2 * len(body)
+        return body
+
+
+def make_rows(source, slot, count):
+    return [(source, slot, number) for number in range(count)]
+
+
+def make_shard(source, first_slot, counts, number=0, count=1, attempt=1, packed=False):
+    """A shard with `counts` rows for each of the slots from `first_slot`."""
+    rows = [row for i, n in enumerate(counts) for row in make_rows(source, first_slot + i, n)]
+    body = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    contents = {"packed": TripleFrames().pack(body)} if packed else {"body": body}
+    return Shard.with_rows(
+        counts,
+        source=source,
+        attempt=attempt,
+        number=number,
+        count=count,
+        first_slot=first_slot,
+        layout_key=LAYOUT_KEY,
+        **contents,
+    )
+
+
+def read_slot(store, slot):
+    pieces = store.pieces(slot)
+    return [tuple(row) for piece in pieces for row in piece.body[piece.start : piece.stop].tolist()]
+
+
+class WatchedBudget(Budget):
+    """Says when nothing is used any more, and remembers the least that ever was."""
+
+    def __init__(self, limit_nbytes):
+        super().__init__(limit_nbytes)
+        self.emptied = threading.Event()
+        self.least_nbytes = 0
+
+    def change(self, nbytes):
+        super().change(nbytes)
+        self.least_nbytes = min(self.least_nbytes, self.used_nbytes)
+        if not self.used_nbytes:
+            self.emptied.set()
+
+
+def files_of(directory):
+    """Paths that lead to the open files that once had a name in a directory."""
+    found = {}
+    for descriptor in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            name = os.readlink(descriptor)
+            if name.startswith(f"{directory}/"):
+                found[name] = descriptor
+    return [found[name] for name in sorted(found)]
+
+
+def change(path, position, data):
+    """Put other bytes into a file."""
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(position)
+        file.write(data)
+
+
+class Rig:
+    """A store for slots 0 to 9, and everything a test wants to look at beside it."""
+
+    def __init__(self, root, limit_nbytes=PLENTY, **options):
+        self.directory = pathlib.Path(root) / "run"
+        self.budget = options.pop("budget", None) or WatchedBudget(limit_nbytes)
+        self.counters = options.pop("counters", None) or Counters()
+        adapter = options.pop("adapter", None) or TripleFrames()
+        slots = options.pop("slots", (0, 10))
+        self.store = ShardStore(
+            adapter, slots, str(self.directory), self.budget, self.counters, **options
+        )
+
+    @property
+    def files(self):
+        """Files that are open: they have no name any more, but a descriptor leads to each."""
+        assert not self.directory.exists()
+        return files_of(self.directory)
+
+    def counted(self, name):
+        return self.counters.snapshot()[name]
+
+
+def in_thread(function, *args):
+    """Run a function in a thread of its own; the result says what came of it."""
+    outcome = []
+
+    def target():
+        try:
+            outcome.append(function(*args))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+
+    def join():
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "stuck"
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0]
+
+    return join
+
+
+def spread_shards(n_shards, n_rows=2, source=0, packed=False):
+    """Shards of one source: `n_rows` rows for each of the first slots."""
+    return [
+        make_shard(source, slot, [n_rows], number=slot, count=n_shards, packed=packed)
+        for slot in range(n_shards)
+    ]

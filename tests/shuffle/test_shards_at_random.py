@@ -1,0 +1,146 @@
+"""Random use of a store of shards agrees with a plain dict."""
+
+from __future__ import annotations
+
+import os
+from itertools import accumulate
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from dask_gpurt.errors import (
+    PartitionReleasedError,
+)
+from dask_gpurt.shuffle.plan import cut_shards
+from dask_gpurt.shuffle.shards import LOW_WATER
+from tests.shuffle.shard_rig import ROW_NBYTES, Rig, make_rows, make_shard, read_slot
+
+# ------------------------------------------------------------------ against a plain dict
+
+
+N_SLOTS = 6
+row_counts = st.lists(st.integers(0, 3), min_size=N_SLOTS, max_size=N_SLOTS)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Random use of a store, beside a dict of what should be in it."""
+
+    @initialize(limit_rows=st.sampled_from([0, 3, 8, 1000]))
+    def open(self, limit_rows):
+        self.root = TemporaryDirectory()
+        self.rig = Rig(self.root.name, limit_nbytes=limit_rows * ROW_NBYTES, slots=(0, N_SLOTS))
+        self.shards = []
+        self.counts = {}
+        self.sent = {}
+        self.released = set()
+        self.sealed = False
+
+    def _cut(self, source, counts, shard_rows, attempt, packed):
+        cuts = cut_shards([0, *accumulate(counts)], ROW_NBYTES, shard_rows * ROW_NBYTES)
+        return [
+            make_shard(source, first, counts[first:end], number, len(cuts), attempt, packed)
+            for number, (first, end) in enumerate(cuts)
+        ]
+
+    @precondition(lambda self: not self.sealed)
+    @rule(
+        source=st.integers(0, 7),
+        counts=row_counts,
+        shard_rows=st.integers(1, 6),
+        packed=st.booleans(),
+        data=st.data(),
+    )
+    def add(self, source, counts, shard_rows, packed, data):
+        if source in self.counts:
+            return
+        shards = self._cut(source, counts, shard_rows, 1, packed)
+        self.rig.store.add(data.draw(st.permutations(shards)))
+        self.shards += shards
+        self.counts[source] = counts
+        self.sent[source] = (counts, shard_rows)
+
+    @precondition(lambda self: self.counts)
+    @rule(data=st.data(), attempt=st.integers(1, 2), packed=st.booleans())
+    def add_again(self, data, attempt, packed):
+        source = data.draw(st.sampled_from(sorted(self.counts)))
+        counts, shard_rows = self.sent[source]
+        if attempt == 2:
+            shard_rows = data.draw(st.integers(1, 6))
+        self.rig.store.add(self._cut(source, counts, shard_rows, attempt, packed))
+
+    @rule()
+    def seal(self):
+        self.rig.store.seal()
+        self.sealed = True
+
+    def _expected(self, slot):
+        return [r for s in sorted(self.counts) for r in make_rows(s, slot, self.counts[s][slot])]
+
+    @precondition(lambda self: self.sealed)
+    @rule(slot=st.integers(0, N_SLOTS - 1))
+    def pieces(self, slot):
+        if slot in self.released:
+            with pytest.raises(PartitionReleasedError):
+                self.rig.store.pieces(slot)
+        else:
+            assert read_slot(self.rig.store, slot) == self._expected(slot)
+
+    @rule(slot=st.integers(0, N_SLOTS - 1))
+    def release(self, slot):
+        self.rig.store.release(slot)
+        if self.sealed:
+            self.released.add(slot)
+
+    @rule()
+    def make_room(self):
+        was_over = self.rig.store.is_over_limit
+        self.rig.store.make_room()
+        if was_over:
+            assert self.rig.budget.used_nbytes <= LOW_WATER * self.rig.budget.limit_nbytes
+
+    @invariant()
+    def the_budget_is_what_the_shards_in_memory_take(self):
+        resident = sum(shard.nbytes for shard in self.shards if shard.is_resident)
+        assert self.rig.budget.used_nbytes == self.rig.store.resident_nbytes == resident
+        assert self.rig.budget.least_nbytes == 0
+
+    @invariant()
+    def shards_are_there_until_their_last_partition_is_let_go(self):
+        for shard in self.shards:
+            slots = range(shard.first_slot, shard.end_slot)
+            with_rows = {s for s in slots if self.counts[shard.source][s]}
+            is_wanted = bool(with_rows - self.released)
+            assert (shard.is_resident or shard.on_disk is not None) == is_wanted
+
+    @invariant()
+    def no_file_outlives_its_shards(self):
+        wanted = {shard.on_disk[0].path for shard in self.shards if shard.on_disk}
+        assert {os.readlink(path).removesuffix(" (deleted)") for path in self.rig.files} == wanted
+
+    def teardown(self):
+        store = self.rig.store
+        store.seal()
+        for slot in range(N_SLOTS):
+            if slot not in self.released:
+                assert read_slot(store, slot) == self._expected(slot)
+        store.close()
+        assert self.rig.budget.used_nbytes == 0
+        assert not self.rig.directory.exists()
+        self.root.cleanup()
+
+
+def test_random_use_agrees_with_a_dict():
+    run_state_machine_as_test(
+        StoreMachine,
+        settings=settings(derandomize=True, max_examples=120, stateful_step_count=30),
+    )

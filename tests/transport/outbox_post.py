@@ -1,0 +1,117 @@
+"""An outbox whose sends a test lets through one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+
+from dask_gpurt.transport.outbox import Outbox
+
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Item:
+    name: object
+    nbytes: int = 10
+
+
+class Refused(Exception):
+    """What a peer that cannot be reached makes of a message."""
+
+
+class WatchedCondition(threading.Condition):
+    """Says when a producer begins to wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.held_back = threading.Semaphore(0)
+
+    def wait(self, timeout=None):
+        self.held_back.release()
+        return super().wait(timeout)
+
+
+def always(nbytes):
+    """Messages of one size for every peer."""
+    return lambda peer: nbytes
+
+
+class Post:
+    """An outbox on the running loop, and peers whose gates the test opens and shuts."""
+
+    def __init__(self, **options):
+        options = {"limit_nbytes": 1 << 20, "message_nbytes": 1 << 20, "concurrency": 1} | options
+        if not callable(size := options["message_nbytes"]):
+            options["message_nbytes"] = always(size)
+        self.outbox = Outbox(self._send, asyncio.get_running_loop(), **options)
+        self.outbox._changed = WatchedCondition()  # the one place where a wait can be seen
+        self.gates = defaultdict(asyncio.Event)
+        self.refusals = {}
+        self.started = defaultdict(list)
+        self.arrived = defaultdict(list)
+        self.n_under_way = defaultdict(int)
+        self.most_under_way = defaultdict(int)
+        self._news = asyncio.Condition()
+
+    async def _send(self, peer, items):
+        names = [item.name for item in items]
+        self.n_under_way[peer] += 1
+        self.most_under_way[peer] = max(self.most_under_way[peer], self.n_under_way[peer])
+        self.started[peer].append(names)
+        await self._tell()
+        try:
+            await self.gates[peer].wait()
+            if peer in self.refusals:
+                raise self.refusals[peer]
+            self.arrived[peer].append(names)
+        finally:
+            self.n_under_way[peer] -= 1
+
+    async def _tell(self):
+        async with self._news:
+            self._news.notify_all()
+
+    async def until_started(self, peer, n_messages):
+        async with self._news:
+            await self._news.wait_for(lambda: len(self.started[peer]) >= n_messages)
+
+    async def put(self, peer, *items):
+        """From a thread, as producers do."""
+        await asyncio.to_thread(self.outbox.put, peer, items)
+
+    async def hold_back(self, peer, *items):
+        """A producer that is waiting by the time this returns."""
+        task = asyncio.create_task(self.put(peer, *items))
+        held_back = self.outbox._changed.held_back
+        assert await asyncio.to_thread(held_back.acquire, timeout=PATIENCE_S)
+        assert not task.done()
+        return task
+
+    def open(self, *peers):
+        for peer in peers:
+            self.gates[peer].set()
+
+
+def run(scenario):
+    """Run a scenario on a loop of its own and see that it leaves no task there."""
+
+    async def watched():
+        async with asyncio.timeout(PATIENCE_S):
+            await scenario()
+        await settle()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(watched())
+
+
+async def settle():
+    """Let everything run that can without anything new happening."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def flat(messages):
+    return [name for names in messages for name in names]

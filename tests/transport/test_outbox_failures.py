@@ -1,0 +1,110 @@
+"""A failed send reaches producers and flush; nothing is lost silently."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dask_gpurt.errors import ExchangeError
+from tests.transport.outbox_post import Item, Post, Refused, run, settle
+
+# ------------------------------------------------------------------ failure
+
+
+def test_a_failure_surfaces_in_put_and_flush_from_then_on():
+    async def scenario():
+        post = Post()
+        post.refusals["a"] = Refused("a is gone")
+        post.open("a", "b")
+        await post.put("a", Item(1))
+        for _ in range(2):
+            with pytest.raises(Refused, match="a is gone"):
+                await post.outbox.flush()
+        with pytest.raises(Refused, match="a is gone"):
+            await post.put("b", Item(2))
+        await settle()
+        assert post.started["b"] == []
+
+    run(scenario)
+
+
+def test_a_failure_while_flush_waits_ends_it():
+    async def scenario():
+        post = Post()
+        await post.put("a", Item(1))
+        await post.put("b", Item(2))
+        flushing = asyncio.create_task(post.outbox.flush())
+        await post.until_started("b", 1)
+        post.refusals["b"] = Refused("b is gone")
+        post.open("b")
+        # Although the other peer never answers.
+        with pytest.raises(Refused, match="b is gone"):
+            await flushing
+        await post.outbox.close()
+
+    run(scenario)
+
+
+def test_the_first_failure_is_the_one_that_is_told():
+    async def scenario():
+        post = Post()
+        post.refusals |= {"a": Refused("a is gone"), "b": Refused("b is gone")}
+        await post.put("a", Item(1))
+        await post.put("b", Item(2))
+        await post.until_started("a", 1)
+        await post.until_started("b", 1)
+        post.open("b")
+        await settle()
+        post.open("a")
+        await settle()
+        with pytest.raises(Refused, match="b is gone"):
+            await post.outbox.flush()
+
+    run(scenario)
+
+
+def test_nothing_more_is_sent_after_a_failure():
+    async def scenario():
+        post = Post(message_nbytes=10)
+        post.refusals["b"] = Refused("b is gone")
+        post.open("b")
+        await post.put("a", Item(1), Item(2))
+        await post.until_started("a", 1)
+        await post.put("b", Item(3))
+        with pytest.raises(Refused):
+            await post.outbox.flush()
+        post.open("a")
+        await settle()
+        assert post.started["a"] == [[1]]
+
+    run(scenario)
+
+
+def test_a_send_that_is_cancelled_is_a_failure():
+    """A message that was given up is not a message that was delivered."""
+
+    async def scenario():
+        post = Post()
+        post.refusals["a"] = asyncio.CancelledError("the connection was shut")
+        post.open("a")
+        await post.put("a", Item(1))
+        with pytest.raises(ExchangeError):
+            await post.outbox.flush()
+        with pytest.raises(ExchangeError):
+            await post.put("a", Item(2))
+
+    run(scenario)
+
+
+def test_a_cancelled_send_lets_producers_go():
+    async def scenario():
+        post = Post(limit_nbytes=10)
+        await post.put("a", Item(1))
+        held_back = await post.hold_back("a", Item(2))
+        post.refusals["a"] = asyncio.CancelledError()
+        post.open("a")
+        with pytest.raises(ExchangeError):
+            await held_back
+
+    run(scenario)

@@ -1,0 +1,140 @@
+"""Engines of UCX here and in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import pytest
+
+from dask_gpurt.transport.ucx import UcxEngine
+from tests.transport.ucx_peer import PATIENCE_S, exchange, open_door
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+needs_ucxx = pytest.mark.skipif(
+    importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"
+)
+#: UCX as the runtime uses it, which inside a host is TCP, and UCX's shared memory. That is not used
+#: otherwise; it stands for whatever else is not TCP, which has other protocols and other timing.
+SHARED_MEMORY = {"TLS": "all", "SYSV_ERROR_HANDLING": "y"}
+over_both = pytest.mark.parametrize("options", [SHARED_MEMORY, {}], ids=["shared memory", "tcp"])
+
+
+class OtherProcess:
+    """Handle of a `ucx_peer` process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.descriptor: dict = {}
+        self._replies: dict[int, asyncio.Future] = {}
+        self._n_commands = 0
+
+    @property
+    def token(self) -> str:
+        return self.descriptor["token"]
+
+    async def listen(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            reply = json.loads(line)
+            self._replies.pop(reply["id"]).set_result(reply)
+
+    def begin(self, do: str, **more) -> asyncio.Future:
+        """Start a command; the future has the reply."""
+        assert self.process.stdin is not None
+        self._n_commands += 1
+        future = self._replies[self._n_commands] = asyncio.get_running_loop().create_future()
+        command = {"id": self._n_commands, "do": do, **more}
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        return future
+
+    async def run(self, do: str, **more):
+        reply = await self.begin(do, **more)
+        assert "error" not in reply, reply["error"]
+        return reply["result"]
+
+
+@contextlib.asynccontextmanager
+async def other_process(options=None):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(ROOT / "tests" / "transport" / "ucx_peer.py"),
+        json.dumps(options or {}),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    other = OtherProcess(process)
+    try:
+        assert process.stdout is not None
+        other.descriptor = json.loads(await process.stdout.readline())
+        listening = asyncio.create_task(other.listen())
+        yield other
+        assert process.stdin is not None
+        if process.returncode is None:
+            process.stdin.close()
+            assert await process.wait() in (0, -signal.SIGKILL)
+        await listening
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def engine_here(options=None):
+    engine = await open_door(await UcxEngine.start("127.0.0.1", options))
+    try:
+        yield engine
+    finally:
+        await engine.close(PATIENCE_S)
+
+
+@contextlib.asynccontextmanager
+async def pair(options=None):
+    """An engine here, a process with another, and a link from here."""
+    async with other_process(options) as other, engine_here(options) as engine:
+        await engine.connect(other.descriptor, PATIENCE_S)
+        yield engine, other
+
+
+def run(scenario):
+    async def watched():
+        async with asyncio.timeout(4 * PATIENCE_S):
+            await scenario
+
+    asyncio.run(watched())
+
+
+async def until(condition):
+    """Wait for a state of the thread that nothing tells of."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def both_ways(engine, other, number, sizes):
+    """A message there and one back under the same number."""
+    there, back, *_ = await asyncio.gather(
+        other.begin("receive", peer=engine.token, number=number, sizes=sizes),
+        other.begin("send", peer=engine.token, number=number, sizes=sizes),
+        exchange(engine, other.token, "send", number, sizes),
+        exchange(engine, other.token, "receive", number, sizes),
+    )
+    assert "error" not in there and "error" not in back, (there, back)
+
+
+async def one_way(source, target, number, sizes):
+    """A message from one engine to another."""
+    await asyncio.gather(
+        exchange(target, source.token, "receive", number, sizes),
+        exchange(source, target.token, "send", number, sizes),
+    )
