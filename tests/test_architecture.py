@@ -221,7 +221,7 @@ def test_modules_stay_small_and_say_what_they_do(path):
 
 #: Tests without an assertion of their own, and what fails instead.
 ASSERT_ELSEWHERE = {
-    "tests.devices.test_devices_page.test_programs_run": "the programs of the page assert",
+    "tests.devices.test_devices_page.test_programs_of_the_page_run": "the programs assert",
 }
 
 

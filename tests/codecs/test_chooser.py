@@ -86,7 +86,7 @@ def test_a_sample_is_short(clock, codec):
     assert set(codec.encoded[1:]) == {sampling.SAMPLE_NBYTES}
 
 
-def test_a_codec_that_another_one_beats_gets_only_a_short_look(clock, codec):
+def test_beaten_codec_is_tried_on_a_short_sample_only(clock, codec):
     slow = ScriptedCodec(clock, id=8, ratio=2, encode_rate=1e8, decode_rate=1e8)
     small = ScriptedCodec(clock, id=7, ratio=9, encode_rate=1e8, decode_rate=1e8)
     trials = try_codecs(BUFFER, 8, [slow, codec, small], clock)
@@ -95,7 +95,7 @@ def test_a_codec_that_another_one_beats_gets_only_a_short_look(clock, codec):
     assert len(small.encoded) > 1
 
 
-def test_a_column_with_an_odd_stretch_still_gets_a_codec():
+def test_column_with_one_odd_stretch_still_gets_a_codec():
     """A short look tells codecs apart, not whether one pays."""
     column = np.arange(100_000) % 50
     column[49_000:51_000] = np.random.default_rng(0).integers(0, 2**62, 2000)
@@ -105,7 +105,7 @@ def test_a_column_with_an_odd_stretch_still_gets_a_codec():
 
 @pytest.mark.parametrize("itemsize", [1, 3, 8, 16])
 @pytest.mark.parametrize("nbytes", [0, 100, 16_384, 16_385, 10**6])
-def test_the_middle_is_whole_items(nbytes, itemsize):
+def test_sample_from_the_middle_holds_whole_items(nbytes, itemsize):
     raw = np.zeros(nbytes, dtype=np.uint8)
     stretch = middle(raw, itemsize, 16_384)
     offset = stretch.ctypes.data - raw.ctypes.data
@@ -132,7 +132,7 @@ def test_a_section_is_sampled_once_for_all_links(chooser, codec):
     assert len(codec.encoded) == 2 * sampled
 
 
-def test_a_link_that_is_not_known_costs_no_sample(chooser, codec):
+def test_unknown_link_costs_no_sample(chooser, codec):
     chooser.choose(b"key", SECTIONS, BUFFER, "new", None)
     assert codec.encoded == []
 
@@ -146,7 +146,7 @@ def shards_until_sampled(chooser, codec):
     return count
 
 
-def test_sections_are_sampled_again_ever_more_rarely(chooser, codec):
+def test_intervals_between_samples_of_a_section_grow(chooser, codec):
     once = AGAIN_NBYTES // SECTIONS[0].nbytes
     counts = [shards_until_sampled(chooser, codec) for _ in range(4)]
     assert counts == [1, once, 2 * once, 4 * once]
@@ -162,7 +162,7 @@ def test_data_that_changes_is_noticed_and_watched(chooser, codec):
     assert shards_until_sampled(chooser, codec) == once - 1
 
 
-def test_a_bandwidth_that_drifts_is_decided_anew(chooser):
+def test_drifting_bandwidth_leads_to_a_new_decision(chooser):
     (decision,) = choose_one(chooser, 900e6)
     assert choose_one(chooser, 950e6) == [decision]
     (again,) = choose_one(chooser, 3e9)
@@ -174,7 +174,7 @@ def choose_one(chooser, bandwidth):
     return chooser.explain()
 
 
-def test_explanations(chooser):
+def test_decision_explains_itself(chooser):
     chooser.choose(b"key", SECTIONS, BUFFER, "link", 100e6)
     first, second = chooser.explain()
     assert (first.section, second.section) == ("a", "b")
@@ -188,7 +188,7 @@ def test_short_sections_are_left_alone(chooser, codec):
     assert codec.encoded == []
 
 
-def test_only_so_many_layouts_are_remembered(chooser):
+def test_number_of_remembered_layouts_is_bounded(chooser):
     for number in range(200):
         chooser.choose(b"%d" % number, SECTIONS[:1], BUFFER, "link", 100e6)
     assert len(chooser.explain()) == 64
@@ -203,7 +203,7 @@ def encoded_until(chooser, done):
     raise AssertionError("never")
 
 
-def test_codecs_that_are_held_up_are_left_alone_until_that_is_forgotten(chooser, codec):
+def test_slowed_codec_is_avoided_until_its_record_expires(chooser, codec):
     assert chooser.encode(b"key", SECTIONS, BUFFER, "link", 500e6).table
     assert chooser.slowdown == pytest.approx(1)
     # Samples stand: only whole shards show that everything takes five times as long.
@@ -219,7 +219,7 @@ def test_codecs_that_are_held_up_are_left_alone_until_that_is_forgotten(chooser,
     encoded_until(chooser, lambda encoded: chooser.slowdown < 1.01)
 
 
-def test_one_shard_that_is_held_up_for_long_does_not_count_for_many(chooser, codec):
+def test_one_slow_shard_does_not_outweigh_many_others(chooser, codec):
     chooser.encode(b"key", SECTIONS, BUFFER, "link", 100e6)
     codec.encode_rate /= 1e6
     chooser.encode(b"key", SECTIONS, BUFFER, "link", 100e6)
@@ -227,7 +227,7 @@ def test_one_shard_that_is_held_up_for_long_does_not_count_for_many(chooser, cod
 
 
 @pytest.mark.parametrize("mode", ["none", "lz4", "zstd"])
-def test_modes(mode, clock, codec):
+def test_only_a_named_codec_is_used_on_an_unknown_link(mode, clock, codec):
     chooser = Chooser(mode, {codec.id: codec}, clock)
     expected = 9 if mode == "lz4" else RAW
     assert chooser.choose(b"key", SECTIONS[:1], BUFFER, "link", None) == [expected]
@@ -256,7 +256,7 @@ def test_threads_share_what_is_learnt(chooser, codec):
     assert len(codec.encoded) <= 3 * 2 * (4 + 2)
 
 
-def test_real_codecs_end_to_end():
+def test_real_codecs_are_chosen_end_to_end():
     rng = np.random.default_rng(0)
     keys, noise = rng.integers(0, 1000, 20_000), rng.integers(-(2**63), 2**63 - 1, 20_000)
     buffer = np.concatenate([keys, noise]).view(np.uint8)
@@ -275,7 +275,7 @@ def test_real_codecs_end_to_end():
     assert chooser.choose(b"key", sections, buffer, "memory", 1e15) == [RAW, RAW]
 
 
-def test_where_nothing_pays_shards_are_left_alone_for_a_while():
+def test_shards_are_not_sampled_for_a_while_where_no_codec_pays():
     clock = Clock()
     codec = ScriptedCodec(clock, ratio=1)
     chooser = Chooser("auto", {codec.id: codec}, clock)
@@ -286,7 +286,7 @@ def test_where_nothing_pays_shards_are_left_alone_for_a_while():
     assert [chooser.may_pay(*link) for _ in range(shards + 1)] == [False] * shards + [True]
 
 
-def test_other_links_and_layouts_and_links_that_became_slow_are_looked_at():
+def test_new_links_new_layouts_and_slowed_links_are_sampled():
     clock = Clock()
     codec = ScriptedCodec(clock, ratio=1)
     chooser = Chooser("auto", {codec.id: codec}, clock)
@@ -297,7 +297,7 @@ def test_other_links_and_layouts_and_links_that_became_slow_are_looked_at():
     assert chooser.may_pay(b"another", 1, "link", 500e6)
 
 
-def test_where_something_pays_every_shard_is_looked_at():
+def test_every_shard_is_checked_where_a_codec_pays():
     clock = Clock()
     codec = ScriptedCodec(clock)
     chooser = Chooser("auto", {codec.id: codec}, clock)
@@ -306,5 +306,5 @@ def test_where_something_pays_every_shard_is_looked_at():
 
 
 @pytest.mark.parametrize(("mode", "may"), [("none", False), ("lz4", True), ("auto", False)])
-def test_what_a_mode_says_of_a_link_that_nobody_measured(mode, may):
+def test_mode_decides_for_an_unmeasured_link(mode, may):
     assert Chooser(mode).may_pay(b"key", 1, "link", None) == may

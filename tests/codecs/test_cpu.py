@@ -98,19 +98,19 @@ def test_numbers_on_the_wire_never_change():
         ("tenths and zeros", 7.9),
     ],
 )
-def test_narrow_takes_the_narrowest_reading(name, at_least):
+def test_narrow_chooses_the_narrowest_type(name, at_least):
     raw, itemsize = kinds_of_data()[name]
     payload = np.concatenate(BY_NAME["narrow"].encode(raw, itemsize))
     assert raw.nbytes / payload.nbytes > at_least
 
 
 @pytest.mark.parametrize("name", ["infinities", "negative zeros", "noise", "prices with gaps"])
-def test_narrow_leaves_alone_what_is_no_decimal(name):
+def test_narrow_leaves_values_alone_that_are_not_decimals(name):
     raw, itemsize = kinds_of_data()[name]
     assert BY_NAME["narrow"].encode(raw, itemsize) is None
 
 
-def test_one_item_that_is_no_decimal_is_found_anywhere():
+def test_one_item_that_is_not_a_decimal_is_found_anywhere():
     values = np.arange(1000) / 100
     codec = BY_NAME["narrow"]
     assert codec.encode(values.view(np.uint8), 8) is not None
@@ -127,7 +127,7 @@ def test_one_item_off_the_common_step_is_found_anywhere():
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 3, 4, 8, 16])
-def test_planes(itemsize):
+def test_planes_are_split_and_joined(itemsize):
     raw = np.random.default_rng(0).integers(0, 256, 30 * itemsize).astype(np.uint8)
     split = planes.split(raw, itemsize)
     np.testing.assert_array_equal(split, raw.reshape(-1, itemsize).T.reshape(-1))
@@ -156,7 +156,7 @@ def test_a_payload_that_decodes_to_less_is_refused(coder):
     st.binary(max_size=300),
     st.integers(0, 300),
 )
-def test_a_payload_made_up_with_the_right_crc_is_filled_in_or_refused(
+def test_forged_payload_with_a_valid_crc_stays_within_its_buffer(
     number, itemsize, nbytes, parameters, rest, n_zeros
 ):
     """Somebody who means it gets past the CRC, and must not get any further than `out`."""
@@ -173,13 +173,13 @@ def test_a_payload_made_up_with_the_right_crc_is_filled_in_or_refused(
     assert set(surroundings[:32]) | set(surroundings[32 + nbytes :]) == {0xA5}
 
 
-def test_want_of_memory_is_no_damage():
+def test_lack_of_memory_is_not_reported_as_damage():
     payload = coders.compress("zstd", np.zeros(1_000, np.uint8))
     with pytest.raises(MemoryError):
         coders.decompress("zstd", payload, 1 << 60)
 
 
-def test_unknown_bytes_for_a_coder():
+def test_coder_refuses_bytes_of_another_format():
     with pytest.raises(ProtocolError, match="zstd"):
         coders.decompress("zstd", np.zeros(9, np.uint8), 100)
 
@@ -239,7 +239,7 @@ def runs_meanwhile(work, tries: int = 5000) -> bool:
     return meanwhile
 
 
-def test_the_interpreter_lock_is_not_let_go_by_chance():
+def test_plain_python_code_holds_the_interpreter_lock():
     assert not runs_meanwhile(lambda: [number * number for number in range(10_000)], tries=50)
 
 
@@ -254,7 +254,7 @@ def test_codecs_run_without_the_interpreter_lock(name):
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if "lz4" in name])
-def test_what_is_more_than_lz4_counts_to_is_not_encoded(name, monkeypatch):
+def test_lz4_does_not_encode_more_than_its_length_field_holds(name, monkeypatch):
     codec = BY_NAME[name]
     raw = np.random.default_rng(1).integers(0, 1 << 30, 10_000).view(np.uint8)
     payload = np.concatenate(codec.encode(raw, 8))

@@ -65,7 +65,7 @@ def decoded(encoded, nbytes, parts=None):
 
 @deterministic
 @given(shards())
-def test_shards_come_back(case):
+def test_encoded_shards_decode_to_the_same_bytes(case):
     buffer, sections, choices = case
     encoded = encode_shard(buffer, sections, choices)
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes), buffer)
@@ -77,7 +77,7 @@ def test_shards_come_back(case):
 
 
 @pytest.mark.parametrize("codec", HOST_CODECS)
-def test_what_does_not_shrink_does_not_grow_either(codec):
+def test_incompressible_shard_does_not_grow(codec):
     buffer, sections = shard(*(noise(n) for n in (1, 10, 100, 1000)))
     encoded = encode_shard(buffer, sections, [codec] * 4)
     assert encoded.table == ()
@@ -86,7 +86,7 @@ def test_what_does_not_shrink_does_not_grow_either(codec):
     assert encoded.nbytes == buffer.nbytes
 
 
-def test_raw_bytes_are_views_and_neighbours_are_one():
+def test_neighbouring_raw_sections_are_one_view():
     buffer, sections = shard(noise(600), noise(610), COUNTING, COUNTING, noise(620), noise(630))
     encoded = encode_shard(buffer, sections, [RAW, 5, 5, 5, 5, RAW])
     assert [entry.codec for entry in encoded.table] == [RAW, 5, 5, RAW]
@@ -98,7 +98,7 @@ def test_raw_bytes_are_views_and_neighbours_are_one():
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes), buffer)
 
 
-def test_few_raw_bytes_do_not_make_a_buffer_of_their_own():
+def test_few_raw_bytes_get_no_buffer_of_their_own():
     buffer, sections = shard(COUNTING, noise(5), COUNTING, noise(6))
     encoded = encode_shard(buffer, sections, [5, RAW, 5, RAW])
     assert [entry.codec for entry in encoded.table] == [5, RAW, 5, RAW]
@@ -141,14 +141,14 @@ def changed(table, number, **fields):
         (1, {"codec": 5}),
     ],
 )
-def test_a_table_that_does_not_fit_is_refused(number, fields):
+def test_table_of_another_length_is_refused(number, fields):
     buffer, sections = shard(COUNTING, noise(50))
     encoded = encode_shard(buffer, sections, [5, RAW])
     with pytest.raises(ProtocolError):
         decode_shard(encoded.parts, changed(encoded.table, number, **fields), buffer.copy())
 
 
-def test_lengths_that_make_up_for_each_other_are_refused():
+def test_wrong_lengths_with_a_right_sum_are_refused():
     buffer, sections = shard(COUNTING, noise(50))
     encoded = encode_shard(buffer, sections, [5, RAW])
     narrow, raw = encoded.table
@@ -169,7 +169,7 @@ def test_lengths_that_make_up_for_each_other_are_refused():
             decode_shard(encoded.parts, table, buffer.copy())
 
 
-def test_parts_that_are_missing_or_too_many_are_refused():
+def test_missing_and_extra_parts_are_refused():
     buffer, sections = shard(COUNTING, noise(600))
     encoded = encode_shard(buffer, sections, [5, RAW])
     for parts in ((), encoded.parts[:1], (*encoded.parts, b"more")):
@@ -202,7 +202,7 @@ def test_damaged_encoded_bytes_are_noticed(case, data):
     st.binary(max_size=300),
     st.integers(-1, 1) | st.integers(0, 300),
 )
-def test_any_bytes_are_a_shard_or_an_error(packed, payload, more):
+def test_any_bytes_decode_to_a_shard_or_raise(packed, payload, more):
     out = np.empty(max(0, len(payload) + more), dtype=np.uint8)
     try:
         decode_shard([payload], unpack_table(packed), out)
@@ -211,19 +211,19 @@ def test_any_bytes_are_a_shard_or_an_error(packed, payload, more):
     assert out.tobytes() == payload
 
 
-def test_a_table_cut_short():
+def test_truncated_table_is_refused():
     with pytest.raises(ProtocolError, match="short"):
         unpack_table(b"\0" * (ENTRY_NBYTES + 1))
 
 
-def test_short_neighbours_are_joined():
+def test_short_neighbouring_sections_are_joined():
     sections = joined([(f"c{n}", n * 800, 800, 8) for n in range(100)])
     assert [s.nbytes for s in sections] == [32 * 800] * 3 + [4 * 800]
     assert sections[0].name == "c0..c31"
     assert [s.offset for s in sections] == [0, 25_600, 51_200, 76_800]
 
 
-def test_long_sections_and_other_items_stay_apart():
+def test_long_sections_and_other_item_sizes_stay_apart():
     apart = [
         ("a", 0, 20_000, 8),
         ("b", 20_000, 20_000, 8),
@@ -233,7 +233,7 @@ def test_long_sections_and_other_items_stay_apart():
     assert joined(apart) == apart
 
 
-def test_nothing_is_joined_behind_padding():
+def test_sections_behind_padding_are_not_joined():
     apart = [("a", 0, 80, 4), ("b", 80, 86, 4), ("c", 166, 80, 4), ("d", 246, 80, 4)]
     assert [s.name for s in joined(apart)] == ["a..b", "c..d"]
 

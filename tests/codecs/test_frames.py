@@ -47,7 +47,7 @@ def wide_frame() -> pd.DataFrame:
 
 @pytest.mark.parametrize("make", [frame, wide_frame])
 @pytest.mark.parametrize("mode", ["auto", "none", "lz4", "zstd"])
-def test_a_frame_comes_back(mode, make):
+def test_encoded_frame_decodes_to_an_equal_frame(mode, make):
     expected = make()
     adapter = PandasFrames(expected.iloc[:0], "slot", drop_column=True)
     opened = adapter.open(expected)

@@ -19,7 +19,7 @@ from tests.conftest import Sides
 CLIENT_PRELOAD = "distributed:\n  client:\n    preload: [json]\n"
 
 
-def test_nothing_is_wrong(shell: Shell) -> None:
+def test_doctor_finds_nothing_wrong_in_a_good_setup(shell: Shell) -> None:
     outcome = shell.gpurt("doctor", "--json")
     assert outcome.code == 0, outcome.out
     assert outcome.err == ""
@@ -40,13 +40,15 @@ def test_nothing_is_wrong(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(("value", "level", "state"), [("true", "ok", "on"), ("0", "note", "off")])
-def test_flag_by_environment(shell: Shell, value: str, level: str, state: str) -> None:
+def test_flag_from_the_environment_is_shown(
+    shell: Shell, value: str, level: str, state: str
+) -> None:
     (flag,) = found(shell.gpurt("doctor", "--json", env={"DASK_GPURT__ENABLED": value}), "flag")
     assert flag["level"] == level
     assert flag["text"].startswith(f"{state}, by the environment variable DASK_GPURT__ENABLED")
 
 
-def test_flag_by_file(shell: Shell, user_yaml: Callable[[str], Path]) -> None:
+def test_flag_from_a_file_is_shown(shell: Shell, user_yaml: Callable[[str], Path]) -> None:
     path = user_yaml("gpurt:\n  enabled: true\n")
     outcome = shell.gpurt("doctor", "--json")
     assert outcome.code == 0
@@ -54,7 +56,9 @@ def test_flag_by_file(shell: Shell, user_yaml: Callable[[str], Path]) -> None:
     assert (flag["level"], flag["text"]) == ("ok", f"on, by {path}")
 
 
-def test_preload_list_replaced_by_file(shell: Shell, user_yaml: Callable[[str], Path]) -> None:
+def test_preload_list_replaced_by_a_file_is_reported(
+    shell: Shell, user_yaml: Callable[[str], Path]
+) -> None:
     path = user_yaml(CLIENT_PRELOAD)
     outcome = shell.gpurt("doctor", "--json")
     assert outcome.code == 1
@@ -65,7 +69,7 @@ def test_preload_list_replaced_by_file(shell: Shell, user_yaml: Callable[[str], 
     assert "add dask_gpurt.preload" in preload["remedy"]
 
 
-def test_preload_list_replaced_by_environment(shell: Shell) -> None:
+def test_preload_list_replaced_by_the_environment_is_reported(shell: Shell) -> None:
     name = "DASK_DISTRIBUTED__SCHEDULER__PRELOAD"
     outcome = shell.gpurt("doctor", "--json", env={name: '["json"]'})
     assert outcome.code == 1
@@ -80,7 +84,7 @@ def test_run_puts_a_replaced_preload_back(shell: Shell) -> None:
     assert shell.gpurt("run", "show.py").out.strip() == str(names)
 
 
-def test_a_single_name_is_a_list_of_preloads(shell: Shell) -> None:
+def test_single_preload_name_counts_as_a_list(shell: Shell) -> None:
     """As Dask takes it; letter by letter, no client could start."""
     shell.write("show.py", "import dask; print(dask.config.get('distributed.client.preload'))")
     shell.env["DASK_DISTRIBUTED__CLIENT__PRELOAD"] = "json"
@@ -92,14 +96,14 @@ def test_a_single_name_is_a_list_of_preloads(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("text", ["gpurt: true\n", "gpurt:\n#  enabled: true\n"])
-def test_a_file_without_a_section(
+def test_file_without_a_gpurt_section_is_accepted(
     shell: Shell, user_yaml: Callable[[str], Path], text: str
 ) -> None:
     user_yaml(text)
     assert found(shell.gpurt("doctor", "--json"), "flag")
 
 
-def test_unknown_key_and_bad_value(shell: Shell) -> None:
+def test_unknown_key_and_bad_value_are_reported(shell: Shell) -> None:
     env = {"DASK_GPURT__SHUFFLE__MEMROY": "0.5", "DASK_GPURT__SHUFFLE__IN_FLIGHT": "many"}
     outcome = shell.gpurt("doctor", "--json", env=env)
     assert (outcome.code, outcome.json["problems"], outcome.err) == (1, 2, "")
@@ -109,7 +113,7 @@ def test_unknown_key_and_bad_value(shell: Shell) -> None:
     assert key["remedy"] == "did you mean gpurt.shuffle.memory?"
 
 
-def test_a_description_that_cannot_be_used(shell: Shell) -> None:
+def test_unusable_machine_description_is_reported(shell: Shell) -> None:
     path = shell.write("machines.yaml", "hosts:\n- {name: a}\n")
     env = {"DASK_GPURT__TOPOLOGY__FILE": str(path)}
     outcome = shell.gpurt("doctor", "--json", env=env)
@@ -120,7 +124,7 @@ def test_a_description_that_cannot_be_used(shell: Shell) -> None:
     assert found(shell.gpurt("doctor", "--json", env=env), "settings")[0]["level"] == "ok"
 
 
-def test_unsupported_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_distributed_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from dask_gpurt.plugins.patches import p2p
 
     monkeypatch.setattr(p2p, "unsupported_reason", lambda: "distributed 1 is too old")
@@ -130,7 +134,7 @@ def test_unsupported_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("policy", ["never", "unknown"])
-def test_no_huge_pages(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+def test_missing_huge_pages_are_reported(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     from dask_gpurt.devices.host_memory import pages
 
     monkeypatch.setattr(pages, "system_policy", lambda: policy)
@@ -154,7 +158,7 @@ def test_no_huge_pages(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
         ("doctor", "--scheduler-file", "no.json"),
     ],
 )
-def test_no_such_scheduler(
+def test_unreachable_scheduler_is_one_line(
     shell: Shell,
     args: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
@@ -172,7 +176,7 @@ def test_no_such_scheduler(
 
 
 @pytest.mark.parametrize("command", ["status", "doctor"])
-def test_nothing_comes_after_the_line(shell: Shell, command: str) -> None:
+def test_no_output_follows_the_error_line(shell: Shell, command: str) -> None:
     """A client that never connected may complain once more when the interpreter ends."""
     outcome = shell.gpurt(command, "--scheduler", "a:b:c")
     assert outcome.code == 2
@@ -182,14 +186,16 @@ def test_nothing_comes_after_the_line(shell: Shell, command: str) -> None:
 
 @pytest.mark.parametrize("option", ["--bad", "--scheduler"])
 @pytest.mark.parametrize("command", ["status", "doctor"])
-def test_wrong_option(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_option_is_one_line(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit:
         gpurt.main([command, option])
     assert exit.value.code == 2
     assert option in capsys.readouterr().err
 
 
-def test_scheduler_that_does_not_answer(
+def test_silent_scheduler_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.3)
@@ -211,7 +217,7 @@ def closed_port() -> int:
 
 
 @pytest.mark.parametrize("command", ["doctor", "status", "topology"])
-def test_where_nobody_listens(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_closed_port_is_reported_at_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """At once, though distributed would try again and again, until its time is up."""
     with pytest.MonkeyPatch.context() as patch:
         # Nobody waits for it.
@@ -224,7 +230,7 @@ def test_where_nobody_listens(command: str, capsys: pytest.CaptureFixture[str]) 
     assert "nothing listens on that port; start the scheduler" in said
 
 
-def test_a_host_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_host_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert examine("tcp://no.such.host.invalid:8786", None, as_json=False) == 2
     printed = capsys.readouterr()
     assert "there is no host 'no.such.host.invalid'" in printed.err
@@ -232,7 +238,9 @@ def test_a_host_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [b"SSH-2.0-OpenSSH_9.2\r\n", b"220 mail\r\n", b""])
-def test_another_program(words: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_address_of_another_program_is_reported(
+    words: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -249,7 +257,7 @@ def test_another_program(words: bytes, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.cluster
-def test_what_to_do_about_the_address_of_a_worker(
+def test_worker_address_gets_advice_on_the_scheduler_address(
     sides: Sides, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = next(iter(sides.stock.scheduler_info()["workers"]))

@@ -24,7 +24,7 @@ from tests.integration.comparing import collection, partitions
 
 
 @pytest.mark.cluster
-def test_status_of_an_enabled_cluster(
+def test_status_shows_an_enabled_cluster(
     sides: Sides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = scheduler_address(sides.enabled)
@@ -42,7 +42,7 @@ def test_status_of_an_enabled_cluster(
 
 
 @pytest.mark.cluster
-def test_what_json_has_no_word_for_is_null(
+def test_values_without_a_json_form_become_null(
     sides: Sides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {"rates": [float("inf"), (1.5, float("nan"))], "n": 1, "on": True, "why": None}
@@ -53,7 +53,7 @@ def test_what_json_has_no_word_for_is_null(
 
 
 @pytest.mark.cluster
-def test_status_tells_of_each_shuffle_and_of_hot_partitions(
+def test_status_shows_each_shuffle_and_hot_partitions(
     sides: Sides, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hot = pd.DataFrame({"key": [7] * 900 + list(range(100)), "x": 1.0})
@@ -72,7 +72,7 @@ def test_status_tells_of_each_shuffle_and_of_hot_partitions(
 
 
 @pytest.mark.cluster
-def test_doctor_on_an_enabled_cluster(shell: Shell, sides: Sides) -> None:
+def test_doctor_reports_an_enabled_cluster(shell: Shell, sides: Sides) -> None:
     outcome = shell.gpurt("doctor", "--json", "--scheduler", scheduler_address(sides.enabled))
     assert outcome.code == 0, outcome.out
     assert outcome.err == ""
@@ -91,7 +91,9 @@ def test_doctor_on_an_enabled_cluster(shell: Shell, sides: Sides) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("command", ["doctor", "status"])
-def test_asking_switches_nothing_on(shell: Shell, sides: Sides, command: str) -> None:
+def test_status_and_doctor_do_not_enable_the_runtime(
+    shell: Shell, sides: Sides, command: str
+) -> None:
     address = scheduler_address(sides.stock)
     env = {"DASK_GPURT__ENABLED": "true"}
     outcome = shell.gpurt(command, "--scheduler", address, env=env)
@@ -101,7 +103,7 @@ def test_asking_switches_nothing_on(shell: Shell, sides: Sides, command: str) ->
 
 
 @pytest.mark.cluster
-def test_status_names_workers_also_where_the_runtime_is_off(
+def test_status_names_workers_of_a_disabled_cluster(
     sides: Sides, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert show(scheduler_address(sides.stock), None, as_json=False) == 0
@@ -114,7 +116,9 @@ def test_status_names_workers_also_where_the_runtime_is_off(
 
 
 @pytest.mark.cluster
-def test_a_worker_is_no_scheduler(sides: Sides, capsys: pytest.CaptureFixture[str]) -> None:
+def test_address_of_a_worker_is_refused_as_a_scheduler(
+    sides: Sides, capsys: pytest.CaptureFixture[str]
+) -> None:
     worker = next(iter(dask_gpurt.status(sides.enabled)["workers"]))
     with pytest.raises(connect.ConnectError, match="that is a Worker"):
         show(worker, None, as_json=True)
@@ -138,7 +142,7 @@ async def _say_versions(dask_worker: Any) -> None:
 
 
 @pytest.mark.cluster
-def test_versions_are_those_of_all_who_answer_in_time(
+def test_versions_come_from_all_workers_that_answer_in_time(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the runtime is off, so that nobody knows who is silent."""
@@ -209,7 +213,7 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
     assert [bool(remedy) for _, remedy in said] == [False, False, False, True, False]
 
 
-def test_before_a_shuffle_the_ways_that_there_are() -> None:
+def test_doctor_lists_available_transports_before_a_shuffle() -> None:
     report: dict[str, Any] = {"memory": None, "unmanaged": "it"}
     lacks = {"shared": "no files in memory", "ucx": "without ucxx"}
     assert said_of(report, "links") == [
@@ -253,7 +257,7 @@ def memory_of(report: dict[str, Any]) -> tuple[str, str, str]:
         ("the worker has a store of its own kind (builtins.dict)", "`data=`"),
     ],
 )
-def test_a_worker_that_keeps_dasks_store_says_why(why: str, remedy: str) -> None:
+def test_worker_with_dasks_store_says_why(why: str, remedy: str) -> None:
     level, text, advice = memory_of({"memory": None, "unmanaged": why})
     assert (level, text) == ("note", f"tcp://a: Dask's own store, because {why}")
     assert remedy in advice
@@ -267,7 +271,7 @@ def test_a_worker_that_keeps_dasks_store_says_why(why: str, remedy: str) -> None
         ({"is_direct": None, "problem": "Read-only file system"}, "problem", "Read-only"),
     ],
 )
-def test_where_values_of_a_worker_go(disk: dict[str, Any], level: str, said: str) -> None:
+def test_doctor_says_where_a_worker_spills(disk: dict[str, Any], level: str, said: str) -> None:
     memory = {"disk": {"directory": "/x", **disk}}
     found_level, text, advice = memory_of({"memory": memory, "unmanaged": None})
     assert found_level == level
@@ -285,7 +289,9 @@ def test_where_values_of_a_worker_go(disk: dict[str, Any], level: str, said: str
         ({"problem": "no driver"}, "note", "values of the GPU are left to Dask: no driver"),
     ],
 )
-def test_what_is_done_with_values_of_a_gpu(device: dict[str, Any], level: str, said: str) -> None:
+def test_doctor_says_how_gpu_values_are_managed(
+    device: dict[str, Any], level: str, said: str
+) -> None:
     usual = {"name": "H200", "evicts_for": ["rmm", "cupy"], "cudf_spills": False, "problem": None}
     disk = {"directory": "/x", "is_direct": True, "problem": None}
     memory = {"disk": disk, "device": usual | device}
@@ -295,7 +301,7 @@ def test_what_is_done_with_values_of_a_gpu(device: dict[str, Any], level: str, s
     assert ("cudf" in one[2]) == ("cudf_spills" in device)
 
 
-def test_nothing_is_said_of_a_gpu_that_cannot_be() -> None:
+def test_doctor_is_silent_about_an_impossible_gpu() -> None:
     disk = {"directory": "/x", "is_direct": True, "problem": None}
     assert said_of({"memory": {"disk": disk, "device": None}, "unmanaged": None}, "gpu") == []
     assert said_of({"memory": None, "unmanaged": "it"}, "gpu") == []

@@ -98,19 +98,19 @@ def test_placement(width: int) -> None:
     assert words(narrow) == words(status.placement_as_text(placed))
 
 
-def test_a_word_that_has_no_room_is_a_line_of_its_own() -> None:
+def test_word_wider_than_its_column_gets_its_own_line() -> None:
     assert wrapped("a " + "w" * 50 + " b", 20, "  ") == ["  a", "  " + "w" * 50, "  b"]
     assert wrapped("", 20, "  ") == ["  "]
 
 
-def test_columns_that_have_no_room() -> None:
+def test_columns_without_room_are_stacked() -> None:
     assert aligned([("name", "text")], width=80) == ["name  text"]
     assert aligned([("a-long-name", "text")], width=20) == ["a-long-name", "  text"]
     assert table(["a", "b"], [["1", "2"]], 80) == ["  a  b", "  1  2"]
     assert table(["a", "b"], [["1" * 20, "2"]], 20) == ["  " + "1" * 20, "    b  2"]
 
 
-def test_in_a_terminal_and_in_a_pipe() -> None:
+def test_output_fits_a_terminal_and_a_pipe() -> None:
     """`doctor` in both, as a user sees it."""
     command = [sys.executable, "-m", "dask_gpurt.cli", "doctor"]
     env = {**os.environ, "COLUMNS": "50"}

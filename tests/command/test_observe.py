@@ -26,7 +26,7 @@ def status(sent: int, *workers: str, **more: Any) -> dict[str, Any]:
     return {**found, **said, "workers": {one: {"counters": {}} for one in workers}, **more}
 
 
-def test_workers_that_are_gone_still_count() -> None:
+def test_departed_workers_still_count() -> None:
     record = ClusterRecord("tcp://s")
     record.absorb(status(12, "a", "b"))
     record.absorb(status(14, "b"))
@@ -38,7 +38,7 @@ def test_workers_that_are_gone_still_count() -> None:
     assert record.totals == {"sent_nbytes": 14}
 
 
-def test_what_an_earlier_activation_counted_still_counts() -> None:
+def test_counters_of_an_earlier_activation_still_count() -> None:
     record = ClusterRecord("tcp://s")
     for activation, n in (("one", 1), ("one", 2), ("two", 1), ("one", 1)):
         record.absorb(status(10 * n, activation=activation, runs={"gpurt": n, "stock": 0}))
@@ -59,13 +59,13 @@ def snapshot(**more: Any) -> Snapshot:
     return Snapshot(**{**values, **more})
 
 
-def test_a_worker_that_says_nothing_does_not_hide_what_others_say() -> None:
+def test_silent_worker_does_not_hide_reports_of_others() -> None:
     """A reading waits until the scheduler has given it up."""
     assert observe.READ_TIMEOUT_S > scheduler.ANSWER_DEADLINE_S + 1
 
 
 @pytest.mark.cluster
-def test_only_what_is_new_is_counted(sides: Sides) -> None:
+def test_only_work_after_the_start_is_counted(sides: Sides) -> None:
     """A cluster that was there before, and did something, brings none of that along."""
     import dask
 
@@ -94,7 +94,7 @@ def test_only_what_is_new_is_counted(sides: Sides) -> None:
 
 
 @pytest.mark.cluster
-def test_clients_are_not_asked_in_a_process_that_was_forked_off(sides: Sides) -> None:
+def test_forked_process_does_not_ask_inherited_clients(sides: Sides) -> None:
     """Their loops have no threads there: whoever asks waits, as a cluster does that closes."""
     recorder = Recorder(lambda: None, with_tasks=False)
     sides.enabled.sync(recorder.begin, sides.enabled)
@@ -104,7 +104,7 @@ def test_clients_are_not_asked_in_a_process_that_was_forked_off(sides: Sides) ->
     sides.enabled.sync(recorder.end, sides.enabled)
 
 
-def test_a_client_that_fails_is_ignored() -> None:
+def test_failing_client_is_ignored() -> None:
     class Broken:
         scheduler = None
 
@@ -132,7 +132,7 @@ def test_report_names_everything_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["pip install x", "no adapter", "no word from worker"])
-def test_advice(why: str) -> None:
+def test_advice_depends_on_the_reason(why: str) -> None:
     assert run_report.advice(why) != run_report.advice("something else")
 
 

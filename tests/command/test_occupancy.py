@@ -19,7 +19,7 @@ def run(*args):
     return CliRunner().invoke(gpurt, ["occupancy", *args])
 
 
-def test_text():
+def test_plan_is_printed_as_text():
     outcome = run("--gpu", "H200", *KERNEL, "--leave", "2")
     assert outcome.exit_code == 0
     assert outcome.stdout.splitlines() == [
@@ -32,7 +32,7 @@ def test_text():
     ]
 
 
-def test_a_refusal_is_an_answer():
+def test_refused_plan_is_printed_with_its_reason():
     outcome = run("--gpu", "H200", *KERNEL, "--leave", "4")
     assert outcome.exit_code == 0
     assert outcome.stdout.splitlines()[-1] == (
@@ -40,7 +40,7 @@ def test_a_refusal_is_an_answer():
     )
 
 
-def test_json():
+def test_plan_is_printed_as_json():
     outcome = run(
         "--gpu", "NVIDIA H100 PCIe", *KERNEL, "--static", "1024", "--leave", "3", "--json"
     )
@@ -53,20 +53,20 @@ def test_json():
     assert "refusal" not in found
 
 
-def test_json_of_a_refusal():
+def test_refused_plan_is_valid_json():
     found = json.loads(run("--gpu", "A40", *KERNEL, "--leave", "9", "--json").stdout)
     assert found["refusal"]["reason"] == "few-already"
     assert found["refusal"]["limits"] == ["registers"]
     assert "plan" not in found
 
 
-def test_without_a_plan():
+def test_occupancy_is_printed_without_a_plan():
     outcome = run("--gpu", "MI250X", *KERNEL)
     assert outcome.exit_code == 0
     assert "to leave" not in outcome.stdout
 
 
-def test_a_gpu_that_is_not_known():
+def test_unknown_gpu_is_refused():
     outcome = run("--gpu", "GTX 1080", *KERNEL)
     assert outcome.exit_code == 2
     assert outcome.stdout == ""
@@ -77,5 +77,5 @@ def test_a_gpu_that_is_not_known():
 @pytest.mark.parametrize(
     "wrong", [("--leave", "0"), ("--leave", "some"), ("--static", "-1"), ("--threads", "0")]
 )
-def test_values_that_make_no_sense(wrong):
+def test_impossible_values_are_refused(wrong):
     assert run("--gpu", "H200", *KERNEL, *wrong).exit_code == 2

@@ -44,7 +44,7 @@ def shout():
 """
 
 
-def test_script_without_a_client(shell: Shell) -> None:
+def test_script_without_a_client_runs(shell: Shell) -> None:
     # No `if __name__ == "__main__"`: workers must not run this file again.
     shell.write(
         "script.py",
@@ -90,7 +90,7 @@ print(input())
     assert "moved between workers" in outcome.err
 
 
-def test_script_that_asks_for_threads(shell: Shell) -> None:
+def test_script_that_asks_for_threads_keeps_them(shell: Shell) -> None:
     shell.write(
         "script.py",
         FRAME
@@ -119,7 +119,7 @@ with dask.config.set(scheduler="sync"):
     assert report["runs"] == {"gpurt": 1, "stock": 0}
 
 
-def test_script_whose_threads_go_on_after_it(shell: Shell) -> None:
+def test_threads_that_outlive_the_script_finish(shell: Shell) -> None:
     """The interpreter waits for them, and so does what they compute on."""
     for name in ("begun", "over"):
         os.mkfifo(shell.directory / name)
@@ -158,7 +158,7 @@ sys.exit(3)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", ["5", "number() + 1"])
-def test_a_child_that_the_script_forks_ends_as_one_of_plain_python(shell: Shell, code: str) -> None:
+def test_forked_child_of_a_script_ends_as_with_plain_python(shell: Shell, code: str) -> None:
     """What its parent computes with is not the child's to close or to report."""
     shell.write(
         "script.py",
@@ -188,7 +188,7 @@ print(number() + 2)
     assert len(found["clusters"]) == 1
 
 
-def test_a_pool_is_waited_for_as_long_as_it_has_something_to_do() -> None:
+def test_run_waits_for_a_pool_until_it_is_idle() -> None:
     """Others of this process have ended, or are daemons; but for what pytest may have."""
     began, go_on = threading.Event(), threading.Event()
 
@@ -209,7 +209,7 @@ def test_a_pool_is_waited_for_as_long_as_it_has_something_to_do() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["with", "cluster first", "shutdown", "left open"])
-def test_script_with_its_own_cluster(shell: Shell, ending: str) -> None:
+def test_script_with_its_own_cluster_uses_it(shell: Shell, ending: str) -> None:
     shell.write(
         "script.py",
         FRAME
@@ -241,7 +241,7 @@ if __name__ == "__main__":
     assert len(report["clusters"]) == 1
 
 
-def test_strict_refuses(shell: Shell) -> None:
+def test_strict_run_refuses_unsupported_work(shell: Shell) -> None:
     shell.write("helper.py", HELPER)
     shell.write(
         "script.py",
@@ -256,7 +256,7 @@ def test_strict_refuses(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_process_is_left(shell: Shell, number: signal.Signals) -> None:
+def test_run_leaves_no_process_behind(shell: Shell, number: signal.Signals) -> None:
     shell.write(
         "stuck.py",
         "import dask, threading\ndef wait():\n    print('waits', flush=True)\n"
@@ -295,7 +295,7 @@ def test_configured_scheduler_is_respected(shell: Shell) -> None:
     assert "'threads'" in outcome.err
 
 
-def test_lazy_client_is_nothing_elsewhere() -> None:
+def test_lazy_client_has_no_effect_elsewhere() -> None:
     def start() -> None:
         raise AssertionError("started")
 

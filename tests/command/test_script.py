@@ -29,7 +29,7 @@ def without_report(outcome: Outcome) -> str:
     return outcome.err.partition("dask gpurt: ")[0]
 
 
-def test_surroundings_are_those_of_a_script(shell: Shell) -> None:
+def test_script_sees_the_usual_globals_and_arguments(shell: Shell) -> None:
     shell.write("some dir/look.py", LOOKS_AROUND)
     args = ("some dir/look.py", "-x", "--help", "--report=a", "--", "--n-workers", "")
     plain, ours = both(shell, *args)
@@ -38,7 +38,7 @@ def test_surroundings_are_those_of_a_script(shell: Shell) -> None:
     assert "nothing ran on a cluster" in ours.err
 
 
-def test_link_to_a_script(shell: Shell, tmp_path: Path) -> None:
+def test_symlinked_script_runs(shell: Shell, tmp_path: Path) -> None:
     shell.write("real/look.py", LOOKS_AROUND)
     (tmp_path / "link.py").symlink_to(tmp_path / "real" / "look.py")
     plain, ours = both(shell, "link.py")
@@ -46,7 +46,7 @@ def test_link_to_a_script(shell: Shell, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["package.look", "package"])
-def test_surroundings_are_those_of_a_module(shell: Shell, module: str) -> None:
+def test_module_sees_the_usual_globals_and_arguments(shell: Shell, module: str) -> None:
     shell.write("package/__init__.py", "")
     shell.write("package/look.py", LOOKS_AROUND + "from package import helper\n")
     shell.write("package/__main__.py", LOOKS_AROUND + "from package import helper\n")
@@ -56,7 +56,7 @@ def test_surroundings_are_those_of_a_module(shell: Shell, module: str) -> None:
     assert ours.code == plain.code == 0
 
 
-def test_stdin_and_stdout_are_the_scripts(shell: Shell) -> None:
+def test_script_owns_stdin_and_stdout(shell: Shell) -> None:
     script = (
         "import sys\ndata = sys.stdin.buffer.read()\n"
         "sys.stdout.buffer.write(data + b'\\x00\\xc3\\xa4\\r\\n')\nprint('no newline', end='')\n"
@@ -77,7 +77,7 @@ def test_stdin_and_stdout_are_the_scripts(shell: Shell) -> None:
         ("def show(*a): print('mine', file=sys.stderr)\nsys.excepthook = show\n1 / 0", 1),
     ],
 )
-def test_ends(shell: Shell, line: str, code: int) -> None:
+def test_exit_status_of_the_script_is_kept(shell: Shell, line: str, code: int) -> None:
     shell.write("end.py", f"import sys\nprint('begin')\n{line}\n")
     plain, ours = both(shell, "end.py")
     assert ours.code == plain.code == code
@@ -87,7 +87,7 @@ def test_ends(shell: Shell, line: str, code: int) -> None:
     assert text in (without_report(ours).strip(), ours.err.strip().splitlines()[-1])
 
 
-def test_keyboard_interrupt(shell: Shell) -> None:
+def test_keyboard_interrupt_ends_the_script(shell: Shell) -> None:
     shell.write("stop.py", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     outcome, report = shell.run("stop.py")
     assert outcome.code == report["exit_code"] == 130
@@ -130,7 +130,7 @@ def test_script_that_computes_nothing_starts_nothing(shell: Shell) -> None:
         ((), "SCRIPT"),
     ],
 )
-def test_bad_usage(shell: Shell, args: tuple[str, ...], why: str) -> None:
+def test_wrong_usage_is_an_error(shell: Shell, args: tuple[str, ...], why: str) -> None:
     shell.write("here.py", "print('ran')\n")
     outcome = shell.gpurt("run", *args)
     assert outcome.code == 2
@@ -170,7 +170,7 @@ def test_modules_that_cannot_be_run_say_why(
     assert str(caught.value) == f"cannot run {module}: {why}"
 
 
-def test_help_and_light_import() -> None:
+def test_every_command_has_help() -> None:
     from click.testing import CliRunner
 
     from dask_gpurt.cli import gpurt
@@ -189,7 +189,7 @@ def test_importing_the_command_line_is_cheap(shell: Shell) -> None:
     assert shell.python("-c", code).out.strip() == "[]"
 
 
-def test_demo_gets_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_receives_the_command_line_options(monkeypatch: pytest.MonkeyPatch) -> None:
     from click.testing import CliRunner
 
     from dask_gpurt.cli import gpurt
@@ -216,6 +216,6 @@ def test_demo_gets_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -
     assert CliRunner().invoke(gpurt, ["demo", "--scale", "0"]).exit_code == 2
 
 
-def test_python_is_the_one_that_runs_us(shell: Shell) -> None:
+def test_programs_run_with_the_current_python(shell: Shell) -> None:
     shell.write("who.py", "import sys\nprint(sys.executable)\n")
     assert shell.gpurt("run", "who.py").out.strip() == sys.executable

@@ -83,7 +83,7 @@ def as_cells(one: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def test_every_column_is_what_ran(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_column_shows_what_ran(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
     _, rows_of_worker = shuffled(client, list(range(ROWS)))
     with client.as_current(), dask.config.set({"array.rechunk.method": "p2p"}):
         da.ones((64, 64), chunks=(64, 8)).rechunk((8, 64)).sum().compute()
@@ -113,7 +113,7 @@ def test_every_column_is_what_ran(client: Client, capsys: pytest.CaptureFixture[
     assert HOT not in text
 
 
-def test_no_column_has_another_one_s_number(client: Client) -> None:
+def test_columns_are_not_swapped(client: Client) -> None:
     """Those of a short run may look alike."""
     shuffled(client, list(range(ROWS)))
     found = {**dask_gpurt.status(client), "scheduler": "here"}
@@ -130,7 +130,7 @@ def test_no_column_has_another_one_s_number(client: Client) -> None:
     assert (row["on the wire"], row["codec ratio"], row["busiest link"]) == ("0 B", "-", "-")
 
 
-def test_one_hot_key_is_named_before_it_doubles_a_worker_s_share(
+def test_hot_key_is_named_before_it_doubles_a_workers_share(
     client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows, rows_of_worker = shuffled(client, [7] * 2500 + list(range(ROWS - 2500)))
@@ -149,7 +149,7 @@ def codecs(status: dict[str, Any], worker: str) -> list[dict[str, Any]]:
     return list(status["workers"][worker]["codecs"])
 
 
-def test_decisions_of_compression_are_there_with_their_numbers(
+def test_compression_decisions_are_shown_with_their_numbers(
     client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shuffled(client, list(range(ROWS)))

@@ -93,7 +93,7 @@ class CodecSuite:
         self.codec.decode_into(payload, out, itemsize)
         return out
 
-    def test_its_number_fits_the_wire(self):
+    def test_codec_number_fits_into_a_byte_of_the_wire(self):
         assert 1 <= self.codec.id <= 255
         assert self.codec.name
         assert self.codec.coder in ("none", "lz4", "zstd")
@@ -111,7 +111,7 @@ class CodecSuite:
         np.testing.assert_array_equal(self.decoded(payload, raw.nbytes, itemsize), raw)
 
     @pytest.mark.parametrize("itemsize", ITEMSIZES)
-    def test_any_bytes_come_back(self, itemsize):
+    def test_any_bytes_decode_to_themselves(self, itemsize):
         @deterministic
         @given(mostly_alike(itemsize))
         @example(b"")
@@ -151,7 +151,7 @@ class CodecSuite:
         for kind in (bytes, bytearray, memoryview):
             np.testing.assert_array_equal(self.decoded(kind(payload), raw.nbytes, itemsize), raw)
 
-    def test_another_length_than_what_was_encoded_is_refused(self):
+    def test_output_of_another_length_is_refused(self):
         for name in self.compressible:
             raw, itemsize = kinds_of_data()[name]
             payload = self.encoded(raw, itemsize)
@@ -159,7 +159,7 @@ class CodecSuite:
                 with pytest.raises(ProtocolError):
                     self.decoded(payload, nbytes, itemsize)
 
-    def test_a_payload_cut_short_or_too_long_is_refused(self):
+    def test_truncated_and_extended_payloads_are_refused(self):
         for name in self.compressible:
             raw, itemsize = kinds_of_data()[name]
             payload = self.encoded(raw, itemsize)
@@ -196,7 +196,7 @@ class CodecSuite:
 
         check()
 
-    def test_no_payload_makes_it_allocate_more_than_it_fills(self):
+    def test_no_payload_makes_a_codec_allocate_more_than_it_fills(self):
         raw, itemsize = kinds_of_data()[self.compressible[0]]
         payload = self.encoded(raw, itemsize)
         out = np.empty(64 * itemsize, dtype=np.uint8)

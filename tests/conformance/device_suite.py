@@ -222,7 +222,7 @@ class DeviceSuite:
         stream.synchronize()
         np.testing.assert_array_equal(out, values)
 
-    def test_parts_are_the_same_memory(self, device, stream):
+    def test_part_of_a_buffer_shares_its_memory(self, device, stream):
         values = noise(100)
         buffer = self.filled(device, stream, values)
         stream.to_device(buffer.part(10, 20), np.zeros(20, dtype=np.uint8))
@@ -233,11 +233,11 @@ class DeviceSuite:
         np.testing.assert_array_equal(read(stream, buffer), values)
 
     @pytest.mark.parametrize(("start", "nbytes"), [(0, 101), (101, 0), (-1, 2), (60, 41), (5, -1)])
-    def test_there_are_no_parts_beyond_the_end(self, device, stream, start, nbytes):
+    def test_part_beyond_the_end_is_refused(self, device, stream, start, nbytes):
         with pytest.raises(IndexError):
             device.allocate(100, stream).part(start, nbytes)
 
-    def test_copies_on_the_device(self, device, stream):
+    def test_buffer_is_copied_on_the_device(self, device, stream):
         values = noise(100)
         source = self.filled(device, stream, values)
         target = device.allocate(100, stream)
@@ -246,7 +246,7 @@ class DeviceSuite:
         values[:10] = values[90:]
         np.testing.assert_array_equal(read(stream, target), values)
 
-    def test_a_kernel_gets_what_it_reads_and_then_what_it_writes(self, device, stream):
+    def test_kernel_arguments_are_reads_followed_by_writes(self, device, stream):
         first, second = (self.filled(device, stream, noise(50, n)) for n in range(2))
         result = device.allocate(50, stream)
 
@@ -265,7 +265,7 @@ class DeviceSuite:
             stream.launch(add, [other], [buffer])
         assert set(read(stream, buffer)) == {64}
 
-    def test_lengths_have_to_agree(self, device, stream):
+    def test_copy_between_different_lengths_is_refused(self, device, stream):
         buffer, longer = device.allocate(10, stream), device.allocate(11, stream)
         with pytest.raises(ValueError, match="11"):
             stream.to_device(buffer, noise(11))
@@ -274,7 +274,7 @@ class DeviceSuite:
         with pytest.raises(ValueError, match="11"):
             stream.on_device(buffer, longer)
 
-    def test_the_ends_of_a_copy_do_not_overlap(self, device, stream):
+    def test_overlapping_copy_is_refused(self, device, stream):
         buffer = device.allocate(100, stream)
         with pytest.raises(ValueError, match="overlap"):
             stream.on_device(buffer.part(0, 10), buffer.part(9, 10))
@@ -292,7 +292,7 @@ class DeviceSuite:
 
     # ---------------------------------------------------------------- streams and events
 
-    def test_streams_say_who_they_are(self, device):
+    def test_streams_know_their_name_and_priority(self, device):
         stream = device.stream("copies", Priority.HIGH)
         assert (stream.name, stream.priority) == ("copies", Priority.HIGH)
         assert device.stream("copies").priority == Priority.NORMAL
@@ -308,7 +308,7 @@ class DeviceSuite:
             one.launch(double, writes=[buffer])
         assert set(read(one, buffer)) == {64}
 
-    def test_what_the_host_has_waited_for_comes_first(self, device):
+    def test_work_the_host_has_waited_for_comes_first(self, device):
         one, other = device.stream("one"), device.stream("other")
         buffer = self.filled(device, one, noise(10))
         event = one.record()
@@ -318,7 +318,7 @@ class DeviceSuite:
         np.testing.assert_array_equal(read(one, buffer), noise(10) * 2)
         assert event.is_done()
 
-    def test_an_event_of_an_idle_stream_gets_done(self, stream):
+    def test_event_of_an_idle_stream_completes(self, stream):
         event = stream.record()
         event.synchronize()
         assert event.is_done()
@@ -328,7 +328,7 @@ class DeviceSuite:
         stream.wait(stream.record())
         np.testing.assert_array_equal(read(stream, buffer), noise(10))
 
-    def test_programs_do_what_they_would_do_step_by_step(self):
+    def test_random_programs_agree_with_a_step_by_step_model(self):
         @settings(derandomize=True, deadline=None, max_examples=self.n_programs)
         @given(programs(), st.integers(0, 2**32))
         def check(steps, seed):
@@ -368,7 +368,7 @@ class DeviceSuite:
 
     # ---------------------------------------------------------------- a kernel that fails
 
-    def test_who_waits_for_a_kernel_that_failed_hears_of_it(self, device):
+    def test_waiting_for_a_failed_kernel_raises_its_error(self, device):
         stream, other, third = (device.stream(name) for name in ("one", "other", "third"))
         buffer = self.filled(device, stream, noise(10))
         before = stream.record()
@@ -385,7 +385,7 @@ class DeviceSuite:
                 wait()
         third.synchronize()
 
-    def test_nothing_is_done_after_a_kernel_that_failed(self, device, stream):
+    def test_no_work_runs_after_a_failed_kernel(self, device, stream):
         buffer = self.filled(device, stream, noise(10))
         ran = []
 
@@ -405,7 +405,7 @@ class DeviceSuite:
 
     # ---------------------------------------------------------------- memory
 
-    def test_all_of_it_can_be_allocated_and_no_more(self, device, stream):
+    def test_whole_capacity_can_be_allocated_and_no_more(self, device, stream):
         assert device.capacity_nbytes == CAPACITY
         buffer = device.allocate(CAPACITY - 1000, stream)
         device.allocate(1000, stream)
@@ -417,7 +417,7 @@ class DeviceSuite:
             device.allocate(CAPACITY, stream)
         device.allocate(CAPACITY - 1000, stream)
 
-    def test_freed_memory_is_used_again_without_anybody_waiting_for_it(self, device):
+    def test_freed_memory_is_reused_without_a_wait_of_the_host(self, device):
         streams = device.stream("one"), device.stream("other", Priority.HIGH)
         results = []
         for n in range(20):
@@ -431,7 +431,7 @@ class DeviceSuite:
         assert_same(results, [noise(CAPACITY * 2 // 3, n) for n in range(20)])
         assert device.used_nbytes == 0
 
-    def test_a_part_is_not_freed_by_itself(self, device, stream):
+    def test_part_of_a_buffer_cannot_be_freed(self, device, stream):
         buffer = device.allocate(100, stream)
         with pytest.raises(ValueError, match="part"):
             buffer.part(0, 50).free(stream)
@@ -439,7 +439,7 @@ class DeviceSuite:
         stream.synchronize()
         assert device.used_nbytes == 0
 
-    def test_who_can_make_room_is_asked(self, device, stream):
+    def test_callback_for_a_full_device_makes_room(self, device, stream):
         """As the store does: a value is copied to the host, and its memory freed."""
         values = [noise(CAPACITY // 2, n) for n in range(3)]
         held = {n: self.filled(device, stream, values[n]) for n in range(2)}
@@ -467,7 +467,7 @@ class DeviceSuite:
         assert sorted(evicted) == [0, 1, 2]
         big.free(stream)
 
-    def test_who_cannot_make_room_is_asked_once(self, device, stream):
+    def test_callback_that_makes_no_room_is_called_once(self, device, stream):
         asked = []
         device.on_full(lambda nbytes: asked.append(nbytes) or len(asked) < 3)
         device.allocate(CAPACITY, stream)
@@ -479,7 +479,7 @@ class DeviceSuite:
             device.allocate(7, stream)
         assert asked == [7, 7, 7]
 
-    def test_the_device_is_not_emptied_for_what_can_never_fit(self, device, stream):
+    def test_impossible_allocation_evicts_nothing(self, device, stream):
         asked = []
         device.on_full(lambda nbytes: asked.append(nbytes) or True)
         with pytest.raises(MemoryError):
@@ -496,7 +496,7 @@ class DeviceSuite:
             device.allocate(1, stream)
         assert device.used_nbytes == CAPACITY
 
-    def test_other_devices_things_are_refused(self, device, stream):
+    def test_objects_of_another_device_are_refused(self, device, stream):
         other = self.make_device(CAPACITY)
         try:
             theirs = other.stream("theirs")
@@ -515,7 +515,7 @@ class DeviceSuite:
 
     # ---------------------------------------------------------------- the end
 
-    def test_closing_ends_it(self, device, stream):
+    def test_closed_device_refuses_work(self, device, stream):
         buffer = self.filled(device, stream, noise(10))
         done = stream.record()
         done.synchronize()

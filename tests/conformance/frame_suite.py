@@ -54,7 +54,7 @@ class FrameSuite:
         (packed,) = opened.gather([Selection(np.arange(n_rows, dtype=np.intp), True, empty)])
         return on_host(packed, empty)
 
-    def test_rows_that_nobody_wants_are_dropped(self):
+    def test_rows_outside_of_all_slots_are_dropped(self):
         frame = self.frame(200, 8)
         adapter = self.adapter(frame)
         opened = adapter.open(frame)
@@ -71,7 +71,7 @@ class FrameSuite:
 
     @pytest.mark.parametrize("leaves", [False, True])
     @pytest.mark.parametrize("rows", [0, 1, 200])
-    def test_gather_and_concatenate(self, rows, leaves):
+    def test_gathered_pieces_concatenate_to_the_rows_of_a_slot(self, rows, leaves):
         frame = self.frame(rows, 0)
         adapter = self.adapter(frame)
         for slot, (body, n_rows) in enumerate(self.shards(adapter, frame, leaves=leaves)):
@@ -105,7 +105,7 @@ class FrameSuite:
         """What the library itself makes of frames one below the other."""
         raise NotImplementedError
 
-    def test_result_does_not_hold_on_to_the_shard(self):
+    def test_concatenated_result_does_not_keep_its_shards_alive(self):
         """Else memory would stay until the last output of a whole worker is gone."""
         frame = self.frame(5_000, 3)
         adapter = self.adapter(frame)
@@ -137,7 +137,7 @@ class FrameSuite:
         assert self.adapter(frame).sections(opened.layout_key, packed) == sections
         assert names[0] == names[1]
 
-    def test_nothing_makes_an_empty_frame(self):
+    def test_concatenating_no_pieces_gives_an_empty_frame(self):
         frame = self.frame(10, 4)
         got = self.adapter(frame).concatenate([])
         assert len(got) == 0
@@ -178,7 +178,7 @@ class FrameSuite:
 class HostFrameSuite(FrameSuite):
     """Of adapters for frames of the host."""
 
-    def test_memory_comes_from_where_it_is_said(self):
+    def test_memory_comes_from_the_given_allocator(self):
         frame = self.frame(5_000, 2)
         adapter = self.adapter(frame)
         handed_out = []

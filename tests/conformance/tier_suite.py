@@ -120,7 +120,7 @@ class TierSuite:
             assert tier.used_nbytes == 0
             pytest.skip("this tier does not want this value")
 
-    def test_it_has_a_name_and_nothing_in_it(self, tier):
+    def test_new_tier_has_a_name_and_is_empty(self, tier):
         assert isinstance(tier.name, str)
         assert tier.used_nbytes == 0
 
@@ -131,7 +131,7 @@ class TierSuite:
         assert_same(tier.get(place), value)
         assert_same(tier.get(place), value)
 
-    def test_what_a_value_takes_is_counted_until_it_is_dropped(self, tier):
+    def test_bytes_of_a_value_count_until_it_is_dropped(self, tier):
         places = [tier.put(flat_of((200_000, 10_000 * n), n)) for n in range(4)]
         total = 0
         assert all(place.nbytes > 0 for place in places)
@@ -144,7 +144,7 @@ class TierSuite:
             tier.drop(places[number])
             assert tier.used_nbytes == sum(place.nbytes for place in places) - total
 
-    def test_dropping_again_is_nothing(self, tier):
+    def test_dropping_twice_counts_once(self, tier):
         first, second = (tier.put(flat_of((100_000,), n)) for n in range(2))
         tier.drop(first)
         tier.drop(first)
@@ -153,7 +153,7 @@ class TierSuite:
         with pytest.raises((KeyError, DamagedValueError)):
             tier.get(first)
 
-    def test_a_value_comes_back_in_memory_of_its_own(self, tier):
+    def test_value_is_read_into_memory_of_its_own(self, tier):
         value = flat_of((300_000, 5_000))
         expected = copied(value)
         place = tier.put(value)
@@ -165,7 +165,7 @@ class TierSuite:
             buffer[:] = 9
         assert_same(tier.get(place), expected)
 
-    def test_memory_of_any_kind_is_taken(self, tier):
+    def test_buffers_of_any_kind_are_stored(self, tier):
         whole = half_noise(2 << 20, 0)
         askew = whole[3 : 3 + (1 << 20)]
         fixed = half_noise(100_000, 1)
@@ -174,12 +174,12 @@ class TierSuite:
         value = Flat(b"", (askew, fixed, foreign, fixed[5:]))
         assert_same(tier.get(tier.put(value)), value)
 
-    def test_what_comes_back_lies_well(self, tier):
+    def test_buffers_that_are_read_back_are_aligned(self, tier):
         got = tier.get(tier.put(flat_of((1 << 20, 100_000, 200, 300))))
         for buffer in got.buffers:
             assert buffer.__array_interface__["data"][0] % 8 == 0
 
-    def test_a_full_tier_refuses_and_has_room_again(self):
+    def test_full_tier_refuses_until_a_value_is_dropped(self):
         tier = self.make_tier(1 << 20)
         assert tier.capacity_nbytes is not None
         places = []
@@ -199,7 +199,7 @@ class TierSuite:
         assert tier.used_nbytes == used_nbytes - places[0].nbytes + again.nbytes
         tier.close()
 
-    def test_closing_lets_go_of_everything(self):
+    def test_closing_a_tier_frees_all_values(self):
         tier = self.make_tier()
         places = [tier.put(flat_of((100_000,), n)) for n in range(3)]
         tier.drop(places[1])
@@ -250,7 +250,7 @@ class TierSuite:
 
         check()
 
-    def test_threads_at_once(self, tier):
+    def test_threads_use_a_tier_at_the_same_time(self, tier):
         def work(thread: int):
             def run():
                 for step in range(12):
@@ -275,7 +275,7 @@ class TierSuite:
 
         in_threads(*[read] * 4)
 
-    def test_a_value_dropped_while_it_is_read_comes_whole_or_not_at_all(self, tier):
+    def test_value_dropped_during_a_read_is_whole_or_an_error(self, tier):
         for seed in range(20):
             value = flat_of((400_000, 100), seed)
             place = tier.put(value)

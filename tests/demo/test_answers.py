@@ -31,7 +31,7 @@ def test_tied_rows_may_swap(answer: pd.DataFrame) -> None:
     assert "in order, row 1: 'name'" in str(first_difference(swapped, answer, ["total", "name"]))
 
 
-def test_rows_out_of_order_differ_only_where_an_order_was_asked_for(answer: pd.DataFrame) -> None:
+def test_row_order_counts_only_for_ordered_queries(answer: pd.DataFrame) -> None:
     turned = answer.iloc[::-1]
     assert first_difference(turned, answer) is None
     assert "in order, row 0: 'total' is 1.0, expected 3.0" in str(
@@ -70,7 +70,7 @@ def test_a_changed_kind_of_dtype_is_named(answer: pd.DataFrame, column: str) -> 
     assert f"column {column!r} holds text" in str(first_difference(changed, answer))
 
 
-def test_integers_may_come_back_as_floats_unless_dtypes_must_match(answer: pd.DataFrame) -> None:
+def test_integers_may_become_floats_unless_dtypes_must_match(answer: pd.DataFrame) -> None:
     floats = answer.assign(count=answer["count"].astype("float64"))
     assert first_difference(floats, answer) is None
     assert "holds float64, expected int64" in str(
@@ -104,6 +104,6 @@ def test_empty_answers_are_equal() -> None:
     assert first_difference(pd.DataFrame({"x": []}), pd.DataFrame({"x": ["a"]}).head(0)) is None
 
 
-def test_asserting_raises_the_sentence(answer: pd.DataFrame) -> None:
+def test_assertion_error_carries_the_described_difference(answer: pd.DataFrame) -> None:
     with pytest.raises(AnswersDiffer, match="3 rows, expected 4"):
         assert_same_answer(answer.head(3), answer, ["total"])

@@ -81,7 +81,7 @@ def test_an_inactive_runtime_is_an_error(
     assert "not active" in capsys.readouterr().err
 
 
-def test_where_nothing_can_be_written_nothing_is_begun(
+def test_demo_does_not_start_without_a_writable_report(
     scale: float, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"

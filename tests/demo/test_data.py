@@ -87,7 +87,7 @@ def test_interrupted_tpch_leaves_nothing_and_can_be_made_again(
     assert tpch_data.make_tpch(0.001, tmp_path).is_dir()
 
 
-def test_losing_the_race_for_a_data_set_takes_the_winner_s(tmp_path: Path) -> None:
+def test_loser_of_a_build_race_uses_the_winners_data_set(tmp_path: Path) -> None:
     def build(directory: Path) -> None:
         (directory / "file").write_text("loser")
         winner = tmp_path / "set"
@@ -147,7 +147,7 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
         assert default_cache_dir() == Path.home() / ".cache" / "dask-gpurt"
 
 
-def test_parts_cover_all_rows_once(tmp_path: Path) -> None:
+def test_written_parts_hold_each_row_once(tmp_path: Path) -> None:
     table = pa.table({"x": list(range(10))})
     material.write_parts(table, tmp_path / "t", 3)
     parts = [pq.read_table(file)["x"].to_pylist() for file in _files(tmp_path / "t")]

@@ -40,13 +40,13 @@ def test_html_is_well_formed_with_a_row_and_a_bar_per_query(report: Report, tmp_
     assert len(widths) == 1
 
 
-def test_html_loads_nothing(report: Report) -> None:
+def test_html_report_loads_nothing_from_outside(report: Report) -> None:
     page = html_page(report)
     for outside in ("http:", "https:", "src=", "<link", "<script", "@import", "url("):
         assert outside not in page
 
 
-def test_html_without_counters_or_times(report: Report) -> None:
+def test_html_report_without_counters_or_times_has_no_bars(report: Report) -> None:
     report.rows = [Row("Q1", "nothing", "TPC-H")]
     page = ElementTree.fromstring(html_page(report))
     assert [row.get("data-query") for row in page.iter("tr") if row.get("data-query")] == ["Q1"]
@@ -72,7 +72,7 @@ def test_json_holds_every_query_and_no_nan(report: Report, tmp_path: Path) -> No
     assert read["machine"]["python"]
 
 
-def test_verdicts() -> None:
+def test_verdict_follows_the_ratio() -> None:
     assert [verdict(ratio) for ratio in (1.2, 1.04, 0.96, 0.8, math.nan)] == [
         "faster",
         "same",

@@ -34,7 +34,7 @@ def _workload(name: str, log: list[str], wrong_on: bool | None = None) -> Worklo
     return Workload(name, f"title of {name}", "group", run, ANSWER.copy, ["x"])
 
 
-def test_sides_alternate_and_so_does_who_goes_first(client: Client, console: Console) -> None:
+def test_sides_alternate_and_take_turns_to_go_first(client: Client, console: Console) -> None:
     log: list[str] = []
     workloads = [_workload("a", log), _workload("b", log)]
     report = run_demo(client, client, workloads, repeats=2, console=console, n_warm_up=0)
@@ -46,7 +46,7 @@ def test_sides_alternate_and_so_does_who_goes_first(client: Client, console: Con
     assert [(len(row.stock_s), len(row.enabled_s)) for row in report.rows] == [(2, 2), (2, 2)]
 
 
-def test_where_no_bar_is_seen_there_is_a_line_for_each_run(client: Client) -> None:
+def test_every_run_is_a_line_without_a_progress_bar(client: Client) -> None:
     for is_terminal in (False, True):
         text = io.StringIO()
         console = Console(file=text, width=120, force_terminal=is_terminal)
@@ -72,7 +72,7 @@ def test_warm_ups_are_not_timed(client: Client, console: Console) -> None:
     assert [len(row.stock_s) for row in report.rows] == [1, 1]
 
 
-def test_past_the_deadline_every_answer_is_still_checked(client: Client, console: Console) -> None:
+def test_answers_are_checked_past_the_deadline_too(client: Client, console: Console) -> None:
     log: list[str] = []
     workloads = [_workload("a", log), _workload("b", log, wrong_on=True)]
     report = run_demo(client, client, workloads, repeats=5, console=console, deadline_s=0.0)
@@ -81,7 +81,7 @@ def test_past_the_deadline_every_answer_is_still_checked(client: Client, console
     assert [row.agrees for row in report.rows] == [True, False]
 
 
-def test_what_there_was_no_time_for_is_left_out_and_named(client: Client, console: Console) -> None:
+def test_workloads_skipped_for_lack_of_time_are_named(client: Client, console: Console) -> None:
     log: list[str] = []
     workloads = [_workload(name, log) for name in "abc"]
     report = run_demo(client, client, workloads, repeats=2, console=console, stop_s=0.0)
@@ -97,14 +97,14 @@ def test_what_there_was_no_time_for_is_left_out_and_named(client: Client, consol
     assert whole.left_out == [] and whole.left_out_sentence == ""
 
 
-def test_the_process_is_left_as_it_was(client: Client, console: Console) -> None:
+def test_demo_leaves_the_process_as_it_was(client: Client, console: Console) -> None:
     before = gc.get_freeze_count()
     run_demo(client, client, [_workload("a", [])], repeats=1, console=console)
     assert gc.get_freeze_count() == before
 
 
 @pytest.mark.parametrize(("wrong_on", "label"), [(True, "enabled"), (False, "stock")])
-def test_a_wrong_answer_says_on_which_side(
+def test_wrong_answer_names_its_side(
     client: Client, console: Console, wrong_on: bool, label: str
 ) -> None:
     workloads = [_workload("a", [], wrong_on=wrong_on)]
@@ -126,7 +126,7 @@ def test_sides_must_agree_in_dtypes(client: Client, console: Console) -> None:
     )
 
 
-def test_a_query_which_raises_does_not_end_the_run(client: Client, console: Console) -> None:
+def test_failing_query_does_not_end_the_run(client: Client, console: Console) -> None:
     def run() -> pd.DataFrame:
         raise ValueError("no such column\nand more")
 

@@ -14,7 +14,7 @@ class Memory:
         self.nbytes = nbytes
 
 
-def test_beyond_the_mark_there_is_none():
+def test_device_has_no_room_beyond_the_mark():
     room = DeviceRoom(100)
     held = room.take(Memory, 60)
     assert held.nbytes == 60
@@ -23,7 +23,7 @@ def test_beyond_the_mark_there_is_none():
     assert room.used_nbytes == 60
 
 
-def test_memory_that_dies_makes_room():
+def test_dead_memory_makes_room_below_the_mark():
     room = DeviceRoom(100)
     held = room.take(Memory, 100)
     assert room.take(Memory, 1) is None
@@ -32,7 +32,7 @@ def test_memory_that_dies_makes_room():
     assert room.used_nbytes == 0
 
 
-def test_a_device_without_memory_counts_for_nothing():
+def test_device_without_memory_counts_for_nothing():
     def full(nbytes):
         raise MemoryError
 
@@ -41,7 +41,7 @@ def test_a_device_without_memory_counts_for_nothing():
     assert room.used_nbytes == 0
 
 
-def test_other_errors_are_told():
+def test_other_allocation_errors_are_raised():
     def broken(nbytes):
         raise ValueError("no such device")
 
@@ -51,7 +51,7 @@ def test_other_errors_are_told():
     assert room.used_nbytes == 0
 
 
-def test_threads_together_do_not_go_beyond_the_mark():
+def test_threads_together_stay_below_the_mark():
     room = DeviceRoom(1000)
     kept, start = [], threading.Barrier(8)
 

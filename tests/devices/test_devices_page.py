@@ -17,5 +17,5 @@ def test_the_page_has_programs():
 
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_programs_run(number):
+def test_programs_of_the_page_run(number):
     exec(compile(PROGRAMS[number], f"{PAGE}, program {number + 1}", "exec"), {})

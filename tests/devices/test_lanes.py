@@ -47,7 +47,7 @@ def closed_in(gate):
     return lane, future
 
 
-def test_results_and_errors_come_back():
+def test_lane_returns_results_and_errors():
     with Lane("lane", 2) as lane:
         assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
         with pytest.raises(ZeroDivisionError):
@@ -66,7 +66,7 @@ def out_of_threads(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
-def test_a_lane_that_gets_no_thread_says_so_and_works_once_there_is_one(monkeypatch):
+def test_lane_without_a_thread_raises_until_it_gets_one(monkeypatch):
     with Lane("lane") as lane:
         with monkeypatch.context() as without:
             out_of_threads(without)
@@ -76,7 +76,7 @@ def test_a_lane_that_gets_no_thread_says_so_and_works_once_there_is_one(monkeypa
         assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
 
 
-def test_a_lane_that_gets_no_further_thread_makes_do_with_those_it_has(gate, monkeypatch):
+def test_lane_without_further_threads_uses_those_it_has(gate, monkeypatch):
     with Lane("lane", 2) as lane:
         held = lane.submit(gate)
         assert gate.entered.wait(PATIENCE_S)
@@ -98,7 +98,7 @@ def test_one_thread_keeps_the_order(gate):
     lane.close()
 
 
-def test_the_urgent_overtakes_all_that_waits(gate):
+def test_urgent_work_overtakes_queued_work(gate):
     """Its start is delayed by what runs, and by nothing else."""
     lane, _ = closed_in(gate)
     ran = []
@@ -115,7 +115,7 @@ def test_the_urgent_overtakes_all_that_waits(gate):
     lane.close()
 
 
-def test_a_lane_is_pending_from_what_is_handed_in_to_its_end(gate):
+def test_lane_is_pending_from_submission_to_completion(gate):
     lane = Lane("lane")
     assert not lane.is_pending()
     lane.submit(gate)
@@ -158,7 +158,7 @@ def n_threads():
     return sum(thread.name.startswith("gpurt counted") for thread in threading.enumerate())
 
 
-def test_no_more_threads_than_needed(gate):
+def test_lane_starts_no_more_threads_than_needed(gate):
     lane = Lane("counted", 8)
     assert n_threads() == 0
     second = Gate()
@@ -183,7 +183,7 @@ def test_an_idle_thread_is_used_before_another_is_started():
         assert len(lane._threads) == 1
 
 
-def test_what_is_cancelled_is_not_done(gate):
+def test_cancelled_work_is_not_done(gate):
     lane, _ = closed_in(gate)
     ran = []
     first, second = lane.submit(ran.append, 1), lane.submit(ran.append, 2)
@@ -194,7 +194,7 @@ def test_what_is_cancelled_is_not_done(gate):
     lane.close()
 
 
-def test_closing_cancels_what_has_not_begun_and_waits_for_what_has(gate):
+def test_closing_cancels_queued_work_and_waits_for_running_work(gate):
     lane, running = closed_in(gate)
     ran, told = [], []
     waiting = [lane.submit(ran.append, n) for n in range(3)]
@@ -224,7 +224,7 @@ def test_work_may_close_its_own_lane():
     lane.close()
 
 
-def test_who_hears_of_a_cancellation_may_use_the_lane(gate):
+def test_cancellation_callback_may_use_the_lane(gate):
     """The lane is not locked while it tells."""
     lane, _ = closed_in(gate)
     refused, told = [], threading.Event()
@@ -275,7 +275,7 @@ def test_coroutines_await_lanes():
     assert asyncio.run(main()) == (3, 1)
 
 
-def test_work_is_entered_in_the_ledger_before_its_result_is_told():
+def test_work_enters_the_ledger_before_its_result_is_set():
     times = iter(range(10))
     ledger = Ledger(clock=lambda: next(times))
     with Lane("disk", ledger=ledger) as lane:

@@ -24,7 +24,7 @@ def entry(lane, start_s, end_s, path="", nbytes=0):
 # ------------------------------------------------------------------ the ledger
 
 
-def test_the_newest_entries_are_kept_and_the_sums_of_all():
+def test_ledger_keeps_the_newest_entries_and_all_sums():
     ledger = Ledger(capacity=3)
     for n in range(10):
         ledger.add(entry("disk", n, n + 0.5, "write", 100 + n))
@@ -36,7 +36,7 @@ def test_the_newest_entries_are_kept_and_the_sums_of_all():
     }
 
 
-def test_time_is_taken_whether_or_not_it_ends_well():
+def test_failed_work_is_timed_too():
     times = iter([1.0, 4.0, 10.0, 12.0])
     ledger = Ledger(clock=lambda: next(times))
     with ledger.timed("codec", "encode", 5):
@@ -49,14 +49,14 @@ def test_time_is_taken_whether_or_not_it_ends_well():
     ]
 
 
-def test_what_is_handed_out_does_not_change():
+def test_snapshot_of_the_ledger_does_not_change():
     ledger = Ledger()
     entries, sums = ledger.entries(), ledger.sums()
     ledger.add(entry("a", 0, 1))
     assert (entries, sums) == ([], {})
 
 
-def test_nothing_that_threads_add_is_lost():
+def test_entries_of_all_threads_are_kept():
     ledger = Ledger(capacity=10)
     barrier = threading.Barrier(4)
 
@@ -88,7 +88,7 @@ def test_nothing_that_threads_add_is_lost():
         ([entry("a", 0, 4), entry("b", 0, 4), entry("c", 4, 8)], 8.0, 0.5),
     ],
 )
-def test_efficiency(entries, measured_s, efficiency):
+def test_efficiency_of_worked_examples(entries, measured_s, efficiency):
     result = overlap(entries)
     assert (result.measured_s, result.efficiency) == (measured_s, efficiency)
 
@@ -98,7 +98,7 @@ def test_parts_of_one_lane_are_counted_once():
     assert overlap(entries) == Overlap({"a": 6.0}, 8.0, None)
 
 
-def test_waiting_for_another_lane_is_no_work():
+def test_time_spent_waiting_for_another_lane_is_not_work():
     entries = [entry("a", 0, 4), entry("a", 1, 4, WAITING), entry("b", 1, 4)]
     assert overlap(entries) == Overlap({"a": 1.0, "b": 3.0}, 4.0, 0.0)
 
@@ -109,11 +109,11 @@ def test_a_lane_works_while_one_of_its_threads_waits():
     assert overlap(entries).parts_s == {"a": 4.0}
 
 
-def test_nothing_at_all():
+def test_empty_ledger_has_no_efficiency():
     assert overlap([]) == Overlap({}, 0.0, None)
 
 
-def test_what_was_measured_elsewhere():
+def test_ledger_takes_times_measured_elsewhere():
     entries = [entry("a", 0, 4), entry("b", 0, 4)]
     assert overlap(entries, 6.0).efficiency == 0.5
 
@@ -179,5 +179,5 @@ def test_copies_and_kernels_overlap():
 
 
 @pytest.mark.slow
-def test_what_waits_for_each_other_does_not_overlap():
+def test_work_that_waits_for_each_other_does_not_overlap():
     assert pipeline(overlapped=False).efficiency <= 0.05

@@ -89,7 +89,7 @@ def assert_it_ran_again_and_left_nothing(stage: Stage, outputs: list[Any]) -> No
     assert_nothing_left(stage.client, *stage.closed)
 
 
-def test_sender_whose_messages_wait_while_the_barrier_asks_for_them(stage: Stage) -> None:
+def test_closing_sender_with_unsent_messages_at_the_barrier(stage: Stage) -> None:
     """It has dropped them then. That is not to be taken for delivered."""
     victim = stage.addresses("sender")[0]
     worker = stage.worker_at(victim)
@@ -109,7 +109,7 @@ def test_sender_whose_messages_wait_while_the_barrier_asks_for_them(stage: Stage
     assert_it_ran_again_and_left_nothing(stage, outputs)
 
 
-def test_sender_that_is_asked_when_it_has_closed_its_runs(stage: Stage) -> None:
+def test_barrier_asks_a_sender_that_has_closed_its_runs(stage: Stage) -> None:
     """Whatever it had was delivered; it cannot know that any more."""
     victim = stage.addresses("sender")[0]
     worker = stage.worker_at(victim)
@@ -124,7 +124,7 @@ def test_sender_that_is_asked_when_it_has_closed_its_runs(stage: Stage) -> None:
     assert_it_ran_again_and_left_nothing(stage, outputs)
 
 
-def test_receiver_that_refuses_messages(stage: Stage) -> None:
+def test_messages_wait_for_the_next_run_of_a_closing_receiver(stage: Stage) -> None:
     """They wait until it is gone, and for the run that follows then."""
     victim = stage.addresses("receiver")[0]
     worker = stage.worker_at(victim)

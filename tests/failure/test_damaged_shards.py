@@ -131,7 +131,7 @@ def spilling(client: Client) -> Client:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_shuffle_starts_over(
+def test_damaged_shard_restarts_the_shuffle(
     spilling: Client, harm: Any, damage: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_ids = harm(damage, 1)
@@ -144,13 +144,13 @@ def test_a_shuffle_starts_over(
     assert "temporary-directory" in told[0]
 
 
-def test_a_rechunk_starts_over(spilling: Client, harm: Any) -> None:
+def test_damaged_shard_restarts_the_rechunk(spilling: Client, harm: Any) -> None:
     run_ids = harm(flip_bits, 1)
     rechunked(spilling)
     assert 2 <= len(run_ids) <= 3
 
 
-def test_a_merge_starts_over(spilling: Client, harm: Any) -> None:
+def test_damaged_shard_restarts_the_merge(spilling: Client, harm: Any) -> None:
     run_ids = harm(flip_bits, 2)
     merged(spilling)
     # The run of the other side may be over before anybody reads from it.
@@ -158,7 +158,9 @@ def test_a_merge_starts_over(spilling: Client, harm: Any) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_bits, answer_eio])
-def test_a_disk_that_stays_broken(spilling: Client, harm: Any, damage: Any) -> None:
+def test_workers_stop_using_a_disk_that_stays_broken(
+    spilling: Client, harm: Any, damage: Any
+) -> None:
     """Each worker meets the damage once for each shuffle, and then does without its disk."""
     run_ids = harm(damage, 1000)
     for _ in range(2):

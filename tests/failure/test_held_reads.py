@@ -58,7 +58,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> Iterator[Stage]:
         yield stage
 
 
-def test_the_loop_answers_while_a_read_is_held(stage: Stage, gate: Gate) -> None:
+def test_event_loop_answers_during_a_blocked_read(stage: Stage, gate: Gate) -> None:
     outputs = stage.shuffle()
     gate.wait_for()
     assert_loop_answers(stage)
@@ -70,7 +70,7 @@ def test_the_loop_answers_while_a_read_is_held(stage: Stage, gate: Gate) -> None
     assert_nothing_left(stage.client)
 
 
-def test_a_run_ends_while_a_read_is_held(stage: Stage, gate: Gate) -> None:
+def test_run_ends_during_a_blocked_read(stage: Stage, gate: Gate) -> None:
     outputs = stage.shuffle()
     gate.wait_for()
     assert_loop_answers(stage)
@@ -86,7 +86,7 @@ def test_a_run_ends_while_a_read_is_held(stage: Stage, gate: Gate) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_a_sender_is_killed_while_it_is_read(gate: Gate) -> None:
+def test_sender_is_killed_during_a_read_of_its_memory(gate: Gate) -> None:
     with open_stage("shared", processes=True) as stage:
         for receiver in stage.addresses("receiver"):
             stage.tell(receiver, _hold_reads, gate.path)

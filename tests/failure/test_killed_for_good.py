@@ -50,7 +50,7 @@ def ours(directory: Path, name: str = "gpurt-") -> list[str]:
 @pytest.mark.parametrize(
     ("where", "nanny"), [("of the worker", "--no-nanny"), ("of all", "--nanny")]
 )
-def test_nothing_of_values_and_shards_stays(tmp_path: Path, where: str, nanny: str) -> None:
+def test_killed_workers_leave_no_files_or_memory(tmp_path: Path, where: str, nanny: str) -> None:
     config: dict[str, Any] = SETTINGS | {"gpurt.enabled": True, "gpurt.shuffle.memory": "64 KiB"}
     if where == "of all":
         config["gpurt.memory.directory"] = str(tmp_path / "values")

@@ -38,7 +38,7 @@ def on_worker(client: Client, scenario: Callable[[Any], Any]) -> None:
     client.cluster.sync(scenario, worker)
 
 
-def test_messages_that_are_under_way_over_ucx_are_seen(client: Client) -> None:
+def test_leftover_check_sees_ucx_messages_in_flight(client: Client) -> None:
     async def scenario(worker: Any) -> None:
         engine = await state_of(worker).links.ucx.engine()
         await engine.connect(engine.descriptor, DEADLINE_S)
@@ -71,7 +71,7 @@ def test_messages_that_are_under_way_over_ucx_are_seen(client: Client) -> None:
     on_worker(client, scenario)
 
 
-def test_links_over_ucx_to_nobody_are_seen(client: Client) -> None:
+def test_leftover_check_sees_ucx_links_to_closed_engines(client: Client) -> None:
     others: list[UcxEngine] = []
 
     async def link(worker: Any) -> None:

@@ -135,7 +135,7 @@ def test_a_scattered_value_is_lost_with_the_tasks_that_need_it(
     assert_no_values_left(client)
 
 
-def test_a_scattered_value_that_a_client_gathers(client: Client, holder: Worker) -> None:
+def test_lost_scattered_value_fails_the_gather(client: Client, holder: Worker) -> None:
     cold = cold_of(client, holder)
     spoil(holder, keys_of(cold))
     assert f"{cold[0].key!r}, and nothing can compute it again" in said_of(cold[0])
@@ -154,7 +154,7 @@ def kept_replicas(client: Client) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kept_replicas")
-def test_a_scattered_value_of_which_a_peer_has_a_replica(
+def test_replica_replaces_a_lost_scattered_value(
     client: Client, holder: Worker, peer: Worker
 ) -> None:
     (block, *_) = cold_of(client, holder)
@@ -168,9 +168,7 @@ def test_a_scattered_value_of_which_a_peer_has_a_replica(
 
 
 @pytest.mark.filterwarnings("ignore:.*but key is unknown")
-def test_a_scattered_value_that_others_hold_for_a_client_that_left(
-    client: Client, holder: Worker
-) -> None:
+def test_lost_scattered_value_of_a_departed_client(client: Client, holder: Worker) -> None:
     with Client(client.cluster, set_as_default=False) as other:
         in_variable, in_queue, published, *_ = cold_of(other, holder)
         Variable("v", other).set(in_variable)
@@ -199,7 +197,7 @@ def test_a_scattered_value_that_others_hold_for_a_client_that_left(
     Variable("v", client).delete()
 
 
-def test_a_value_that_somebody_put_into_the_worker_s_store(client: Client, holder: Worker) -> None:
+def test_lost_value_that_a_plugin_stored_on_the_worker(client: Client, holder: Worker) -> None:
     def put(dask_worker: Any) -> None:
         dask_worker.data["of a plugin"] = make_block(7)
 
@@ -233,7 +231,7 @@ class Keeper:
         return block
 
 
-def test_an_actor_that_was_made_of_a_scattered_value(client: Client, holder: Worker) -> None:
+def test_actor_made_of_a_lost_scattered_value(client: Client, holder: Worker) -> None:
     made_of = client.scatter(make_block(99), workers=[holder.address])
     keeper = client.submit(Keeper, made_of, actor=True, workers=[holder.address]).result(DEADLINE_S)
     cold = cold_of(client, holder)
@@ -256,7 +254,7 @@ def twice(block: np.ndarray) -> np.ndarray:
     return 2 * block
 
 
-def test_a_value_whose_input_has_failed_since(
+def test_lost_value_whose_input_has_failed_since(
     client: Client, holder: Worker, tmp_path: Path
 ) -> None:
     """Computed again it would wait for its input for ever."""
@@ -278,7 +276,7 @@ def test_a_value_whose_input_has_failed_since(
     assert_all_else_goes_on(client)
 
 
-def test_scattered_values_that_are_lost_while_the_runtime_is_disabled(tmp_path: Path) -> None:
+def test_scattered_values_lost_during_disable(tmp_path: Path) -> None:
     with open_small(tmp_path, n_workers=1) as client:
         scheduler = client.cluster.scheduler
         (holder,) = client.cluster.workers.values()

@@ -193,7 +193,7 @@ def _hold_after(worker: Any, point: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(("deed", "phase", "role"), list(cells()))
-def test_equal_results_whatever_befalls(
+def test_results_are_equal_under_every_failure(
     stage: Stage, answer: list[Any], deed: str, phase: str, role: str
 ) -> None:
     victim = stage.addresses(role)[0]

@@ -68,7 +68,7 @@ def _full_after(n_writes: int) -> Any:
 
 
 @pytest.mark.parametrize("n_writes", [0, 1, 2, 5])
-def test_disk_that_fills_up(client: Client, n_writes: int) -> None:
+def test_full_disk_keeps_values_in_memory(client: Client, n_writes: int) -> None:
     disks = [_full_after(n_writes) for _ in stores(client)]
     for worker, pwrite in zip(client.cluster.workers.values(), disks, strict=True):
         have_calls_pass(worker, pwrite=pwrite)
@@ -81,7 +81,9 @@ def test_disk_that_fills_up(client: Client, n_writes: int) -> None:
     assert_no_values_left(client)
 
 
-def test_disk_that_has_room_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_with_room_again_is_used_again(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody has to release anything: it is tried again."""
     monkeypatch.setattr("dask_gpurt.memory.decisions.backoff.FIRST_S", 0.0)
     disks = [_full_after(0) for _ in stores(client)]
@@ -98,7 +100,7 @@ def test_disk_that_has_room_again(client: Client, monkeypatch: pytest.MonkeyPatc
     assert sums_of(client, blocks) == expected_sums()
 
 
-def test_limit_of_the_disk(tmp_path: Path) -> None:
+def test_disk_limit_is_kept(tmp_path: Path) -> None:
     with open_small(tmp_path, **{"gpurt.memory.disk-limit": "7 MiB"}) as client:
         blocks = make_blocks(client)
         assert sums_of(client, blocks) == expected_sums()
@@ -106,7 +108,7 @@ def test_limit_of_the_disk(tmp_path: Path) -> None:
             assert 0 < disk_of(worker).used_nbytes <= 7 * MIB
 
 
-def test_value_that_is_larger_than_all_of_the_disk_s_limit(tmp_path: Path) -> None:
+def test_value_larger_than_the_disk_limit_stays_in_memory(tmp_path: Path) -> None:
     """It stays in memory, and others make room."""
     limit = {"gpurt.memory.disk-limit": "8 MiB"}
     with open_small(tmp_path, n_workers=1, **limit) as client:
@@ -122,7 +124,9 @@ def test_value_that_is_larger_than_all_of_the_disk_s_limit(tmp_path: Path) -> No
         assert client.gather(client.map(sum_of, blocks, pure=False)) == expected
 
 
-def test_directory_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_directory_that_cannot_be_made_keeps_values_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     directory = str(tmp_path / "file" / "values")
     with open_small(tmp_path, **{"gpurt.memory.directory": directory}) as client:
@@ -134,7 +138,7 @@ def test_directory_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_directory_that_is_read_only(tmp_path: Path) -> None:
+def test_read_only_directory_keeps_values_in_memory(tmp_path: Path) -> None:
     directory = tmp_path / "values"
     directory.mkdir(0o500)
     with open_small(tmp_path, **{"gpurt.memory.directory": str(directory)}) as client:
@@ -148,7 +152,7 @@ def _values_directories(client: Client) -> list[str]:
     return [path for path in paths if path is not None]
 
 
-def test_directory_that_somebody_removes(client: Client) -> None:
+def test_removed_directory_is_replaced(client: Client) -> None:
     blocks = make_blocks(client)
     wait(blocks, timeout=DEADLINE_S)
     removed = _values_directories(client)
@@ -186,7 +190,7 @@ def _come_back(data: bytes) -> None:
 _n_made: Counter[int] = Counter()
 
 
-def test_values_that_do_not_come_back(client: Client) -> None:
+def test_tasks_fail_on_values_that_cannot_be_unpickled(client: Client) -> None:
     """Their tasks fail, as with Dask's own store: computed again they would be as they are.
 
     Only where they are: to a peer Dask cannot send them from memory either.
@@ -206,7 +210,7 @@ def test_values_that_do_not_come_back(client: Client) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
-def test_every_nth_value_is_damaged_when_it_is_read(client: Client, every: int) -> None:
+def test_values_damaged_on_disk_are_computed_again(client: Client, every: int) -> None:
     damaged: Counter[str] = Counter()
 
     def damage(worker: Any) -> None:
@@ -243,7 +247,7 @@ def _hold_room(path: str, nbytes: int) -> np.ndarray:
     return np.zeros(nbytes // 8)
 
 
-def test_tasks_that_are_cancelled_while_they_wait_for_room(tmp_path: Path) -> None:
+def test_tasks_may_be_cancelled_while_waiting_for_room(tmp_path: Path) -> None:
     with open_small(tmp_path, n_workers=1, threads=2) as client, Gate() as gate:
         (store,) = stores(client)
         # What these tasks make is known from others of their name.
@@ -264,7 +268,7 @@ def test_tasks_that_are_cancelled_while_they_wait_for_room(tmp_path: Path) -> No
         assert_no_values_left(client)
 
 
-def test_worker_that_had_nothing_to_do_is_as_patient_as_any(tmp_path: Path) -> None:
+def test_idle_time_does_not_count_towards_patience(tmp_path: Path) -> None:
     """To wait for room is not to be in vain because nothing ran before."""
     with open_small(tmp_path, n_workers=1) as client, Gate() as gate:
         (worker,) = client.cluster.workers.values()
@@ -278,7 +282,7 @@ def test_worker_that_had_nothing_to_do_is_as_patient_as_any(tmp_path: Path) -> N
 
 
 @pytest.mark.cluster
-def test_restart_of_the_cluster(tmp_path: Path) -> None:
+def test_cluster_restart_leaves_no_values(tmp_path: Path) -> None:
     with open_small(tmp_path, processes=True) as client:
         blocks = make_blocks(client)
         wait(blocks, timeout=DEADLINE_S)
@@ -304,7 +308,7 @@ def test_scattered_values_move_when_their_worker_is_retired(tmp_path: Path) -> N
             np.testing.assert_array_equal(block, make_block(number))
 
 
-def test_scattered_to_everybody(client: Client) -> None:
+def test_broadcast_value_is_read_on_every_worker(client: Client) -> None:
     (block,) = client.scatter([make_block(7, 12 * MIB)], broadcast=True)
     blocks = make_blocks(client)
     assert sums_of(client, blocks) == expected_sums()
@@ -327,7 +331,7 @@ class Keeper:
         return [sum_of(block) for block in self.kept]
 
 
-def test_actor_among_values_that_are_spilled(client: Client) -> None:
+def test_actor_survives_among_spilled_values(client: Client) -> None:
     blocks = make_blocks(client)
     keeper = client.submit(Keeper, blocks[0], actor=True).result(DEADLINE_S)
     wait(blocks, timeout=DEADLINE_S)
@@ -337,7 +341,7 @@ def test_actor_among_values_that_are_spilled(client: Client) -> None:
     assert sums_of(client, blocks) == expected_sums()
 
 
-def test_cold_value_that_is_looked_at_on_its_worker(client: Client) -> None:
+def test_spilled_value_is_read_on_its_worker(client: Client) -> None:
     blocks = make_blocks(client)
     wait(blocks, timeout=DEADLINE_S)
     block = cold_ones(client, blocks)[0]
@@ -350,7 +354,7 @@ def test_cold_value_that_is_looked_at_on_its_worker(client: Client) -> None:
     assert got == sum_of(make_block(blocks.index(block)))
 
 
-def test_two_clients(client: Client) -> None:
+def test_two_clients_share_spilled_values(client: Client) -> None:
     with Client(client.cluster, set_as_default=False) as other:
         blocks, same = make_blocks(client), make_blocks(other)
         assert sums_of(client, blocks) == expected_sums()
@@ -363,7 +367,7 @@ def test_two_clients(client: Client) -> None:
 # ---------------------------------------------------------------------- the end of a worker
 
 
-def test_nothing_is_read_when_a_worker_closes(client: Client) -> None:
+def test_closing_worker_reads_nothing_back(client: Client) -> None:
     blocks = make_blocks(client)
     wait(blocks, timeout=DEADLINE_S)
     reads = []
@@ -380,7 +384,7 @@ def test_nothing_is_read_when_a_worker_closes(client: Client) -> None:
     assert not reads
 
 
-def test_worker_that_closes_while_it_writes(tmp_path: Path) -> None:
+def test_worker_closes_during_a_write(tmp_path: Path) -> None:
     with open_small(tmp_path, n_workers=1) as client, Gate() as gate:
         (worker,) = client.cluster.workers.values()
         ours = worker.data
@@ -395,7 +399,7 @@ def test_worker_that_closes_while_it_writes(tmp_path: Path) -> None:
         del blocks
 
 
-def test_task_that_waits_for_room_when_the_runtime_is_disabled(tmp_path: Path) -> None:
+def test_task_waiting_for_room_when_the_runtime_is_disabled(tmp_path: Path) -> None:
     with open_small(tmp_path, n_workers=1, threads=2) as client, Gate() as gate:
         (store,) = stores(client)
         client.submit(np.zeros, 14 * MIB // 8, key="large-0").result(DEADLINE_S)
@@ -409,7 +413,9 @@ def test_task_that_waits_for_room_when_the_runtime_is_disabled(tmp_path: Path) -
         assert running.result(DEADLINE_S).nbytes == 14 * MIB
 
 
-def test_damaged_values_when_the_runtime_is_disabled(client: Client, tmp_path: Path) -> None:
+def test_damaged_values_are_found_when_the_runtime_is_disabled(
+    client: Client, tmp_path: Path
+) -> None:
     blocks = make_blocks(client)
     wait(blocks, timeout=DEADLINE_S)
     for path in _values_directories(client):
@@ -420,7 +426,7 @@ def test_damaged_values_when_the_runtime_is_disabled(client: Client, tmp_path: P
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_locks_are_taken_as_dask_takes_them(tmp_path: Path, locks: bool) -> None:
+def test_file_locks_follow_the_setting_of_dask(tmp_path: Path, locks: bool) -> None:
     """Where a file system's locks do not work, users switch Dask's off."""
     config = {"distributed.worker.use-file-locking": locks, "gpurt.memory.directory": str(tmp_path)}
     with open_small(tmp_path, n_workers=1, **config) as client:

@@ -63,7 +63,7 @@ def _n_ready(client: Client) -> int:
 
 @pytest.mark.parametrize("when", ["writing", "written", "reading", "removing"])
 @pytest.mark.parametrize("where", ["of the worker", "of all"])
-def test_killed(tmp_path: Path, when: str, where: str) -> None:
+def test_killed_worker_loses_no_result(tmp_path: Path, when: str, where: str) -> None:
     # Whoever is quicker would have most of the blocks, and the victim none to spill.
     config: dict[str, Any] = {"distributed.scheduler.work-stealing": False}
     if where == "of all":
@@ -97,7 +97,7 @@ def test_killed(tmp_path: Path, when: str, where: str) -> None:
     assert not list(tmp_path.rglob("dask-gpurt-values-*"))
 
 
-def test_files_that_may_not_become_so_large(tmp_path: Path) -> None:
+def test_file_size_limit_keeps_values_in_memory(tmp_path: Path) -> None:
     """As on a full disk, by the system itself: the process may not write files of over 1 MiB."""
     with open_small(tmp_path, processes=True) as client:
         for address in client.scheduler_info()["workers"]:
@@ -108,7 +108,7 @@ def test_files_that_may_not_become_so_large(tmp_path: Path) -> None:
         assert not any(cold.values())
 
 
-def test_disk_that_is_really_full(tmp_path: Path) -> None:
+def test_really_full_disk_keeps_values_in_memory(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = os.system(f"mount -t tmpfs -o size=5m tmpfs {small} 2>/dev/null")

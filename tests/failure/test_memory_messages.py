@@ -70,7 +70,7 @@ class Lingers:
         await self.may_go.wait()
 
 
-def test_a_worker_that_closes_still_sends_what_it_has_in_memory(client: Client) -> None:
+def test_closing_worker_sends_values_in_memory(client: Client) -> None:
     holder, _ = workers_of(client)
     _, (cold, *_) = blocks_of(client)
     block = client.submit(make_block, 7, workers=[holder.address])
@@ -108,7 +108,7 @@ class ShortOfRoom:
         monkeypatch.setattr(DiskTier, "get", get)
 
 
-def test_a_peer_is_told_to_ask_again_for_what_cannot_be_read_now(
+def test_peer_retries_a_value_that_cannot_be_read_now(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, asking = workers_of(client)
@@ -121,7 +121,7 @@ def test_a_peer_is_told_to_ask_again_for_what_cannot_be_read_now(
     assert all(name.startswith("gpurt read") for name in short.threads)
 
 
-def test_a_client_is_told_to_ask_again_for_what_cannot_be_read_now(
+def test_client_retries_a_value_that_cannot_be_read_now(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, _ = workers_of(client)
@@ -133,7 +133,7 @@ def test_a_client_is_told_to_ask_again_for_what_cannot_be_read_now(
     assert all(name.startswith("gpurt read") for name in short.threads)
 
 
-def test_nothing_is_read_for_a_message_that_is_not_sent_now(
+def test_busy_worker_reads_no_value_for_a_request(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, _ = workers_of(client)
@@ -147,7 +147,7 @@ def test_nothing_is_read_for_a_message_that_is_not_sent_now(
     assert len(short.threads) == 1
 
 
-def test_messages_that_are_read_for_count_as_sent(
+def test_requests_being_read_count_as_outgoing(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, _ = workers_of(client)
@@ -172,7 +172,7 @@ def test_messages_that_are_read_for_count_as_sent(
 
 
 @pytest.mark.parametrize("where", ["here", "at a peer"])
-def test_a_task_whose_input_never_fits_fails_and_says_so(
+def test_task_whose_input_never_fits_fails_with_the_reason(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(manager, "WARN_S", 0.0)
@@ -202,7 +202,7 @@ def test_a_task_whose_input_never_fits_fails_and_says_so(
     assert said[0].endswith("what needs them waits: no room now")
 
 
-def test_reads_under_way_when_the_runtime_is_disabled(
+def test_reads_in_flight_when_the_runtime_is_disabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reading, closed = threading.Event(), threading.Event()

@@ -67,7 +67,7 @@ def total(block: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_program(tmp_path: Path, seed: int) -> None:
+def test_random_program_gives_the_right_result(tmp_path: Path, seed: int) -> None:
     graph = graph_of(seed)
     expected = computed_here(graph)
     with open_small(tmp_path, n_workers=N_WORKERS, threads=2) as client:

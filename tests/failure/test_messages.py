@@ -187,7 +187,7 @@ failing = pytest.mark.parametrize(
 
 
 @failing
-def test_connections_and_writes_that_sometimes_fail(
+def test_sporadic_connection_failures_are_retried(
     stage: Stage, install: Any, kind: str, message: str
 ) -> None:
     for sender in stage.addresses("sender"):
@@ -197,7 +197,7 @@ def test_connections_and_writes_that_sometimes_fail(
 
 
 @failing
-def test_connections_and_writes_that_always_fail(
+def test_persistent_connection_failures_are_an_error(
     stage: Stage, install: Any, kind: str, message: str
 ) -> None:
     for sender in stage.addresses("sender"):
@@ -223,7 +223,7 @@ async def _ucx_thread_ends(worker: Any) -> None:
 
 
 @pytest.mark.parametrize("transport", ["ucx"], indirect=True)
-def test_ucx_starts_anew_after_an_error_in_its_thread(
+def test_ucx_restarts_after_an_error_in_its_thread(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     for worker in stage.addresses("sender"):
@@ -250,7 +250,7 @@ def _every_second_answer_is_lost(worker: Any) -> None:
     gates.replace(worker, "receive", make)
 
 
-def test_messages_whose_answers_are_lost(stage: Stage) -> None:
+def test_messages_with_lost_answers_are_sent_again(stage: Stage) -> None:
     """The sender cannot know that they came, and sends them again."""
     for receiver in stage.addresses("receiver"):
         stage.tell(receiver, _every_second_answer_is_lost)
@@ -258,7 +258,7 @@ def test_messages_whose_answers_are_lost(stage: Stage) -> None:
     assert len(befallen) >= N_INPUTS // 2
 
 
-def test_messages_that_come_twice(stage: Stage) -> None:
+def test_duplicate_messages_count_once(stage: Stage) -> None:
     # By their sender: what came over UCX can be received once.
     for sender in stage.addresses("sender"):
         stage.tell(sender, gates.deliver_again, 2, stage.addresses("receiver"))
@@ -293,7 +293,7 @@ def _every_other_message_waits_for_the_next(worker: Any) -> None:
 N_SWAPS = N_INPUTS // 2
 
 
-def test_messages_that_overtake_each_other(stage: Stage) -> None:
+def test_reordered_messages_are_accepted(stage: Stage) -> None:
     stage.tell(stage.addresses("receiver")[0], _every_other_message_waits_for_the_next)
     assert_same_after_all(stage)
     assert len(befallen) == N_SWAPS
@@ -381,7 +381,7 @@ def test_message_that_fails_its_checksum_is_sent_again(stage: Stage, change: Cha
 
 
 @pytest.mark.parametrize("change", [_flipped_bit, _cut_header])
-def test_messages_that_always_fail_their_checksum(stage: Stage, change: Change) -> None:
+def test_persistent_checksum_failures_are_an_error(stage: Stage, change: Change) -> None:
     damage(stage, _always, change)
     assert_one_clear_error(stage, "DamagedError", "3 times in a row a message to tcp://")
 
@@ -391,7 +391,7 @@ def _waiting_nbytes(worker: Any) -> int:
     return max((run["comm"]["memory"] for run in runs.values()), default=0)
 
 
-def test_peer_that_stops_reading(stage: Stage) -> None:
+def test_producers_wait_for_a_peer_that_stops_reading(stage: Stage) -> None:
     """Producers wait, and no more waits with them than the limit and what crossed it."""
     with Gate() as gate:
         for receiver in stage.addresses("receiver"):

@@ -30,7 +30,7 @@ def arena(request: Any, tmp_path_factory: Any) -> Iterator[Arena]:
 @pytest.mark.parametrize(
     ("arena", "seed"), [("auto", 0), ("auto", 1), ("ucx", 1), ("ucx", 2)], indirect=["arena"]
 )
-def test_right_answer_whoever_dies(arena: Arena, seed: int) -> None:
+def test_random_worker_deaths_keep_the_right_answer(arena: Arena, seed: int) -> None:
     outcome = arena.once(seed)
     # Whoever dies before the last partition was read takes part in some shuffle.
     assert outcome.n_runs >= outcome.n_shuffles

@@ -59,7 +59,7 @@ def test_producers_wait_for_a_receiver_that_leaves(stage: Stage) -> None:
     assert_nothing_left(stage.client, *stage.closed)
 
 
-def test_barrier_that_hangs_at_the_scheduler(stage: Stage) -> None:
+def test_hanging_barrier_does_not_disturb_the_next_run(stage: Stage) -> None:
     """As it does while it tries to reach a worker that has just died: the next run is through."""
     victim = stage.addresses("sender")[0]
     handlers = stage.cluster.scheduler.handlers
@@ -81,7 +81,7 @@ def test_barrier_that_hangs_at_the_scheduler(stage: Stage) -> None:
     assert_nothing_left(stage.client, *stage.closed)
 
 
-def test_output_that_is_read_while_the_next_run_is_through(stage: Stage) -> None:
+def test_output_is_read_while_the_next_run_completes(stage: Stage) -> None:
     reader, victim = stage.addresses("receiver")[::-1]
     with Gate() as gate:
         stage.tell(reader, _hold_one, "unpack", gate.path)
@@ -101,7 +101,7 @@ def _conclude_late(worker: Any, path: str, when: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_barrier_that_speaks_of_a_run_that_is_over(quiet_stage: Stage, when: str) -> None:
+def test_late_barrier_of_an_old_run_does_not_end_the_new_run(quiet_stage: Stage, when: str) -> None:
     """Its thread is late: by then the same worker was told to conclude the next run.
 
     What it says is then taken for a word about that one. It must not end it.
@@ -126,7 +126,7 @@ def test_barrier_that_speaks_of_a_run_that_is_over(quiet_stage: Stage, when: str
     assert_nothing_left(stage.client, *stage.closed)
 
 
-def test_barrier_whose_run_is_gone(quiet_stage: Stage) -> None:
+def test_barrier_of_a_vanished_run_restarts_the_shuffle(quiet_stage: Stage) -> None:
     """However that came about: all that was in it is made again, and nobody sees an error."""
     stage = quiet_stage
     concluding = stage.addresses("receiver")[1]
@@ -156,7 +156,7 @@ def _refuse(worker: Any) -> None:
     gates.replace(worker, "receive", lambda receive: refused)
 
 
-def test_receiver_that_refuses_messages_before_it_leaves(quiet_stage: Stage) -> None:
+def test_stopping_receiver_refuses_messages_before_it_leaves(quiet_stage: Stage) -> None:
     """As a worker does that was asked to stop, until the scheduler notices that it is gone."""
     stage = quiet_stage
     sender, victim = stage.addresses("sender")[0], stage.addresses("receiver")[0]

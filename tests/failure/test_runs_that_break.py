@@ -104,7 +104,7 @@ def compute(client, lazy, **options):
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["transfer", "unpack"])
-def test_worker_killed(processes, tmp_path, when):
+def test_killed_worker_restarts_the_shuffle(processes, tmp_path, when):
     """In the middle of the run; the nanny brings the worker back, and the shuffle starts over."""
     flag = str(tmp_path / "died")
     lazy = inputs().shuffle("key", npartitions=5)
@@ -122,7 +122,7 @@ def test_worker_killed(processes, tmp_path, when):
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["transfer", "unpack"])
-def test_worker_killed_in_a_rechunk(processes, tmp_path, when):
+def test_killed_worker_restarts_the_rechunk(processes, tmp_path, when):
     flag = str(tmp_path / "died")
     source = np.arange(240_000.0).reshape(600, 400)
     lazy = da.from_array(source, chunks=(60, 400))
@@ -141,7 +141,7 @@ def test_worker_killed_in_a_rechunk(processes, tmp_path, when):
     assert runs(processes)["stock"] == 0
 
 
-def test_output_wanted_again_after_it_was_let_go(client, tmp_path, monkeypatch):
+def test_released_output_is_computed_again(client, tmp_path, monkeypatch):
     """As if the result had been lost with the worker that held it, while the run goes on."""
     read = ExchangeRun.get_output_partition
 
@@ -225,7 +225,7 @@ def half_read(client, function):
     return one, source
 
 
-def test_a_computation_over_a_rechunk_that_is_half_read(beside):
+def test_second_computation_over_a_half_read_rechunk(beside):
     """What was let go of is made again, once, and for both."""
 
     def held(block, path):
@@ -235,7 +235,7 @@ def test_a_computation_over_a_rechunk_that_is_half_read(beside):
     np.testing.assert_array_equal(np.concatenate(beside.gather(one), axis=1), source)
 
 
-def test_a_task_that_failed_does_not_keep_a_rechunk_from_starting_over(beside):
+def test_failed_task_does_not_block_a_rechunk_restart(beside):
     def fails(block, path):
         if held_at_call(8, block, path)[0, 0] == 0.0:
             raise ZeroDivisionError
@@ -245,7 +245,7 @@ def test_a_task_that_failed_does_not_keep_a_rechunk_from_starting_over(beside):
     assert sorted(future.status for future in one) == ["error", *["finished"] * 7]
 
 
-def test_a_computation_over_a_join_that_is_half_read(beside):
+def test_second_computation_over_a_half_read_join(beside):
     """Both sides are made again, together, and once."""
     dask_gpurt.enable(beside)
     frames = [pd.DataFrame({"key": range(n, 96, 8), "x": 1.0}) for n in range(8)]
@@ -288,7 +288,7 @@ def fail_once(part, flag):
 
 
 @pytest.mark.timeout(60)
-def test_output_restricted_to_another_worker_goes_back_to_its_owner(client, monkeypatch):
+def test_restricted_output_moves_to_its_owner(client, monkeypatch):
     """Between its placement and its first attempt. It runs there, asks for its owner, and moves."""
     dask_gpurt.enable(client)
     scheduler = client.cluster.scheduler
@@ -330,7 +330,7 @@ def directories(client):
     return [name for names in client.run(find).values() for name in names]
 
 
-def test_shards_spill_and_leave_nothing_behind(client):
+def test_spilled_shards_leave_nothing_behind(client):
     with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
         dask_gpurt.enable(client)
         assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=4)))
@@ -351,7 +351,7 @@ async def _runs_are_closed(client):
         pass
 
 
-def test_a_run_that_lets_go_of_its_shards_reports_what_they_were(client, monkeypatch):
+def test_closing_run_still_reports_its_shards(client, monkeypatch):
     """There is a moment when they are gone, and the run is still one that is open."""
     let_go, arrived, proceed = ExchangeRun._let_go, threading.Semaphore(0), threading.Event()
 
@@ -389,7 +389,7 @@ def test_full_disk_keeps_shards_in_memory(client, monkeypatch, caplog):
     assert dask_gpurt.status(client)["totals"]["spilled_nbytes"] == 0
 
 
-def test_memory_is_given_back(client):
+def test_memory_is_returned_after_the_last_run(client):
     """After the last run, and once it is clear that no other follows, nothing is kept warm."""
     dask_gpurt.enable(client)
     assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=4)))

@@ -64,7 +64,7 @@ def held_up(cluster, tmp_path, monkeypatch):
     running.join()
 
 
-def test_status_and_doctor_name_it_and_show_the_others(cluster, held_up, capsys):
+def test_status_and_doctor_name_the_silent_worker(cluster, held_up, capsys):
     silent, other = held_up
     found = dask_gpurt.status(cluster)
     assert list(found["silent"]) == [silent]
@@ -80,14 +80,14 @@ def test_status_and_doctor_name_it_and_show_the_others(cluster, held_up, capsys)
     assert any(other in one.text and one.level == "ok" for one in said)
 
 
-def test_machines_of_the_others_are_described(cluster, held_up):
+def test_silent_worker_does_not_block_the_machine_description(cluster, held_up):
     silent, _ = held_up
     machines = cluster.sync(activation.machines, cluster, False)
     assert machines["workers"] == 1
     assert "no answer in" in machines["problems"][silent]
 
 
-def test_where_a_result_is_is_told_by_those_that_answer(cluster, request):
+def test_workers_that_answer_tell_where_a_result_is(cluster, request):
     futures = cluster.scatter([b"x"], broadcast=True)
     wait(futures)
     silent, other = request.getfixturevalue("held_up")

@@ -57,7 +57,7 @@ assert after == before, (before, after)
 """
 
 
-def test_looking_for_sockets_leaves_nothing_open():
+def test_search_for_ucx_sockets_leaves_nothing_open():
     """A copy of an epoll or of an event would keep it alive after UCX has closed it."""
     # In a process of its own: threads that other tests left may open files meanwhile.
     subprocess.run([sys.executable, "-c", LOOKING_FOR_SOCKETS], check=True, timeout=60)
@@ -76,7 +76,7 @@ def closing_of_the_door(engine):
     return closed
 
 
-def test_a_peer_that_was_announced_gets_in_and_nobody_after_it():
+def test_only_an_announced_peer_may_connect():
     async def scenario():
         one, other = [await UcxEngine.start("127.0.0.1") for _ in range(2)]
         stranger = await UcxEngine.start("127.0.0.1")
@@ -94,7 +94,7 @@ def test_a_peer_that_was_announced_gets_in_and_nobody_after_it():
     asyncio.run(scenario())
 
 
-def test_who_does_not_prove_itself_while_the_door_is_open_is_let_go():
+def test_unauthenticated_connection_is_closed():
     async def scenario():
         engine, caller = [await UcxEngine.start("127.0.0.1") for _ in range(2)]
         closed = closing_of_the_door(engine)
@@ -112,7 +112,7 @@ def test_who_does_not_prove_itself_while_the_door_is_open_is_let_go():
 
 
 @pytest.mark.slow
-def test_workers_with_a_stranger_on_every_port_shuffle_on():
+def test_shuffle_works_with_strangers_on_every_port():
     found = stranger.grown(stranger.KINDS, seconds=3)
     assert found["grew_mib"] << 20 <= stranger.MOST_NBYTES, found
     assert found["shuffles"] >= 2 and not found["runs"]["stock"]

@@ -141,7 +141,7 @@ def contained(kind: type, number: int, container: str) -> Any:
     [(Locked, c) for c in ("none", "list", "tuple", "dict", "nested")]
     + [(kind, "none") for kind in (LockedMore, Generic, NotSo, WithState)],
 )
-def test_what_a_registered_serializer_takes_apart_leaves_memory(
+def test_value_with_a_registered_serializer_is_spilled(
     client: Client, kind: type, container: str
 ) -> None:
     (store,) = stores(client)
@@ -158,7 +158,7 @@ def test_what_a_registered_serializer_takes_apart_leaves_memory(
     ("kind", "why"),
     [(Unpicklable, "nobody takes this apart"), (Failing, "the serializer is broken")],
 )
-def test_what_nobody_takes_apart_stays_in_memory_and_is_said_once(
+def test_unserializable_value_stays_in_memory_and_is_logged_once(
     client: Client, caplog: pytest.LogCaptureFixture, kind: type, why: str
 ) -> None:
     (store,) = stores(client)
@@ -217,7 +217,7 @@ def use(value: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error_in_unpickling_comes_as_it_is_with_the_key(client: Client, kind: str) -> None:
+def test_unpickling_error_is_raised_with_the_key(client: Client, kind: str) -> None:
     (store,) = stores(client)
     # Shortages are waited for, for as long as anything else may go on.
     sour = client.submit(Sour, kind, pure=False)
@@ -239,7 +239,7 @@ def test_an_error_in_unpickling_comes_as_it_is_with_the_key(client: Client, kind
     ERRORS[kind].__traceback__ = None
 
 
-def test_a_container_that_holds_itself_is_left_to_pickle() -> None:
+def test_self_referencing_container_is_pickled() -> None:
     outer: list[Any] = []
     inner = [outer]
     outer.append(inner)
@@ -247,11 +247,11 @@ def test_a_container_that_holds_itself_is_left_to_pickle() -> None:
 
 
 @pytest.mark.parametrize("value", [[b"a"], np.ma.masked_array([1, 2], [0, 1]), "a", [], {}])
-def test_what_has_a_layout_or_is_for_pickle_is_left_alone(value: Any) -> None:
+def test_values_with_a_layout_or_for_pickle_use_no_serializer(value: Any) -> None:
     assert worker_memory.take_apart(value) is None
 
 
-def test_a_frame_of_nothing_comes_back() -> None:
+def test_empty_frame_is_read_back() -> None:
     empty = Locked(3, 0)
     header, frames = worker_memory.take_apart(empty)  # type: ignore[misc]
     assert worker_memory.rebuild(header, frames) == empty

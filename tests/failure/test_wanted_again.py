@@ -142,21 +142,21 @@ def assert_both_have_rows_of_the_second_run(
     wait_for_runs(client, 2 * n_shuffles)
 
 
-def test_what_is_read_already_is_read_again(
+def test_released_reads_are_repeated_with_the_second_run(
     cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
 ) -> None:
     first = seen(shuffled, "first")
     assert_both_have_rows_of_the_second_run(cluster, client, shuffled, gate, first, 1)
 
 
-def test_a_shuffle_that_took_some_of_it_in_starts_over_as_well(
+def test_shuffle_that_consumed_the_first_run_restarts(
     cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
 ) -> None:
     first = shuffle(client, seen(shuffled, "first"))
     assert_both_have_rows_of_the_second_run(cluster, client, shuffled, gate, first, 2)
 
 
-def test_what_is_whole_already_stays(
+def test_finished_results_of_the_first_run_stay(
     cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
 ) -> None:
     """Nobody waits again for what is made of the first run alone."""

@@ -153,7 +153,7 @@ def cupy(monkeypatch):
     return cupy
 
 
-def test_a_device_moves_bytes_through_it(cupy):
+def test_device_moves_bytes_through_the_driver(cupy):
     device = CudaDevice(CupyDriver(1), 1 << 20)
     stream = device.stream("copies", Priority.HIGH)
     source, target = noise(100), np.zeros(50, np.uint8)
@@ -172,7 +172,7 @@ def test_a_device_moves_bytes_through_it(cupy):
     assert cupy.cuda.runtime.current == 0, "the thread's own device is current again"
 
 
-def test_streams_wait_for_no_default_stream_and_events_keep_no_time(cupy):
+def test_streams_are_non_blocking_and_events_take_no_times(cupy):
     device = CudaDevice(CupyDriver(1), 1 << 20)
     urgent = device.stream("urgent", Priority.HIGH).handle
     usual = device.stream("usual").handle
@@ -182,7 +182,7 @@ def test_streams_wait_for_no_default_stream_and_events_keep_no_time(cupy):
     assert (event.block, event.disable_timing) == (True, True)
 
 
-def test_events_that_keep_time_are_asked_for(cupy):
+def test_events_take_times_on_request(cupy):
     driver = CupyDriver(1)
     stream = driver.open_stream(Priority.NORMAL)
     first, second = (driver.record(stream, timed=True) for _ in range(2))
@@ -201,7 +201,7 @@ def test_kernels_compute_on_the_stream_and_the_device(cupy):
     assert seen == [(1, [stream.handle])]
 
 
-def test_pinned_memory_is_an_array_that_keeps_it(cupy):
+def test_array_of_pinned_memory_keeps_it_alive(cupy):
     pinned = CupyDriver(1).pin(1000)
     pinned[:] = 7
     assert (pinned.dtype, pinned.nbytes, pinned.flags.writeable) == (np.uint8, 1000, True)
@@ -209,7 +209,7 @@ def test_pinned_memory_is_an_array_that_keeps_it(cupy):
         CupyDriver(1).pin(2 << 20)
 
 
-def test_memory_comes_from_rmm_once_it_has_a_pool(cupy, monkeypatch):
+def test_memory_comes_from_rmm_when_it_has_a_pool(cupy, monkeypatch):
     """A stand-in here; the real one is asked by the tests that need a GPU."""
 
     class CudaMemoryResource:
@@ -238,7 +238,7 @@ def test_memory_comes_from_rmm_once_it_has_a_pool(cupy, monkeypatch):
     assert driver.allocate(100, stream) == ("rmm", 100, stream)
 
 
-def test_the_default_stream_is_that_of_the_device(cupy):
+def test_default_stream_belongs_to_the_device(cupy):
     driver = CupyDriver(1)
     event = driver.record(driver.default_stream)
     assert event.device_id == 1
@@ -260,7 +260,7 @@ def test_memory_of_other_libraries_is_copied(cupy):
 
 
 @pytest.mark.parametrize("number, is_elsewhere", [(0, True), (1, False), (-2, False)])
-def test_memory_of_another_device_is_told(cupy, number, is_elsewhere):
+def test_memory_of_another_device_is_recognised(cupy, number, is_elsewhere):
     """CUDA knows of no device of what the system allocated: that is for all of them."""
     driver = CupyDriver(1)
     driver._runtime.device_of[4096] = number
@@ -268,12 +268,12 @@ def test_memory_of_another_device_is_told(cupy, number, is_elsewhere):
     assert driver.is_elsewhere(memory) == is_elsewhere
 
 
-def test_facts_of_the_device(cupy):
+def test_driver_reports_the_facts_of_the_device(cupy):
     driver = CupyDriver(1)
     assert (driver.name, driver.total_nbytes, driver.number) == ("Stand-in", 1 << 30, 1)
 
 
-def test_why_there_is_no_device(cupy, monkeypatch):
+def test_missing_device_is_explained(cupy, monkeypatch):
     assert why_no_cuda(1) is None
     assert why_no_cuda(2) == "CUDA has 2 devices, and none of number 2"
     cupy.cuda.runtime.n_devices = 0
@@ -287,7 +287,7 @@ def test_why_there_is_no_device(cupy, monkeypatch):
 # ------------------------------------------------------------------ the real CuPy
 
 
-def test_cupys_default_stream_is_of_whichever_device_is_current():
+def test_cupy_default_stream_belongs_to_the_current_device():
     cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
     assert (cuda.Stream.null.ptr, cuda.Stream.null.device_id) == (0, -1)
 
@@ -322,7 +322,7 @@ def test_cupy_has_the_signatures_of_the_stand_in(name):
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_the_stand_in_has_them_too(name):
+def test_stand_in_has_the_same_signatures(name):
     found = _found(standing_in().cuda, name)
     assert ", ".join(inspect.signature(found).parameters) == SIGNATURES[name]
 
@@ -357,7 +357,7 @@ def test_cupys_pinned_memory_lives_as_long_as_an_array_of_it():
     assert is_there() is None
 
 
-def test_cupys_arrays_lie_where_their_pointers_point():
+def test_cupy_array_starts_at_its_pointer():
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     memory = cupy.cuda.UnownedMemory(0x1000, 100, None, 0)
     pointer = cupy.cuda.MemoryPointer(memory, 0)

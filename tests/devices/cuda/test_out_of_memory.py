@@ -53,7 +53,7 @@ def cupy(pool, monkeypatch):
     return fake
 
 
-def test_who_finds_no_room_asks_and_tries_again(cupy, pool):
+def test_failed_allocation_calls_back_and_is_retried(cupy, pool):
     asked = []
 
     def make_room(nbytes):
@@ -69,7 +69,7 @@ def test_who_finds_no_room_asks_and_tries_again(cupy, pool):
     assert asked == [600, 600]
 
 
-def test_who_can_make_no_room_leaves_the_error_as_it_was(cupy):
+def test_error_is_unchanged_when_no_room_can_be_made(cupy):
     CallWhenFull(lambda nbytes: False)
     with pytest.raises(MemoryError, match="1001 bytes"):
         cupy.allocator(1001)
@@ -86,7 +86,7 @@ def test_an_error_of_who_makes_room_is_not_hidden(cupy):
         cupy.allocator(1001)
 
 
-def test_who_allocates_to_make_room_is_not_asked_to_make_some(cupy):
+def test_allocation_inside_the_callback_does_not_call_it_again(cupy):
     asked = []
 
     def make_room(nbytes):
@@ -100,14 +100,14 @@ def test_who_allocates_to_make_room_is_not_asked_to_make_some(cupy):
     assert asked == [1001]
 
 
-def test_room_on_another_device_is_not_ours_to_make(cupy):
+def test_allocation_on_another_device_evicts_nothing(cupy):
     cupy.current = 1
     CallWhenFull(lambda nbytes: pytest.fail("asked"))
     with pytest.raises(MemoryError):
         cupy.allocator(1001)
 
 
-def test_it_can_be_taken_back(cupy, pool):
+def test_allocator_hooks_can_be_removed(cupy, pool):
     before = cupy.allocator
     hooks = CallWhenFull(lambda nbytes: True)
     assert cupy.allocator != before
@@ -117,14 +117,14 @@ def test_it_can_be_taken_back(cupy, pool):
     assert hooks.installed == []
 
 
-def test_what_others_put_on_top_is_left(cupy):
+def test_hook_installed_later_by_others_stays(cupy):
     hooks = CallWhenFull(lambda nbytes: True)
     cupy.allocator = theirs = lambda nbytes: nbytes
     hooks.remove()
     assert cupy.allocator is theirs
 
 
-def test_without_libraries_it_says_so(monkeypatch):
+def test_missing_libraries_are_listed(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "rmm", None)
     hooks = CallWhenFull(lambda nbytes: True)
@@ -141,7 +141,7 @@ def spilling_cudf(spills):
     return cudf
 
 
-def test_cudf_that_spills_is_left_to_it(cupy, monkeypatch):
+def test_cudf_that_spills_by_itself_is_not_hooked(cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudf", spilling_cudf(spills=True))
     assert cudf_spills()
     hooks = CallWhenFull(lambda nbytes: True)
@@ -149,7 +149,7 @@ def test_cudf_that_spills_is_left_to_it(cupy, monkeypatch):
     assert hooks.installed == ["cupy"]
 
 
-def test_cudf_that_does_not_spill_is_no_reason(monkeypatch):
+def test_cudf_without_spilling_is_hooked(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudf", spilling_cudf(spills=False))
     assert not cudf_spills()
     monkeypatch.delitem(sys.modules, "cudf")
@@ -178,7 +178,7 @@ def rmm_pool():
     rmm.mr.set_per_device_resource(0, before)
 
 
-def test_rmm_asks_for_room(rmm_pool, monkeypatch):
+def test_rmm_calls_back_for_room(rmm_pool, monkeypatch):
     rmm, pool = rmm_pool
     monkeypatch.setitem(sys.modules, "cupy", None)
     asked = []
@@ -203,7 +203,7 @@ def test_rmm_asks_for_room(rmm_pool, monkeypatch):
     assert rmm.mr.get_per_device_resource(0) is pool
 
 
-def test_cupy_that_allocates_from_rmm_is_hooked_once(rmm_pool, cupy, monkeypatch):
+def test_cupy_allocating_from_rmm_is_hooked_once(rmm_pool, cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "rmm", rmm_pool[0])
 
     def rmm_cupy_allocator(nbytes):

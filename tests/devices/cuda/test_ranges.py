@@ -69,14 +69,14 @@ def test_a_range_is_named_by_lane_and_phase(monkeypatch):
     assert [made["category"] for made in domain.made] == ["communication", "copy"]
 
 
-def test_a_range_is_closed_by_an_error_and_does_not_hide_it():
+def test_error_closes_the_range_and_is_raised():
     domain = FakeDomain()
     with pytest.raises(KeyError), Ranges(domain).open("compute", "task"):
         raise KeyError
     assert domain.seen()[-1] == ("pop", None)
 
 
-def test_a_name_is_made_once():
+def test_name_of_a_range_is_made_once():
     domain = FakeDomain()
     opened = Ranges(domain)
     for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_name_is_made_once():
     assert [what for what, _ in domain.seen()] == ["push", "push", "pop", "pop"] * 3
 
 
-def test_each_thread_closes_what_it_opened():
+def test_each_thread_closes_its_own_ranges():
     domain = FakeDomain()
     opened = Ranges(domain)
     both_open = threading.Barrier(2, timeout=60)
@@ -113,7 +113,7 @@ def test_each_thread_closes_what_it_opened():
     ],
     ids=["no package", "no profiler", "disabled"],
 )
-def test_nothing_happens_where_nobody_listens(monkeypatch, module):
+def test_ranges_do_nothing_without_a_profiler(monkeypatch, module):
     monkeypatch.setitem(sys.modules, "nvtx", module)
     assert listening_domain() is None
     with range_("compute", "task") as value:
@@ -122,7 +122,7 @@ def test_nothing_happens_where_nobody_listens(monkeypatch, module):
     assert range_("compute", "task") is range_("copy", "read")
 
 
-def test_whether_somebody_listens_is_asked_once(monkeypatch):
+def test_profiler_is_looked_for_once(monkeypatch):
     asked = []
     monkeypatch.setattr(ranges, "listening_domain", lambda: asked.append(1))
     for _ in range(5):
@@ -131,7 +131,7 @@ def test_whether_somebody_listens_is_asked_once(monkeypatch):
     assert asked == [1]
 
 
-def test_the_package_is_not_imported_before_the_first_range():
+def test_nvtx_is_not_imported_before_the_first_range():
     code = (
         "import sys, dask_gpurt.devices.cuda.ranges as ranges\n"
         "assert 'nvtx' not in sys.modules\n"
@@ -143,7 +143,7 @@ def test_the_package_is_not_imported_before_the_first_range():
 # ------------------------------------------------------------------ the real package
 
 
-def test_the_real_package_without_a_profiler():
+def test_real_nvtx_without_a_profiler_has_no_domain():
     pytest.importorskip("nvtx")
     assert listening_domain() is None
     with range_("compute", "task"):
@@ -151,7 +151,7 @@ def test_the_real_package_without_a_profiler():
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_the_real_package_with_a_profiler(tmp_path):
+def test_real_nvtx_with_a_profiler_gets_ranges(tmp_path):
     """A small one, loaded the way that profilers are."""
     pytest.importorskip("nvtx")
     source, tool, out = (

@@ -42,7 +42,7 @@ class TestPumped(DeviceSuite):
 # ------------------------------------------------------------------ pumped
 
 
-def test_nothing_runs_before_it_is_pumped():
+def test_no_work_runs_before_it_is_pumped():
     device = pumped()
     stream = device.stream("only")
     ran = []
@@ -76,7 +76,7 @@ def test_a_host_buffer_that_is_read_before_the_event_is_poisoned():
     np.testing.assert_array_equal(out, noise(10))
 
 
-def test_a_host_buffer_that_changes_before_the_event_is_copied_changed():
+def test_host_buffer_changed_before_the_event_is_copied_changed():
     device = pumped()
     stream = device.stream("only")
     buffer = device.allocate(10, stream)
@@ -118,7 +118,7 @@ def orders_of(seed):
     return tuple(done)
 
 
-def test_every_order_that_is_allowed_comes_up_and_no_other():
+def test_exactly_the_allowed_orders_occur():
     seen = {orders_of(seed) for seed in range(200)}
     assert seen == {
         ("a1", "a2", "b1", "b2"),
@@ -129,11 +129,11 @@ def test_every_order_that_is_allowed_comes_up_and_no_other():
     }
 
 
-def test_a_seed_is_an_order():
+def test_seed_determines_the_order():
     assert all(orders_of(seed) == orders_of(seed) for seed in range(20))
 
 
-def test_waiting_pumps_no_more_than_it_takes():
+def test_waiting_pumps_only_the_necessary_work():
     device = HostDevice(CAPACITY, choose=lambda n: 0)
     one, other = device.stream("one"), device.stream("other")
     ran = []
@@ -145,7 +145,7 @@ def test_waiting_pumps_no_more_than_it_takes():
     assert ran == ["one", "other"]
 
 
-def test_a_kernel_that_waits_for_its_own_stream_does_not_hang():
+def test_kernel_waiting_for_its_own_stream_does_not_hang():
     device = pumped()
     stream = device.stream("only")
     stream.launch(lambda: stream.synchronize())
@@ -153,7 +153,7 @@ def test_a_kernel_that_waits_for_its_own_stream_does_not_hang():
         stream.synchronize()
 
 
-def test_room_that_is_about_to_be_freed_is_pumped_for():
+def test_allocation_pumps_until_pending_frees_make_room():
     device = pumped()
     stream = device.stream("only")
     asked = []
@@ -202,7 +202,7 @@ def test_copies_go_on_while_a_kernel_runs(threaded):
     compute.synchronize()
 
 
-def test_an_urgent_kernel_overtakes_those_that_wait(threaded):
+def test_urgent_kernel_overtakes_queued_kernels(threaded):
     """Its start is delayed by one kernel at most."""
     compute = threaded.stream("compute")
     urgent = threaded.stream("communication", Priority.HIGH)
@@ -250,7 +250,7 @@ def test_an_urgent_kernel_begins_within_one_step(n_waiting):
     assert len(ledger.entries()) == n_waiting + 2
 
 
-def test_an_urgent_copy_does_not():
+def test_urgent_copy_does_not_overtake_queued_copies():
     """As on a GPU, where urgency means nothing to the engines that copy."""
     ledger, gate = Ledger(), Gate()
     device = HostDevice(CAPACITY, rates={Engine.IN: Rate(1.0)}, ledger=ledger, wait=gate)
@@ -268,7 +268,7 @@ def test_an_urgent_copy_does_not():
     device.close()
 
 
-def test_closing_drops_what_has_not_begun():
+def test_closing_drops_work_that_has_not_begun():
     device = HostDevice(CAPACITY)
     stream = device.stream("only")
     gate, ran, heard = Gate(), [], []
@@ -329,7 +329,7 @@ class Time:
         self.now_s += seconds
 
 
-def test_rates_are_kept_and_work_is_entered():
+def test_work_keeps_the_rate_and_enters_the_ledger():
     time, ledger = Time(), Ledger()
     device = HostDevice(
         CAPACITY,
@@ -352,7 +352,7 @@ def test_rates_are_kept_and_work_is_entered():
     ]
 
 
-def test_no_rate_is_faster_than_the_machine():
+def test_emulated_rate_never_exceeds_the_machine():
     time = Time()
     device = HostDevice(
         CAPACITY, choose=lambda n: 0, rates={Engine.COMPUTE: Rate(1e9)}, clock=time, wait=time.wait
@@ -376,7 +376,7 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize("values", ARRAYS, ids=lambda values: str(values.dtype))
-def test_an_array_comes_back(device, streams, values):
+def test_array_returns_from_the_device_unchanged(device, streams, values):
     one, other = streams
     array = DeviceArray.from_host(values, device, one)
     assert (array.dtype, array.shape, array.nbytes) == (values.dtype, values.shape, values.nbytes)
@@ -403,13 +403,13 @@ def test_an_array_is_read_into_place(device, streams):
 @pytest.mark.parametrize(
     "values", [np.array(["a", None]), np.arange(10)[::2], np.ones((3, 4)).T], ids=str
 )
-def test_what_cannot_be_on_a_device_is_refused(device, streams, values):
+def test_array_that_cannot_be_on_a_device_is_refused(device, streams, values):
     with pytest.raises(ValueError, match=r"objects|contiguous"):
         DeviceArray.from_host(values, device, streams[0])
     assert device.used_nbytes == 0
 
 
-def test_memory_goes_with_the_array_and_not_before_its_copies(device, streams):
+def test_memory_is_freed_with_the_array_after_its_copies(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.arange(100), device, one)
     got, event = array.to_host(other)
@@ -421,7 +421,7 @@ def test_memory_goes_with_the_array_and_not_before_its_copies(device, streams):
     assert device.used_nbytes == again.nbytes
 
 
-def test_an_array_that_dies_while_the_device_is_locked_is_not_waited_for(device, streams):
+def test_array_may_die_while_the_device_is_locked(device, streams):
     array = DeviceArray.from_host(np.arange(100), device, streams[0])
     cycle = [array]
     cycle.append(cycle)
@@ -436,7 +436,7 @@ def test_an_array_that_dies_while_the_device_is_locked_is_not_waited_for(device,
     assert device.used_nbytes == 0
 
 
-def test_a_use_that_an_array_does_not_know_of_is_found_when_it_dies(device, streams):
+def test_unregistered_use_is_found_when_the_array_dies(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.zeros(10, dtype=np.uint8), device, one)
     other.wait(array.ready)
@@ -447,7 +447,7 @@ def test_a_use_that_an_array_does_not_know_of_is_found_when_it_dies(device, stre
     device.allocate(1, one)
 
 
-def test_a_use_that_an_array_was_told_of_is_in_order(device, streams):
+def test_registered_use_of_an_array_is_in_order(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.zeros(10, dtype=np.uint8), device, one)
     other.wait(array.ready)

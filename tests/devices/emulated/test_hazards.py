@@ -27,7 +27,7 @@ from tests.conformance.device_suite import (
 # ------------------------------------------------------------------ hazards
 
 
-def test_memory_that_another_stream_writes_is_not_read(device, streams):
+def test_read_of_memory_being_written_by_another_stream_is_found(device, streams):
     one, other = streams
     buffer = device.allocate(10, one)
     one.to_device(buffer, noise(10))
@@ -37,7 +37,7 @@ def test_memory_that_another_stream_writes_is_not_read(device, streams):
     np.testing.assert_array_equal(read(other, buffer), noise(10))
 
 
-def test_memory_that_another_stream_reads_is_not_written(device, streams):
+def test_write_to_memory_being_read_by_another_stream_is_found(device, streams):
     one, other = streams
     buffer = device.allocate(10, one)
     other.wait(one.record())
@@ -48,7 +48,7 @@ def test_memory_that_another_stream_reads_is_not_written(device, streams):
     other.launch(double, writes=[buffer])
 
 
-def test_memory_is_for_the_stream_it_was_allocated_on(device, streams):
+def test_memory_is_valid_on_the_stream_of_its_allocation(device, streams):
     one, other = streams
     buffer = device.allocate(10, one)
     with pytest.raises(HazardError, match="allocation"):
@@ -92,7 +92,7 @@ def test_an_event_covers_only_what_came_before_it(device, streams):
         other.to_host(noise(10), buffer)
 
 
-def test_order_is_passed_on(device, streams):
+def test_order_through_events_is_transitive(device, streams):
     """One, then other, then third: third need not know of one."""
     one, other = streams
     third = device.stream("third")
@@ -103,7 +103,7 @@ def test_order_is_passed_on(device, streams):
     np.testing.assert_array_equal(read(third, buffer), noise(10))
 
 
-def test_being_done_is_no_order_until_somebody_looked(device, streams):
+def test_finished_work_orders_nothing_until_it_is_queried(device, streams):
     """That a copy happens to be over says nothing about the next time."""
     one, other = streams
     buffer = device.allocate(10, one)
@@ -116,7 +116,7 @@ def test_being_done_is_no_order_until_somebody_looked(device, streams):
     np.testing.assert_array_equal(read(other, buffer), noise(10))
 
 
-def test_memory_is_not_freed_while_a_copy_of_another_stream_is_queued(device, streams):
+def test_free_during_a_copy_of_another_stream_is_found(device, streams):
     one, other = streams
     buffer = device.allocate(10, one)
     one.to_device(buffer, noise(10))
@@ -132,7 +132,7 @@ def test_memory_is_not_freed_while_a_copy_of_another_stream_is_queued(device, st
 
 
 @pytest.mark.parametrize("use", ["copy", "kernel", "part", "free"])
-def test_what_was_freed_is_not_used(device, streams, use):
+def test_use_after_free_is_found(device, streams, use):
     one, _ = streams
     buffer = device.allocate(10, one)
     part = buffer.part(3, 4)
@@ -150,7 +150,7 @@ def test_what_was_freed_is_not_used(device, streams, use):
     assert device.used_nbytes == 0
 
 
-def test_what_is_refused_leaves_nothing_behind(device, streams):
+def test_refused_operation_leaves_no_record(device, streams):
     """A kernel that may use the one buffer and not the other has used neither."""
     one, other = streams
     mine = device.allocate(10, one)
@@ -162,7 +162,7 @@ def test_what_is_refused_leaves_nothing_behind(device, streams):
     theirs.free(one)
 
 
-def test_a_kernel_cannot_write_what_it_reads(device, streams):
+def test_kernel_cannot_write_its_own_input(device, streams):
     one, _ = streams
     buffer = device.allocate(10, one)
     one.launch(double, reads=[buffer])
@@ -170,7 +170,7 @@ def test_a_kernel_cannot_write_what_it_reads(device, streams):
         one.synchronize()
 
 
-def test_programs_out_of_order_are_found_or_do_no_harm():
+def test_unordered_programs_are_found_or_give_the_same_result():
     """Whatever is not refused gives the same result in every order that a device may choose."""
     outcomes = set()
 
@@ -212,7 +212,7 @@ def test_a_read_does_not_hide_a_read_of_another_stream(device, streams):
 
 
 @pytest.mark.parametrize("later", [(0, 4), (6, 4), (2, 6)])
-def test_a_write_hides_only_what_lies_within_it(device, streams, later):
+def test_write_hides_only_uses_within_its_range(device, streams, later):
     one, other = streams
     buffer = device.allocate(10, one)
     other.wait(one.record())
@@ -224,7 +224,7 @@ def test_a_write_hides_only_what_lies_within_it(device, streams, later):
             other.to_host(noise(1), buffer.part(n, 1))
 
 
-def test_notes_of_uses_do_not_pile_up(device, streams):
+def test_records_of_uses_do_not_accumulate(device, streams):
     one, other = streams
     buffer = device.allocate(100, one)
     for _ in range(100):

@@ -43,17 +43,17 @@ def mallopt(monkeypatch):
     return mallopt
 
 
-def test_nothing_happens_before_somebody_asks(mallopt):
+def test_allocator_is_unchanged_before_the_first_user(mallopt):
     PageKeeper(100 * MIB, mallopt)
     assert mallopt.taken() == []
 
 
-def test_the_first_user_raises_both_thresholds(mallopt):
+def test_first_user_raises_both_thresholds(mallopt):
     PageKeeper(100 * MIB, mallopt).acquire()
     assert sorted(mallopt.taken()) == sorted(RAISED)
 
 
-def test_the_last_user_leaves_what_glibc_would_have_and_then_trims(mallopt):
+def test_last_user_restores_thresholds_and_trims(mallopt):
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
     mallopt.taken()
@@ -82,7 +82,7 @@ def test_the_last_user_leaves_what_glibc_would_have_and_then_trims(mallopt):
         ),
     ],
 )
-def test_what_the_environment_says_is_put_back(mallopt, monkeypatch, environment, trim, mmap):
+def test_thresholds_of_the_environment_are_restored(mallopt, monkeypatch, environment, trim, mmap):
     for name, said in environment.items():
         monkeypatch.setenv(name, said)
     keeper = PageKeeper(100 * MIB, mallopt)
@@ -92,7 +92,7 @@ def test_what_the_environment_says_is_put_back(mallopt, monkeypatch, environment
     assert sorted(mallopt.taken()[:-1]) == [(MMAP, mmap), (TRIM, trim)]
 
 
-def test_only_the_first_and_the_last_of_several_users_are_told(mallopt):
+def test_only_the_first_and_last_user_change_the_thresholds(mallopt):
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
     mallopt.taken()
@@ -105,7 +105,7 @@ def test_only_the_first_and_the_last_of_several_users_are_told(mallopt):
     assert len(mallopt.taken()) == 3
 
 
-def test_it_works_again_for_the_next_user(mallopt):
+def test_thresholds_are_raised_again_for_the_next_user(mallopt):
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
     keeper.release()
@@ -115,7 +115,7 @@ def test_it_works_again_for_the_next_user(mallopt):
 
 
 @pytest.mark.parametrize("junk", ["", "64 KiB", "many"])
-def test_an_environment_that_makes_no_sense_counts_as_none(mallopt, monkeypatch, junk):
+def test_invalid_environment_values_are_ignored(mallopt, monkeypatch, junk):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", junk)
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
@@ -151,7 +151,7 @@ def _no_library(*arguments):
 
 
 @pytest.mark.parametrize("load", [lambda *_: OtherLibrary(), _no_library])
-def test_nothing_happens_without_glibc(monkeypatch, load):
+def test_allocator_is_unchanged_without_glibc(monkeypatch, load):
     monkeypatch.setattr(ctypes, "CDLL", load)
     trimmed = []
     keeper = PageKeeper(100 * MIB)
@@ -218,7 +218,7 @@ print(before, faults())
 """
 
 
-def test_memory_is_used_again_after_the_last_user_as_before_the_first():
+def test_memory_is_reused_after_the_last_user_as_before():
     """Mapped afresh, 20 times 8 MiB are more than 40000 faults."""
     environment = {key: on for key, on in os.environ.items() if key not in ALL_THAT_COUNTS}
     ran = subprocess.run(
@@ -228,7 +228,7 @@ def test_memory_is_used_again_after_the_last_user_as_before_the_first():
     assert after < before + 10_000
 
 
-def test_the_real_allocator_goes_on_working():
+def test_real_allocator_keeps_working():
     keeper = PageKeeper(16 * MIB)
     keeper.acquire()
     blocks = [bytes([number]) * (1 << 20) for number in range(8)]

@@ -65,7 +65,7 @@ def test_fresh_pages_are_aligned_contiguous_and_zero(built, n_pages):
     assert contents.sum(dtype=np.int64) == 7 * n_pages * PAGE_NBYTES
 
 
-def test_one_page_of_one_spare_page_is_that_page(source, built):
+def test_one_page_from_one_spare_page_is_that_page(source, built):
     spare = [built(1, []), built(1, [])]
     _bytes_at(spare[1])[:] = 3
     expected = spare[1]
@@ -74,7 +74,7 @@ def test_one_page_of_one_spare_page_is_that_page(source, built):
     assert (_bytes_at(expected) == 3).all()
 
 
-def test_spare_pages_are_taken_from_the_end_and_keep_their_contents(source, built):
+def test_spare_pages_are_taken_from_the_end_with_their_contents(source, built):
     spare = [source.build(1, []) for _ in range(4)]
     for number, page in enumerate(spare):
         _bytes_at(page)[:] = 10 + number
@@ -89,7 +89,7 @@ def test_spare_pages_are_taken_from_the_end_and_keep_their_contents(source, buil
     source.give_back(left)
 
 
-def test_spare_pages_go_as_far_as_they_go(source, built):
+def test_missing_spare_pages_come_from_the_system(source, built):
     spare = [source.build(1, []) for _ in range(2)]
     for page in spare:
         _bytes_at(page)[:] = 9
@@ -126,14 +126,14 @@ def test_pages_that_were_stitched_can_be_spare_pages_again(source, built):
 
 
 @pytest.mark.parametrize("n_pages", [1, 3])
-def test_pages_that_are_given_back_are_gone(source, n_pages):
+def test_released_pages_are_unmapped(source, n_pages):
     address = source.build(n_pages, [])
     assert _mapped(address, n_pages) == n_pages * PAGE_NBYTES
     source.give_back(address, n_pages)
     assert _mapped(address, n_pages) == 0
 
 
-def test_giving_one_page_back_leaves_its_neighbours(source, built):
+def test_releasing_one_page_leaves_its_neighbours(source, built):
     first = source.build(3, [])
     _bytes_at(first, 3)[:] = 5
     source.give_back(first + PAGE_NBYTES)
@@ -169,7 +169,7 @@ class UnalignedLibrary:
 
 
 @pytest.mark.parametrize("library", [lambda library: library, UnalignedLibrary])
-def test_what_alignment_costs_in_addresses_is_returned(source, monkeypatch, library):
+def test_addresses_lost_to_alignment_are_returned(source, monkeypatch, library):
     answer = library(pages._library())
     monkeypatch.setattr(pages, "_library", lambda: answer)
     before = _address_space_nbytes()
@@ -221,7 +221,7 @@ class FailingLibrary:
 
 
 @pytest.mark.parametrize(("function", "nth"), [("mremap", 1), ("mremap", 2), ("mmap", 2)])
-def test_a_build_that_fails_halfway_leaks_nothing(source, monkeypatch, function, nth):
+def test_failed_build_leaks_nothing(source, monkeypatch, function, nth):
     """Memory is tight when this happens: every page is a spare one still, or the system's."""
     spare = [source.build(1, []) for _ in range(2)]
     before = list(spare)
@@ -241,7 +241,7 @@ def test_a_build_that_fails_halfway_leaks_nothing(source, monkeypatch, function,
         source.give_back(page)
 
 
-def test_another_failure_is_an_os_error(source, monkeypatch):
+def test_other_failures_raise_an_os_error(source, monkeypatch):
     library = FailingLibrary(pages._library(), "mmap", 1, code=errno.EPERM)
     monkeypatch.setattr(pages, "_library", lambda: library)
     with pytest.raises(OSError, match=r"mmap failed: .*permitted"):
@@ -257,14 +257,14 @@ def test_another_failure_is_an_os_error(source, monkeypatch):
         ("", "unknown"),
     ],
 )
-def test_the_systems_policy(monkeypatch, tmp_path, contents, policy):
+def test_huge_page_policy_of_the_system_is_read(monkeypatch, tmp_path, contents, policy):
     path = tmp_path / "enabled"
     path.write_text(contents)
     monkeypatch.setattr(pages, "open", lambda _: path.open(), raising=False)
     assert pages.system_policy() == policy
 
 
-def test_a_system_without_a_policy(monkeypatch, tmp_path):
+def test_system_without_a_huge_page_policy_is_accepted(monkeypatch, tmp_path):
     monkeypatch.setattr(pages, "open", lambda _: (tmp_path / "none").open(), raising=False)
     assert pages.system_policy() == "unknown"
 
@@ -273,7 +273,7 @@ def _read(source, extents):
     return b"".join(os.pread(source.fd, nbytes, position) for position, nbytes in extents)
 
 
-def test_bytes_are_where_their_extents_say():
+def test_extents_locate_the_bytes_in_the_file():
     """Whatever pages were stitched, moved, given back and taken again on the way."""
     rng = np.random.default_rng(0)
     source = SharedPages()
@@ -301,7 +301,7 @@ def test_neighbours_in_the_file_are_one_extent():
     source.give_back(address, 3)
 
 
-def test_memory_that_is_given_back_leaves_the_file():
+def test_released_memory_leaves_the_file():
     source = SharedPages()
     address = source.build(4, [])
     _bytes_at(address, 4)[:] = 1
@@ -314,7 +314,7 @@ def test_memory_that_is_given_back_leaves_the_file():
     assert os.fstat(source.fd).st_size == size, "places in the file are used again"
 
 
-def test_the_first_page_of_the_file_is_nobodys():
+def test_first_page_of_the_file_is_unused():
     source = SharedPages()
     os.pwrite(source.fd, b"signature", 0)
     address = source.build(2, [])
@@ -353,7 +353,7 @@ def test_closing_the_file_leaves_the_memory_in_use():
     PrivatePages().give_back(address)
 
 
-def test_a_forked_child_takes_nothing_from_its_parent():
+def test_forked_child_frees_no_pages_of_its_parent():
     """Not the bytes of shared pages, which it lets go of as it ends."""
     pool = HostPool(4 * PAGE_NBYTES, source=SharedPages())
     spare = pool.empty(PAGE_NBYTES)

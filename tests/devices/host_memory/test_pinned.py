@@ -55,7 +55,7 @@ def test_bytes_come_back(nbytes):
 
 @settings(derandomize=True)
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 70))
-def test_any_part_can_be_read(start, nbytes, block_nbytes):
+def test_any_part_of_a_pinned_value_can_be_read(start, nbytes, block_nbytes):
     values = noise(300)
     blocks = kept(PinnedPool(1000, block_nbytes), values)
     if start + nbytes > 300:
@@ -65,7 +65,7 @@ def test_any_part_can_be_read(start, nbytes, block_nbytes):
         np.testing.assert_array_equal(read(blocks, start, nbytes), values[start : start + nbytes])
 
 
-def test_the_system_is_asked_once_for_all_blocks_of_a_value():
+def test_all_blocks_of_a_value_are_pinned_in_one_call():
     pinner = Pinner()
     pool = PinnedPool(1000, 10, pinner)
     assert pinner.asked == [], "nothing before it is needed"
@@ -128,7 +128,7 @@ def test_the_cap_is_whole_blocks():
     assert pool.used_nbytes == 1000
 
 
-def test_what_does_not_fit_takes_nothing():
+def test_value_that_does_not_fit_takes_no_block():
     pinner = Pinner()
     pool = PinnedPool(1000, 100, pinner)
     with pytest.raises(MemoryError):
@@ -137,7 +137,7 @@ def test_what_does_not_fit_takes_nothing():
     pool.take(1000)
 
 
-def test_a_system_that_has_no_more_takes_nothing():
+def test_failed_pinning_takes_no_block():
     pinner = Pinner()
     pool = PinnedPool(1000, 100, pinner)
     pool.give_back(pool.take(300))
@@ -148,7 +148,7 @@ def test_a_system_that_has_no_more_takes_nothing():
     pool.take(300)
 
 
-def test_memory_given_back_cannot_be_used():
+def test_released_pinned_memory_cannot_be_used():
     pool = PinnedPool(1000, 100)
     blocks = kept(pool, noise(300))
     pool.give_back(blocks)

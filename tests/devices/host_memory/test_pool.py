@@ -19,7 +19,7 @@ from tests.devices.host_memory.pool_pages import HALF, MANY, Walk, address_of, p
     "nbytes",
     [16 << 10, (16 << 10) + 1, HALF - 1, HALF, HALF + 1, PAGE_NBYTES, PAGE_NBYTES + 1, 5_000_000],
 )
-def test_a_buffer_is_as_long_as_asked_aligned_and_writable(pool, nbytes):
+def test_buffer_has_its_length_is_aligned_and_writable(pool, nbytes):
     buffers = [pool.empty(nbytes) for _ in range(3)]
     for buffer in buffers:
         assert buffer.dtype == np.uint8
@@ -30,7 +30,7 @@ def test_a_buffer_is_as_long_as_asked_aligned_and_writable(pool, nbytes):
         buffer[:] = 1
 
 
-def test_a_lane_that_gets_no_pages_keeps_what_it_has(pool, monkeypatch):
+def test_lane_that_gets_no_pages_keeps_its_pages(pool, monkeypatch):
     """Its run would be let go of again later, and be somebody else's with a buffer in it."""
     first, second = pool.empty(HALF, "a"), pool.empty(HALF, "a")
     second[:] = 2
@@ -149,7 +149,7 @@ def test_a_page_comes_free_with_the_last_of_its_buffers(pool):
     assert pages_of(pool) == (0, 1)
 
 
-def test_the_page_that_a_lane_fills_waits_for_the_lane(pool):
+def test_page_being_filled_stays_with_its_lane(pool):
     del_me = pool.empty(HALF, lane="a")
     address = address_of(del_me)
     del del_me
@@ -189,7 +189,7 @@ def test_a_lane_can_be_used_again_after_it_was_closed(pool):
 # ------------------------------------------------------------------ tenants
 
 
-def test_a_tenant_leaves_all_its_lanes_and_nobody_elses(pool):
+def test_departing_tenant_closes_its_own_lanes_only(pool):
     one, other, pools = Tenant(), Tenant(), (pool, HostPool(1 << 30))
     buffers = [one.empty(each, HALF, lane) for each in pools for lane in "ab"]
     theirs = other.empty(pool, HALF, "a")
@@ -200,7 +200,7 @@ def test_a_tenant_leaves_all_its_lanes_and_nobody_elses(pool):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_a_tenant_asks_for_while_it_leaves_keeps_no_page(pool, monkeypatch, when):
+def test_request_of_a_departing_tenant_keeps_no_page(pool, monkeypatch, when):
     tenant, empty = Tenant(), pool.empty
 
     def leave_meanwhile(nbytes, lane):
@@ -243,7 +243,7 @@ def test_memory_of_a_large_buffer_becomes_small_buffers(pool):
     assert pages_of(pool) == (3, 0)
 
 
-def test_the_pages_of_what_died_first_are_not_waited_for(pool):
+def test_large_buffer_does_not_wait_for_pages_in_use(pool):
     """A large buffer takes what is idle, and the rest from the system."""
     first = pool.empty(PAGE_NBYTES)
     second = pool.empty(PAGE_NBYTES)
@@ -255,7 +255,7 @@ def test_the_pages_of_what_died_first_are_not_waited_for(pool):
     assert (second == 2).all()
 
 
-def test_no_more_is_kept_than_was_said():
+def test_pool_keeps_no_more_than_its_limit():
     pool = HostPool(2 * PAGE_NBYTES + 1, lane_pages=1)
     large, small = pool.empty(4 * PAGE_NBYTES), pool.empty(PAGE_NBYTES)
     del large
@@ -266,7 +266,7 @@ def test_no_more_is_kept_than_was_said():
 
 
 @pytest.mark.parametrize("keep_nbytes", [0, PAGE_NBYTES - 1, -1])
-def test_a_pool_that_keeps_nothing(keep_nbytes):
+def test_pool_with_a_limit_of_zero_keeps_nothing(keep_nbytes):
     pool = HostPool(keep_nbytes, lane_pages=1)
     buffer = pool.empty(3 * PAGE_NBYTES)
     buffer[:] = 1
@@ -274,7 +274,7 @@ def test_a_pool_that_keeps_nothing(keep_nbytes):
     assert pages_of(pool) == (0, 0)
 
 
-def test_what_is_not_kept_is_given_back(monkeypatch):
+def test_pages_over_the_limit_are_returned(monkeypatch):
     given_back = []
     source = PrivatePages()
     give_back = source.give_back
@@ -293,7 +293,7 @@ def test_what_is_not_kept_is_given_back(monkeypatch):
     assert set(given_back) == expected
 
 
-def test_trimming_gives_back_what_is_idle_and_nothing_else(pool):
+def test_trimming_returns_idle_pages_only(pool):
     buffers = [pool.empty(PAGE_NBYTES) for _ in range(4)]
     buffers[0][:] = 4
     del buffers[1:]

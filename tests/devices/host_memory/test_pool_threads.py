@@ -72,7 +72,7 @@ def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
     assert pages_of(pool) == (1, 2)
 
 
-def test_a_lane_that_goes_on_gets_more_pages_at_a_time():
+def test_active_lane_gets_more_pages_at_a_time():
     pool = HostPool(1 << 30, lane_pages=4)
     buffers = [pool.empty(PAGE_NBYTES * 5 // 8, lane="a")]
     assert pages_of(pool) == (1, 0)
@@ -98,7 +98,7 @@ def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
     assert pages_of(pool) == (0, n_pages)
 
 
-def test_what_dies_after_trimming_goes_back_at_once():
+def test_buffer_freed_after_trimming_is_returned_at_once():
     """A result that outlives its shuffle: nobody asks the pool for anything when it is dropped."""
     pool = HostPool(1 << 30)
     kept = pool.empty_alone(4 * PAGE_NBYTES)
@@ -108,7 +108,7 @@ def test_what_dies_after_trimming_goes_back_at_once():
     assert pages_of(pool) == (0, 0)
 
 
-def test_pages_are_kept_warm_again_once_the_pool_is_used():
+def test_pool_keeps_pages_again_once_it_is_used():
     pool = HostPool(1 << 30)
     pool.trim()
     buffer = pool.empty_alone(4 * PAGE_NBYTES)
@@ -116,7 +116,7 @@ def test_pages_are_kept_warm_again_once_the_pool_is_used():
     assert pages_of(pool) == (0, 4)
 
 
-def test_a_buffer_that_dies_while_the_lock_is_held_is_not_waited_for():
+def test_buffer_may_die_while_the_lock_is_held():
     pool = HostPool(1 << 30)
     buffer = pool.empty_alone(PAGE_NBYTES)
     pool.trim()
@@ -126,7 +126,7 @@ def test_a_buffer_that_dies_while_the_lock_is_held_is_not_waited_for():
     assert pages_of(pool) == (0, 0)
 
 
-def test_a_file_of_pages_is_closed_beside_nobody_who_uses_it():
+def test_page_file_is_not_closed_while_it_is_in_use():
     """Its number may be another file's a moment later, and pages are punched out of files."""
     seen = []
 

@@ -17,7 +17,7 @@ from dask_gpurt.devices.occupancy.architectures import (
 WANTED = {"A40", "A100", "H100", "H200", "B200", "L40S", "V100", "MI250X"}
 
 
-def test_the_gpus_that_are_planned_for_are_there():
+def test_planned_gpus_are_in_the_table():
     assert set(GPUS) >= WANTED
     assert {gpu.architecture.name for gpu in GPUS.values()} == set(ARCHITECTURES)
 
@@ -65,7 +65,7 @@ LIMITS = {
 }
 
 
-def test_limits():
+def test_limits_of_architectures_are_as_published():
     found = {
         gpu.name: (
             gpu.architecture.capability,
@@ -104,7 +104,7 @@ def test_devices_are_found_by_name(device_name, name):
 @pytest.mark.parametrize(
     "device_name", ["", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA A10G", "A1000", "Tesla P100"]
 )
-def test_devices_that_resemble_one_are_not_taken_for_it(device_name):
+def test_similar_device_names_are_not_matched(device_name):
     assert gpu_named(device_name) is None
 
 
@@ -115,5 +115,5 @@ def test_architectures_are_found_by_capability():
 
 
 @pytest.mark.parametrize("capability", [(8, 7), (9, 1), (12, 0), (6, 0)])
-def test_a_capability_nearby_is_not_taken(capability):
+def test_near_capability_is_not_matched(capability):
     assert architecture_of(capability) is None

@@ -30,7 +30,7 @@ def blocks_of(language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_python_examples():
+def test_python_examples_of_the_page_run():
     """They follow one another, as a reader reads them."""
     examples = "\n".join(block for block in blocks_of("python") if block.startswith(">>>"))
     test = doctest.DocTestParser().get_doctest(examples, {}, "occupancy.md", None, 0)
@@ -40,14 +40,14 @@ def test_python_examples():
     assert "".join(said) == ""
 
 
-def test_docstring_examples():
+def test_docstring_examples_run():
     for module in (architectures, ranges):
         found = doctest.testmod(module)
         assert found.attempted > 0
         assert found.failed == 0
 
 
-def test_what_the_command_prints():
+def test_page_shows_the_output_of_the_command():
     (session,) = blocks_of("console")
     command, _, printed = session.partition("\n")
     assert command.startswith("$ dask gpurt ")
@@ -55,7 +55,7 @@ def test_what_the_command_prints():
     assert outcome.stdout == printed
 
 
-def test_table_of_limits():
+def test_table_of_limits_is_up_to_date():
     rows = [
         f"| {gpu.name} | {one.name} | {one.warps_per_sm} | {one.blocks_per_sm} "
         f"| {one.shared_per_sm_nbytes // KIB} KiB "
@@ -67,11 +67,11 @@ def test_table_of_limits():
     assert "\n".join(rows) in PAGE
 
 
-def test_table_of_reasons():
+def test_table_of_reasons_is_up_to_date():
     assert re.findall(r"^\| `([A-Z_]+)` \|", PAGE, re.MULTILINE) == [one.name for one in Reason]
 
 
-def test_picture():
+def test_picture_shows_the_example():
     """Its bars are 432 wide; what they show is what the example computes."""
     compute = Launch(threads=256, registers=64)
     pack = Launch(threads=256, registers=32, dynamic_nbytes=24 * KIB)

@@ -87,7 +87,7 @@ def random_cases(architecture, n, rng):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_agrees_with_a_search_over_all_sizes(name):
+def test_plan_agrees_with_a_search_over_all_sizes(name):
     """A hundred thousand launches in all, each against every size that it could be given."""
     architecture = ARCHITECTURES[name]
     n = N_CASES // len(ARCHITECTURES) + 1
@@ -192,7 +192,7 @@ WORKED |= {"L40S": WORKED["A40"], "H200": WORKED["H100"], "B200": WORKED["H100"]
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_worked_figures(name):
+def test_occupancy_of_worked_examples(name):
     architecture = GPUS[name].architecture
     small = Launch(threads=32, registers=16)
     for blocks, (least, most, free, after_one) in WORKED[name].items():
@@ -229,7 +229,7 @@ def test_worked_figures(name):
         (GFX90A, Launch(256, 129), 3, {Limit.REGISTERS}),
     ],
 )
-def test_what_binds(architecture, launch, blocks, binding):
+def test_binding_limit_is_named(architecture, launch, blocks, binding):
     found = occupancy(architecture, launch)
     assert found.blocks == blocks
     assert found.binding == binding
@@ -244,7 +244,7 @@ def test_what_binds(architecture, launch, blocks, binding):
         {"threads": 32, "registers": 1, "dynamic_nbytes": -1},
     ],
 )
-def test_launches_that_make_no_sense(needs):
+def test_impossible_launches_are_refused(needs):
     with pytest.raises(ValueError):
         Launch(**needs)
 
@@ -262,19 +262,19 @@ launches = st.builds(
 
 
 @given(architectures, launches, st.integers(0, 64 * KIB))
-def test_asking_for_more_never_lets_in_more(architecture, launch, more):
+def test_more_shared_memory_never_admits_more_blocks(architecture, launch, more):
     larger = replace(launch, dynamic_nbytes=launch.dynamic_nbytes + more)
     assert occupancy(architecture, larger).blocks <= occupancy(architecture, launch).blocks
 
 
 @given(architectures, launches, st.integers(0, 255), st.integers(1, 1024))
-def test_needing_more_registers_or_threads_never_lets_in_more(architecture, launch, r, t):
+def test_more_registers_or_threads_never_admit_more_blocks(architecture, launch, r, t):
     larger = replace(launch, registers=max(r, launch.registers), threads=max(t, launch.threads))
     assert occupancy(architecture, larger).blocks <= occupancy(architecture, launch).blocks
 
 
 @given(architectures, launches)
-def test_leaving_fewer_takes_more(architecture, launch):
+def test_leaving_fewer_blocks_takes_more_memory(architecture, launch):
     found = [plan(architecture, launch, k, pending=True) for k in range(1, 33)]
     plans = [one for one in found if isinstance(one, Plan)]
     assume(plans)
@@ -291,7 +291,7 @@ def test_leaving_fewer_takes_more(architecture, launch):
 
 
 @given(architectures, launches)
-def test_the_fewest_and_the_most_are_the_ends_of_what_can_be_left(architecture, launch):
+def test_fewest_and_most_are_the_extreme_plans(architecture, launch):
     exact = [plan(architecture, launch, k, pending=True) for k in range(1, 33)]
     plans = [one for one in exact if isinstance(one, Plan)]
     fewest = plan(architecture, launch, "fewest", pending=True)
@@ -305,7 +305,7 @@ def test_the_fewest_and_the_most_are_the_ends_of_what_can_be_left(architecture, 
 
 
 @given(architectures, launches, st.integers(1, 32))
-def test_nothing_is_shaped_while_nothing_is_pending(architecture, launch, leave):
+def test_launch_is_unshaped_while_nothing_is_pending(architecture, launch, leave):
     for wanted in (leave, "fewest", "most"):
         found = plan(architecture, launch, wanted, pending=False)
         assert found.reason is Reason.NOTHING_PENDING
@@ -314,9 +314,7 @@ def test_nothing_is_shaped_while_nothing_is_pending(architecture, launch, leave)
 
 
 @given(architectures, launches, launches, st.booleans())
-def test_what_is_planned_for_fits_and_with_one_more_it_would_not(
-    architecture, launch, other, on_turnover
-):
+def test_planned_kernel_fits_and_one_more_block_does_not(architecture, launch, other, on_turnover):
     found = plan_beside(architecture, launch, other, pending=True, on_turnover=on_turnover)
     ended = int(on_turnover)
     assume(isinstance(found, Plan))
@@ -354,7 +352,7 @@ def test_shared_memory_that_binds_already_is_named():
     assert found == Refusal(Reason.FEW_ALREADY, 2, frozenset({Limit.SHARED_MEMORY}))
 
 
-def test_without_opt_in_a_block_may_not_have_enough():
+def test_block_without_opt_in_is_refused_large_shared_memory():
     launch = Launch(256, 32)
     assert plan(SM90, launch, 2, pending=True).needs_opt_in
     found = plan(SM90, launch, 2, pending=True, opt_in=False)
@@ -379,7 +377,7 @@ def test_static_memory_counts_towards_the_maximum():
     assert found.most_nbytes == 38 * KIB
 
 
-def test_granules_too_coarse_for_a_number():
+def test_allocation_granularity_can_rule_out_a_block_count():
     launch = Launch(64, 16)
     assert occupancy(GFX90A, launch).blocks == 32
     found = plan(GFX90A, launch, 15, pending=True)
@@ -389,7 +387,7 @@ def test_granules_too_coarse_for_a_number():
 
 
 @pytest.mark.parametrize("leave", [0, -1])
-def test_leaving_none_is_a_mistake(leave):
+def test_leaving_no_block_is_an_error(leave):
     with pytest.raises(ValueError, match="has to be resident"):
         plan(SM90, Launch(128, 32), leave, pending=True)
 
@@ -398,7 +396,7 @@ def test_leaving_none_is_a_mistake(leave):
 COLLECTIVE = Launch(640, 96, static_nbytes=36 * KIB, dynamic_nbytes=82240)
 
 
-def test_a_collectives_kernel_fits_beside_no_block_of_a_usual_one():
+def test_collective_kernel_fits_beside_no_ordinary_block():
     """A planner that looked at shared memory alone would see room that is not there."""
     found = plan_beside(SM90, Launch(256, 64), COLLECTIVE, pending=True)
     assert found == Refusal(Reason.NO_ROOM, 4, frozenset({Limit.REGISTERS, Limit.SHARED_MEMORY}))
@@ -407,7 +405,7 @@ def test_a_collectives_kernel_fits_beside_no_block_of_a_usual_one():
     assert found == Refusal(Reason.NO_ROOM, 4, frozenset({Limit.REGISTERS}))
 
 
-def test_a_collectives_kernel_fits_once_a_block_has_ended():
+def test_collective_kernel_fits_once_a_block_has_ended():
     found = plan_beside(SM90, Launch(256, 64), COLLECTIVE, pending=True, on_turnover=True)
     assert isinstance(found, Plan)
     assert found.blocks == 1
@@ -419,14 +417,14 @@ def test_a_small_kernel_fits_beside_several_blocks():
     assert found.blocks == 7
 
 
-def test_nothing_is_changed_where_there_is_room():
+def test_launch_is_unchanged_where_there_is_room():
     found = plan_beside(
         SM90, Launch(128, 32, static_nbytes=100 * KIB), Launch(128, 32), pending=True
     )
     assert found.reason is Reason.FITS_ALREADY
 
 
-def test_neither_kernel_may_be_one_that_does_not_run():
+def test_kernels_that_cannot_run_are_refused():
     never = Launch(2000, 32)
     for one, other in ((never, Launch(32, 32)), (Launch(32, 32), never)):
         assert plan_beside(SM90, one, other, pending=True).reason is Reason.DOES_NOT_RUN

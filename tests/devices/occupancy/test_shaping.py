@@ -31,13 +31,13 @@ from tests.devices.occupancy.fake_driver import (
 # ------------------------------------------------------------------ what launches carry
 
 
-def test_launches_carry_the_planned_bytes_and_are_else_as_they_were(hook, driver):
+def test_shaped_launch_changes_only_its_shared_memory(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
     assert driver.launches == [Made("k", GRID, BLOCK, TWO, 7)]
 
 
-def test_unshaped_outside(hook, driver):
+def test_launch_outside_of_a_scope_is_unshaped(hook, driver):
     launch(hook)
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -46,14 +46,14 @@ def test_unshaped_outside(hook, driver):
     assert driver.carried == [0, TWO, 0, 100]
 
 
-def test_unshaped_after_an_error_inside(hook, driver):
+def test_launch_after_an_error_in_a_scope_is_unshaped(hook, driver):
     with pytest.raises(KeyError), shaped(Planner(SM90, 2), always, hook):
         raise KeyError
     launch(hook)
     assert driver.carried == [0]
 
 
-def test_a_hook_that_is_switched_off_changes_nothing(driver):
+def test_disabled_hook_changes_nothing(driver):
     hook = LaunchHook(driver, enabled=False)
     planner = CountingPlanner(2)
     with shaped(planner, always, hook):
@@ -63,7 +63,7 @@ def test_a_hook_that_is_switched_off_changes_nothing(driver):
     assert driver.asked == {}
 
 
-def test_unshaped_while_nothing_is_pending(hook, driver):
+def test_scope_does_not_shape_while_nothing_is_pending(hook, driver):
     """Asked at each launch: communication comes and goes within one block."""
     pending = iter([False, True, True, False])
     planner = CountingPlanner(2)
@@ -76,7 +76,7 @@ def test_unshaped_while_nothing_is_pending(hook, driver):
     assert driver.carried == [0, TWO, TWO, 0]
 
 
-def test_a_launchs_own_shared_memory_is_never_made_less(hook, driver):
+def test_shared_memory_of_a_launch_is_never_reduced(hook, driver):
     """The plan for it is to do nothing; and a planner that asks for less is not followed."""
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook, shared_nbytes=48 * KIB)
@@ -86,7 +86,7 @@ def test_a_launchs_own_shared_memory_is_never_made_less(hook, driver):
     assert driver.carried == [48 * KIB, 1024]
 
 
-def test_what_the_planner_is_told(driver):
+def test_planner_is_given_the_launch(driver):
     driver.registers, driver.static_nbytes = 40, 3 * KIB
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
@@ -96,7 +96,7 @@ def test_what_the_planner_is_told(driver):
     assert driver.carried == [TWO - 3 * KIB]
 
 
-def test_a_launch_with_more_threads_than_the_kernel_can_have_is_the_drivers_to_refuse(hook, driver):
+def test_driver_refuses_a_launch_with_too_many_threads(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook, block=(1025, 1, 1))
     assert driver.carried == [0]
@@ -104,7 +104,7 @@ def test_a_launch_with_more_threads_than_the_kernel_can_have_is_the_drivers_to_r
     assert decided.why == Refusal(Reason.DOES_NOT_RUN, 0, frozenset({Limit.THREADS}))
 
 
-def test_decisions_say_why(hook, driver):
+def test_decision_carries_its_reason(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         launch(hook, block=(1024, 1, 1))
@@ -118,7 +118,7 @@ def test_decisions_say_why(hook, driver):
 # ------------------------------------------------------------------ more than 48 KiB
 
 
-def test_a_kernel_is_allowed_more_once_before_it_is_launched_with_it(hook, driver):
+def test_kernel_limit_is_raised_once_before_the_launch(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         for _ in range(5):
             launch(hook)
@@ -127,14 +127,14 @@ def test_a_kernel_is_allowed_more_once_before_it_is_launched_with_it(hook, drive
     assert driver.carried == [TWO] * 5
 
 
-def test_a_kernel_that_needs_no_more_is_left_alone(hook, driver):
+def test_kernel_limit_is_kept_when_it_suffices(hook, driver):
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook)
     assert driver.carried == [FOUR]
     assert driver.allowances == []
 
 
-def test_what_a_kernel_is_allowed_only_grows(hook, driver):
+def test_kernel_limit_only_grows(hook, driver):
     """Its owner has launches of its own that need what it was allowed."""
     driver.set_max_dynamic_shared("k", 200 * KIB)
     with shaped(Planner(SM90, 2), always, hook):
@@ -144,7 +144,7 @@ def test_what_a_kernel_is_allowed_only_grows(hook, driver):
     assert driver.allowances == [("k", 200 * KIB)]
 
 
-def test_a_device_that_does_not_allow_it_runs_the_launch_as_it_was():
+def test_launch_is_unchanged_where_the_device_refuses_the_limit():
     """The table said that it would."""
     driver = FakeDriver(opt_in_nbytes=64 * KIB)
     hook = LaunchHook(driver, enabled=True)
@@ -159,7 +159,7 @@ def test_a_device_that_does_not_allow_it_runs_the_launch_as_it_was():
     assert "bytes" in str(decided.why)
 
 
-def test_a_refused_launch_is_made_again_as_it_was_and_not_tried_again(hook, driver):
+def test_refused_launch_is_repeated_and_not_shaped_again(hook, driver):
     """The kernel's owner has since set what it is allowed back to what it needs itself."""
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -173,7 +173,7 @@ def test_a_refused_launch_is_made_again_as_it_was_and_not_tried_again(hook, driv
     assert decided.nbytes == 0
 
 
-def test_a_launch_that_is_refused_as_it_was_says_so(hook, driver):
+def test_launch_refused_without_shaping_raises(hook, driver):
     with (
         shaped(Planner(SM90, 2), always, hook),
         pytest.raises(LaunchRefusedError, match=str(100 * KIB)),
@@ -181,7 +181,7 @@ def test_a_launch_that_is_refused_as_it_was_says_so(hook, driver):
         launch(hook, shared_nbytes=100 * KIB, block=(512, 1, 1))
 
 
-def test_another_error_of_a_launch_is_not_taken_for_a_refusal(hook, driver, monkeypatch):
+def test_other_launch_errors_are_not_retried(hook, driver, monkeypatch):
     """The launch may have been made: a second one would do its work twice."""
     tried = []
 
@@ -195,7 +195,7 @@ def test_another_error_of_a_launch_is_not_taken_for_a_refusal(hook, driver, monk
     assert len(tried) == 1
 
 
-def test_a_kernel_that_was_unloaded_is_asked_about_again(hook, driver):
+def test_reloaded_kernel_is_queried_again(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         launch(hook, kernel="other")
@@ -210,7 +210,7 @@ def test_a_kernel_that_was_unloaded_is_asked_about_again(hook, driver):
 # ------------------------------------------------------------------ what fails costs the shape only
 
 
-def test_a_planner_that_fails_leaves_the_launch_as_it_was(hook, driver):
+def test_failing_planner_leaves_the_launch_unchanged(hook, driver):
     asked = []
 
     def fails(one):
@@ -226,7 +226,7 @@ def test_a_planner_that_fails_leaves_the_launch_as_it_was(hook, driver):
     assert "planned for nobody" in str(decided.why)
 
 
-def test_attributes_that_fail_leave_the_launch_as_it_was(hook, driver, monkeypatch):
+def test_failing_attributes_leave_the_launch_unchanged(hook, driver, monkeypatch):
     monkeypatch.setattr(driver, "attributes", lambda kernel: 1 // 0)
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -234,7 +234,7 @@ def test_attributes_that_fail_leave_the_launch_as_it_was(hook, driver, monkeypat
     assert "ZeroDivisionError" in str(hook.decisions()[0].why)
 
 
-def test_a_pending_that_fails_leaves_the_launch_as_it_was(hook, driver):
+def test_failing_pending_check_leaves_the_launch_unchanged(hook, driver):
     def pending():
         raise RuntimeError("no ledger")
 
@@ -247,7 +247,7 @@ def test_a_pending_that_fails_leaves_the_launch_as_it_was(hook, driver):
 # ------------------------------------------------------------------ nesting
 
 
-def test_the_inner_scope_holds_and_the_outer_one_comes_back(hook, driver):
+def test_inner_scope_applies_until_the_outer_one_resumes(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         with shaped(Planner(SM90, 4), always, hook):
@@ -256,7 +256,7 @@ def test_the_inner_scope_holds_and_the_outer_one_comes_back(hook, driver):
     assert driver.carried == [TWO, FOUR, TWO]
 
 
-def test_an_inner_scope_with_nothing_pending_is_unshaped(hook, driver):
+def test_inner_scope_with_nothing_pending_is_unshaped(hook, driver):
     with shaped(Planner(SM90, 2), always, hook), shaped(Planner(SM90, 4), lambda: False, hook):
         launch(hook)
     assert driver.carried == [0]
@@ -285,7 +285,7 @@ def test_equal_planners_decide_once(hook, driver):
 # ------------------------------------------------------------------ what it costs
 
 
-def test_a_launch_that_was_decided_asks_nobody_but_pending(hook, driver):
+def test_decided_launch_asks_only_whether_work_is_pending(hook, driver):
     planner = CountingPlanner(2)
     n_asked = 0
 
@@ -303,7 +303,7 @@ def test_a_launch_that_was_decided_asks_nobody_but_pending(hook, driver):
     assert driver.allowances == [("k", TWO)]
 
 
-def test_what_is_remembered_is_bounded(hook, driver, monkeypatch):
+def test_remembered_decisions_are_bounded(hook, driver, monkeypatch):
     monkeypatch.setattr(shaping, "_MOST_DECISIONS", 10)
     for leave in range(1, 25):
         with shaped(Planner(SM90, leave), always, hook):

@@ -78,7 +78,7 @@ class Door:
         self.lock.release()
 
 
-def test_a_kernel_that_many_threads_meet_at_once_is_decided_once(driver, monkeypatch):
+def test_kernel_met_by_many_threads_is_decided_once(driver, monkeypatch):
     """The first is kept inside until all the others have found nothing decided."""
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
@@ -109,7 +109,7 @@ def test_a_kernel_that_many_threads_meet_at_once_is_decided_once(driver, monkeyp
     assert driver.allowances == [("k", TWO)]
 
 
-def test_coroutines_of_one_thread_do_not_shape_each_others_launches(hook, driver):
+def test_coroutines_do_not_shape_each_others_launches(hook, driver):
     async def inside(entered, leave):
         with shaped(Planner(SM90, 2), always, hook):
             entered.set()
