@@ -93,7 +93,7 @@ def assert_same_chunks(got, expected):
 
 @settings(derandomize=True)
 @given(plan=rechunkings(smallest=0), dtype=st.sampled_from(DTYPES), sent=st.booleans())
-def test_round_trip(plan, dtype, sent):
+def test_chunks_are_rechunked(plan, dtype, sent):
     old, new = plan
     array = values(dtype, [sum(axis) for axis in old])
     assert ChunkLayout.of(array, {}) is not None
@@ -103,7 +103,7 @@ def test_round_trip(plan, dtype, sent):
 
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("dtype", PICKLED, ids=str)
-def test_round_trip_of_what_is_pickled(dtype, sent):
+def test_pickled_chunks_are_rechunked(dtype, sent):
     old, new = ((3, 3), (4,)), ((6,), (1, 3))
     array = values(dtype, (6, 4))
     assert ChunkLayout.of(array, {}) is None
@@ -114,7 +114,7 @@ def test_round_trip_of_what_is_pickled(dtype, sent):
 
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("order", ["C", "F", "reversed", "strided", "broadcast", "read-only"])
-def test_orders(order, sent):
+def test_elements_are_restored_in_c_order(order, sent):
     """Wherever an input chunk's elements lie, the output is a new array in C order."""
     made = {
         "C": lambda chunk: np.ascontiguousarray(chunk),
@@ -132,7 +132,7 @@ def test_orders(order, sent):
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_masks_are_kept(sent):
+def test_masks_of_chunks_are_kept(sent):
     old, new = ((4, 4), (6,)), ((8,), (3, 3))
     array = np.ma.masked_greater(np.arange(48.0).reshape(8, 6), 20)
     got = exchanged(old, new, blocks(array, old), sent=sent)
@@ -142,7 +142,7 @@ def test_masks_are_kept(sent):
         np.testing.assert_array_equal(got[index].filled(-1), want.filled(-1))
 
 
-def test_chunks_of_different_types_become_the_first_one_s_as_with_stock():
+def test_chunks_of_mixed_types_get_the_first_type_as_in_dask():
     old, new = ((4, 4), (6,)), ((8,), (3, 3))
     array = np.arange(48.0).reshape(8, 6)
     inputs = blocks(array, old)
@@ -153,7 +153,7 @@ def test_chunks_of_different_types_become_the_first_one_s_as_with_stock():
     assert_same_chunks(exchanged(old, new, inputs, sent=True), blocks(array, new))
 
 
-def test_chunk_of_another_shape_than_announced():
+def test_chunk_of_an_unannounced_shape_is_joined_as_in_dask():
     """As stock: slices end where the chunk does, and what is left is joined."""
     old, new = ((4, 4), (6,)), ((8,), (6,))
     inputs = {(0, 0): np.ones((4, 1)), (1, 0): np.zeros((4, 1))}
@@ -161,7 +161,7 @@ def test_chunk_of_another_shape_than_announced():
     np.testing.assert_array_equal(got, np.concatenate([inputs[0, 0], inputs[1, 0]]))
 
 
-def test_shards_do_not_keep_their_chunk():
+def test_shards_do_not_keep_their_chunk_alive():
     chunk = np.arange(20.0).astype(object)
     arrays = Arrays(Rechunking(((20,),), ((5, 15),)), concatenate3)
     opened = arrays.open(chunk, (0,))
@@ -171,7 +171,7 @@ def test_shards_do_not_keep_their_chunk():
 
 
 @pytest.mark.parametrize("dtype", [object, [("a", "i8"), ("b", object)]])
-def test_objects_count_as_what_they_take(dtype):
+def test_size_of_objects_is_counted(dtype):
     values = [bytes(5000 + n) for n in range(400)]
     chunk = np.array(
         [(n, v) for n, v in enumerate(values)] if dtype is not object else values, dtype
@@ -189,7 +189,7 @@ def deep_nbytes(value):
     return sum(map(deep_nbytes, value)) if isinstance(value, tuple) else sys.getsizeof(value)
 
 
-def test_spilling_copies_nothing():
+def test_packing_a_chunk_for_spilling_copies_nothing():
     arrays = Arrays(Rechunking(((20,),), ((5, 15),)), concatenate3)
     opened = arrays.open(np.arange(20.0), (0,))
     body = opened.cut(opened.parts, leaves=False)
@@ -229,7 +229,7 @@ def test_damaged_shards_are_refused():
         arrays.unpack(b"pickle", Packed(buffer, 20, pickle_nbytes=8))
 
 
-def test_a_layout_is_read_again_where_the_interpreter_failed(monkeypatch):
+def test_layout_is_parsed_again_after_an_interpreter_error(monkeypatch):
     """As it does, now and then, where two threads parse at once."""
     layout = ChunkLayout(np.dtype("f4"), (3, 5, 7), False)
     read = np.lib.format.read_array_header_1_0

@@ -41,7 +41,9 @@ def columns_of_bytes(draw: st.DrawFn) -> pa.ChunkedArray:
 
 
 @given(columns_of_bytes(), st.data())
-def test_bytes_of_any_and_of_one_length(column: pa.ChunkedArray, data: st.DataObject) -> None:
+def test_bytes_of_any_length_and_of_one_length_are_sliced(
+    column: pa.ChunkedArray, data: st.DataObject
+) -> None:
     wanted = data.draw(st.sets(st.integers(0, len(column) - 1)))
     check(column, np.array(sorted(wanted), dtype=np.intp))
 
@@ -59,18 +61,18 @@ def test_bytes_of_any_and_of_one_length(column: pa.ChunkedArray, data: st.DataOb
     ids=lambda array: str(array.type),
 )
 @pytest.mark.parametrize("cut", [0, 1, 4])
-def test_other_types(array: pa.Array, cut: int) -> None:
+def test_other_arrow_types_are_taken(array: pa.Array, cut: int) -> None:
     column = pa.chunked_array([array[:cut], array[cut:]])
     check(column, np.array([0, 2, 3]))
     check(column, np.array([], dtype=np.intp))
 
 
-def test_lengths_whose_mean_is_whole_are_not_taken_for_one_length() -> None:
+def test_lengths_with_a_whole_mean_are_not_one_length() -> None:
     check(pa.chunked_array([["ab", "", "abcd", "ab"]], pa.large_string()), np.array([1, 2]))
 
 
 @pytest.mark.parametrize("values", [["a", "b", "c"], ["a", "bc", ""]])
-def test_what_was_taken_holds_nothing_of_the_column(values: list[str]) -> None:
+def test_taken_rows_do_not_keep_the_column_alive(values: list[str]) -> None:
     """A shard that stays here would keep its whole input partition in memory."""
     column = pa.chunked_array([values], pa.large_string())
     taken = ArrowRows(column).take(np.array([0, 1, 2]))

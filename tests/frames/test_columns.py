@@ -58,6 +58,6 @@ def test_layout_of_a_real_column_is_accepted(name):
         ["objects", [], False, False, [], []],
     ],
 )
-def test_layout_that_no_column_has_is_refused(plain):
+def test_impossible_column_layout_is_refused(plain):
     with pytest.raises(ValueError, match=r"is carried like|plain memory"):
         Layout.from_plain(plain)

@@ -37,7 +37,7 @@ def test_group_rows_without_pandas_kernel(monkeypatch, n_slots):
     "dtype", ["i1", "u2", "i4", "f2", "f4", "f8", "?", "c8", "c16", "M8[ns]", ">i8", ">f4"]
 )
 @pytest.mark.parametrize("kernels", [True, False])
-def test_gather_into(monkeypatch, dtype, kernels):
+def test_gather_writes_into_the_output(monkeypatch, dtype, kernels):
     if not kernels:
         monkeypatch.setattr(gather, "_TAKE", {})
     rng = np.random.default_rng(0)
@@ -52,7 +52,7 @@ def test_gather_into(monkeypatch, dtype, kernels):
 
 
 @pytest.mark.parametrize(("start", "step"), [(0, 1), (5, 1), (7, 3), (10, -2)])
-def test_gather_from_counting(start, step):
+def test_gather_reads_a_counting_column(start, step):
     rows = np.array([4, 0, 2])
     out = np.zeros(3, dtype=np.int64)
     gather_into(Counting(start, step), rows, out)
@@ -66,7 +66,7 @@ def test_gather_from_counting(start, step):
     least_piece_rows=st.integers(0, 20),
     read_ahead=st.booleans(),
 )
-def test_columns_are_gathered_alike_whatever_the_blocks(
+def test_block_size_does_not_change_gathered_columns(
     slots, ascending, block_rows, least_piece_rows, read_ahead
 ):
     n_rows = len(slots)
@@ -99,7 +99,7 @@ def test_columns_are_gathered_alike_whatever_the_blocks(
             np.testing.assert_array_equal(out, column[rows])
 
 
-def test_long_columns_are_gathered_a_block_after_the_other(monkeypatch):
+def test_long_columns_are_gathered_block_by_block(monkeypatch):
     """Or what is read ahead would have left the cache when it is wanted."""
     order = []
 

@@ -37,7 +37,7 @@ def stock_numbers(frame, n_partitions):
     n_partitions=st.integers(1, 70_000),
     block_rows=st.sampled_from([1, 7, 1 << 15]),
 )
-def test_numbers_are_those_of_dask(columns, n_partitions, block_rows):
+def test_row_numbers_equal_those_of_dask(columns, n_partitions, block_rows):
     expected = stock_numbers(pd.DataFrame(dict(enumerate(columns))), n_partitions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numbering, "BLOCK_ROWS", block_rows)
@@ -53,7 +53,7 @@ def test_rows_at_the_edges_of_blocks(rows):
     assert np.array_equal(partition_numbers([column], 37), expected)
 
 
-def test_a_step_of_a_larger_array_is_read_as_it_is():
+def test_strided_view_is_hashed_like_its_values():
     column = np.arange(20)[::2]
     expected = stock_numbers(pd.DataFrame({"a": column}), 5)
     assert np.array_equal(partition_numbers([column], 5), expected)
@@ -76,7 +76,7 @@ FRAME = pd.DataFrame(
 
 
 @pytest.mark.parametrize("index", [["n"], "n", ["n", "x", "yes"], [3], ["x", 3]])
-def test_plain_numbers_are_taken(index):
+def test_plain_number_columns_are_hashed(index):
     columns = columns_to_hash(FRAME, index, FRAME.iloc[:0])
     labels = index if isinstance(index, list) else [index]
     assert all(
@@ -101,11 +101,11 @@ def test_plain_numbers_are_taken(index):
         FRAME[["n"]],
     ],
 )
-def test_anything_else_is_left_to_dask(index):
+def test_other_columns_are_left_to_dask(index):
     assert columns_to_hash(FRAME, index, FRAME.iloc[:0]) is None
 
 
-def test_labels_that_are_not_one_column_s_are_left_to_dask():
+def test_labels_of_no_single_column_are_left_to_dask():
     meta = FRAME.iloc[:0]
     assert columns_to_hash(FRAME.rename_axis("n"), ["n"], meta) is None
     twice = pd.concat([FRAME[["n"]], FRAME[["n"]]], axis=1)
@@ -134,7 +134,7 @@ def test_other_kinds_of_frames_are_left_to_dask():
     assert columns_to_hash(dd.from_pandas(FRAME[["n"]], npartitions=1), ["n"], FRAME) is None
 
 
-def test_a_frame_that_is_hashed_whole_has_been_cast():
+def test_frame_hashed_as_a_whole_has_been_cast():
     keys = pd.DataFrame([[1.0, 2.0], [3.0, 4.0]], columns=["a", "a"])
     assert [column.tolist() for column in columns_hashed(keys)] == [[1.0, 3.0], [2.0, 4.0]]
     assert columns_hashed(FRAME[["n"]]) is None
@@ -143,7 +143,7 @@ def test_a_frame_that_is_hashed_whole_has_been_cast():
     assert columns_hashed(FRAME["x"]) is None
 
 
-def test_agreement_is_found_out():
+def test_disagreement_with_dask_is_detected():
     assert agrees_with(partitioning_index)
     # As a pandas would number that tells zeros, or NaNs, apart in another way.
     assert not agrees_with(lambda frame, n: partitioning_index(frame.fillna(0.0), n))
@@ -151,7 +151,7 @@ def test_agreement_is_found_out():
 
 
 @pytest.mark.filterwarnings("error")
-def test_floats_of_every_kind_meet_as_they_do_in_dask():
+def test_special_floats_hash_as_in_dask():
     """Signalling NaNs, as R has them for missing values, zeros of both signs, the least numbers."""
     bits = [
         0x7FF00000000007A2,

@@ -129,7 +129,7 @@ def nearly_keys(draw):
 
 
 @given(st.binary(max_size=80) | nearly_keys())
-def test_a_layout_of_any_bytes_is_a_layout_or_a_value_error(key):
+def test_layout_key_of_any_bytes_is_a_layout_or_refused(key):
     try:
         layout = FrameLayout.from_key(key)
     except ValueError:
@@ -139,7 +139,7 @@ def test_a_layout_of_any_bytes_is_a_layout_or_a_value_error(key):
         assert FrameLayout.from_key(layout.key) == layout
 
 
-def test_a_layout_comes_back_from_its_key():
+def test_layout_is_restored_from_its_key():
     frame = TestMixed().frame(10, 0)
     layout = PandasFrames(frame.iloc[:0], "slot", drop_column=True).open(frame).layout
     assert FrameLayout.from_key(layout.key) == layout
@@ -156,7 +156,7 @@ def opened_objects(values, sizeof=sys.getsizeof):
     return adapter, adapter.open(frame)
 
 
-def test_objects_count_as_what_they_take():
+def test_size_of_objects_is_counted():
     adapter, opened = opened_objects([bytes(5000 + n) for n in range(400)])
     assert 5000 < opened.row_nbytes < 5400
     rows = np.arange(100, 300)
@@ -167,13 +167,13 @@ def test_objects_count_as_what_they_take():
     assert unpacked.nbytes == away.buffer.nbytes + away.pickle_nbytes
 
 
-def test_small_objects_count_as_more_than_their_pickle():
+def test_small_objects_count_more_than_their_pickle():
     adapter, opened = opened_objects(range(400))
     (away,) = opened.gather([Selection(np.arange(400), True)])
     assert adapter.unpack(opened.layout_key, away).nbytes > 10 * away.pickle_nbytes
 
 
-def test_a_sample_of_the_objects_is_measured_and_each_once():
+def test_sampled_objects_are_measured_once_each():
     measured = []
 
     def sizeof(value):
@@ -251,7 +251,7 @@ UNLIKE = {
 @pytest.mark.parametrize(
     ("plain", "nullable"), [("i8", "Int64"), ("f4", "Float32"), ("?", "boolean")]
 )
-def test_nullable_values_of_which_none_is_missing_get_the_type_that_was_promised(plain, nullable):
+def test_nullable_values_get_the_type_of_the_meta(plain, nullable):
     """With stock, the type is that of the partition that arrived first."""
     meta = pd.DataFrame({"a": pd.Series([], dtype=plain)})
     whole = pd.DataFrame({"a": pd.array([1, 0], nullable)})
@@ -265,7 +265,7 @@ def test_nullable_values_of_which_none_is_missing_get_the_type_that_was_promised
 
 
 @pytest.mark.parametrize("parts", UNLIKE.values(), ids=UNLIKE)
-def test_partitions_of_other_types_than_the_first(parts):
+def test_partitions_of_several_types_are_joined(parts):
     ours, stock = shuffled(*parts), stock_shuffled(*parts)
     pd.testing.assert_frame_equal(
         ours.reset_index(drop=True), stock.reset_index(drop=True), check_categorical=False
@@ -273,7 +273,7 @@ def test_partitions_of_other_types_than_the_first(parts):
 
 
 @pytest.mark.parametrize("index", [pa.int8(), pa.int16()], ids=str)
-def test_dictionaries_that_are_too_many_for_their_indices_together(index):
+def test_joined_dictionaries_may_outgrow_their_indices(index):
     texts = [[f"{part} {number}" for number in range(100)] for part in range(2)]
     parts = [arrow(*some, dtype=pa.dictionary(index, pa.string())) for some in texts]
     if index == pa.int16():
@@ -283,13 +283,13 @@ def test_dictionaries_that_are_too_many_for_their_indices_together(index):
             shuffled(*parts)
 
 
-def test_values_for_which_an_arrow_type_has_no_place_keep_their_own():
+def test_values_outside_of_the_arrow_type_keep_their_own_type():
     """Stock refuses them."""
     parts = arrow(1, dtype=pa.int64()), arrow(1.5, dtype=pa.float64())
     assert shuffled(*parts)["a"].tolist() == [1.0, 1.5]
 
 
-def test_the_type_that_was_promised_where_stock_makes_objects():
+def test_type_of_the_meta_where_dask_makes_objects():
     large = arrow("b", dtype=pa.large_string())
     found = shuffled(arrow("a", dtype=pa.string()), large)["a"]
     assert (found.dtype, found.tolist()) == (pd.ArrowDtype(pa.string()), ["a", "b"])

@@ -78,7 +78,7 @@ def gathered(partition, n_rows, *, leaves):
     ],
     ids=lambda value: f"{type(value).__name__} {value}",
 )  # fmt: skip
-def test_plain_objects_are_pickled_once_and_only_if_they_leave(value):
+def test_plain_objects_are_pickled_once_and_only_when_sent(value):
     pickling = Counted()
     _, partition = opened([value] * N_ROWS, pickling)
     gathered(partition, N_ROWS, leaves=False)
@@ -88,7 +88,7 @@ def test_plain_objects_are_pickled_once_and_only_if_they_leave(value):
     assert [len(values) for values in dumped] == [N_ROWS]
 
 
-def test_of_other_objects_a_sample_is_tried():
+def test_sample_of_other_objects_is_pickled_at_once():
     pickling = Counted()
     _, partition = opened([[j] for j in range(N_ROWS)], pickling)
     (tried,) = pickling.dumped
@@ -98,7 +98,7 @@ def test_of_other_objects_a_sample_is_tried():
 
 
 @pytest.mark.parametrize("place", [0, 13, N_ROWS - 1])
-def test_one_object_that_cannot_be_pickled_is_found_wherever_it_is(place):
+def test_unpicklable_object_is_found_at_any_position(place):
     values = [[j] for j in range(N_ROWS)]
     values[place] = threading.Lock()
     with pytest.raises(TypeError, match=r"column 'v' cannot be sent.*_thread\.lock"):
@@ -137,7 +137,7 @@ def test_the_name_of_an_index_is_named_in_its_error():
         adapter.open(frame)
 
 
-def test_the_column_of_categories_is_named_in_its_error():
+def test_column_of_unpicklable_categories_is_named():
     values = pd.Categorical([threading.Lock()])
     frame = pd.DataFrame({"slot": [0], "v": values})
     adapter = PandasFrames(frame.iloc[:0].astype({"v": object}), "slot", drop_column=True)
@@ -145,7 +145,7 @@ def test_the_column_of_categories_is_named_in_its_error():
         adapter.open(frame)
 
 
-def test_what_cannot_be_read_is_said_with_the_column():
+def test_unpickling_error_names_the_column():
     adapter, partition = opened([Unreadable()], w=["text"])
     packed = gathered(partition, 1, leaves=True)
     with pytest.raises(pickle.UnpicklingError) as caught:
@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_said_with_the_column():
 
 
 @pytest.mark.parametrize("name", [None, "x", "ü" * 300, 7, 1 << 70, 1.5, True, ("a", 1), Level.LOW])
-def test_names_of_an_index_come_back(name):
+def test_names_of_an_index_are_restored(name):
     layout = FrameLayout((), (decompose(np.arange(3)).layout,), (name,), DASKS)
     (back,) = FrameLayout.from_key(layout.key, DASKS).index_names
     assert (back, type(back)) == (name, type(name))
@@ -175,7 +175,7 @@ def test_categories_keep_the_types_of_their_objects(labels):
     assert back.equals(categories)
 
 
-def test_equal_categories_of_other_types_than_the_metas_travel():
+def test_equal_categories_of_another_type_are_sent():
     numbers = pd.CategoricalDtype(pd.Index([1, 2], dtype=object))
     taken = decompose(pd.Categorical(column(list(Level))), numbers, DASKS)
     dtype = pd.CategoricalDtype(Categories(DASKS).of(taken.layout, numbers))
@@ -204,7 +204,7 @@ def rechunked(values, pickling, *, leaves):
     return arrays, chunk, chunk.cut(chunk.parts, leaves)
 
 
-def test_objects_of_a_chunk_that_are_functions_travel():
+def test_functions_in_a_chunk_are_sent():
     values = [lambda n=n: n for n in range(3)]
     arrays, chunk, packed = rechunked(values, DASKS, leaves=True)
     body = arrays.unpack(chunk.layout_key, packed)
@@ -213,6 +213,6 @@ def test_objects_of_a_chunk_that_are_functions_travel():
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_chunk_that_cannot_be_pickled_is_refused_whether_it_leaves_or_not(leaves):
+def test_unpicklable_chunk_is_refused_even_if_not_sent(leaves):
     with pytest.raises(TypeError, match=r"chunk \(0,\) of an array cannot be sent"):
         rechunked([threading.Lock(), 1], DASKS, leaves=leaves)

@@ -49,7 +49,7 @@ def blocks(array, chunks):
 
 @settings(derandomize=True)
 @given(rechunkings())
-def test_spans_are_stock_s_splits(plan):
+def test_spans_equal_the_splits_of_dask(plan):
     old, new = plan
     for axis, (one, other) in zip(split_axes(old, new), zip(old, new, strict=True), strict=True):
         ours = [
@@ -60,7 +60,7 @@ def test_spans_are_stock_s_splits(plan):
 
 @settings(derandomize=True)
 @given(rechunkings(smallest=0))
-def test_pieces_make_the_array_again(plan):
+def test_pieces_reassemble_the_array(plan):
     """Also with chunks of nothing, where stock has more splits than there are elements."""
     old, new = plan
     shape = [sum(axis) for axis in old]
@@ -89,7 +89,7 @@ def test_source_numbers_ascend_with_the_grid():
     assert numbers == list(range(24))
 
 
-def test_unknown_lengths_stay_as_they_are():
+def test_unknown_chunk_lengths_are_kept():
     rechunking = Rechunking(((nan, nan), (4, 4)), ((nan, nan), (2, 6)))
     assert rechunking.has_shape((1, 0), (17, 4))
     assert not rechunking.has_shape((1, 0), (17, 5))

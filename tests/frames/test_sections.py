@@ -25,7 +25,7 @@ def sections_of(frame):
     return shard, adapter.sections(key, shard)
 
 
-def test_columns_are_named_and_lie_where_they_are_said_to():
+def test_sections_name_columns_and_locate_their_bytes():
     frame = pd.DataFrame(
         {
             "slot": 0,
@@ -52,13 +52,13 @@ def test_columns_are_named_and_lie_where_they_are_said_to():
     np.testing.assert_array_equal(shard.buffer[offset : offset + 40].view("f8"), frame["price"])
 
 
-def test_columns_of_one_name_are_told_apart():
+def test_columns_of_the_same_name_are_distinguished():
     frame = pd.DataFrame(np.zeros((4, 3), dtype=int), columns=["slot", "x", "x"])
     _, sections = sections_of(frame)
     assert [name for name, *_ in sections] == ["x (column 0)", "x (column 1)", "index level 0"]
 
 
-def test_offsets_and_bytes_of_strings_are_sections():
+def test_string_offsets_and_bytes_are_separate_sections():
     words = ["alpha", "be", "", "delta"] * 50
     frame = pd.DataFrame({"slot": 0, "arrow": words, "more": pd.array(words[::-1], dtype="str")})
     shard, sections = sections_of(frame)
@@ -88,7 +88,7 @@ def test_offsets_and_bytes_of_strings_are_sections():
     ],
     ids=str,
 )
-def test_any_arrow_type_is_covered(kind):
+def test_sections_cover_any_arrow_type(kind):
     values = {
         "list<item: int64>": [[1, 2], None, []],
         "struct<a: int8>": [{"a": 1}, None, {"a": 3}],

@@ -9,7 +9,7 @@ from tests.fuzz.decoders import TARGETS
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_seeds_are_handled(name):
+def test_seed_inputs_are_handled(name):
     seeds = list(TARGETS[name].seeds())
     assert seeds
     for seed in seeds:
@@ -18,7 +18,7 @@ def test_seeds_are_handled(name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_kept_inputs_are_handled(name):
+def test_corpus_inputs_are_handled(name):
     kept = kept_inputs(name)
     assert kept, f"no corpus: python -m tests.fuzz {name}"
     for entry, content in kept.items():

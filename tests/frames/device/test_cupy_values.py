@@ -33,7 +33,7 @@ def seen(array):
     ],
     ids=["matrix", "transposed", "scalar", "flags", "complex", "empty"],
 )
-def test_an_array_comes_back_over_its_own_memory(host):
+def test_cupy_array_is_restored_over_its_own_memory(host):
     from dask_gpurt.frames.device.cupy_ import put_together, take_apart
 
     array = over(host)

@@ -48,7 +48,7 @@ def exchanged(old, new, inputs, *, leaves, room):
     room=st.sampled_from([EmulatedMemory, no_room]),
     fortran=st.booleans(),
 )
-def test_round_trip(plan, leaves, room, fortran):
+def test_device_chunks_are_rechunked_like_host_chunks(plan, leaves, room, fortran):
     old, new = plan
     shape = [sum(axis) for axis in old]
     array = np.arange(float(np.prod(shape))).reshape(shape).view(EmulatedArray)
@@ -82,7 +82,7 @@ def test_without_room_shards_leave_the_device():
     assert body.packed.is_on_device
 
 
-def test_what_a_peer_sent_from_its_device_lands_in_the_room():
+def test_received_device_chunk_lands_in_device_memory():
     arrays, _, _ = cut(EmulatedMemory)
     assert isinstance(arrays.landing(320), EmulatedMemory)
     assert Arrays(Rechunking(OLD, NEW), concatenate3).landing is None
@@ -113,7 +113,7 @@ def test_damaged_layouts_are_refused_or_describe_the_buffer(data):
     assert body.elements.nbytes == packed.buffer.nbytes
 
 
-def test_objects_are_pickled_as_those_of_the_host():
+def test_object_chunks_are_pickled_as_on_the_host():
     arrays = Arrays(Rechunking(((2,),), ((1, 1),)), concatenate3, devices(EmulatedMemory))
     opened = arrays.open(np.array(["a", "b"], dtype=object).view(EmulatedArray), (0,))
     body = arrays.unpack(opened.layout_key, on_host(opened.cut(opened.parts, True)))

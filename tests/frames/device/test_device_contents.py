@@ -51,12 +51,12 @@ def changed(number: int, **fields) -> tuple[DeviceColumn, ...]:
     return tuple(columns)
 
 
-def test_what_was_written_is_read():
+def test_encoded_contents_decode_to_the_same_columns():
     assert decode(encode(COLUMNS), N_ROWS, MEMORY_NBYTES) == COLUMNS
 
 
 @pytest.mark.parametrize("n_rows", [0, 3])
-def test_a_table_without_columns_has_any_number_of_rows(n_rows):
+def test_table_without_columns_keeps_its_row_count(n_rows):
     assert decode(encode(()), n_rows, 0) == ()
 
 
@@ -68,7 +68,7 @@ def test_empty_strings_and_lists_may_have_no_offsets():
     assert decode(encode(columns), 0, 0) == columns
 
 
-def test_members_of_a_structure_have_its_rows():
+def test_structure_members_have_the_rows_of_the_structure():
     member = DeviceColumn("INT32", 2, nbytes=8)
     assert decode(encode([DeviceColumn("STRUCT", 2, children=(member,))]), 2, 8)
     short = dataclasses.replace(member, n_rows=1)
@@ -77,7 +77,7 @@ def test_members_of_a_structure_have_its_rows():
 
 
 @pytest.mark.parametrize("n_rows, nbytes", [(0, 0), (1, 4), (32, 4), (33, 8)])
-def test_a_mask_is_read_in_words(n_rows, nbytes):
+def test_mask_takes_whole_words(n_rows, nbytes):
     assert mask_nbytes(n_rows) == nbytes
 
 
@@ -109,12 +109,12 @@ OFFSETS = DeviceColumn("INT32", 6, offset=128, nbytes=24)
     ],
     ids=str,
 )
-def test_what_contradicts_itself_is_refused(columns):
+def test_inconsistent_contents_are_refused(columns):
     with pytest.raises(ValueError):
         decode(encode(columns), N_ROWS, MEMORY_NBYTES)
 
 
-def test_lists_in_lists_have_an_end():
+def test_nesting_depth_of_lists_is_bounded():
     column = DeviceColumn("INT8", 0)
     for _ in range(40):
         column = DeviceColumn("LIST", 0, children=(DeviceColumn("INT32", 0), column))
@@ -122,7 +122,7 @@ def test_lists_in_lists_have_an_end():
         decode(encode([column]), 0, 0)
 
 
-def test_another_version_says_so():
+def test_other_version_of_contents_is_refused_with_advice():
     contents = bytearray(encode(COLUMNS))
     contents[3] = VERSION + 1
     with pytest.raises(ValueError, match="install the same"):
@@ -135,7 +135,7 @@ def test_contents_cut_short_are_refused(end):
         decode(encode(COLUMNS)[:end], N_ROWS, MEMORY_NBYTES)
 
 
-def test_numbers_of_types_are_never_given_to_others():
+def test_type_numbers_on_the_wire_never_change():
     """They are on the wire."""
     assert TYPES[:4] == ("INT8", "INT16", "INT32", "INT64")
     assert TYPES[21:] == ("DECIMAL32", "DECIMAL64", "DECIMAL128", "STRING", "LIST", "STRUCT")

@@ -51,7 +51,7 @@ class DeviceSuite(PandasRows, FrameSuite):
 
 
 class TestOnTheDevice(DeviceSuite):
-    def test_shards_stay_there(self):
+    def test_shards_for_the_same_worker_stay_on_the_device(self):
         frame = self.frame(1_000, 0)
         adapter = self.adapter(frame)
         before = EmulatedMemory.copied_nbytes
@@ -60,7 +60,7 @@ class TestOnTheDevice(DeviceSuite):
         assert all(body.packed.is_on_device for body, _ in bodies)
         assert EmulatedMemory.copied_nbytes == before
 
-    def test_only_the_contents_of_one_that_arrives_are_read(self):
+    def test_reading_an_arriving_shard_copies_its_contents_only(self):
         frame = self.frame(1_000, 0)
         adapter = self.adapter(frame)
         before = EmulatedMemory.copied_nbytes
@@ -75,7 +75,7 @@ class TestWithoutRoom(DeviceSuite):
 
     room = staticmethod(no_room)
 
-    def test_shards_leave_the_device(self):
+    def test_shards_leave_a_device_without_room(self):
         frame = self.frame(1_000, 0)
         adapter = self.adapter(frame)
         before = EmulatedMemory.used_nbytes
@@ -83,7 +83,7 @@ class TestWithoutRoom(DeviceSuite):
         assert EmulatedMemory.used_nbytes == before
         assert not any(body.packed.is_on_device for body, _ in bodies)
 
-    def test_one_that_an_output_needs_is_brought_back_once(self):
+    def test_shard_needed_by_outputs_is_copied_back_once(self):
         frame = self.frame(1_000, 0)
         adapter = self.adapter(frame)
         (body, _), *_ = self.shards(adapter, frame, leaves=False)
@@ -118,7 +118,7 @@ def adapter_for(frame):
     return DeviceFrames(EmulatedTables(), frame.iloc[:0], "slot", True, no_room)
 
 
-def test_memory_of_the_host_comes_from_where_it_is_said():
+def test_host_memory_comes_from_the_given_allocator():
     frame = pd.DataFrame({"slot": np.zeros(100, int), "a": np.arange(100)})
     handed_out = []
 
@@ -152,7 +152,7 @@ def test_another_number_of_index_levels_is_refused():
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i4", "i8", "u8"])
-def test_slots_are_those_of_the_host(dtype):
+def test_slots_by_table_agree_with_the_host(dtype):
     plan = ExchangePlan({7: "a", 0: "b", 3: "a", 200: "b"})
     numbers = np.arange(-300, 300).astype(dtype)
     if dtype == "u8":
@@ -165,7 +165,7 @@ def test_slots_are_those_of_the_host(dtype):
 LAYOUT = DeviceLayout((("meta",), ("category", True, b"abc"), ("zone", "UTC"), ("physical",)))
 
 
-def test_a_layout_comes_back():
+def test_device_layout_is_restored_from_its_key():
     assert DeviceLayout.from_key(LAYOUT.key, 4) == LAYOUT
 
 
@@ -188,7 +188,7 @@ def test_a_layout_comes_back():
         {"a": 1},
     ],
 )
-def test_what_is_no_layout_of_one_column_is_refused(plain):
+def test_invalid_layouts_of_one_column_are_refused(plain):
     with pytest.raises(ValueError, match="not the layout"):
         DeviceLayout.from_key(msgpack.packb(plain), 1)
 

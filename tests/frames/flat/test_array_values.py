@@ -21,11 +21,11 @@ from tests.frames.flat.value_cases import (
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_arrays(name):
+def test_array_is_restored_equal(name):
     assert_same(there_and_back(ARRAYS[name]), ARRAYS[name])
 
 
-def test_a_subclass_keeps_what_it_has_besides():
+def test_array_subclass_keeps_its_attributes():
     assert there_and_back(ARRAYS["subclass"]).tag == "tag"
 
 
@@ -51,17 +51,17 @@ def test_arrays_are_not_copied(name):
     assert np.shares_memory(restore(flat.header, buffers), buffers[0])
 
 
-def test_what_is_repeated_is_kept_once():
+def test_broadcast_array_is_stored_once():
     assert flatten(np.broadcast_to(np.float64(1), (1000, 1000))).buffers[0].nbytes == 8
     assert flatten(np.broadcast_to(np.arange(10.0), (1000, 10))).buffers[0].nbytes == 80
 
 
-def test_a_slice_keeps_itself_and_not_its_parent():
+def test_slice_stores_only_its_own_elements():
     flat = flatten(np.arange(1_000_000)[10:20])
     assert flat.buffers[0].nbytes == 80
 
 
-def test_memory_that_may_be_written_to_can_be():
+def test_array_over_writable_memory_is_writable():
     flat = flatten(np.arange(5))
     (buffer,) = copies_of(flat)
     array = restore(flat.header, [buffer])
@@ -79,7 +79,7 @@ def test_memory_that_may_be_written_to_can_be():
     ),
     st.data(),
 )
-def test_any_array(array, data):
+def test_any_array_is_restored_equal(array, data):
     if array.ndim:
         array = array.transpose(data.draw(st.permutations(range(array.ndim))))
         array = array[data.draw(hnp.basic_indices(array.shape, allow_newaxis=True))]

@@ -22,7 +22,7 @@ from tests.frames.flat.value_cases import (
 @pytest.mark.parametrize("name", ARROW)
 @pytest.mark.parametrize("first", [0, 3, 8, 11])
 @pytest.mark.parametrize("length", [0, 1, 9])
-def test_arrow(name, first, length):
+def test_arrow_value_is_restored_equal(name, first, length):
     array = ARROW[name].slice(first, length)
     chunks = pa.chunked_array([array, ARROW[name], array])
     schema = pa.schema(
@@ -39,14 +39,14 @@ def test_arrow(name, first, length):
         assert_same(there_and_back(value), value)
 
 
-def test_tables_without_rows_or_columns():
+def test_tables_without_rows_or_columns_are_restored():
     table = pa.table({"a": [1, 2]})
     for value in (table.slice(0, 0), pa.table({}), table.to_batches()[0]):
         assert_same(there_and_back(value), value)
         assert there_and_back(value).num_rows == value.num_rows
 
 
-def test_a_slice_of_an_arrow_array_keeps_itself_and_not_its_parent():
+def test_slice_of_an_arrow_array_stores_only_its_own_rows():
     for name in ("integers", "bits", "text", "large text", "bytes of one length", "dictionary"):
         parent = pa.concat_arrays([ARROW[name]] * 10_000)
         flat = flatten(parent.slice(200_003, 17))
@@ -61,7 +61,7 @@ def test_a_slice_of_an_arrow_array_keeps_itself_and_not_its_parent():
     st.integers(0, 40),
     st.sampled_from(["string", "large_string", "dictionary", "binary"]),
 )
-def test_any_slice_of_text(words, first, length, kind):
+def test_any_slice_of_text_is_restored_equal(words, first, length, kind):
     array = pa.array(words, pa.string())
     if kind == "dictionary":
         array = array.dictionary_encode()

@@ -56,7 +56,7 @@ def test_a_damaged_header_is_a_value_error(number):
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
-def test_buffers_that_are_not_those_of_the_header_are_a_value_error(number):
+def test_buffers_of_other_lengths_are_a_value_error(number):
     flat = flatten(DAMAGED[number])
     buffers = copies_of(flat)
     for wrong in (
@@ -70,7 +70,7 @@ def test_buffers_that_are_not_those_of_the_header_are_a_value_error(number):
 
 
 @given(st.binary(max_size=80))
-def test_any_bytes_are_a_value_error(header):
+def test_header_of_any_bytes_is_a_value_error(header):
     with pytest.raises(ValueError):
         restore(header, [])
 
@@ -95,7 +95,7 @@ def replaced(node, target, leaf):
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
 @pytest.mark.parametrize("leaf", [None, -1, 1 << 40, "?", [], b""])
-def test_a_node_that_contradicts_itself_is_no_worse_than_a_value_error(number, leaf):
+def test_sealed_wrong_header_changes_nothing(number, leaf):
     """Whoever seals a wrong header gets an error or another value, and never a crash."""
     flat = flatten(DAMAGED[number])
     buffers = copies_of(flat)
@@ -115,7 +115,7 @@ def test_a_node_that_contradicts_itself_is_no_worse_than_a_value_error(number, l
     "error", [ModuleNotFoundError("gone"), KeyError("k"), MemoryError("no"), OSError(2, "gone")]
 )
 @pytest.mark.parametrize("column", [False, True])
-def test_an_error_of_a_class_that_does_not_come_back_is_raised_as_it_is(error, column):
+def test_error_of_the_unpickler_is_raised_unchanged(error, column):
     def loads(data, *, buffers=()):
         raise error
 
@@ -126,7 +126,7 @@ def test_an_error_of_a_class_that_does_not_come_back_is_raised_as_it_is(error, c
     assert raised.value is error
 
 
-def test_the_way_dask_pickles_will_do():
+def test_pickling_functions_of_dask_work():
     value = [np.arange(3), lambda x: x + 1, Point(np.arange(1000), "y")]
     flat = flatten(value, dask_pickle.dumps)
     array, function, point = restore(flat.header, copies_of(flat), dask_pickle.loads)
@@ -135,7 +135,7 @@ def test_the_way_dask_pickles_will_do():
     assert sum(buffer.nbytes for buffer in flat.buffers) > 8_000
 
 
-def test_a_key_that_is_also_in_a_value():
+def test_key_that_also_occurs_in_a_value_is_restored():
     key = ("x", 0)
     assert_same(there_and_back({key: (key, np.arange(3))}), {key: (key, np.arange(3))})
     assert there_and_back({key: key, "a": b"1" * 1000}) == {key: key, "a": b"1" * 1000}
@@ -143,14 +143,14 @@ def test_a_key_that_is_also_in_a_value():
     assert_same(there_and_back({key: named})[key], named)
 
 
-def test_an_index_and_its_categories_of_one_name():
+def test_index_and_categories_may_share_a_name():
     name = ("n", 1)
     labels = pd.Index(["a", "b"], name=name)
     index = pd.CategoricalIndex(pd.Categorical(["a", "b"], categories=labels), name=name)
     assert_same(there_and_back(index), index)
 
 
-def test_what_is_one_in_memory_does_not_become_writable():
+def test_restored_broadcast_frame_is_read_only():
     row = np.broadcast_to(np.array([1.0, 2.0, 3.0]), (4, 3))
     for value in (pd.DataFrame(row, copy=False), pd.Series(row[:, 0], copy=False)):
         found = there_and_back(value)

@@ -26,20 +26,20 @@ from tests.frames.flat.value_cases import (
 
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize("rows", [slice(None), slice(0), slice(1, -1), slice(None, None, 2)])
-def test_series(name, rows):
+def test_series_is_restored_equal(name, rows):
     series = COLUMNS[name].iloc[rows].rename(name)
     assert_same(there_and_back(series), series)
 
 
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize("rows", [slice(None), slice(0), slice(1, -1), slice(None, None, 2)])
-def test_frames_of_each_type(name, rows):
+def test_frame_of_each_type_is_restored_equal(name, rows):
     frame = pd.DataFrame({"a": COLUMNS[name], "b": 1.5, "c": COLUMNS[name]}).iloc[rows]
     assert_same(there_and_back(frame), frame)
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_indexes(name):
+def test_index_is_restored_equal(name):
     index = INDEXES[name]
     assert_same(there_and_back(index), index)
     series = pd.Series(np.arange(len(index)), index=index)
@@ -49,11 +49,11 @@ def test_indexes(name):
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_frames(name):
+def test_frame_is_restored_equal(name):
     assert_same(there_and_back(FRAMES[name]), FRAMES[name])
 
 
-def test_frames_can_be_written_to():
+def test_restored_frame_is_writable():
     frame = all_columns()
     got = there_and_back(frame)
     for column in frame.columns.drop("sparse"):
@@ -99,7 +99,7 @@ def blocks_of(frame):
     return [np.asarray(block.values) for block in frame._mgr.blocks]
 
 
-def test_frames_are_not_copied_whatever_the_order_of_their_blocks():
+def test_frames_are_not_copied_in_any_block_order():
     rng = np.random.default_rng(0)
     rows_first = pd.DataFrame(rng.random((1000, 8)), copy=False)
     columns_first = pd.DataFrame({str(i): rng.random(1000) for i in range(8)})
@@ -115,7 +115,7 @@ def test_frames_are_not_copied_whatever_the_order_of_their_blocks():
         assert_same(got, frame)
 
 
-def test_what_a_wide_frame_costs_does_not_grow_with_its_columns():
+def test_overhead_of_a_wide_frame_is_constant():
     def counts(n_columns):
         frame = pd.DataFrame(np.ones((10, n_columns)), columns=pd.RangeIndex(n_columns))
         frame = pd.concat([frame, frame.astype("i4")], axis=1, ignore_index=True)
@@ -127,7 +127,7 @@ def test_what_a_wide_frame_costs_does_not_grow_with_its_columns():
     assert many[1] < few[1] + 40
 
 
-def test_without_pandas_blocks():
+def test_frames_are_restored_without_access_to_blocks():
     """Other versions of pandas may hold their memory elsewhere: then column by column."""
     frame = pd.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"], "c": [3.0, 4.0]})
     with pytest.MonkeyPatch.context() as patch:
@@ -140,7 +140,7 @@ def test_without_pandas_blocks():
             assert_same(there_and_back(COLUMNS[name]), COLUMNS[name])
 
 
-def test_a_freq_is_kept_without_the_private_way(monkeypatch):
+def test_freq_is_kept_without_the_private_setter(monkeypatch):
     def public(index, freq):
         index.freq = freq
 

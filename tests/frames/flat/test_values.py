@@ -69,7 +69,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_values(name):
+def test_other_value_is_restored_equal(name):
     got, expected = there_and_back(OTHERS[name]), OTHERS[name]
     if isinstance(expected, pd.api.extensions.ExtensionArray):
         pd.testing.assert_extension_array_equal(got, expected)
@@ -103,11 +103,11 @@ TREES = st.recursive(
 
 @deterministic
 @given(TREES)
-def test_any_tree(tree):
+def test_any_tree_is_restored_equal(tree):
     assert_same(there_and_back(tree), tree)
 
 
-def test_buffers_of_what_is_pickled_are_views():
+def test_pickled_buffers_are_views():
     array = np.arange(1000.0)
     flat = flatten(Point(array, read_only(np.arange(500))))
     assert np.shares_memory(flat.buffers[0], array)
@@ -125,7 +125,7 @@ class Gaps:
         return bytes, (pickle.PickleBuffer(memoryview(bytearray(b"abcdef"))[::2]),)
 
 
-def test_other_ways_to_pickle_are_used():
+def test_given_pickling_functions_are_used():
     def dumps(value, *, protocol, buffer_callback=None):
         assert protocol == 5
         return b"!" + pickle.dumps(value, protocol=protocol, buffer_callback=buffer_callback)
@@ -141,7 +141,7 @@ def test_other_ways_to_pickle_are_used():
         restore(flat.header, copies_of(flat))
 
 
-def test_what_stands_in_a_value_twice_is_kept_once():
+def test_object_that_occurs_twice_is_stored_once():
     array, frame = np.arange(1000), pd.DataFrame({"a": np.arange(1000)})
     value = [array, (frame, array), {"x": frame}, array]
     flat = flatten(value)
@@ -152,13 +152,13 @@ def test_what_stands_in_a_value_twice_is_kept_once():
     assert_same(got, value)
 
 
-def test_series_of_one_index_share_it_again():
+def test_series_of_one_index_share_it_after_restoring():
     index = pd.Index(np.random.default_rng(0).random(1000))
     got = there_and_back([pd.Series(np.ones(1000), index=index), pd.Series(0, index=index)])
     assert np.shares_memory(got[0].index.to_numpy(), got[1].index.to_numpy())
 
 
-def test_a_list_that_holds_itself():
+def test_list_that_holds_itself_is_restored():
     value = [np.arange(3)]
     value.append(value)
     got = there_and_back(value)
@@ -166,7 +166,7 @@ def test_a_list_that_holds_itself():
     assert got[0].tolist() == [0, 1, 2]
 
 
-def test_a_list_too_deep_to_go_down():
+def test_deeply_nested_list_is_restored():
     value = inner = [np.arange(3)]
     for _ in range(200):
         inner.append([np.arange(2)])
@@ -177,8 +177,8 @@ def test_a_list_too_deep_to_go_down():
     assert_same(got, inner)
 
 
-def test_what_cannot_be_kept_is_named():
-    with pytest.raises(TypeError, match=r"test_values\.Unpicklable"):
+def test_unpicklable_part_is_named():
+    with pytest.raises(TypeError, match=r"value_cases\.Unpicklable"):
         flatten(Unpicklable())
     with pytest.raises(TypeError, match=r"test_values\.Gaps"):
         flatten(Gaps())
@@ -199,7 +199,7 @@ class Optimizer:
 
 
 @pytest.mark.parametrize("wrap", [tuple, list, lambda items: dict(enumerate(items)), lambda x: [x]])
-def test_objects_of_one_value_still_refer_to_one_another(wrap):
+def test_references_between_objects_of_a_value_are_kept(wrap):
     model, history = Model(np.arange(100)), np.zeros(100_000)
     value = wrap([model, Optimizer(model), model.weights, history])
     flat = flatten(value)
@@ -212,7 +212,7 @@ def test_objects_of_one_value_still_refer_to_one_another(wrap):
     assert_same(items[3], history)
 
 
-def test_keys_may_be_tuples_and_labels_dates_where_frames_are_taken_apart():
+def test_keys_may_be_tuples_and_column_labels_dates():
     frame = pd.DataFrame({"a": np.arange(100)})
     value = {
         ("x", 1): frame,
