@@ -42,7 +42,7 @@ class TestZstd(CodecSuite):
 @needs_nvcomp
 @pytest.mark.parametrize("codec", NVCOMP_CODECS.values(), ids=lambda codec: codec.name)
 @pytest.mark.parametrize("nbytes", [(64 << 10) - 1, 64 << 10, (64 << 10) + 1, 8 << 20])
-def test_sizes_around_a_chunk_come_back(codec, nbytes):
+def test_sizes_around_a_chunk_are_decoded(codec, nbytes):
     raw = (np.arange(nbytes) // 7).astype(np.uint8)
     payload = codec.encode(raw, 1)
     assert payload is not None

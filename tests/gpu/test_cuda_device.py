@@ -38,7 +38,7 @@ def stream(device):
     return device.stream("only")
 
 
-def test_a_device_that_is_not_there_is_refused():
+def test_missing_device_number_is_refused():
     assert "999" in why_no_cuda(999)
     with pytest.raises(RuntimeError, match="999"):
         CupyDriver(999)
@@ -50,7 +50,7 @@ def test_urgent_streams_come_first(device):
     assert urgent.handle.is_non_blocking
 
 
-def test_copies_of_pinned_memory_and_kernels_wait_for_nobody(device, stream, gate):
+def test_pinned_copies_and_kernels_are_queued_without_waiting(device, stream, gate):
     """All of it is queued behind a gate that is still closed when the last call returns."""
     source, target = device.driver.pin(MIB), device.driver.pin(MIB)
     source[:] = noise(MIB)
@@ -70,7 +70,7 @@ def test_copies_of_pinned_memory_and_kernels_wait_for_nobody(device, stream, gat
     np.testing.assert_array_equal(target, noise(MIB) * 2)
 
 
-def test_another_stream_goes_on_meanwhile(device, stream, gate):
+def test_blocked_stream_does_not_block_another(device, stream, gate):
     other = device.stream("other", Priority.HIGH)
     target = device.driver.pin(MIB)
     buffer = device.allocate(MIB, other)
@@ -83,7 +83,7 @@ def test_another_stream_goes_on_meanwhile(device, stream, gate):
     np.testing.assert_array_equal(target, noise(MIB))
 
 
-def test_memory_is_not_used_again_before_its_last_use(device, gate):
+def test_memory_is_not_reused_before_its_last_use(device, gate):
     """A pool gives memory back to the stream it was allocated on, which is not who uses it last."""
     one, other = device.stream("one"), device.stream("other")
     target = device.driver.pin(MIB)
@@ -127,7 +127,7 @@ def test_an_array_that_dies_frees_its_memory_after_its_uses(device, stream, gate
     np.testing.assert_array_equal(target, noise(MIB))
 
 
-def test_pinned_memory_is_what_cuda_takes_for_pinned(device):
+def test_cuda_recognises_pinned_memory(device):
     import cupy
 
     pool = PinnedPool(4 * MIB, MIB, device.driver.pin)
@@ -141,7 +141,7 @@ def test_pinned_memory_is_what_cuda_takes_for_pinned(device):
     pool.give_back(blocks)
 
 
-def test_more_than_the_device_has_is_no_room(stream, device):
+def test_oversized_allocation_is_refused(stream, device):
     huge = CudaDevice(device.driver, 1 << 60)
     with pytest.raises(MemoryError, match="no room"):
         huge.allocate(1 << 50, huge.stream("only"))

@@ -53,7 +53,7 @@ def no_room(nbytes):
 
 
 @needs_libraries
-def test_the_calls_that_are_made_exist():
+def test_called_library_functions_exist():
     """As far as signatures say so; pylibcudf's and RMM's are for the type checker."""
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (cudf.DataFrame.to_pylibcudf, (None,), {}),
@@ -85,7 +85,7 @@ def test_the_calls_that_are_made_exist():
 
 
 @needs_libraries
-def test_columns_over_memory_are_described_as_they_are_and_cudf_takes_them():
+def test_cudf_takes_columns_over_existing_memory():
     """Nothing reads them, so that memory of the host will do."""
     memory = EmulatedMemory(MEMORY_NBYTES)
     tables = CudfTables()
@@ -217,7 +217,7 @@ class TestCudf:
         got = adapter.concatenate(pieces)["v"]
         assert got.astype("str").to_arrow().to_pylist() == ["a", "b", "b", "c", "c", "a"]
 
-    def test_partition_numbers_that_are_missing_or_no_numbers(self):
+    def test_invalid_partition_numbers_are_refused(self):
         from dask_gpurt.shuffle.plan import ExchangePlan
 
         plan = ExchangePlan({0: "a", 1: "b"})
@@ -234,7 +234,7 @@ class TestCudf:
         with pytest.raises(TypeError, match="StructDtype"):
             adapter.open(frame)
 
-    def test_contents_that_lead_out_of_the_memory_are_refused(self):
+    def test_contents_beyond_the_memory_are_refused(self):
         frame = cudf.DataFrame({"slot": 0, "v": range(100), "t": ["ab"] * 100})
         adapter = DeviceFrames(CudfTables(), frame.iloc[:0], "slot", True, no_room)
         opened = adapter.open(frame)
@@ -250,7 +250,7 @@ class TestMemory:
     def made(self, kind, nbytes):
         return CudfMemory.empty(nbytes) if kind == "cudf" else CupyMemory.empty(nbytes)
 
-    def test_it_shows_itself_and_can_be_copied(self, kind):
+    def test_device_memory_has_an_interface_and_can_be_copied(self, kind):
         memory = self.made(kind, 1000)
         assert memory.nbytes == len(memory) == 1000
         cupy.asarray(memory)[:] = cupy.arange(1000).astype(np.uint8)
@@ -260,7 +260,7 @@ class TestMemory:
         with pytest.raises(IndexError):
             memory.copy_to_host(out, 991)
 
-    def test_more_than_the_device_has_is_no_room(self, kind):
+    def test_oversized_allocation_is_refused(self, kind):
         room = DeviceRoom(1 << 60)
         assert room.take(partial(self.made, kind), 1 << 50) is None
         assert room.used_nbytes == 0
@@ -270,7 +270,7 @@ class TestMemory:
 @pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_arrays_are_cut_and_joined(order, leaves, has_room):
+def test_cupy_arrays_are_cut_and_joined(order, leaves, has_room):
     # It needs distributed.
     blocks = pytest.importorskip("tests.frames.test_rechunking").blocks
     old, new = ((4, 4), (9,)), ((8,), (2, 2, 5))
@@ -307,7 +307,7 @@ def client():
 
 @needs_cudf
 @pytest.mark.parametrize("transport", ["auto", "ucx", "comm"])
-def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
+def test_dask_cudf_shuffle_equals_dask(client, transport):
     import dask
     import dask_cudf
 
@@ -339,7 +339,7 @@ def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
 
 @needs_cudf
 @pytest.mark.parametrize("dtype", ["int64", "float32", "str", "category", "datetime64[us]"])
-def test_a_series_of_dask_cudf_is_shuffled_as_stock_s(client, dtype):
+def test_dask_cudf_series_is_shuffled_as_a_frame(client, dtype):
     """As the frame of one column that Dask makes of it."""
     import dask_cudf
 
@@ -364,7 +364,7 @@ def test_a_series_of_dask_cudf_is_shuffled_as_stock_s(client, dtype):
 
 
 @needs_gpu
-def test_a_rechunk_of_cupy_s_arrays_stays_on_the_device(client):
+def test_cupy_rechunk_stays_on_the_device(client):
     import dask
     import dask.array as da
 

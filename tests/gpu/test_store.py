@@ -31,7 +31,7 @@ def again(packing, value):
 
 
 @pytest.mark.parametrize("kind", ["plain", "transposed", "with gaps", "empty", "still computed"])
-def test_cupys_arrays(packing, kind):
+def test_cupy_array_is_spilled_and_read_back(packing, kind):
     import cupy
 
     array = cupy.arange(1 << 20, dtype=cupy.float64).reshape(1024, 1024)
@@ -49,7 +49,7 @@ def test_cupys_arrays(packing, kind):
     cupy.testing.assert_array_equal(found, array)
 
 
-def test_cudfs_frames(packing):
+def test_cudf_frame_is_spilled_and_read_back(packing):
     cudf = pytest.importorskip("cudf", reason="cuDF is not installed")
     frame = cudf.DataFrame(
         {
@@ -68,7 +68,7 @@ def test_cudfs_frames(packing):
     assert isinstance(again(packing, frame).index, cudf.RangeIndex)
 
 
-def test_more_than_the_pool_has_on_a_live_worker():
+def test_live_worker_spills_more_than_the_pool_holds():
     pytest.importorskip("distributed", reason="Dask is not installed")
     import cupy
     import dask

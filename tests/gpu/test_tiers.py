@@ -13,7 +13,7 @@ pytestmark = needs_gpu
 MIB = 1 << 20
 
 
-def test_a_working_set_of_four_times_the_budget():
+def test_working_set_of_four_times_the_budget_is_right():
     device = CudaDevice(CupyDriver(), 16 * MIB)
     pool = PinnedPool(128 * MIB, MIB, device.driver.pin)
     found = measure(device, pool, n_values=64, value_nbytes=MIB, passes=3)

@@ -55,30 +55,30 @@ def cluster(tmp_path):
 
 
 @pytest.mark.parametrize("value", [False, None, "no", "Off", 0, " false "])
-def test_words_that_leave_it_off(value):
+def test_flag_accepts_words_for_off(value):
     with dask.config.set({"gpurt.enabled": value}):
         assert not preload._flag_is_set()
 
 
 @pytest.mark.cluster
 class TestFlag:
-    def test_environment(self, tmp_path):
+    def test_flag_in_the_environment(self, tmp_path):
         done = run_program(PROGRAM.format(before=""), directory=tmp_path, **{ON: "true"})
         assert "SUM 499500\nRUNS 1 0 True" in done.stdout, done.stderr
 
-    def test_yaml(self, tmp_path):
+    def test_flag_in_a_yaml_file(self, tmp_path):
         folder = tmp_path / "config"
         folder.mkdir()
         (folder / "mine.yaml").write_text("gpurt:\n  enabled: true\n")
         done = run_program(PROGRAM.format(before=""), directory=tmp_path, DASK_CONFIG=str(folder))
         assert "RUNS 1 0 True" in done.stdout, done.stderr
 
-    def test_config_set(self, tmp_path):
+    def test_flag_set_in_the_program(self, tmp_path):
         before = 'dask.config.set({"gpurt.enabled": True})'
         done = run_program(PROGRAM.format(before=before), directory=tmp_path)
         assert "RUNS 1 0 True" in done.stdout, done.stderr
 
-    def test_off(self, tmp_path):
+    def test_without_the_flag_dask_runs(self, tmp_path):
         done = run_program(PROGRAM.format(before=""), directory=tmp_path)
         assert "SUM 499500\nRUNS 0 0 False" in done.stdout, done.stderr
 
@@ -102,7 +102,7 @@ class TestFlag:
         assert "SUM" not in done.stdout
         assert "StrictFallbackError: gpurt.enabled is 'ture'" in done.stderr
 
-    def test_scheduler_s_own_configuration(self, cluster):
+    def test_flag_in_the_configuration_of_the_scheduler(self, cluster):
         cluster.scheduler(**{ON: "true"})
         cluster.worker("--no-nanny")
         with cluster.client() as client:
@@ -117,7 +117,7 @@ class TestFlag:
 
 @pytest.mark.cluster
 class TestRunningCluster:
-    def test_life_of_a_cluster(self, cluster):
+    def test_runtime_follows_the_life_of_a_cluster(self, cluster):
         """A cluster that was running, workers that join, one that dies, and a restart."""
         cluster.scheduler()
         cluster.worker("--name", "first")
@@ -164,7 +164,7 @@ class TestRunningCluster:
                 assert len(partitions(client, shuffled())) == 3
                 assert runs(client)["gpurt"] == 1
 
-    def test_asynchronous_client(self):
+    def test_asynchronous_client_enables_the_runtime(self):
         async def main():
             options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
             async with (
@@ -195,7 +195,7 @@ class Labelled(pd.DataFrame):
 
 
 class TestWhereItCannotWork:
-    def test_scheduler_that_cannot_import_the_package(self, cluster, caplog):
+    def test_scheduler_without_the_package_runs_dask(self, cluster, caplog):
         cluster.scheduler(before=WITHOUT_PACKAGE)
         cluster.worker("--no-nanny")
         with flagged(), cluster.client() as client:
@@ -218,7 +218,7 @@ class TestWhereItCannotWork:
                 dask_gpurt.disable(client)
                 assert client.submit(sum, [1, 2]).result() == 3
 
-    def test_worker_without_the_package(self, cluster):
+    def test_worker_without_the_package_is_named(self, cluster):
         cluster.scheduler()
         cluster.worker("--no-nanny", "--name", "with")
         cluster.worker("--no-nanny", "--name", "without", before=WITHOUT_PACKAGE)
@@ -243,7 +243,7 @@ class TestWhereItCannotWork:
             assert runs(client) == {"gpurt": 1, "stock": 1}
 
     @pytest.mark.parametrize("waits", ["shuffle-transfer", "shuffle-barrier"])
-    def test_worker_without_the_package_that_joins_a_run(self, cluster, waits):
+    def test_joining_worker_without_the_package_restarts_the_run(self, cluster, waits):
         """The shuffle starts over, as stock's, once it cannot do without it."""
         cluster.scheduler()
         cluster.worker("--no-nanny")
@@ -267,7 +267,7 @@ class TestWhereItCannotWork:
             assert status["runs"] == {"gpurt": 1, "stock": 1}
             assert len(status["not_ready"]) == 1
 
-    def test_unsupported_distributed(self, cluster):
+    def test_unsupported_distributed_leaves_the_runtime_off(self, cluster):
         cluster.scheduler(before=FUTURE_DISTRIBUTED, **{ON: "true"})
         cluster.worker("--no-nanny")
         with cluster.client() as client:
@@ -297,7 +297,7 @@ class TestWhereItCannotWork:
         ("key", "value"),
         [("gpurt.shuffle.compression", "gzip"), ("gpurt.topology.file", "/no/such/file.yaml")],
     )
-    def test_a_setting_that_cannot_be_used_is_an_error_when_strict(self, key, value):
+    def test_unusable_setting_is_an_error_when_strict(self, key, value):
         with (
             LocalCluster(
                 n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
@@ -324,7 +324,7 @@ def run_python(source):
 
 
 class TestCostWhenOff:
-    def test_nothing_of_ours_is_imported(self):
+    def test_disabled_runtime_imports_only_its_preload(self):
         source = """
 import sys
 from distributed import Client, LocalCluster
@@ -336,7 +336,7 @@ with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as c, Cl
             "['dask_gpurt', 'dask_gpurt.preload', 'dask_gpurt.quiet']"
         ), done.stderr
 
-    def test_under_20_ms(self):
+    def test_preload_of_a_disabled_runtime_takes_under_20_ms(self):
         """Reading our YAML and importing the preload, in a fresh interpreter that has dask."""
         source = """
 import time, pathlib, dask.config, yaml, sys

@@ -42,7 +42,7 @@ async def shuffle(c):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 3)
-async def test_workers_that_are_retired_or_closed(c, s, a, b, d):
+async def test_retired_and_closed_workers_still_count(c, s, a, b, d):
     await dask_gpurt.enable(c)
     await shuffle(c)
     # A run ends for good when the scheduler has let go of its tasks.
@@ -67,7 +67,7 @@ async def test_workers_that_are_retired_or_closed(c, s, a, b, d):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_off_and_on_again(c, s, a, b):
+async def test_counters_are_kept_on_disable_and_reset_on_enable(c, s, a, b):
     await dask_gpurt.enable(c)
     await shuffle(c)
     await async_poll_for(lambda: not s.tasks, timeout=10)
@@ -88,7 +88,7 @@ async def test_off_and_on_again(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_what_a_worker_says_wrongly_costs_it_nothing_but_the_word(c, s, a, b):
+async def test_malformed_counters_of_a_worker_are_ignored(c, s, a, b):
     await dask_gpurt.enable(c)
     said = []
 
@@ -106,7 +106,7 @@ async def test_what_a_worker_says_wrongly_costs_it_nothing_but_the_word(c, s, a,
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_workers_that_are_killed_restarted_and_scaled_away():
+def test_killed_restarted_and_removed_workers_still_count():
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         LocalCluster(silence_logs=False, **options) as cluster,

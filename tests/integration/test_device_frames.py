@@ -121,7 +121,7 @@ def sent_nbytes(client):
     )
 
 
-def test_shards_leave_and_arrive_without_a_copy_to_the_host(client, device, knows_devices):
+def test_device_shards_travel_without_a_copy_to_the_host(client, device, knows_devices):
     assert_same_as_stock(client)
     assert paths(client)[0] == {"ucx"}
     # What is read of a shard that arrives is what it says of its columns.
@@ -129,7 +129,7 @@ def test_shards_leave_and_arrive_without_a_copy_to_the_host(client, device, know
     assert 0 < device.copied_nbytes < 50_000
 
 
-def test_a_device_over_its_mark_receives_on_the_host(client, device, knows_devices):
+def test_device_over_its_limit_receives_on_the_host(client, device, knows_devices):
     device.marks_nbytes = [1 << 30, 0]
     assert_same_as_stock(client)
     # The other one sends from its device; what this one sends is in the host's memory already.
@@ -138,9 +138,7 @@ def test_a_device_over_its_mark_receives_on_the_host(client, device, knows_devic
 
 
 @pytest.mark.parametrize("column", ["key", "name", "n"])
-def test_a_series_is_carried_as_the_frame_of_one_column_that_dask_makes_of_it(
-    client, device, column
-):
+def test_series_is_shuffled_as_a_frame_of_one_column(client, device, column):
     def unique():
         series = collection([frame(number) for number in range(N_INPUTS)])[column]
         return partitions(client, series.drop_duplicates(split_out=4, shuffle_method="p2p"))
@@ -178,7 +176,7 @@ def works_on_the_host_alone(request, monkeypatch):
         yield "unsupported memory" if request.param == "send" else "the peer could not receive"
 
 
-def test_ucx_that_does_not_get_along_with_a_device_is_given_up_and_the_rows_arrive(
+def test_rows_arrive_when_ucx_fails_on_device_memory(
     client, device, knows_devices, works_on_the_host_alone
 ):
     assert_same_as_stock(client)
@@ -187,7 +185,7 @@ def test_ucx_that_does_not_get_along_with_a_device_is_given_up_and_the_rows_arri
     assert all(works_on_the_host_alone in why_not["device"] for why_not in reasons)
 
 
-def test_between_hosts_it_then_carries_copies_in_the_host(
+def test_ucx_carries_host_copies_between_hosts(
     client, device, knows_devices, two_hosts, works_on_the_host_alone
 ):
     assert_same_as_stock(client)
@@ -196,7 +194,7 @@ def test_between_hosts_it_then_carries_copies_in_the_host(
     assert all(works_on_the_host_alone in why_not["device"] for why_not in reasons)
 
 
-def test_so_it_does_where_nothing_but_ucx_is_wanted(
+def test_ucx_carries_host_copies_where_it_is_required(
     client, device, knows_devices, works_on_the_host_alone
 ):
     with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
@@ -205,7 +203,7 @@ def test_so_it_does_where_nothing_but_ucx_is_wanted(
     assert device.copied_nbytes >= sent_nbytes(client)
 
 
-def test_one_host_shares_memory_where_ucx_knows_no_device(client, device):
+def test_host_memory_is_shared_where_ucx_knows_no_device(client, device):
     assert_same_as_stock(client)
     names, reasons = paths(client)
     assert names == {"shared"}
@@ -214,7 +212,7 @@ def test_one_host_shares_memory_where_ucx_knows_no_device(client, device):
 
 
 @pytest.mark.parametrize("compression", ["auto", "lz4"])
-def test_dask_s_connections_get_a_copy_in_the_host(client, device, compression):
+def test_dask_connections_carry_a_host_copy(client, device, compression):
     settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": compression}
     with dask.config.set(settings):
         assert_same_as_stock(client)
@@ -222,15 +220,13 @@ def test_dask_s_connections_get_a_copy_in_the_host(client, device, compression):
     assert device.copied_nbytes >= sent_nbytes(client)
 
 
-def test_compression_that_was_asked_for_is_done_on_the_host(client, device, knows_devices):
+def test_requested_compression_runs_on_the_host(client, device, knows_devices):
     with dask.config.set({"gpurt.shuffle.compression": "zstd"}):
         assert_same_as_stock(client)
     assert device.copied_nbytes >= sent_nbytes(client)
 
 
-def test_on_a_slow_link_it_is_seen_on_the_host_whether_it_pays(
-    client, device, knows_devices, monkeypatch
-):
+def test_compression_for_a_slow_link_runs_on_the_host(client, device, knows_devices, monkeypatch):
     monkeypatch.setattr(UcxPath, "bandwidth", 1_000_000)
     assert_same_as_stock(client)
     (shuffle,) = dask_gpurt.status(client)["shuffles"]
@@ -245,7 +241,7 @@ def test_shards_of_a_device_are_spilled(client, device, knows_devices):
     assert sum(counter["spilled_nbytes"] for counter in counters) > 1_000_000
 
 
-def test_nothing_stays_on_the_device(client, device, knows_devices):
+def test_shuffle_leaves_nothing_on_the_device(client, device, knows_devices):
     assert_same_as_stock(client)
     workers = client.cluster.workers.values()
     client.sync(settled, workers)
@@ -253,7 +249,7 @@ def test_nothing_stays_on_the_device(client, device, knows_devices):
 
 
 @pytest.mark.parametrize("transport", ["auto", "comm"])
-def test_arrays_of_a_device_are_rechunked_on_it(
+def test_device_arrays_are_rechunked_on_the_device(
     client, device, knows_devices, transport, monkeypatch
 ):
     room = DeviceRoom(1 << 30)

@@ -67,7 +67,7 @@ def is_within(level):
     return level["capacity_nbytes"] is None or level["used_nbytes"] <= level["capacity_nbytes"]
 
 
-def test_more_than_the_device_holds_comes_back_right(gpu):
+def test_data_larger_than_the_device_stays_correct(gpu):
     with cluster(n_workers=1, n_threads=2, memory_limit=40 * MIB) as client:
         values = make(client, 24)
         assert len(values) * 2 * MIB > TOTAL
@@ -90,7 +90,7 @@ def test_more_than_the_device_holds_comes_back_right(gpu):
         until(lambda: all(is_within(level) for level in levels(store).values()))
 
 
-def test_status_and_explain_tell_of_the_device(gpu):
+def test_status_and_explain_show_the_device(gpu):
     with cluster(n_workers=1, memory_limit=40 * MIB) as client:
         values = make(client, 24)
         assert sum(store.is_cold(value.key) for store in stores(client) for value in values)
@@ -107,7 +107,7 @@ def test_status_and_explain_tell_of_the_device(gpu):
         assert "device was needed for others" in cold["reason"]
 
 
-def test_disabled_a_worker_has_every_value_and_the_gpu_its_allocator(gpu):
+def test_disabling_keeps_values_and_restores_the_allocator(gpu):
     before = gpu.allocator
     with cluster(n_workers=1, memory_limit=40 * MIB) as client:
         values = make(client, 12)
@@ -122,7 +122,7 @@ def test_disabled_a_worker_has_every_value_and_the_gpu_its_allocator(gpu):
         assert all(client.submit(is_right, v, n).result() for n, v in enumerate(values))
 
 
-def test_nothing_is_opened_for_values_of_the_host(gpu, monkeypatch):
+def test_host_values_do_not_open_the_device(gpu, monkeypatch):
     monkeypatch.setattr(gpu_store, "open_driver", lambda: pytest.fail("opened"))
     with cluster(n_workers=1) as client:
         assert sum(client.gather(client.map(abs, range(10)))) == 45
@@ -132,7 +132,7 @@ def test_nothing_is_opened_for_values_of_the_host(gpu, monkeypatch):
         assert levels(stores(client)[0])["device"]["values"] == 0
 
 
-def test_without_a_gpu_there_is_no_level_for_it(gpu, monkeypatch):
+def test_store_without_a_gpu_has_no_device_level(gpu, monkeypatch):
     monkeypatch.setattr(gpu_store, "local_facts", lambda: Facts(True, False, None))
     with cluster(n_workers=1) as client:
         assert list(levels(stores(client)[0])) == ["memory", "disk", "inherited"]
@@ -140,7 +140,7 @@ def test_without_a_gpu_there_is_no_level_for_it(gpu, monkeypatch):
         assert report["memory"]["device"] is None
 
 
-def test_a_gpu_that_cannot_be_opened_is_left_to_dask(gpu, monkeypatch, caplog):
+def test_unusable_gpu_is_left_to_dask(gpu, monkeypatch, caplog):
     is_stored = threading.Event()
 
     def fail():
@@ -178,7 +178,7 @@ def column(number, nbytes):
     return Column(_gpu, array.memory, nbytes)
 
 
-def test_cudf_that_spills_keeps_its_values_and_others_leave(gpu, monkeypatch, caplog):
+def test_cudf_that_spills_by_itself_keeps_its_values(gpu, monkeypatch, caplog):
     # Dask has it register its types; that of this test is known already.
     for name in ("cudf", "cudf.comm", "cudf.comm.serialize"):
         monkeypatch.setitem(sys.modules, name, module := types.ModuleType(name))
@@ -202,7 +202,7 @@ def test_cudf_that_spills_keeps_its_values_and_others_leave(gpu, monkeypatch, ca
     assert "cannot put" not in caplog.text
 
 
-def test_room_for_an_output_is_claimed_where_it_will_be(gpu):
+def test_room_for_an_output_is_reserved_on_its_level(gpu):
     """Not one of them would fit into the memory that the host has for outputs."""
     with cluster(n_workers=1, n_threads=2, memory_limit=3 * MIB) as client:
         for _ in range(2):
@@ -212,7 +212,7 @@ def test_room_for_an_output_is_claimed_where_it_will_be(gpu):
         assert store.admission.overcommitted == 0
 
 
-def test_the_event_loop_may_find_no_room_while_a_copy_is_under_way(gpu, monkeypatch):
+def test_event_loop_allocates_while_a_copy_is_in_flight(gpu, monkeypatch):
     """As where a message is received into memory of the GPU."""
     settings = {"gpurt.memory.device": "15 MiB"}
     with cluster(n_workers=1, memory_limit=80 * MIB, **settings) as client:
@@ -248,7 +248,7 @@ def test_the_event_loop_may_find_no_room_while_a_copy_is_under_way(gpu, monkeypa
         assert all(client.gather(client.map(is_right, values, numbers, pure=False)))
 
 
-def test_two_workers_share_a_gpu_and_send_each_other_values(gpu):
+def test_two_workers_share_a_gpu_and_exchange_values(gpu):
     # Both of them unpack what they receive, and read what they send, on the same small device:
     # with all that Dask puts into one message by default it would be full of that alone.
     one_value = {"distributed.worker.transfer.message-bytes-limit": 2 * MIB}

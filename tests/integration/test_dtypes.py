@@ -170,24 +170,24 @@ def assert_as_sent(sides, sent):
 
 
 @pytest.mark.parametrize("name", LIKE_STOCK)
-def test_column_like_stock(sides, name):
+def test_column_type_equals_dask(sides, name):
     lazy = collection(frames(LIKE_STOCK[name])).shuffle("key", npartitions=5)
     assert_same_as_stock(sides, lazy, 1)
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_index_like_stock(sides, name):
+def test_index_type_equals_dask(sides, name):
     lazy = collection(frames(index=INDEXES[name])).shuffle("key", npartitions=5)
     assert_same_as_stock(sides, lazy, 1)
 
 
 @pytest.mark.parametrize("name", AS_SENT)
-def test_column_as_sent(sides, name):
+def test_column_type_is_kept_as_sent(sides, name):
     assert_as_sent(sides, frames(AS_SENT[name]))
 
 
 @pytest.mark.parametrize("name", INDEXES_AS_SENT)
-def test_index_as_sent(sides, name):
+def test_index_type_is_kept_as_sent(sides, name):
     assert_as_sent(sides, frames(index=INDEXES_AS_SENT[name]))
 
 
@@ -200,20 +200,20 @@ def side_by_side(columns):
     ]
 
 
-def test_every_column_over_ucx(over_ucx):
+def test_column_types_survive_ucx(over_ucx):
     """At once: to UCX a shard is bytes, and what differs is where in it they lie."""
     lazy = collection(side_by_side(LIKE_STOCK)).shuffle("key", npartitions=5)
     assert_same_as_stock(over_ucx, lazy, 1)
     assert_as_sent(over_ucx, side_by_side(AS_SENT))
 
 
-def test_every_index_over_ucx(over_ucx):
+def test_index_types_survive_ucx(over_ucx):
     for index in (INDEXES | INDEXES_AS_SENT).values():
         assert_as_sent(over_ucx, frames(index=index))
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_categories_that_differ_are_united_in_the_order_of_the_input(sides, ordered):
+def test_categories_are_united_in_the_order_of_the_input(sides, ordered):
     """Stock unites them in the order in which shards happened to arrive."""
     sent = frames(lambda rng, i: pd.Categorical(rng.choice([f"x{i}", "y"], N), ordered=ordered))
     got = on_our_plane(sides, collection(sent).shuffle("key", npartitions=3), 1)
@@ -226,7 +226,7 @@ def test_categories_that_differ_are_united_in_the_order_of_the_input(sides, orde
         assert part["value"].cat.categories.tolist() == order
 
 
-def test_nullable_numbers_without_a_missing_value_are_what_the_meta_says(sides):
+def test_nullable_numbers_keep_the_type_of_the_meta(sides):
     """Stock's type is that of the shard that happened to arrive first."""
     sent = frames(lambda rng, i: pd.Series(rng.integers(0, 9, N), dtype="Int64" if i % 2 else "i8"))
     sent[3].loc[sent[3]["key"] == 0, "value"] = pd.NA
@@ -237,7 +237,7 @@ def test_nullable_numbers_without_a_missing_value_are_what_the_meta_says(sides):
         assert part["value"].astype("Int64").equals(whole[part["origin"]].set_axis(part.index))
 
 
-def test_unknown_categories(sides):
+def test_unknown_categories_are_shuffled(sides):
     """What Dask itself makes of `astype("category")`: meta does not know the categories."""
     lazy = collection(frames(lambda rng, i: rng.choice(["a", "b"], N)))
     lazy = lazy.assign(value=lazy["value"].astype("category"))
@@ -286,7 +286,7 @@ def assert_equals_pandas(sides, lazy, expected, *, has_index=True):
 
 @pytest.mark.parametrize("how", ["inner", "outer"])
 @pytest.mark.parametrize("name", COLUMN_NAMES)
-def test_merge_with_column_names_that_stock_refuses(sides, name, how):
+def test_merge_accepts_column_names_that_dask_refuses(sides, name, how):
     left, right = COLUMN_NAMES[name]
     one, other = with_names(left, np.arange(N) % 11), with_names(right, np.arange(11))
     on = [left[0]]
@@ -297,7 +297,7 @@ def test_merge_with_column_names_that_stock_refuses(sides, name, how):
 
 
 @pytest.mark.parametrize("level_names", [None, ["kind", "which"]], ids=["", "named"])
-def test_join_with_two_levels_of_columns(sides, level_names):
+def test_join_keeps_two_levels_of_columns(sides, level_names):
     """On their indexes, which are in another order on the other side."""
     rows = np.random.default_rng(0).permutation(N)
     left = with_names([("oil", "lo"), ("oil", "hi")], np.arange(N), level_names=level_names)
@@ -310,7 +310,7 @@ def test_join_with_two_levels_of_columns(sides, level_names):
     assert_equals_pandas(sides, lazy, expected)
 
 
-def test_levels_of_columns_lose_the_column_of_partitions(sides):
+def test_column_levels_lose_the_partition_column(sides):
     names = [("oil", "lo"), ("tea", "lo")]
     one, other = with_names(names, np.arange(N)), with_names([names[0], ("ore", "x")], np.arange(9))
     lazy = lazy_of(one).merge(lazy_of(other), on=[names[0]], broadcast=False)

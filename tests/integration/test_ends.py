@@ -63,9 +63,7 @@ def shuffled(client: Any) -> Any:
 
 
 @pytest.mark.parametrize("nanny", ["--nanny", "--no-nanny"])
-def test_the_scheduler_is_told_to_end_before_its_workers(
-    cluster: CommandLineCluster, nanny: str
-) -> None:
+def test_scheduler_ends_before_its_workers(cluster: CommandLineCluster, nanny: str) -> None:
     scheduler = cluster.scheduler(**FLAG)
     workers = [cluster.worker(nanny, **FLAG) for _ in range(2)]
     with cluster.client() as client:
@@ -79,7 +77,7 @@ def test_the_scheduler_is_told_to_end_before_its_workers(
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_that_is_told_to_end_twice_at_once(
+def test_worker_may_be_closed_twice_at_once(
     cluster: CommandLineCluster, tmp_path: Path, second: signal.Signals
 ) -> None:
     """By the scheduler, and while it is about to by a signal."""

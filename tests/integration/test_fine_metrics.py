@@ -64,7 +64,7 @@ def spilling():
         return told(client, "p2p"), told(client, "execute"), dask_gpurt.status(client)
 
 
-def test_labels_are_stocks(spilling):
+def test_metric_labels_equal_those_of_dask(spilling):
     with cluster(**{"gpurt.enabled": False}) as client:
         shuffle(client)
         stock = told(client, "p2p")
@@ -76,7 +76,7 @@ def test_labels_are_stocks(spilling):
     assert more - {("foreground", "comms-limiter", "seconds")} == ENCODED
 
 
-def test_amounts_are_what_was_counted(spilling):
+def test_metric_amounts_equal_the_counters(spilling):
     ours, _, status = spilling
     totals = status["totals"]
     (run,) = status["shuffles"]
@@ -96,7 +96,7 @@ def test_amounts_are_what_was_counted(spilling):
     assert ours["foreground", "shards", "bytes"] == shards_nbytes
 
 
-def test_tasks_have_their_own_phases_and_not_those_behind_them(spilling):
+def test_tasks_count_only_their_own_phases(spilling):
     ours, execute, _ = spilling
     of_shuffle = {key: value for key, value in ours.items() if key[0] == "foreground"}
     of_tasks = {}
@@ -109,7 +109,7 @@ def test_tasks_have_their_own_phases_and_not_those_behind_them(spilling):
     assert not transfers & {"send", "process", "disk-write"}
 
 
-def test_nothing_of_the_disk_without_spilling_nor_of_the_wire_within_a_host():
+def test_no_disk_or_wire_metrics_without_spilling_on_one_host():
     with cluster(**{"gpurt.shuffle.transport": "auto"}) as client:
         dask_gpurt.enable(client)
         shuffle(client)
@@ -157,7 +157,7 @@ def at_the_scheduler(client, expected):
 
 
 @pytest.mark.cluster
-def test_prometheus_and_the_scheduler_have_the_codec_ratio_of_status():
+def test_codec_ratio_agrees_in_prometheus_and_status():
     settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": "lz4"}
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
@@ -184,7 +184,7 @@ def test_prometheus_and_the_scheduler_have_the_codec_ratio_of_status():
     assert shown["background-comms", "send", "seconds"] > 0
 
 
-def test_objects_are_counted_with_what_they_are_made_of():
+def test_objects_are_counted_with_their_contents():
     parts = [
         pd.DataFrame({"key": range(40), "value": [[[number] * 5000] for number in range(40)]})
         for _ in range(4)

@@ -30,7 +30,7 @@ from tests.integration.memory_cluster import (
 )
 
 
-def test_more_data_than_memory():
+def test_data_larger_than_memory_stays_correct():
     with cluster() as client:
         x = da.random.default_rng(0).random((24 * MIB // 8, 4), chunks=(MIB // 4, 4)).persist()
         wait(x)
@@ -48,7 +48,7 @@ def test_more_data_than_memory():
             assert report["io"]["disk-write-bytes"] <= 1.05 * x.nbytes
 
 
-def test_the_dashboards_figures_of_spilled_data():
+def test_dashboard_shows_spilled_data():
     with cluster() as client:
         parts = [client.compute(block(n)) for n in range(24)]
         wait(parts)
@@ -62,7 +62,7 @@ def test_the_dashboards_figures_of_spilled_data():
         assert all(worker.data.cumulative_metrics["disk-write", "bytes"] > 0 for worker in workers)
 
 
-def test_a_value_on_disk_is_sent_without_coming_home():
+def test_spilled_value_is_sent_without_entering_memory():
     with cluster() as client:
         parts = [client.compute(block(n)) for n in range(24)]
         wait(parts)
@@ -72,7 +72,7 @@ def test_a_value_on_disk_is_sent_without_coming_home():
         assert any(store.is_cold(cold) for store in stores(client))
 
 
-def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
+def test_value_evicted_during_another_read_of_its_message():
     with cluster(n_workers=1) as client:
         parts = [client.compute(block(n)) for n in range(12)]
         wait(parts)
@@ -109,7 +109,7 @@ def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
 
 
 @pytest.mark.parametrize("directory", ["values", "~/values"])
-def test_the_directory_stays_where_it_was_whatever_tasks_do(directory, tmp_path, monkeypatch):
+def test_directory_of_values_is_fixed_at_the_start(directory, tmp_path, monkeypatch):
     """A task may change the working directory of its worker."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -127,7 +127,7 @@ def test_the_directory_stays_where_it_was_whatever_tasks_do(directory, tmp_path,
 
 
 @pytest.mark.parametrize("how", ["damaged", "deleted"])
-def test_a_value_whose_file_is_lost_is_computed_again(how):
+def test_value_whose_file_is_lost_is_computed_again(how):
     with cluster() as client:
         parts = [client.compute(block(n)) for n in range(24)]
         wait(parts)
@@ -147,7 +147,7 @@ def test_a_value_whose_file_is_lost_is_computed_again(how):
         assert got == [n * (4 * MIB // 8) for n in range(24)]
 
 
-def test_disabling_gives_the_stock_store_back_with_everything_in_it():
+def test_disabling_moves_all_values_to_the_store_of_dask():
     with cluster() as client:
         parts = [client.compute(block(n)) for n in range(24)]
         wait(parts)
@@ -163,7 +163,7 @@ def test_disabling_gives_the_stock_store_back_with_everything_in_it():
             assert (part.result() == number).all()
 
 
-def test_a_task_that_was_about_to_begin_when_the_store_was_given_back():
+def test_task_may_start_while_the_store_is_handed_back():
     with cluster(n_workers=1) as client:
         (worker,) = client.cluster.workers.values()
         parts = [client.compute(block(n)) for n in range(12)]
@@ -178,7 +178,7 @@ def test_a_task_that_was_about_to_begin_when_the_store_was_given_back():
             del worker.execute
 
 
-def test_disabling_reads_beside_the_event_loop():
+def test_disabling_reads_values_outside_of_the_event_loop():
     with cluster(n_workers=1) as client:
         parts = [client.compute(block(n)) for n in range(12)]
         wait(parts)
@@ -215,7 +215,7 @@ def test_disabling_reads_beside_the_event_loop():
             assert (part.result() == number).all()
 
 
-def test_dasks_fine_metrics_know_what_was_written_and_read():
+def test_fine_metrics_count_spilled_and_read_bytes():
     with cluster(n_workers=1) as client:
         parts = [client.compute(block(n)) for n in range(12)]
         wait(parts)
@@ -245,7 +245,7 @@ def test_dasks_fine_metrics_know_what_was_written_and_read():
         assert of_tasks["disk-read", "seconds"] > 0
 
 
-def test_a_closed_worker_leaves_no_file_in_memory():
+def test_closed_worker_leaves_no_memory_file():
     def files_in_memory():
         found = set()
         for link in pathlib.Path("/proc/self/fd").iterdir():
@@ -262,7 +262,7 @@ def test_a_closed_worker_leaves_no_file_in_memory():
     assert not opened & files_in_memory()
 
 
-def test_a_live_cluster_with_spilled_data_is_taken_over(caplog):
+def test_enabling_takes_over_spilled_data_of_dask(caplog):
     with cluster(enable=False) as client:
         # Data that nobody can compute again.
         parts = [client.scatter(np.full(4 * MIB // 8, n), direct=True) for n in range(24)]
@@ -277,7 +277,7 @@ def test_a_live_cluster_with_spilled_data_is_taken_over(caplog):
     assert not [one.message for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
 
 
-def test_without_a_limit_the_worker_keeps_what_it_has():
+def test_worker_without_a_memory_limit_keeps_its_store():
     with cluster(memory_limit=0) as client:
         status = dask_gpurt.status(client)
         assert all("no memory limit" in w["unmanaged"] for w in status["workers"].values())
@@ -293,7 +293,7 @@ def test_status_shows_tiers():
             assert names == ["memory", "disk", "inherited"]
 
 
-def test_a_value_can_be_asked_for_where_it_is_and_why():
+def test_explain_says_where_a_value_is_and_why():
     with cluster() as client:
         parts = [client.compute(block(n)) for n in range(24)]
         wait(parts)
@@ -314,7 +314,7 @@ def test_a_value_can_be_asked_for_where_it_is_and_why():
             assert not [name for name in worker.handlers if name.startswith("gpurt_")]
 
 
-def test_a_worker_with_dasks_own_store_explains_nothing():
+def test_worker_with_the_store_of_dask_explains_nothing():
     with cluster(memory_limit=0) as client:
         future = client.submit(sum, [1, 2])
         wait(future)
@@ -322,7 +322,7 @@ def test_a_worker_with_dasks_own_store_explains_nothing():
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_the_store_of_dask_cuda_is_replaced_only_when_asked(is_replaced):
+def test_store_of_dask_cuda_is_replaced_on_request_only(is_replaced):
     # Which library a store is of is told by where its class is from.
     kind = type("DeviceHostFile", (dict,), {"__module__": "dask_cuda.device_host_file"})
     options = {"n_workers": 1, "processes": False, "protocol": "tcp://", "dashboard_address": ":0"}
@@ -354,7 +354,7 @@ def test_the_store_of_dask_cuda_is_replaced_only_when_asked(is_replaced):
     ],
     ids=["folder", "target", "limit"],
 )
-def test_a_spill_buffer_with_settings_of_the_users_own_stays(own):
+def test_custom_spill_buffer_is_kept(own):
     """Dask makes the same class by default, and that one is replaced."""
 
     def made(worker_local_directory):
@@ -375,7 +375,7 @@ def test_a_spill_buffer_with_settings_of_the_users_own_stays(own):
         assert "settings of its own" in str(reported["unmanaged"])
 
 
-def test_what_shrinks_stays_in_memory_where_a_tier_for_it_is_asked_for():
+def test_compressed_tier_keeps_compressible_values_in_memory():
     with cluster(**{"gpurt.memory.compressed": "4 MiB"}) as client:
         parts = [client.compute(block(n)) for n in range(24)]
         wait(parts)

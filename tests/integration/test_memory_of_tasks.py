@@ -13,7 +13,7 @@ from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 from tests.integration.memory_cluster import MIB, cluster, until
 
 
-def test_a_task_that_waits_for_others_does_not_keep_their_room():
+def test_waiting_task_releases_its_reserved_room():
     def parent():
         with worker_client() as inner:
             return sum(inner.gather([inner.submit(child, n, pure=False) for n in range(4)]))
@@ -27,7 +27,7 @@ def test_a_task_that_waits_for_others_does_not_keep_their_room():
         assert client.submit(parent, pure=False).result() == 6
 
 
-def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
+def test_task_that_does_not_fit_starts_after_the_patience_time(monkeypatch):
     monkeypatch.setattr("dask_gpurt.plugins.memory.manager.PATIENCE_S", 0.5)
 
     def waits():
@@ -49,7 +49,7 @@ def test_a_task_that_waits_for_one_that_does_not_fit(monkeypatch):
         assert [first.status, second.status] == ["finished", "finished"]
 
 
-def test_tasks_that_another_hands_in_and_waits_for_do_not_wait_for_it(monkeypatch):
+def test_subtasks_do_not_wait_for_room_of_their_parent(monkeypatch):
     """It did not leave its thread, and its input takes nearly all the room there is."""
     monkeypatch.setattr("dask_gpurt.plugins.memory.manager.PATIENCE_S", math.inf)
 
@@ -80,7 +80,7 @@ class Measured:
         return 1000
 
 
-def test_outputs_are_measured_by_their_tasks_alone():
+def test_output_is_measured_in_the_thread_of_its_task():
     with cluster(n_workers=1) as client:
         (worker,) = client.cluster.workers.values()
         future = client.submit(Measured, key="measured")
@@ -92,7 +92,7 @@ def test_outputs_are_measured_by_their_tasks_alone():
         assert not worker.data.measured
 
 
-def test_what_comes_too_late_is_forgotten():
+def test_output_of_a_cancelled_task_is_dropped():
     with cluster(n_workers=1) as client:
         (worker,) = client.cluster.workers.values()
         future = client.submit(waits_for_the_word, key="late")
@@ -128,7 +128,7 @@ MONITORED = {
 }
 
 
-def test_values_that_are_larger_than_they_say():
+def test_values_larger_than_their_sizeof_are_spilled():
     with cluster(n_workers=1, **MONITORED) as client:
         (worker,) = client.cluster.workers.values()
         store = worker.data
@@ -140,7 +140,7 @@ def test_values_that_are_larger_than_they_say():
         assert [future.result().number for future in futures] == list(range(20))
 
 
-def test_memory_that_no_value_takes(monkeypatch):
+def test_unmanaged_memory_is_reported(monkeypatch):
     told = []
     monkeypatch.setattr("dask_gpurt.plugins.patches.worker_memory.warn_of_unmanaged", told.append)
     with cluster(n_workers=1, **MONITORED) as client:
@@ -151,7 +151,7 @@ def test_memory_that_no_value_takes(monkeypatch):
     assert told == [31 * MIB]
 
 
-def test_inputs_of_tasks_that_are_over_are_not_read_ahead():
+def test_inputs_of_finished_tasks_are_not_prefetched():
     async def ahead(n_queued, dask_worker):
         while len(dask_worker.state.ready) != n_queued:
             await asyncio.sleep(0)

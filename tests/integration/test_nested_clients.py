@@ -84,7 +84,7 @@ def settings_at(client):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ways())
 class TestOnAWorkerWithTheFlag:
-    def test_settings_are_the_program_s(self, cluster, way):
+    def test_client_in_a_task_does_not_change_settings(self, cluster, way):
         with dask.config.set(SETTINGS), cluster.client() as client:
             client.wait_for_workers(1)
             before = settings_at(client)
@@ -93,7 +93,7 @@ class TestOnAWorkerWithTheFlag:
             assert future.result(timeout=60) == 32
             assert settings_at(client) == before
 
-    def test_off_stays_off(self, cluster, way):
+    def test_client_in_a_task_does_not_enable_the_runtime(self, cluster, way):
         with cluster.client() as client:
             client.wait_for_workers(1)
             dask_gpurt.disable(client)
@@ -107,7 +107,7 @@ class TestOnAWorkerWithTheFlag:
 @pytest.mark.cluster
 @pytest.mark.slow
 class TestOtherClients:
-    def test_a_task_may_ask_for_it(self, cluster):
+    def test_task_may_enable_the_runtime(self, cluster):
         def enable():
             dask_gpurt.enable(get_client())
 
@@ -118,7 +118,7 @@ class TestOtherClients:
             assert dask_gpurt.status(client)["active"]
             dask_gpurt.disable(client)
 
-    def test_a_task_may_be_the_program_of_another_cluster(self, cluster):
+    def test_task_may_start_another_cluster_with_the_runtime(self, cluster):
         def program():
             options = {"n_workers": 1, "processes": False, "dashboard_address": ":0"}
             with LocalCluster(**options) as inner, Client(inner, set_as_default=False) as client:
@@ -130,7 +130,7 @@ class TestOtherClients:
             assert client.submit(program, pure=False).result(timeout=60)
             assert not dask_gpurt.status(client)["active"]
 
-    def test_the_second_of_two_programs_brings_its_settings(self, cluster):
+    def test_second_program_brings_its_settings(self, cluster):
         with dask.config.set(SETTINGS), cluster.client() as client:
             with dask.config.set({"gpurt.shuffle.compression": "lz4"}), cluster.client():
                 assert settings_at(client)["shuffle"]["compression"] == "lz4"
@@ -139,7 +139,7 @@ class TestOtherClients:
 
 
 @pytest.mark.parametrize("way", ["by_get_client", "by_address", "in_a_coroutine"])
-def test_in_the_program_s_own_process(way):
+def test_client_in_a_task_does_not_change_the_cluster_flag(way):
     """Where the whole cluster is in one process, the flag is everybody's."""
     with stock_client(1, n_threads=2) as client, dask.config.set({"gpurt.enabled": True}):
         address = client.scheduler.address
@@ -151,7 +151,7 @@ def test_in_the_program_s_own_process(way):
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_dask_gpurt_run_around_a_program_with_a_cluster_of_its_own(tmp_path):
+def test_run_command_around_a_program_with_its_own_cluster(tmp_path):
     source = """
     import sys
     from dask_gpurt.cli import gpurt
@@ -197,5 +197,5 @@ IDENTITY = {
         ({7001, 8786}, {"10.0.0.1", "10.0.0.2"}, []),
     ],
 )
-def test_who_descends_from_a_worker(ports, hosts, found):
+def test_process_descends_from_a_worker(ports, hosts, found):
     assert client_origin.descended_from(IDENTITY, ports, hosts) == found

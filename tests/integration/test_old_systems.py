@@ -129,7 +129,7 @@ def ours(*paths):
 
 
 @pytest.mark.parametrize("what", LACKS)
-def test_a_python_that_lacks_something(monkeypatch, what):
+def test_python_without_one_system_call_works(monkeypatch, what):
     for name in LACKS[what]:
         monkeypatch.delattr(os, name, raising=False)
     frame = pd.DataFrame({"key": np.arange(20_000) % 999, "x": np.arange(20_000)})
@@ -149,16 +149,16 @@ def test_a_python_that_lacks_something(monkeypatch, what):
             assert status["totals"]["spilled_nbytes"]
 
 
-def test_a_python_that_lacks_everything(tmp_path):
+def test_python_without_all_system_calls_works(tmp_path):
     assert outcome(tmp_path, EVERYTHING, processes=True) == ours("shared")
 
 
 @pytest.mark.skipif(not HAS_UCX, reason="the ucx extra is not installed")
-def test_ucx_on_a_python_that_lacks_everything(tmp_path):
+def test_ucx_works_on_a_python_without_system_calls(tmp_path):
     assert outcome(tmp_path, EVERYTHING, transport="ucx") == ours("ucx")
 
 
-def test_a_kernel_that_lacks_everything(tmp_path):
+def test_kernel_without_shared_memory_uses_other_transports(tmp_path):
     """There is no memory to share, and other paths are left."""
     found = outcome(tmp_path, EVERYTHING, is_old_kernel=True, processes=True)
     assert found == ours("ucx" if HAS_UCX else "comm")

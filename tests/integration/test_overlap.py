@@ -61,7 +61,7 @@ class Handed:
         monkeypatch.setattr(ExchangeRun, "add_partition", add)
 
 
-def test_tasks_end_before_anything_is_delivered(client, monkeypatch):
+def test_tasks_end_before_their_shards_are_delivered(client, monkeypatch):
     handed = Handed(monkeypatch)
     receive = ExchangeRun.receive
 
@@ -76,7 +76,7 @@ def test_tasks_end_before_anything_is_delivered(client, monkeypatch):
     assert all(handed.undelivered_nbytes)
 
 
-def test_without_overlap_tasks_end_when_all_is_delivered(client, monkeypatch):
+def test_without_overlap_tasks_end_after_delivery(client, monkeypatch):
     handed = Handed(monkeypatch)
     enable(client, overlap=False)
     shuffled(client)
@@ -84,7 +84,7 @@ def test_without_overlap_tasks_end_when_all_is_delivered(client, monkeypatch):
     assert dask_gpurt.status(client)["totals"]["sent_nbytes"] > 0
 
 
-def test_without_overlap_a_peer_that_fails_fails_the_task(client, monkeypatch):
+def test_without_overlap_a_failing_peer_fails_the_task(client, monkeypatch):
     async def receive_not(run, data):
         raise ZeroDivisionError("a peer's error")
 
@@ -99,7 +99,7 @@ def sums(dask_worker):
     return state_of(dask_worker).ledger.sums()
 
 
-def test_the_ledger_knows_what_communication_did(client):
+def test_ledger_has_entries_of_communication(client):
     enable(client, compression="lz4")
     shuffled(client)
     for found in client.run(sums).values():
@@ -119,7 +119,7 @@ def codec_threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith("gpurt codec")}
 
 
-def test_lanes_end_with_the_runtime(client):
+def test_threads_of_lanes_end_with_the_runtime(client):
     before = codec_threads()
     enable(client, compression="lz4")
     shuffled(client)

@@ -48,7 +48,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_what_is_joined_is_made_in_one_place(four, name):
+def test_operands_of_a_join_are_made_on_one_worker(four, name):
     """Stock moves about half of it; a bound in between leaves room for who is busy when."""
     nbytes, results = {}, {}
     for side, client in (("stock", four.stock), ("enabled", four.enabled)):
@@ -62,7 +62,7 @@ def test_what_is_joined_is_made_in_one_place(four, name):
     assert nbytes["enabled"] <= 0.75 * nbytes["stock"]
 
 
-def test_a_decision_can_be_explained_as_long_as_it_is_remembered(four):
+def test_remembered_decision_can_be_explained(four):
     client = four.enabled
     with client.as_current():
         x = client.persist(random_array(3) @ random_array(4))
@@ -118,7 +118,7 @@ def settings_of(client, **values):
         dask_gpurt.enable(client)
 
 
-def test_placement_is_switched_on_a_live_cluster(four):
+def test_placement_can_be_switched_on_a_live_cluster(four):
     client = four.enabled
     key = "gpurt.placement"
     with settings_of(client, **{f"{key}.enabled": False}):
@@ -135,7 +135,7 @@ def test_placement_is_switched_on_a_live_cluster(four):
     assert dask_gpurt.status(client)["placement"]["policy"] == "data-aware"
 
 
-def test_by_itself_placement_needs_a_description_of_the_machines(four):
+def test_automatic_placement_needs_a_machine_description(four):
     client = four.enabled
     described = pathlib.Path(__file__).parents[1] / "data" / "topologies" / "two-hosts.yaml"
     auto = {"gpurt.placement.policy": "auto"}
@@ -167,7 +167,7 @@ def test_a_wrong_description_changes_nothing(four, tmp_path):
     nthreads=[("", 1)] * 3,
     worker_kwargs={"resources": {"token": 1}},
 )
-async def test_restrictions_always_hold(c, s, *workers):
+async def test_worker_restrictions_always_hold(c, s, *workers):
     """Although each task's input is on a worker that it must not run on."""
     Placement(s, "data-aware")
     extra = await Worker(s.address, nthreads=1, resources={"special": 1})
@@ -202,7 +202,7 @@ class Counter:
 
 # Or the worker's memory monitor would have it go on.
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config={"distributed.worker.memory.pause": False})
-async def test_a_paused_worker_gets_nothing(c, s, a, b):
+async def test_paused_worker_gets_no_tasks(c, s, a, b):
     Placement(s, "data-aware")
     x = c.submit(np.ones, 1_000_000, workers=[a.address])
     await x
@@ -228,7 +228,7 @@ ONE_SECOND_EACH = {"distributed.scheduler.default-task-durations": {"blocked": "
 
 
 @gen_cluster(client=True, nthreads=[("", 1)], config=ONE_SECOND_EACH)
-async def test_a_task_goes_where_its_input_is_being_fetched(c, s, b):
+async def test_task_goes_to_a_worker_that_is_fetching_its_input(c, s, b):
     """And so it is fetched once. The holder is busy for longer than the transfer takes."""
     placement = Placement(s, "data-aware")
     async with (
@@ -255,7 +255,7 @@ async def test_a_task_goes_where_its_input_is_being_fetched(c, s, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 3, config=ONE_SECOND_EACH)
-async def test_a_transfer_that_ended_sooner_than_expected_is_not_waited_for(c, s, a, b, busy):
+async def test_early_end_of_a_transfer_is_noticed(c, s, a, b, busy):
     """Here a gigabyte takes no time, and 1,000 seconds by what is known of the way."""
     placement = Placement(s, "data-aware", clock=lambda: 0.0)
     placement.observe(b.address, {a.address: (1e8, 100)})
@@ -307,7 +307,7 @@ async def test_device_data_stays_with_workers_that_have_a_device(c, s, host):
     nthreads=[("", 1, {"resources": {"A": 1}})],
     config={"gpurt.enabled": True, "gpurt.placement.policy": "data-aware"},
 )
-async def test_tasks_of_which_none_has_ended_are_stolen_as_stock_does(c, s, a):
+async def test_tasks_of_unknown_duration_are_stolen_as_in_dask(c, s, a):
     """Steals that are being negotiated count in the same seconds as the queues do."""
     stealing, held = s.extensions["stealing"], Event()
     await stealing.stop()
@@ -323,7 +323,7 @@ async def test_tasks_of_which_none_has_ended_are_stolen_as_stock_does(c, s, a):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_task_may_be_joined_with_what_was_to_be_made_on_a_worker_that_is_gone(c, s, a, b):
+async def test_join_partner_planned_on_a_removed_worker_is_ignored(c, s, a, b):
     """As tasks of a worker that is taken off are placed anew, one after the other."""
     placement = Placement(s, "data-aware")
     near = c.submit(int, 7, key="near", workers=[b.address])
@@ -345,7 +345,7 @@ def take_fifty_times_as_long(placement: Placement, slow: str, other: str) -> Non
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_slow_worker_gets_what_it_alone_has_only_if_that_is_worth_the_wait(c, s, a, b):
+async def test_task_leaves_a_slow_worker_when_moving_its_input_pays(c, s, a, b):
     placement = Placement(s, "data-aware")
     made = [c.submit(int, 7, key=key, workers=[a.address]) for key in "xy"]
     await wait(made)
@@ -388,7 +388,7 @@ async def wait_for_a_quick_one(c, s, quick, slow) -> tuple:
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=queue_of(load="10 ms"))
-async def test_nobody_waits_for_a_quicker_worker_longer_than_that_would_pay(c, s, a, b):
+async def test_wait_for_a_faster_worker_ends_when_it_stops_paying(c, s, a, b):
     _, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
     assert await c.gather(loads) == list(range(1, 6))
     assert {ws.address for load in loads for ws in s.tasks[load.key].who_has} == {b.address}
@@ -399,7 +399,7 @@ async def test_nobody_waits_for_a_quicker_worker_longer_than_that_would_pay(c, s
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=queue_of(load="1 hour"))
-async def test_nobody_waits_for_a_quicker_worker_that_is_gone(c, s, a, b):
+async def test_wait_for_a_faster_worker_ends_when_it_is_removed(c, s, a, b):
     placement, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
     await async_poll_for(lambda: len(s.queued) == 5, timeout=10)
     assert not s.workers[b.address].processing
@@ -411,7 +411,7 @@ async def test_nobody_waits_for_a_quicker_worker_that_is_gone(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=queue_of(load="1 hour"))
-async def test_what_was_held_back_is_stocks_once_placement_is_off(c, s, a, b):
+async def test_queued_tasks_return_to_dask_when_placement_is_off(c, s, a, b):
     placement, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
     await async_poll_for(lambda: len(s.queued) == 5, timeout=10)
     placement.remove()
@@ -421,7 +421,7 @@ async def test_what_was_held_back_is_stocks_once_placement_is_off(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=NO_STEALING_BY_ITSELF)
-async def test_what_waits_on_a_slow_worker_may_be_stolen_where_stock_sees_no_reason(c, s, a, b):
+async def test_tasks_queued_on_a_slow_worker_are_stolen_early(c, s, a, b):
     """Two tasks of a hundredth of a second are not worth the trouble, unless they take longer."""
     placement = Placement(s, "data-aware")
     gate = Event()

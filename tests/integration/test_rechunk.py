@@ -80,7 +80,7 @@ def p2p(lazy, chunks, **options):
     ],
     ids=str,
 )
-def test_shapes(sides, shape, old, new, n_rechunks):
+def test_array_shapes_are_rechunked_as_in_dask(sides, shape, old, new, n_rechunks):
     """Where an output has inputs of its own, Dask concatenates them without a rechunk run."""
     lazy = p2p(array(shape, old), new)
     if not n_rechunks:
@@ -96,7 +96,7 @@ SWAPPED = ">f4"
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != SWAPPED] + PICKLED, ids=str)
-def test_dtypes(each_way, dtype):
+def test_array_dtypes_are_rechunked_as_in_dask(each_way, dtype):
     assert_same_as_stock(each_way, p2p(array((12, 10), (3, 10), dtype), (12, 4)), 1)
 
 
@@ -121,7 +121,7 @@ def test_byte_order_is_kept(sides):
     ],
     ids=["fortran", "masked", "broadcast", "subclass", "other type", "object"],
 )
-def test_kinds_of_chunks(each_way, made):
+def test_chunk_types_are_rechunked_as_in_dask(each_way, made):
     lazy = array((12, 10), (3, 10)).map_blocks(made, dtype="f8", meta=np.empty((0, 0)))
     assert_same_as_stock(each_way, p2p(lazy, (12, 4)), 1)
 
@@ -130,29 +130,29 @@ class Labelled(np.ndarray):
     pass
 
 
-def test_masks(sides):
+def test_masked_arrays_are_rechunked_as_in_dask(sides):
     source = np.ma.masked_greater(np.arange(120.0).reshape(12, 10), 70)
     (got, *_) = assert_same_as_stock(sides, p2p(da.from_array(source, (3, 10)), (12, 4)), 1)
     np.testing.assert_array_equal(got.mask, source.mask[:, :4])
 
 
-def test_transposed(sides):
+def test_transposed_array_is_rechunked_as_in_dask(sides):
     assert_same_as_stock(sides, p2p(array((60, 40), (60, 5)).T, (40, 8)), 1)
 
 
-def test_unknown_lengths(sides):
+def test_unknown_chunk_lengths_are_rechunked_as_in_dask(sides):
     lazy = array((30, 12), (10, 12))
     kept = lazy[lazy[:, 0] > 0]
     assert np.isnan(kept.shape[0])
     assert_same_as_stock(sides, p2p(kept, {1: 5}), 3)
 
 
-def test_chunks_without_elements(sides):
+def test_empty_chunks_are_rechunked_as_in_dask(sides):
     lazy = array((10, 8), ((3, 0, 3, 4), (8,)))
     assert_same_as_stock(sides, p2p(lazy, ((10,), (0, 5, 3, 0))), 1)
 
 
-def test_outputs_are_spread(sides):
+def test_output_chunks_are_spread_over_workers(sides):
     """Outputs of three axes are spread over the workers as evenly as they can be."""
 
     def where(dask_scheduler):
@@ -165,22 +165,22 @@ def test_outputs_are_spread(sides):
         assert client.run_on_scheduler(where) == [3, 3, 3]
 
 
-def test_balance(sides):
+def test_balanced_rechunk_equals_dask(sides):
     assert_same_as_stock(sides, p2p(array((47, 20), (10, 20)), (47, 6), balance=True), None)
 
 
-def test_method_from_the_configuration(sides):
+def test_rechunk_method_comes_from_the_configuration(sides):
     with dask.config.set({"array.rechunk.method": "p2p"}):
         assert_same_as_stock(sides, array((20, 20), (5, 20)).rechunk((20, 5)), 1)
 
 
-def test_merged_by_dask_first(sides):
+def test_rechunk_follows_a_merge_of_small_chunks(sides):
     with dask.config.set({"array.chunk-size": "1 KiB"}):
         assert_same_as_stock(sides, p2p(array((40, 20), (1, 20)), (40, 2)), 1)
 
 
 @pytest.mark.parametrize("keep", [np.s_[:, :9], np.s_[:, 11], np.s_[3, ::9]], ids=str)
-def test_some_outputs_only(sides, keep):
+def test_rechunk_computes_only_requested_outputs(sides, keep):
     lazy = p2p(array((20, 40), (5, 40)), (20, 3))[keep]
     expected = blocks(sides.stock, lazy)
     assert_same_blocks(blocks(sides.enabled, lazy), expected)
@@ -190,14 +190,14 @@ def test_large_chunks_over_ucx(over_ucx):
     assert_same_as_stock(over_ucx, p2p(array((1200, 1200), (400, 1200)), (1200, 400)), 1)
 
 
-def test_there_and_back(sides):
+def test_rechunk_there_and_back_restores_the_array(sides):
     lazy = array((24, 24), (4, 24))
     back = p2p(p2p(lazy, (24, 4)), (4, 24))
     got = assert_same_as_stock(sides, back, 2)
     assert_same_blocks(got, blocks(sides.stock, lazy))
 
 
-def test_several_at_once(sides):
+def test_several_runs_work_at_once(sides):
     lazy = [p2p(array((12, 12), (n, 12), "i4"), (12, n)) for n in (1, 2, 3, 4)]
 
     def together(client):
@@ -210,7 +210,7 @@ def test_several_at_once(sides):
         assert_same_blocks(got, expected)
 
 
-def test_beside_shuffles_and_reductions(sides):
+def test_rechunk_runs_beside_shuffles_and_reductions(sides):
     with sides.enabled.as_current():
         x = array((40, 40), (10, 40))
         y = p2p(x, (40, 10))
@@ -218,7 +218,7 @@ def test_beside_shuffles_and_reductions(sides):
     assert total == pytest.approx(2 * values("f8", (40, 40)).sum())
 
 
-def test_no_output_runs_in_the_wrong_place_first(sides):
+def test_outputs_start_on_their_owner(sides):
     """The scheduler is not asked once to send an output task elsewhere."""
 
     def count_moves(dask_scheduler):
@@ -245,7 +245,7 @@ def test_no_output_runs_in_the_wrong_place_first(sides):
     assert n_moves == 0
 
 
-def test_wrong_chunks_fail_as_with_stock(sides):
+def test_wrong_chunks_fail_as_in_dask(sides):
     """A chunk with an axis less than was announced."""
     lazy = array((12, 10), (3, 10)).map_blocks(lambda chunk: chunk[0], dtype="f8")
     for client in (sides.stock, sides.enabled):
@@ -277,7 +277,7 @@ def test_rechunk_over_ucx_equals_stock(over_ucx):
     assert_any_rechunk_equals_stock(over_ucx, 8)
 
 
-def test_spilled(sides):
+def test_rechunk_spills_and_stays_correct(sides):
     client = sides.enabled
     lazy = p2p(array((400, 400), (50, 400)), (400, 30))
     expected = blocks(sides.stock, lazy)

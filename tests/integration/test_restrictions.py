@@ -77,7 +77,7 @@ RESTRICTIONS = {
 
 
 @pytest.mark.parametrize("name", RESTRICTIONS)
-def test_outputs_go_to_workers_that_are_there(cluster, name):
+def test_restricted_outputs_go_to_present_workers(cluster, name):
     choose, is_loose, expected = RESTRICTIONS[name]
     workers = choose(cluster.addresses)
     found = owners(cluster, shuffled(1), workers=workers, allow_other_workers=is_loose)
@@ -88,7 +88,7 @@ def test_outputs_go_to_the_worker_with_the_resource(cluster):
     assert owners(cluster, shuffled(2), resources={"GPU": 1}) == {cluster.addresses[0]}
 
 
-def test_both_sides_of_a_join_leave_the_absent_out(cluster):
+def test_restricted_join_ignores_absent_workers(cluster):
     left, right = (dd.from_pandas(rows(seed), npartitions=4) for seed in (3, 4))
     lazy = left.merge(right, on="key", broadcast=False)
     found = cluster.client.compute(lazy, workers=[ABSENT], allow_other_workers=True)
@@ -96,7 +96,7 @@ def test_both_sides_of_a_join_leave_the_absent_out(cluster):
     assert len(found.result(timeout=DEADLINE_S)) == len(expected)
 
 
-def test_an_annotated_rechunk_leaves_the_absent_out(cluster):
+def test_restricted_rechunk_ignores_absent_workers(cluster):
     with dask.annotate(workers=[ABSENT], allow_other_workers=True):
         lazy = da.ones((24, 24), chunks=(1, 24)).rechunk((24, 1), method="p2p")
     found = cluster.client.compute(lazy, optimize_graph=False)
@@ -104,7 +104,7 @@ def test_an_annotated_rechunk_leaves_the_absent_out(cluster):
 
 
 @pytest.mark.parametrize("restriction", [{"workers": [ABSENT]}, {"resources": {"TPU": 1}}], ids=str)
-def test_what_no_worker_may_run_waits_and_holds_up_nothing(cluster, restriction):
+def test_task_without_an_allowed_worker_delays_no_other(cluster, restriction):
     waits = cluster.client.compute(shuffled(5), **restriction)
     tasks = cluster.client.cluster.scheduler.tasks
     until(lambda: any(ts.state == "no-worker" for ts in tasks.copy().values()), "tasks that wait")
@@ -119,7 +119,7 @@ def held(frame, gate):
     return frame
 
 
-def test_a_worker_that_leaves_is_left_out_of_the_next_attempt():
+def test_departed_worker_is_left_out_of_the_next_attempt():
     """It was there when the restriction was made and the run began."""
     with (
         dask.config.set({"dataframe.shuffle.method": "p2p", "gpurt.enabled": False}),

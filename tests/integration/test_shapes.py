@@ -47,17 +47,17 @@ def many(sizes):
     ],
     ids=str,
 )
-def test_sizes(sides, sizes, npartitions):
+def test_partition_sizes_are_shuffled_as_in_dask(sides, sizes, npartitions):
     assert_same_as_stock(sides, many(sizes).shuffle("key", npartitions=npartitions), 1)
 
 
-def test_all_rows_to_one_partition(sides):
+def test_all_rows_may_go_to_one_partition(sides):
     lazy = collection([frame(100, seed, n_keys=1) for seed in range(5)])
     got = assert_same_as_stock(sides, lazy.shuffle("key", npartitions=5), 1)
     assert sorted(map(len, got)) == [0, 0, 0, 0, 500]
 
 
-def test_a_thousand_columns(sides):
+def test_thousand_columns_are_shuffled(sides):
     def wide(seed):
         rng = np.random.default_rng(seed)
         columns = {f"f{i}": rng.random(40) for i in range(400)}
@@ -70,7 +70,7 @@ def test_a_thousand_columns(sides):
 
 
 @pytest.mark.slow
-def test_five_thousand_partitions(sides):
+def test_five_thousand_partitions_are_shuffled(sides):
     lazy = collection([frame(20_000, seed, n_keys=1 << 40) for seed in range(4)])
     got = on_our_plane(sides, lazy.shuffle("key", npartitions=5_000), 1)
     assert len(got) == 5_000
@@ -83,13 +83,13 @@ def test_five_thousand_partitions(sides):
 
 
 @pytest.mark.parametrize("keep", [[0], [3, 1], [7, 2, 5]])
-def test_culled_outputs(sides, keep):
+def test_shuffle_computes_only_requested_outputs(sides, keep):
     """Only some output partitions are asked for; rows of the others go nowhere."""
     lazy = many([100] * 4).shuffle("key", npartitions=8).partitions[keep]
     assert_same_as_stock(sides, lazy, 1)
 
 
-def test_several_at_once(each_way):
+def test_several_runs_work_at_once(each_way):
     lazy = [many([80] * n).shuffle("key", npartitions=n + 1) for n in (2, 3, 4, 5)]
 
     def together(client):
@@ -100,14 +100,14 @@ def test_several_at_once(each_way):
     assert_same_partitions(list(got), list(expected))
 
 
-def test_the_same_twice(sides):
+def test_same_shuffle_may_run_twice(sides):
     lazy = many([80] * 4).shuffle("key", npartitions=3)
     first = assert_same_as_stock(sides, lazy, 1)
     second = assert_same_as_stock(sides, lazy, 1)
     assert_same_partitions(first, second)
 
 
-def test_shuffle_of_a_shuffle(sides):
+def test_shuffle_of_a_shuffle_equals_dask(sides):
     lazy = many([80] * 4).shuffle("key", npartitions=3).shuffle("text", npartitions=5)
     assert_same_as_stock(sides, lazy, 2)
 
@@ -157,13 +157,13 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations(sides, name):
+def test_dataframe_operations_equal_dask(sides, name):
     left = many([120, 80, 0, 100])
     right = collection([frame(60, seed, n_keys=70) for seed in range(10, 13)])
     assert_same_as_stock(sides, OPERATIONS[name](left, right))
 
 
-def test_unsupported_kind_of_frame_runs_on_stock(sides):
+def test_unsupported_kind_of_frame_runs_on_dask(sides):
     """A subclass carries state that the adapter of its base would lose."""
     lazy = collection([Labelled(frame(50, seed)) for seed in range(3)])
     before = dask_gpurt.status(sides.enabled)
@@ -184,7 +184,7 @@ class Labelled(pd.DataFrame):
         return Labelled
 
 
-def test_wrong_columns_are_refused_as_stock_does(sides):
+def test_wrong_columns_are_refused_as_in_dask(sides):
     good, bad = frame(20), frame(20).rename(columns={"value": "other"})
     parts = dd.from_delayed(
         [dask.delayed(lambda f: f)(f) for f in (good, bad)], meta=good.iloc[:0], verify_meta=False

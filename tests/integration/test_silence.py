@@ -55,7 +55,7 @@ def lines(text):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("program", [IN_ONE_PROCESS, WITH_A_PRELOAD])
-def test_a_program(tmp_path, bare_python, program):
+def test_program_prints_nothing_more_than_with_plain_dask(tmp_path, bare_python, program):
     said = []
     for python in (sys.executable, bare_python):
         # A folder of its own: in the system's, what others left there is purged with a line of log.
@@ -75,7 +75,7 @@ def test_a_program(tmp_path, bare_python, program):
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_processes_of_the_command_line(tmp_path, bare_python):
+def test_command_line_processes_print_nothing_more(tmp_path, bare_python):
     said = []
     for python in (sys.executable, bare_python):
         (folder := tmp_path / f"run{len(said)}").mkdir()
@@ -89,7 +89,7 @@ def test_processes_of_the_command_line(tmp_path, bare_python):
     assert said[0] == said[1]
 
 
-def test_what_goes_wrong_in_our_preload_is_said():
+def test_error_in_the_preload_is_logged():
     source = """
 import asyncio
 import dask_gpurt.preload

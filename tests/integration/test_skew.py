@@ -51,16 +51,16 @@ def last_shuffle(sides):
     return dask_gpurt.status(sides.enabled)["shuffles"][-1]
 
 
-def test_zipf_keys_load_workers_alike(four_workers: Sides):
+def test_zipf_keys_load_workers_evenly(four_workers: Sides):
     assert_same_as_stock(four_workers, skewed().shuffle("key", npartitions=N_PARTITIONS), 1)
     assert last_shuffle(four_workers)["skew"] <= 1.5
 
 
-def test_zipf_keys_over_ucx(over_ucx: Sides):
+def test_zipf_keys_load_workers_evenly_over_ucx(over_ucx: Sides):
     assert_same_as_stock(over_ucx, skewed().shuffle("key", npartitions=N_PARTITIONS), 1)
 
 
-def test_the_data_is_skewed(four_workers: Sides, monkeypatch):
+def test_data_is_skewed_without_a_sketch(four_workers: Sides, monkeypatch):
     """What the test above is about does happen without a sketch."""
     monkeypatch.setattr("dask_gpurt.plugins.worker.SKETCHED_ROWS", ROWS + 1)
     # Other data than above: the sketch of a shuffle is kept for when it starts over.
@@ -84,14 +84,14 @@ def test_even_keys_stay_in_ranges(four_workers: Sides):
     assert last_shuffle(four_workers)["skew"] < 1.2
 
 
-def test_what_cannot_be_sketched_is_shuffled_all_the_same(four_workers: Sides):
+def test_unsketchable_data_is_shuffled(four_workers: Sides):
     part = zipf(0)
     part["key"] = part["key"].astype("Int64")
     shuffled = collection([part] * 4).shuffle("key", npartitions=16)
     assert_same_as_stock(four_workers, shuffled, 1)
 
 
-def test_a_single_worker_is_not_asked():
+def test_single_worker_is_not_sketched():
     options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
     local = LocalCluster(processes=False, protocol="tcp://", silence_logs=False, **options)
     with local, Client(local, set_as_default=False) as client:

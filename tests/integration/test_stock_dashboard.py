@@ -112,7 +112,7 @@ def beats(s):
     scheduler_kwargs={"dashboard": True, "dashboard_address": ":0"},
     worker_kwargs={"dashboard": True, "dashboard_address": ":0"},
 )
-async def test_every_page_that_stock_draws(c, s, a, b):
+async def test_every_dashboard_page_is_drawn(c, s, a, b):
     def all_say(known):
         return len(known) == 2
 

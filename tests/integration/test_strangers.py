@@ -100,7 +100,7 @@ def running_script(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_the_cluster_of_run(tmp_path: Path) -> None:
+def test_cluster_of_the_run_command_resists_strangers(tmp_path: Path) -> None:
     with running_script(tmp_path) as process:
         assert process.stdout is not None and process.stdin is not None
         address = process.stdout.readline().strip()
@@ -115,7 +115,7 @@ def test_the_cluster_of_run(tmp_path: Path) -> None:
         assert process.returncode == 0 and "Traceback" not in err, err
 
 
-def test_the_clusters_of_the_demo(tmp_path: Path) -> None:
+def test_clusters_of_the_demo_resist_strangers(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         client, _ = demo._start_cluster(True, stack)
         children = psutil.Process().children(recursive=True)
@@ -126,7 +126,7 @@ def test_the_clusters_of_the_demo(tmp_path: Path) -> None:
         assert client.submit(sum, [1, 2]).result(TIMEOUT_S) == 3
 
 
-def test_without_the_package_that_makes_certificates(tmp_path: Path) -> None:
+def test_no_cluster_starts_without_the_certificate_package(tmp_path: Path) -> None:
     """Nothing is started that everybody could use. The package is one that we require."""
     program = textwrap.dedent(
         """
@@ -150,7 +150,7 @@ def test_without_the_package_that_makes_certificates(tmp_path: Path) -> None:
     assert "pip install cryptography" in done.stdout, done.stderr
 
 
-def test_a_certificate_is_of_one_cluster() -> None:
+def test_each_cluster_has_its_own_certificate() -> None:
     one, other = local_cluster.temporary_security(), local_cluster.temporary_security()
     assert one.tls_client_key != other.tls_client_key
     assert one.require_encryption

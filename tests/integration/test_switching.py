@@ -24,7 +24,7 @@ from tests.integration.flagged_programs import flagged
 
 
 @pytest.mark.parametrize("owns_loop", [False, True])
-def test_a_client_that_is_closed_is_told_so(owns_loop):
+def test_closed_client_is_refused(owns_loop):
     """Its loop may have been closed with it, and nothing can be asked there."""
     with stock_client(1) as connected:
         client = Client(connected.cluster.scheduler_address) if owns_loop else connected
@@ -36,7 +36,7 @@ def test_a_client_that_is_closed_is_told_so(owns_loop):
             dask_gpurt.explain(client, "key")
 
 
-def test_a_client_that_connects_does_not_ask_every_worker():
+def test_connecting_client_does_not_ask_every_worker():
     options = {"n_workers": 2, "processes": False, "dashboard_address": ":0"}
     with flagged(), LocalCluster(silence_logs=False, **options) as in_process:
         with Client(in_process, set_as_default=False) as first:
@@ -68,7 +68,7 @@ def held_up(worker):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_worker_that_does_not_answer_holds_nobody_up(c, s, a, b, monkeypatch):
+async def test_silent_worker_does_not_delay_enabling(c, s, a, b, monkeypatch):
     """Its event loop may be held up for minutes; it takes part when it comes to."""
     monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
     comes_to = held_up(b)
@@ -86,7 +86,7 @@ async def test_a_worker_that_does_not_answer_holds_nobody_up(c, s, a, b, monkeyp
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_what_a_worker_has_yet_to_take_in_is_not_left_there(c, s, a, b, monkeypatch):
+async def test_message_queued_on_a_worker_is_not_left_behind(c, s, a, b, monkeypatch):
     monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
     comes_to = held_up(b)
     await dask_gpurt.enable(c)
@@ -98,7 +98,7 @@ async def test_what_a_worker_has_yet_to_take_in_is_not_left_there(c, s, a, b, mo
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_client_of_another_version_keeps_nobody_out(c, s, a, b, monkeypatch):
+async def test_client_of_another_version_does_not_block_others(c, s, a, b, monkeypatch):
     class OfAnotherVersion(GpurtScheduler):
         def __init__(self, settings, version):
             super().__init__(settings, "0.0.9")
@@ -113,7 +113,7 @@ async def test_a_client_of_another_version_keeps_nobody_out(c, s, a, b, monkeypa
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
-async def test_a_worker_that_left_before_it_reported_holds_nobody_up(c, s, a, b):
+async def test_departed_worker_does_not_delay_enabling(c, s, a, b):
     """In less time than anybody would be waited for."""
     comes_to = held_up(b)
     enabled = asyncio.ensure_future(dask_gpurt.enable(c))
@@ -130,7 +130,7 @@ async def test_a_worker_that_left_before_it_reported_holds_nobody_up(c, s, a, b)
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
-async def test_a_shuffle_that_waits_for_who_joins_is_stock_s_when_it_is_switched_off(c, s, a, b):
+async def test_disable_moves_a_shuffle_awaiting_a_worker_to_dask(c, s, a, b):
     """In less time than anybody would be waited for."""
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
@@ -145,7 +145,7 @@ async def test_a_shuffle_that_waits_for_who_joins_is_stock_s_when_it_is_switched
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_who_joins_while_it_is_switched_off_is_heard(c, s, a, b):
+async def test_worker_that_joins_during_disable_is_answered(c, s, a, b):
     """Or it would be an error in the scheduler's log, and the worker's."""
     await dask_gpurt.enable(c)
     plugin, heard, plugin_remove = s.plugins["gpurt"], [], b.handlers["plugin-remove"]
@@ -169,7 +169,7 @@ async def test_who_joins_while_it_is_switched_off_is_heard(c, s, a, b):
     worker_kwargs={"extensions": {}},
     timeout=8,
 )
-async def test_a_scheduler_without_extensions_is_left_to_stock(c, s, a):
+async def test_scheduler_without_extensions_runs_dask(c, s, a):
     """Nobody waits for a runtime that cannot come."""
     for _ in range(2):
         with pytest.raises(ActivationError, match="without distributed's shuffle extension"):
@@ -179,7 +179,7 @@ async def test_a_scheduler_without_extensions_is_left_to_stock(c, s, a):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_a_scheduler_that_could_not_read_the_machines_is_not_asked(c, s, a):
+async def test_scheduler_that_failed_to_start_is_not_asked(c, s, a):
     """For a handler that it no longer has, which would be a traceback in its log."""
     broken = patch(
         "dask_gpurt.plugins.topology.cluster_machines.parse", side_effect=ConfigError("line 1")
@@ -203,7 +203,7 @@ async def test_a_scheduler_that_could_not_read_the_machines_is_not_asked(c, s, a
 
 
 @gen_cluster(client=True, nthreads=[("", 1)], timeout=8)
-async def test_nobody_waits_for_what_could_not_be_switched_on(c, s, a):
+async def test_nothing_waits_for_a_runtime_that_failed_to_start(c, s, a):
     with patch("dask_gpurt.plugins.patches.p2p.SpecSwap", side_effect=KeyError("moved")):
         with pytest.raises(KeyError, match="moved"):
             await dask_gpurt.enable(c)
@@ -216,7 +216,7 @@ def handlers(s):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_of_clients_that_switch_it_on_at_once_one_does(c, s, a, b):
+async def test_only_one_of_concurrent_clients_enables_the_runtime(c, s, a, b):
     """Or there would be two, each of which took the other's hooks for stock's."""
     retrieve, stock_handlers = vars(s.plugins["shuffle"]).copy(), dict(s.handlers)
     async with Client(s.address, asynchronous=True, set_as_default=False) as d:
@@ -233,7 +233,7 @@ async def test_of_clients_that_switch_it_on_at_once_one_does(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_it_can_be_switched_on_again_before_it_is_quite_off(c, s, a, b):
+async def test_runtime_can_be_enabled_during_disable(c, s, a, b):
     """A worker may take its time to let go of it."""
     lets_go, plugin_remove = asyncio.Event(), b.handlers["plugin-remove"]
 
@@ -259,7 +259,7 @@ async def test_it_can_be_switched_on_again_before_it_is_quite_off(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "1 GiB"})
-async def test_memory_settings_of_a_later_client_hold_for_workers_that_start(c, s, a, tmp_path):
+async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
     await dask_gpurt.enable(c)
     with (
         dask.config.set({"gpurt.memory.directory": str(tmp_path)}),
@@ -278,7 +278,7 @@ async def test_memory_settings_of_a_later_client_hold_for_workers_that_start(c, 
 
 
 @gen_cluster(nthreads=[], config={"gpurt.enabled": True})
-async def test_nothing_keeps_a_worker_that_is_closed(s):
+async def test_closed_worker_is_not_kept_alive(s):
     """A process may start many, one after the other; each has memory and an open file."""
     async with Worker(s.address) as worker:
         await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=10)

@@ -35,7 +35,7 @@ def scheduler_plugin(scheduler):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_a_client_that_comes_while_machines_are_read_does_not_switch_on_again(c, s, a):
+async def test_client_that_connects_during_a_start_does_not_restart_it(c, s, a):
     text = description.dump(gpu_hosts(1, 1, nic_bandwidth=1e9, nvlink=False))
     with dask.config.set({"gpurt.enabled": True}):
         settings = dataclasses.replace(
@@ -63,7 +63,7 @@ async def test_a_client_that_comes_while_machines_are_read_does_not_switch_on_ag
 
 
 @gen_cluster(client=True, config=ON)
-async def test_links_are_measured_as_workers_come_and_placement_learns_of_it(c, s, a, b):
+async def test_links_to_new_workers_are_measured_for_placement(c, s, a, b):
     plugin = scheduler_plugin(s)
     probe = lambda: plugin.machines.summary()["probe"]  # noqa: E731
     await async_poll_for(lambda: probe()["state"] == "done", timeout=10)
@@ -78,7 +78,7 @@ async def test_links_are_measured_as_workers_come_and_placement_learns_of_it(c, 
 
 
 @gen_cluster(client=True, config={**ON, "gpurt.topology.probe": "off"})
-async def test_machines_are_described_for_whoever_asks(c, s, a, b):
+async def test_machines_are_described_on_request(c, s, a, b):
     found = await activation.machines(c, False)
     assert found["workers"] == 2
     assert found["problems"] == {}
@@ -92,7 +92,7 @@ async def test_machines_are_described_for_whoever_asks(c, s, a, b):
 
 
 @gen_cluster(client=True, config=ON)
-async def test_a_worker_sends_and_measures_bounded_messages_only(c, s, a, b):
+async def test_probes_of_a_worker_are_bounded(c, s, a, b):
     report = MachineReport(a)
     found = await report.probe(b.address)
     assert found["transfers"][0].nbytes == 128 * 2**10
@@ -110,13 +110,13 @@ async def test_a_worker_sends_and_measures_bounded_messages_only(c, s, a, b):
     assert [len(one.data) for one in parts] == [2**20, 2**20, 5]
 
 
-def test_this_machine_is_one():
+def test_local_machine_is_described():
     machine = local_machine()
     assert machine.name
     assert Report.from_plain(Report(machine, None).to_plain()).machine == machine
 
 
-def test_gpus_are_asked_of_nvml_where_it_works(monkeypatch):
+def test_gpus_come_from_nvml_where_it_works(monkeypatch):
     calls = []
 
     class Library(RecordedNvml):
@@ -161,7 +161,7 @@ def command(*args):
     return end.value.code
 
 
-def test_the_command_writes_what_can_be_used(cluster, tmp_path, capsys):
+def test_command_writes_a_usable_description(cluster, tmp_path, capsys):
     address = cluster.scheduler.address
     assert command("topology", "--scheduler", address) == 2
     assert "DASK_GPURT__ENABLED=true" in capsys.readouterr().err
@@ -185,7 +185,7 @@ VERSIONS = {"client": {}, "scheduler": {}, "workers": {}}
 
 
 @gen_cluster(client=True, config=ON)
-async def test_a_worker_that_has_not_reported_is_named(c, s, a, b):
+async def test_worker_without_a_report_is_named(c, s, a, b):
     await activation.machines(c, False)
     silent(s.plugins["gpurt"].machines, {a.address})
     found = await activation.machines(c, False)
@@ -199,7 +199,7 @@ def silent(machines, but):
     machines._reports = {one: report for one, report in machines._reports.items() if one in but}
 
 
-def test_the_command_writes_nothing_where_nobody_has_reported(cluster, capsys):
+def test_command_writes_nothing_without_reports(cluster, capsys):
     dask_gpurt.enable(cluster)
     silent(cluster.cluster.scheduler.plugins["gpurt"].machines, set())
     assert command("topology", "--scheduler", cluster.scheduler.address) == 2
@@ -208,7 +208,7 @@ def test_the_command_writes_nothing_where_nobody_has_reported(cluster, capsys):
     assert not written.out
 
 
-def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
+def test_command_explains_an_invalid_description(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(connect, "CONNECT_TIMEOUT_S", 0.2)
     assert command("topology") == 2
     assert "--scheduler" in capsys.readouterr().err
@@ -224,7 +224,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert "no scheduler answers" in capsys.readouterr().err
 
 
-def test_the_command_names_hosts_without_a_way_between_them(tmp_path, capsys):
+def test_command_names_unconnected_hosts(tmp_path, capsys):
     path = tmp_path / "machines.yaml"
     hosts = [{"name": name, "numa": [{"name": "numa0"}]} for name in ("a", "b")]
     path.write_text(json.dumps({"hosts": hosts}))
@@ -249,7 +249,7 @@ def test_a_description_without_hosts_can_be_checked(tmp_path, capsys):
         f"hosts: {[{'name': 'n' * 10_000}]}",
     ],
 )
-def test_what_is_wrong_is_one_short_line(tmp_path, capsys, text):
+def test_invalid_description_is_one_short_line(tmp_path, capsys, text):
     path = tmp_path / "machines.yaml"
     path.write_text(text)
     assert command("topology", "--check", str(path)) == 2
@@ -259,7 +259,7 @@ def test_what_is_wrong_is_one_short_line(tmp_path, capsys, text):
     assert len(written.err) < 400
 
 
-def test_many_hosts_are_summed_up(tmp_path, capsys):
+def test_many_hosts_are_summarised(tmp_path, capsys):
     path = tmp_path / "machines.yaml"
     hosts = [{"name": f"h{n}", "numa": [{"name": "numa0"}]} for n in range(100)]
     path.write_text(json.dumps({"hosts": hosts}))
@@ -270,7 +270,7 @@ def test_many_hosts_are_summed_up(tmp_path, capsys):
     assert "... and 83 more" in lines
 
 
-def test_a_cluster_of_several_hosts_that_are_not_described_is_told_how():
+def test_undescribed_hosts_get_advice_on_the_description():
     probe = {"state": "stopped", "reason": "tasks began to run", "problems": {"x to y": "lost"}}
     found = {"topology": {"file": None, "undescribed": [], "hosts": 2, "probe": probe}}
     said = doctor._topology(found)
@@ -285,7 +285,7 @@ def test_a_cluster_of_several_hosts_that_are_not_described_is_told_how():
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 4)
-async def test_workers_that_a_description_does_not_fit_are_named(c, s, *workers):
+async def test_workers_outside_of_the_description_are_named(c, s, *workers):
     at = sorted(worker.address for worker in workers)
     with dask.config.set({"gpurt.enabled": True}):
         settings = config.read()
@@ -313,7 +313,7 @@ async def test_workers_that_a_description_does_not_fit_are_named(c, s, *workers)
 
 
 @gen_cluster(nthreads=[], config={**ON, "gpurt.topology.file": "absent.yaml"})
-async def test_a_file_that_is_not_there_is_said_at_once(s):
+async def test_missing_description_file_is_reported_at_once(s):
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         async with Client(s.address, asynchronous=True) as c:
             await dask_gpurt.enable(c)

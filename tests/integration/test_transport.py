@@ -90,14 +90,14 @@ def error_without_ucx(client):
     return str(raised.value.__cause__)
 
 
-def test_one_host_shares_memory(client):
+def test_workers_of_one_host_share_memory(client):
     dask_gpurt.enable(client)
     assert_right(shuffled(client))
     assert paths(client) == ({"shared"}, [{}, {}])
 
 
 @pytest.mark.cluster
-def test_processes_share_memory():
+def test_worker_processes_of_one_host_share_memory():
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with LocalCluster(silence_logs=50, **options) as local:
         with Client(local, set_as_default=False) as client:
@@ -106,7 +106,7 @@ def test_processes_share_memory():
             assert paths(client) == ({"shared"}, [{}, {}])
 
 
-def test_comm_uses_dask_s_connections_alone(client):
+def test_comm_uses_only_the_connections_of_dask(client):
     with dask.config.set({"gpurt.shuffle.transport": "comm"}):
         dask_gpurt.enable(client)
     assert_right(shuffled(client))
@@ -121,7 +121,7 @@ def nvcomp_alone(monkeypatch):
         yield
 
 
-def test_codecs_of_devices_serve_peers_that_have_them_too(client, nvcomp_alone):
+def test_device_codecs_serve_peers_that_have_them(client, nvcomp_alone):
     settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": "zstd"}
     with dask.config.set(settings):
         dask_gpurt.enable(client)
@@ -138,7 +138,7 @@ def ucx():
     pytest.importorskip("ucxx", reason="the ucx extra is not installed")
 
 
-def test_ucx_is_taken_where_it_is_asked_for(ucx, client):
+def test_ucx_is_used_on_request(ucx, client):
     with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
         dask_gpurt.enable(client)
     assert_right(shuffled(client))
@@ -146,7 +146,7 @@ def test_ucx_is_taken_where_it_is_asked_for(ucx, client):
 
 
 @pytest.mark.cluster
-def test_processes_talk_ucx(ucx):
+def test_worker_processes_use_ucx(ucx):
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with LocalCluster(silence_logs=50, **options) as local:
         with Client(local, set_as_default=False) as client:
@@ -166,17 +166,17 @@ def client_over_ipv6():
             yield client
 
 
-def test_peers_out_of_view_at_addresses_of_ipv6_use_comms(ucx, client_over_ipv6, no_peer_in_view):
+def test_remote_peers_on_ipv6_use_dask_connections(ucx, client_over_ipv6, no_peer_in_view):
     assert_comms_serve(client_over_ipv6, "ucx", "IPv4 alone")
 
 
-def test_ucx_at_addresses_of_ipv6_is_an_error_that_says_so(ucx, client_over_ipv6):
+def test_required_ucx_on_ipv6_is_a_clear_error(ucx, client_over_ipv6):
     message = error_without_ucx(client_over_ipv6)
     assert "gpurt.shuffle.transport is ucx" in message
     assert "IPv4 alone" in message
 
 
-def test_peers_out_of_view_take_ucx(ucx, client, no_peer_in_view):
+def test_remote_peers_use_ucx(ucx, client, no_peer_in_view):
     dask_gpurt.enable(client)
     assert_right(shuffled(client))
     names, reasons = paths(client)
@@ -202,7 +202,7 @@ def are_closed(engines):
     return all(engine.report()["is_closed"] for engine in engines)
 
 
-def test_the_last_run_after_disable_leaves_no_ucx(engines, client):
+def test_last_run_after_disable_leaves_no_ucx_engine(engines, client):
     with dask.config.set({"gpurt.shuffle.transport": "ucx"}):
         dask_gpurt.enable(client)
     with Gate() as gate, dask.config.set({"dataframe.shuffle.method": "p2p"}):
@@ -222,7 +222,7 @@ def test_the_last_run_after_disable_leaves_no_ucx(engines, client):
     until(lambda: are_closed(engines))
 
 
-def test_a_worker_that_closes_leaves_no_ucx(engines):
+def test_closed_worker_leaves_no_ucx_engine(engines):
     """Also of a shuffle that the runtime was taken off from, and that did not end before."""
     with stock_client(1) as client:
         dask_gpurt.enable(client)
@@ -236,27 +236,27 @@ def test_a_worker_that_closes_leaves_no_ucx(engines):
     assert are_closed(engines)
 
 
-def test_ucx_without_ucxx_is_an_error_that_says_so(client, without_ucxx):
+def test_required_ucx_without_ucxx_is_a_clear_error(client, without_ucxx):
     message = error_without_ucx(client)
     assert "gpurt.shuffle.transport is ucx" in message
     assert "ucxx" in message
 
 
-def test_encrypted_clusters_never_talk_ucx(client, monkeypatch, no_peer_in_view):
+def test_encrypted_cluster_never_uses_ucx(client, monkeypatch, no_peer_in_view):
     monkeypatch.setattr(worker_ucx, "requires_encryption", lambda worker: True)
     assert_comms_serve(client, "ucx", "encrypted")
 
 
-def test_ucx_on_an_encrypted_cluster_is_an_error(client, monkeypatch):
+def test_required_ucx_on_an_encrypted_cluster_is_an_error(client, monkeypatch):
     monkeypatch.setattr(worker_ucx, "requires_encryption", lambda worker: True)
     assert "encrypted" in error_without_ucx(client)
 
 
-def test_peers_out_of_view_fall_back(client, no_peer_in_view, without_ucxx):
+def test_remote_peers_fall_back_to_dask_connections(client, no_peer_in_view, without_ucxx):
     assert_comms_serve(client, "shared", "not in view")
 
 
-def test_system_without_files_in_memory_falls_back(client, monkeypatch, without_ucxx):
+def test_system_without_memory_files_falls_back(client, monkeypatch, without_ucxx):
     def unsupported(*arguments):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -264,7 +264,7 @@ def test_system_without_files_in_memory_falls_back(client, monkeypatch, without_
     assert_comms_serve(client, "shared", "no files in memory")
 
 
-def test_a_peer_that_forgot_is_offered_again(client, monkeypatch):
+def test_forgotten_path_is_offered_again(client, monkeypatch):
     dask_gpurt.enable(client)
     shuffled(client)
 
@@ -279,7 +279,7 @@ def test_a_peer_that_forgot_is_offered_again(client, monkeypatch):
     assert len(opened) == 2
 
 
-def test_a_peer_that_forgets_over_and_over_is_an_error(client, monkeypatch):
+def test_path_forgotten_repeatedly_is_an_error(client, monkeypatch):
     open_ = shared.Borrower.open
 
     def open_and_forget(borrower, descriptor):
@@ -302,7 +302,7 @@ def test_a_peer_that_forgets_over_and_over_is_an_error(client, monkeypatch):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("in_view", [True, False])
-def test_tls_clusters(monkeypatch, in_view):
+def test_tls_cluster_shuffles_within_and_between_hosts(monkeypatch, in_view):
     """Within a host shards do not pass through a network; beyond it they are always encrypted."""
     if not in_view:
         monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
@@ -322,7 +322,7 @@ def test_tls_clusters(monkeypatch, in_view):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("transport", ["auto", "ucx", "comm"])
-def test_ucxx_clusters(ucx, transport):
+def test_runtime_works_on_a_ucxx_cluster(ucx, transport):
     """Clusters whose own connections are UCX's, beside which ours have to live."""
     pytest.importorskip("distributed_ucxx", reason="the ucx extra is not installed")
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}

@@ -89,7 +89,7 @@ def assert_no_traceback(log):
 @pytest.mark.cluster
 @pytest.mark.slow
 class TestClients:
-    def test_of_another_python(self, cluster, run, other_python):
+    def test_other_python_version_is_reported(self, cluster, run, other_python):
         """As it connects before and after the runtime is on."""
         there = minor_of(other_python)
         processes = cluster.scheduler(), cluster.worker("--no-nanny")
@@ -108,14 +108,16 @@ class TestClients:
         assert_alive(*processes)
         assert_no_traceback(cluster.logs[0])
 
-    def test_of_another_python_without_the_package(self, cluster, run, other_python, tmp_path):
+    def test_other_python_without_the_package_is_reported(
+        self, cluster, run, other_python, tmp_path
+    ):
         cluster.scheduler(**ON)
         cluster.worker("--no-nanny")
         python = without(tmp_path / "without", "dask_gpurt", python=other_python)
         assert run(python, **ON) == ("SUM 10", "STOCK", [])
         assert_no_traceback(cluster.logs[0])
 
-    def test_of_another_version_of_the_package(self, cluster, run, tmp_path):
+    def test_other_package_version_is_reported(self, cluster, run, tmp_path):
         cluster.scheduler()
         cluster.worker("--no-nanny")
         value, active, (said,) = run(with_versions(tmp_path / "old", dask_gpurt=OLD), **ON)
@@ -129,7 +131,9 @@ class TestClients:
 @pytest.mark.slow
 class TestSchedulers:
     @pytest.mark.parametrize("has_package", [True, False])
-    def test_of_another_python(self, cluster, caplog, other_python, tmp_path, has_package):
+    def test_other_python_version_is_reported(
+        self, cluster, caplog, other_python, tmp_path, has_package
+    ):
         there = minor_of(other_python)
         python = other_python
         if not has_package:
@@ -154,7 +158,7 @@ class TestSchedulers:
         assert_alive(*processes)
         assert_no_traceback(cluster.logs[0])
 
-    def test_without_the_package(self, cluster, caplog, tmp_path):
+    def test_missing_package_is_reported(self, cluster, caplog, tmp_path):
         python = without(tmp_path / "without", "dask_gpurt")
         cluster.scheduler(python=python)
         cluster.worker("--no-nanny", python=python)
@@ -174,7 +178,7 @@ class TestSchedulers:
 @pytest.mark.cluster
 @pytest.mark.slow
 class TestWorkers:
-    def test_that_differ(self, cluster, other_python, tmp_path):
+    def test_workers_with_other_versions_are_told_apart(self, cluster, other_python, tmp_path):
         """They stay up and are told apart. While they are there, shuffles are stock's."""
         there = minor_of(other_python)
         pythons = {

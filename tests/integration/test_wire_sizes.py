@@ -80,14 +80,14 @@ modes_and_kinds = pytest.mark.parametrize(
 
 
 @modes_and_kinds
-def test_shards_grow_by_a_hundredth_at_most(client, monkeypatch, mode, kind):
+def test_wire_size_exceeds_shards_by_one_percent_at_most(client, monkeypatch, mode, kind):
     one = shuffled(client, monkeypatch, mode, kind, ROWS)
     assert one["sent_nbytes"] > 1 << 20
     assert one["sent_nbytes"] / 2 < one["wire_nbytes"] <= 1.01 * one["sent_nbytes"]
 
 
 @modes_and_kinds
-def test_of_small_shards_only_the_headers_are_added(client, monkeypatch, headers, mode, kind):
+def test_small_shards_add_only_their_headers(client, monkeypatch, headers, mode, kind):
     one = shuffled(client, monkeypatch, mode, kind, FEW_ROWS)
     assert one["messages"] == len(headers)
     assert one["wire_nbytes"] <= one["sent_nbytes"] + sum(map(len, headers))
