@@ -16,7 +16,7 @@ from dask_gpurt.memory.files.disk_tier import DiskTier
 from tests.memory.device_setup import DEVICE, PATIENCE_S, Setup, noise
 
 
-def test_what_is_at_home_on_the_device_is_left_to_no_tier_that_reads_for_the_host():
+def test_device_values_use_no_tier_that_reads_into_host_memory():
     setup = Setup()
     for key in "abc":
         setup.store[key] = setup.made(noise(400))
@@ -32,7 +32,7 @@ def test_what_is_at_home_on_the_device_is_left_to_no_tier_that_reads_for_the_hos
 
 
 @pytest.mark.parametrize("compressed", [None, 200])
-def test_more_than_every_level_holds_goes_down_in_order_and_comes_back(tmp_path, compressed):
+def test_values_spill_through_all_levels_in_order_and_return(tmp_path, compressed):
     with_disk = DiskTier(str(tmp_path))
     setup = Setup(random.Random(3).randrange, disk=with_disk, compressed=compressed)
     # Each value repeats itself, so that the compressed tier takes it.
@@ -76,7 +76,7 @@ def test_more_than_every_level_holds_goes_down_in_order_and_comes_back(tmp_path,
     setup.store.clear()
 
 
-def test_the_pool_allocates_nothing_once_it_is_warm():
+def test_warm_pool_allocates_nothing():
     setup = Setup()
     made = [noise(200, n) for n in range(12)]
 
@@ -96,7 +96,7 @@ def test_the_pool_allocates_nothing_once_it_is_warm():
     assert setup.pool.n_allocations == warm
 
 
-def test_a_clean_copy_in_the_pool_is_let_go_of_rather_than_written():
+def test_clean_copy_in_the_pool_is_dropped_instead_of_written():
     setup = Setup()
     setup.store["a"] = setup.made(noise(200))
     assert setup.store.make_room(DEVICE, 200)
@@ -110,7 +110,7 @@ def test_a_clean_copy_in_the_pool_is_let_go_of_rather_than_written():
     setup.store.end(claim)
 
 
-def test_a_pool_that_is_full_takes_values_again_once_room_came_free():
+def test_full_pool_takes_values_again_once_it_has_room():
     setup = Setup()
     setup.store["a"] = setup.made(noise(200))
     setup.store["b"] = setup.made(noise(200, 1))
@@ -123,7 +123,7 @@ def test_a_pool_that_is_full_takes_values_again_once_room_came_free():
     assert setup.levels("b") == ["pinned"]
 
 
-def test_what_is_larger_than_the_pool_goes_past_it():
+def test_value_larger_than_the_pool_bypasses_it():
     setup = Setup(pinned=100)
     setup.store["a"] = setup.made(noise(200))
     assert setup.store.make_room(DEVICE, 200)
@@ -131,7 +131,7 @@ def test_what_is_larger_than_the_pool_goes_past_it():
     assert setup.levels("a") == ["disk"]
 
 
-def test_freed_while_its_copy_is_queued():
+def test_value_may_be_freed_while_its_copy_is_queued():
     setup = None
 
     def choose(n):
@@ -160,7 +160,7 @@ def test_freed_while_its_copy_is_queued():
     assert all(tier.used_nbytes == 0 for tier in one.tiers[1:])
 
 
-def test_an_array_that_a_kernel_failed_to_fill_does_not_stop_others():
+def test_array_of_a_failed_kernel_does_not_block_others():
     setup = Setup()
     bad, good = setup.made(noise(200)), setup.made(noise(200, 1))
     broken = setup.device.stream("broken")
@@ -185,7 +185,7 @@ def test_an_array_that_a_kernel_failed_to_fill_does_not_stop_others():
 # ------------------------------------------------------------------ allocations
 
 
-def test_an_allocation_that_does_not_fit_evicts_and_then_succeeds():
+def test_failed_allocation_evicts_and_then_succeeds():
     setup = Setup()
     for number in range(4):
         setup.store[number] = setup.made(noise(250, number))
@@ -198,7 +198,7 @@ def test_an_allocation_that_does_not_fit_evicts_and_then_succeeds():
         np.testing.assert_array_equal(setup.host_copy(setup.store[number]), noise(250, number))
 
 
-def test_copies_that_wait_in_a_lane_are_made_at_once_by_who_needs_the_room():
+def test_allocating_thread_runs_queued_copies_itself():
     setup = Setup(pinned=1000)
     for number in range(5):
         setup.residency.levels[DEVICE].capacity_nbytes = 600
@@ -212,7 +212,7 @@ def test_copies_that_wait_in_a_lane_are_made_at_once_by_who_needs_the_room():
     assert setup.pool.used_nbytes == written
 
 
-def test_inputs_of_running_tasks_stay_and_the_allocation_fails():
+def test_allocation_fails_when_only_running_inputs_are_left():
     setup = Setup()
     setup.store["a"] = setup.made(noise(900))
     claim, ready = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
@@ -223,7 +223,7 @@ def test_inputs_of_running_tasks_stay_and_the_allocation_fails():
     setup.device.allocate(200, setup.compute)
 
 
-def test_memory_that_somebody_else_holds_is_not_counted_on():
+def test_memory_held_by_others_is_not_counted_on():
     setup = Setup()
     held = setup.store["a"] = setup.made(noise(900))
     with pytest.raises(MemoryError):
@@ -233,7 +233,7 @@ def test_memory_that_somebody_else_holds_is_not_counted_on():
     setup.device.allocate(200, setup.compute)
 
 
-def test_room_for_a_value_that_is_read_back_is_made_too():
+def test_room_is_made_for_a_value_being_read_back():
     setup = Setup()
     setup.store["a"] = setup.made(noise(600))
     setup.store["b"] = setup.made(noise(600, 1))
@@ -264,7 +264,7 @@ class Threaded(Setup):
             self.owner.step()
 
 
-def test_a_copy_that_another_thread_makes_is_waited_for():
+def test_allocation_waits_for_a_copy_of_another_thread():
     setup = Threaded()
     ended = setup.store._carrier._ended
     wait_for = ended.wait_for
@@ -283,7 +283,7 @@ def test_a_copy_that_another_thread_makes_is_waited_for():
     setup.device.close()
 
 
-def test_nobody_holds_what_left_when_who_waits_for_its_room_is_told():
+def test_evicted_value_is_unreferenced_when_its_waiter_wakes():
     setup = Setup()
     array = setup.made(noise(600))
     setup.store["a"] = array
@@ -305,7 +305,7 @@ def test_nobody_holds_what_left_when_who_waits_for_its_room_is_told():
     assert told and set(told) == {None}
 
 
-def test_two_copies_that_need_room_themselves_do_not_wait_for_each_other():
+def test_copies_that_need_room_themselves_do_not_deadlock():
     setup = Setup(None)
     together = threading.Barrier(2)
     answers = []
@@ -339,7 +339,7 @@ def test_two_copies_that_need_room_themselves_do_not_wait_for_each_other():
 
 @pytest.mark.parametrize("n", range(8))
 @pytest.mark.parametrize("operation", ["allocate", "a copy to the host", "a copy to the device"])
-def test_whatever_fails_no_value_is_wrong_and_nothing_is_leaked(operation, n):
+def test_any_failure_keeps_values_right_and_leaks_nothing(operation, n):
     setup = Setup()
     made = {}
     setup.device.left[operation] = n

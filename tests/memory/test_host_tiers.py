@@ -72,7 +72,7 @@ def tier(request):
     return CompressedTier(MANY, request.param)
 
 
-def test_memory_of_what_is_read_comes_from_where_it_should(tier):
+def test_memory_of_a_read_comes_from_the_given_allocator(tier):
     asked = []
     tier._empty = lambda nbytes: asked.append(nbytes) or plain(nbytes)
     tier.get(tier.put(flat(compressible(100_000), compressible(5000))))
@@ -80,7 +80,7 @@ def test_memory_of_what_is_read_comes_from_where_it_should(tier):
 
 
 @pytest.mark.parametrize("ends", ["drop", "close"])
-def test_a_read_under_way_ends_as_if_nothing_was_dropped(tier, ends):
+def test_read_in_flight_survives_a_drop(tier, ends):
     """Its memory is not anybody else's until it ends."""
     values = [compressible(100_000, 1), compressible(100_000, 2)]
     place = tier.put(flat(*values))
@@ -114,20 +114,20 @@ def test_a_read_under_way_ends_as_if_nothing_was_dropped(tier, ends):
 # ------------------------------------------------------------------ pinned
 
 
-def test_pinned_counts_whole_blocks():
+def test_pinned_tier_counts_whole_blocks():
     pool = PinnedPool(1000, 100)
     tier = PinnedTier(pool)
     place = tier.put(flat(noise(150), noise(45)))
     assert place.nbytes == tier.used_nbytes == pool.used_nbytes == 300, "the header counts"
 
 
-def test_pinned_keeps_values_of_no_bytes():
+def test_pinned_tier_keeps_empty_values():
     tier = PinnedTier(PinnedPool(1000, 100))
     for value in (flat(header=b""), flat(noise(0), header=b""), flat(noise(0), noise(0))):
         assert_equal(tier.get(tier.put(value)), value)
 
 
-def test_pinned_shares_its_pool():
+def test_pinned_tier_shares_its_pool():
     pool = PinnedPool(1000, 100)
     tier = PinnedTier(pool)
     staging = pool.take(600)
@@ -139,7 +139,7 @@ def test_pinned_shares_its_pool():
     tier.put(flat(noise(1)))
 
 
-def test_what_pinned_refuses_leaves_nothing():
+def test_refused_value_leaves_nothing_in_the_pinned_tier():
     pool = PinnedPool(1000, 100)
     tier = PinnedTier(pool)
     with pytest.raises(TierFullError):
@@ -147,7 +147,7 @@ def test_what_pinned_refuses_leaves_nothing():
     assert pool.used_nbytes == tier.used_nbytes == 0
 
 
-def test_a_copy_that_fails_leaves_nothing():
+def test_failed_copy_leaves_nothing():
     pool = PinnedPool(1000, 100)
     tier = PinnedTier(pool)
     with pytest.raises(TypeError):
@@ -155,7 +155,7 @@ def test_a_copy_that_fails_leaves_nothing():
     assert pool.used_nbytes == tier.used_nbytes == 0
 
 
-def test_pinned_allocates_nothing_after_the_warm_up():
+def test_warm_pinned_tier_allocates_nothing():
     pool = PinnedPool(1 << 20, 1 << 12)
     tier = PinnedTier(pool)
     rng = np.random.default_rng(0)
@@ -176,7 +176,7 @@ def coder(request):
     return request.param
 
 
-def test_compressed_counts_what_it_holds(coder):
+def test_compressed_tier_counts_its_bytes(coder):
     tier = CompressedTier(MANY, coder)
     value = flat(np.zeros(3 << 20, dtype=np.uint8), compressible(2 << 20))
     place = tier.put(value)
@@ -186,21 +186,21 @@ def test_compressed_counts_what_it_holds(coder):
     assert place.raw_nbytes == value.nbytes
 
 
-def test_compressed_memory_holds_no_more_than_it_counts(coder):
+def test_compressed_tier_holds_no_more_than_it_counts(coder):
     place = CompressedTier(MANY, coder).put(flat(compressible(3 << 20)))
     for pieces in place.buffers:
         assert all(piece.payload.base is None for piece in pieces)
 
 
 @pytest.mark.parametrize("size", [2000, 100_000, 3 << 20])
-def test_what_does_not_shrink_goes_further_down(coder, size):
+def test_incompressible_value_goes_to_the_next_tier(coder, size):
     tier = CompressedTier(MANY, coder)
     with pytest.raises(TierFullError):
         tier.put(flat(noise(size)))
     assert tier.used_nbytes == 0
 
 
-def test_what_does_not_shrink_costs_a_sample(coder, monkeypatch):
+def test_incompressible_value_costs_one_sample(coder, monkeypatch):
     tried = []
 
     def counting(coder, raw):
@@ -213,7 +213,7 @@ def test_what_does_not_shrink_costs_a_sample(coder, monkeypatch):
     assert sum(tried) <= 64 << 10
 
 
-def test_what_looks_well_in_the_middle_only_is_refused_as_well(coder):
+def test_value_compressible_only_in_the_middle_is_refused(coder):
     buffer = with_zeros_in_the_middle(noise(4 << 20))
     tier = CompressedTier(MANY, coder)
     with pytest.raises(TierFullError, match="do not shrink"):
@@ -221,7 +221,7 @@ def test_what_looks_well_in_the_middle_only_is_refused_as_well(coder):
     assert tier.used_nbytes == 0
 
 
-def test_noise_among_what_shrinks_is_kept_as_it_is(coder):
+def test_incompressible_buffer_of_a_value_is_kept_raw(coder):
     value = flat(np.zeros(4 << 20, dtype=np.uint8), noise(1 << 20))
     tier = CompressedTier(MANY, coder)
     place = tier.put(value)
@@ -241,7 +241,7 @@ def test_a_value_that_does_not_fit_is_refused(coder):
     tier.put(value)
 
 
-def test_room_found_missing_after_the_work_is_refused(coder):
+def test_value_too_large_after_compression_is_refused(coder):
     """The middle promised more than the rest kept."""
     buffer = with_zeros_in_the_middle(compressible(4 << 20))
     value = flat(buffer)
@@ -254,7 +254,7 @@ def test_room_found_missing_after_the_work_is_refused(coder):
 
 
 @pytest.mark.parametrize("promises_more", [False, True])
-def test_a_value_of_more_than_all_of_it_is_never_tried_again(coder, promises_more):
+def test_value_larger_than_the_tier_is_never_tried_again(coder, promises_more):
     buffer = compressible(4 << 20)
     if promises_more:
         buffer = with_zeros_in_the_middle(buffer)

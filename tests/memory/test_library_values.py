@@ -118,7 +118,7 @@ def pumped(request, tmp_path, monkeypatch):
 # ------------------------------------------------------------------ the way down and back
 
 
-def test_values_of_a_library_go_down_in_order_and_come_back(pumped):
+def test_library_values_spill_in_order_and_return(pumped):
     for key in range(12):
         pumped.store[key] = pumped.gpu.full(key, 200)
         pumped.settle()
@@ -128,7 +128,7 @@ def test_values_of_a_library_go_down_in_order_and_come_back(pumped):
     assert pumped.gpu.most_nbytes <= 1000
 
 
-def test_a_copy_comes_after_what_the_library_still_has_queued(pumped):
+def test_copy_runs_after_the_queued_work_of_the_library(pumped):
     """A task's result is stored while the kernels that fill it are on their way."""
     gpu = pumped.gpu
     value = gpu.full(3, 200)
@@ -142,14 +142,14 @@ def test_a_copy_comes_after_what_the_library_still_has_queued(pumped):
     pumped.assert_right([7])
 
 
-def test_an_array_of_nothing_comes_back(pumped):
+def test_empty_array_is_read_back(pumped):
     pumped.store[0] = pumped.gpu.full(0, 0)
     assert pumped.store.make_room(DEVICE, 1)
     assert pumped.levels(0) != ["device"]
     pumped.assert_right([0])
 
 
-def test_what_a_library_keeps_to_itself_stays_without_a_word(setup, caplog):
+def test_value_managed_by_its_library_stays_silently(setup, caplog):
     def refuse(value):
         raise ValueRefusedError("its library spills by itself")
 
@@ -162,7 +162,7 @@ def test_what_a_library_keeps_to_itself_stays_without_a_word(setup, caplog):
     assert not caplog.messages
 
 
-def test_a_value_of_another_gpu_stays_there_without_a_word(setup, caplog):
+def test_value_of_another_gpu_stays_silently(setup, caplog):
     """It may still be computed, on a stream that no copy of this one waits for."""
     other = Gpu(1000)
     setup.store[0] = value = other.full(5, 200)
@@ -177,7 +177,7 @@ def test_a_value_of_another_gpu_stays_there_without_a_word(setup, caplog):
 # ------------------------------------------------------------------ allocations
 
 
-def test_whoever_allocates_has_others_leave(setup):
+def test_allocation_evicts_other_values(setup):
     for key in range(4):
         setup.store[key] = setup.gpu.full(key, 250)
     memory = setup.allocate(200)
@@ -186,7 +186,7 @@ def test_whoever_allocates_has_others_leave(setup):
     setup.assert_right(range(4))
 
 
-def test_reading_back_has_others_leave(setup):
+def test_reading_back_evicts_other_values(setup):
     for key in range(2):
         setup.store[key] = setup.gpu.full(key, 600)
     assert [setup.levels(key) for key in range(2)] == [["pinned"], ["device"]]
@@ -198,7 +198,7 @@ def test_reading_back_has_others_leave(setup):
     setup.assert_right(range(2))
 
 
-def test_two_threads_find_no_room_at_the_same_time(setup):
+def test_two_threads_without_room_evict_in_turn(setup):
     """The second one waits for the copy that the first one makes, and then makes its own."""
     copying, go = threading.Event(), threading.Event()
 
@@ -237,7 +237,7 @@ def test_two_threads_find_no_room_at_the_same_time(setup):
     assert setup.gpu.most_nbytes <= 1000
 
 
-def test_a_copy_that_needs_room_itself_fails_and_waits_for_nobody(setup):
+def test_copy_that_needs_room_itself_fails_without_waiting(setup):
     """As of an array with gaps, which is copied on the device before it leaves."""
 
     def needs_room(value):
@@ -267,7 +267,7 @@ class Wasteful(GpuArray):
             self.gpu.n_refused += 1
 
 
-def test_a_thread_in_the_middle_of_the_books_is_refused(setup):
+def test_allocation_inside_the_store_lock_is_refused(setup):
     """It holds the lock, and what it is about to write down is not there yet."""
     setup.gpu.n_refused = 0
     setup.store[0] = setup.gpu.full(0, 600)
@@ -283,7 +283,7 @@ def test_a_thread_in_the_middle_of_the_books_is_refused(setup):
     assert setup.levels(0) == ["pinned"]
 
 
-def test_another_thread_in_the_middle_of_the_books_is_waited_for(setup):
+def test_allocation_waits_for_the_store_lock_of_another_thread(setup):
     setup.store[0] = setup.gpu.full(0, 600)
     got = []
     with setup.store._lock:
@@ -303,7 +303,7 @@ def test_another_thread_in_the_middle_of_the_books_is_waited_for(setup):
     assert len(got) == 1
 
 
-def test_a_store_that_is_closed_makes_no_room(setup, caplog):
+def test_closed_store_makes_no_room(setup, caplog):
     setup.store[0] = held = setup.gpu.full(0, 600)
     setup.store.close()
     setup.store.clear()
@@ -313,7 +313,7 @@ def test_a_store_that_is_closed_makes_no_room(setup, caplog):
     assert not caplog.messages
 
 
-def test_hooks_that_were_removed_below_others_ask_nobody(setup):
+def test_hooks_removed_below_others_do_nothing(setup):
     """Two workers of a process: the one that goes first cannot take its hook out of the middle."""
     other = CallWhenFull(lambda nbytes: False)
     setup.store[0] = setup.gpu.full(0, 600)
@@ -332,7 +332,7 @@ def test_hooks_that_were_removed_below_others_ask_nobody(setup):
     "operation, error",
     [("allocate", MemoryError), ("copy_out", RuntimeError), ("copy_in", RuntimeError)],
 )
-def test_whatever_fails_no_value_is_wrong_and_no_memory_is_lost(
+def test_any_failure_keeps_values_right_and_loses_no_memory(
     setup, monkeypatch, operation, error, n
 ):
     for key in range(4):

@@ -14,7 +14,7 @@ from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.store_setup import Setup, filled
 
 
-def test_a_value_is_reachable_at_every_step_of_its_way_down_and_up():
+def test_value_is_reachable_at_every_step_of_a_spill_and_read():
     setup = Setup()
     store = setup.store
     for key in "abc":
@@ -35,7 +35,7 @@ def test_a_value_is_reachable_at_every_step_of_its_way_down_and_up():
     assert "a" in store.memory
 
 
-def test_what_was_measured_is_not_measured_again():
+def test_measured_size_is_reused():
     setup = Setup()
     setup.store.measured["a"] = 33
     setup.store["a"] = b"a" * 40
@@ -45,7 +45,7 @@ def test_what_was_measured_is_not_measured_again():
     assert setup.residency.values["a"].nbytes == 40
 
 
-def test_insertion_never_waits_and_asking_moves_nothing():
+def test_insertion_never_waits_and_lookup_moves_nothing():
     setup = Setup()
     for key in "abcdef":
         setup.store[key] = key.encode() * 40
@@ -62,7 +62,7 @@ def test_insertion_never_waits_and_asking_moves_nothing():
     assert not setup.lanes
 
 
-def test_deleted_while_it_is_written():
+def test_value_is_deleted_during_its_write():
     setup = Setup()
     for key in "abc":
         setup.store[key] = key.encode() * 40
@@ -75,7 +75,7 @@ def test_deleted_while_it_is_written():
     assert setup.tiers[0].used_nbytes == setup.residency.levels[1].used_nbytes
 
 
-def test_deleted_between_the_copy_and_the_books():
+def test_value_is_deleted_between_copy_and_bookkeeping():
     setup = Setup()
     for key in "abc":
         setup.store[key] = key.encode() * 40
@@ -95,7 +95,7 @@ def test_deleted_between_the_copy_and_the_books():
     assert setup.tiers[0].used_nbytes == setup.residency.levels[1].used_nbytes
 
 
-def test_deleted_while_it_is_read():
+def test_value_is_deleted_during_its_read():
     setup = Setup()
     filled(setup, *"abc")
     told = []
@@ -113,7 +113,7 @@ def test_deleted_while_it_is_read():
     assert setup.residency.levels[0].reserved_nbytes == 0
 
 
-def test_two_messages_borrow_one_read():
+def test_two_messages_share_one_read():
     setup = Setup()
     filled(setup, *"abc")
     assert setup.store.is_cold("a")
@@ -130,7 +130,7 @@ def test_two_messages_borrow_one_read():
     assert setup.residency.levels[0].reserved_nbytes == 0
 
 
-def test_running_inputs_stay():
+def test_inputs_of_running_tasks_stay():
     setup = Setup()
     filled(setup, "a")
     claim, ready = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
@@ -142,7 +142,7 @@ def test_running_inputs_stay():
     assert setup.store.is_cold("a") or setup.store.is_cold("b")
 
 
-def test_a_seceded_task_keeps_no_room():
+def test_seceded_task_reserves_no_room():
     setup = Setup()
     claim, _ = setup.store.claim("parent", [], 90, (1,), lambda lost: None)
     told = []
@@ -156,7 +156,7 @@ def test_a_seceded_task_keeps_no_room():
     assert setup.residency.levels[0].reserved_nbytes == 0
 
 
-def test_dasks_protocol_for_eviction():
+def test_store_follows_the_eviction_protocol_of_dask():
     setup = Setup()
     filled(setup, *"ab")
     assert setup.store.fast
@@ -169,7 +169,7 @@ def test_dasks_protocol_for_eviction():
     assert setup.store.evict() == -1
 
 
-def test_explain_and_report():
+def test_explain_and_report_agree_with_the_store():
     setup = Setup()
     filled(setup, *"abc")
     answer = setup.store.explain("a")
@@ -182,7 +182,7 @@ def test_explain_and_report():
         setup.store.explain("x")
 
 
-def test_explain_says_why_in_a_sentence():
+def test_explain_gives_the_reason_in_a_sentence():
     setup = Setup(capacity=200_000)
 
     def reason(key):
@@ -216,12 +216,12 @@ def test_explain_says_why_in_a_sentence():
     assert reason("event") == "nothing below memory takes a value of this kind"
 
 
-def test_pop_is_refused_as_in_stock():
+def test_pop_is_refused_as_in_dask():
     with pytest.raises(NotImplementedError, match="del"):
         Setup().store.pop("a")
 
 
-def test_closed_with_work_under_way():
+def test_store_is_closed_with_moves_in_flight():
     setup = Setup()
     for key in "abcdef":
         setup.store[key] = key.encode() * 40
@@ -233,7 +233,7 @@ def test_closed_with_work_under_way():
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_closed_while_values_are_read(is_begun, caplog):
+def test_store_is_closed_during_reads(is_begun, caplog):
     setup = Setup()
     filled(setup, *"abcd")
     setup.store.claim("task", ["a"], 0, (), lambda lost: None)
@@ -259,7 +259,7 @@ def test_closed_while_values_are_read(is_begun, caplog):
     assert not caplog.messages
 
 
-def test_closed_while_a_message_has_a_value_read(caplog):
+def test_store_is_closed_during_a_read_for_a_message(caplog):
     setup = Setup()
     filled(setup, *"abc")
     get = setup.tiers[0]._tier.get

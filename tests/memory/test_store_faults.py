@@ -12,7 +12,7 @@ from dask_gpurt.memory.decisions.residency import MAX_MOVES
 from tests.memory.store_setup import Setup, filled, flatten, step_all_but_later
 
 
-def test_a_damaged_value_is_reported_and_gone():
+def test_damaged_value_is_reported_and_removed():
     setup = Setup()
     filled(setup, *"abc")
     setup.tiers[0].fail("get", DamagedValueError("checksum"))
@@ -24,7 +24,7 @@ def test_a_damaged_value_is_reported_and_gone():
     assert "a" not in setup.store
 
 
-def test_a_damaged_value_asked_for_directly():
+def test_direct_access_to_a_damaged_value_raises():
     setup = Setup()
     filled(setup, *"abc")
     setup.tiers[0].fail("get", DamagedValueError("checksum"))
@@ -35,7 +35,7 @@ def test_a_damaged_value_asked_for_directly():
     assert setup.store.lend("a") is None
 
 
-def test_no_memory_for_a_read_puts_it_off_for_a_moment():
+def test_read_without_memory_is_deferred():
     setup = Setup()
     filled(setup, *"abc")
     setup.tiers[0].fail("get", MemoryError())
@@ -58,7 +58,7 @@ def never_enough_memory(setup):
     setup.tiers[0]._tier.get = get
 
 
-def test_a_task_whose_input_never_fits_begins_in_the_end_and_learns_why():
+def test_task_whose_input_never_fits_starts_and_gets_the_reason():
     setup = Setup()
     filled(setup, *"abc")
     never_enough_memory(setup)
@@ -79,7 +79,7 @@ def test_a_task_whose_input_never_fits_begins_in_the_end_and_learns_why():
     assert not setup.lost
 
 
-def test_a_task_whose_input_does_not_fit_waits_while_another_runs():
+def test_task_whose_input_does_not_fit_waits_for_a_running_one():
     setup = Setup()
     filled(setup, *"abc")
     running, ready = setup.store.claim("other", ["c"], 0, (), lambda lost: None)
@@ -97,7 +97,7 @@ def test_a_task_whose_input_does_not_fit_waits_while_another_runs():
     assert told == [set()]
 
 
-def test_a_task_that_may_wait_for_others_is_nothing_to_wait_for():
+def test_task_that_waits_for_others_is_not_waited_for():
     """It may be this very task that it waits for."""
     setup = Setup()
     filled(setup, *"abc")
@@ -113,7 +113,7 @@ def test_a_task_that_may_wait_for_others_is_nothing_to_wait_for():
     assert told == [set()]
 
 
-def test_a_message_is_told_when_a_value_is_given_up():
+def test_message_is_told_when_its_value_is_abandoned():
     setup = Setup()
     filled(setup, *"abc")
     never_enough_memory(setup)
@@ -124,7 +124,7 @@ def test_a_message_is_told_when_a_value_is_given_up():
         setup.store.give_in(setup.store.put_off(0.0))
 
 
-def test_what_is_read_again_is_not_short_any_more():
+def test_successful_read_clears_the_failed_read():
     setup = Setup()
     filled(setup, *"abc")
     setup.tiers[0].fail("get", MemoryError())
@@ -149,7 +149,7 @@ def test_a_full_disk_keeps_values_in_memory():
     assert setup.residency.levels[0].used_nbytes <= 100
 
 
-def test_what_cannot_be_taken_apart_stays_and_the_others_leave():
+def test_unserializable_value_stays_and_others_are_evicted():
     setup = Setup(capacity=1100)
     setup.store["event"] = threading.Event()
     for number in range(10):
@@ -159,7 +159,7 @@ def test_what_cannot_be_taken_apart_stays_and_the_others_leave():
     assert setup.residency.levels[0].used_nbytes <= 1100
 
 
-def test_what_cannot_be_taken_apart_is_tried_and_told_of_once(caplog):
+def test_unserializable_value_is_tried_and_logged_once(caplog):
     setup = Setup(capacity=1100, n_tiers=3)
     setup.store["event"] = threading.Event()
     for number in range(10):
@@ -171,7 +171,7 @@ def test_what_cannot_be_taken_apart_is_tried_and_told_of_once(caplog):
     assert setup.store.explain("event")["refused_by"] == ["tier 0", "tier 1", "tier 2"]
 
 
-def test_values_are_not_taken_apart_over_and_over_for_a_full_tier():
+def test_full_tier_does_not_repeat_serialization():
     setup = Setup(tier_nbytes=50)
     taken_apart = []
     packing = setup.store._packings[0]
@@ -192,7 +192,7 @@ def test_values_are_not_taken_apart_over_and_over_for_a_full_tier():
     assert setup.store.has_cold
 
 
-def test_want_of_memory_is_no_full_tier():
+def test_lack_of_memory_does_not_count_as_a_full_tier():
     setup = Setup()
     setup.tiers[0].fail("put", MemoryError())
     filled(setup, *"abc")
@@ -203,7 +203,7 @@ def test_want_of_memory_is_no_full_tier():
     assert setup.store.has_cold
 
 
-def test_a_tier_that_is_full_passes_values_on():
+def test_full_tier_passes_values_on():
     setup = Setup(n_tiers=2)
     setup.tiers[0]._tier.put = lambda flat: (_ for _ in ()).throw(TierFullError("full"))
     filled(setup, *"abcdef")

@@ -43,12 +43,12 @@ def shuffled(n):
 
 
 @pytest.mark.parametrize("n", [0, 1, 100, RANKED_AT_ONCE])
-def test_few_leave_exactly_as_they_are_ranked(n):
+def test_few_values_leave_exactly_in_their_ranked_order(n):
     order, _ = begun(shuffled(n))
     assert left(order) == sorted(range(n), reverse=True)
 
 
-def test_of_many_so_many_are_ranked_at_a_time_and_none_is_left_out():
+def test_many_values_are_ranked_in_batches_without_a_gap():
     n = 3 * RANKED_AT_ONCE + 5
     order, ranks = begun(shuffled(n))
     asked = [ranks.asked]
@@ -64,14 +64,14 @@ def test_of_many_so_many_are_ranked_at_a_time_and_none_is_left_out():
     assert sum(batches) == n
 
 
-def test_those_that_leave_first_would_be_among_the_first_of_all():
+def test_first_victims_rank_among_the_first_of_all():
     n = 10 * RANKED_AT_ONCE
     order, _ = begun(shuffled(n))
     first = [order.left.pop() for _ in range(RANKED_AT_ONCE // 16)]
     assert min(first) > n * 7 // 8
 
 
-def test_what_comes_later_leaves_last_and_is_not_forgotten():
+def test_values_added_later_leave_last():
     order, ranks = begun(shuffled(100))
     for late in (200, 300, 250):
         order.add(late)
@@ -83,7 +83,7 @@ def test_what_comes_later_leaves_last_and_is_not_forgotten():
 
 
 @pytest.mark.parametrize("n_before", [0, 50, 3 * RANKED_AT_ONCE])
-def test_what_comes_and_goes_while_nothing_has_to_leave_is_not_kept(n_before):
+def test_removed_values_are_not_kept_by_the_order(n_before):
     order, _ = begun(range(n_before))
     gone = WeakSet()
     for _ in range(5_000):
@@ -115,7 +115,7 @@ def test_another_sample_is_ranked_each_time():
 
 @pytest.mark.parametrize("n", [160, 50 * RANKED_AT_ONCE])
 @pytest.mark.parametrize("change", ["changed", "add"])
-def test_an_order_is_found_anew_once_a_share_of_what_was_ranked_has_changed(n, change):
+def test_order_is_renewed_after_a_share_of_it_has_changed(n, change):
     order, ranks = begun(range(n))
     values = iter(range(n, 2 * n))
     asked = ranks.asked

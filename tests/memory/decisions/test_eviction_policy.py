@@ -22,7 +22,7 @@ def eviction_order(policy: str, **candidates: Candidate) -> str:
     return " ".join(sorted(candidates, key=lambda name: rank(candidates[name]), reverse=True))
 
 
-def test_what_has_no_known_use_goes_before_what_has_the_furthest_first():
+def test_values_without_a_known_use_leave_before_far_uses():
     order = eviction_order(
         "next-use",
         soon=candidate((0, 1, 3)),
@@ -44,7 +44,7 @@ def test_priorities_of_different_lengths_compare():
     assert order == "later from_queue from_scheduler"
 
 
-def test_of_values_without_a_known_use_the_last_clean_one_goes_first_and_the_first_dirty_one():
+def test_newest_clean_and_oldest_dirty_unused_values_leave_first():
     order = eviction_order(
         "next-use",
         old=candidate(made=1, last_used=2),
@@ -55,14 +55,14 @@ def test_of_values_without_a_known_use_the_last_clean_one_goes_first_and_the_fir
     assert order == "clean_recent clean_old old recent"
 
 
-def test_a_clean_value_goes_before_a_dirty_one_that_is_used_by_the_same_task():
+def test_clean_value_leaves_before_a_dirty_one_of_the_same_use():
     order = eviction_order(
         "next-use", dirty=candidate((1,)), clean=candidate((1,), is_clean=True, last_used=9)
     )
     assert order == "clean dirty"
 
 
-def test_shards_go_after_what_may_never_be_used_and_before_what_will_be_sooner():
+def test_shards_leave_after_unused_and_before_sooner_values():
     order = eviction_order(
         "next-use",
         held_by_client=candidate(),
@@ -73,7 +73,7 @@ def test_shards_go_after_what_may_never_be_used_and_before_what_will_be_sooner()
     assert order == "held_by_client shard queued queued_shard"
 
 
-def test_lru_looks_at_nothing_but_the_last_use():
+def test_lru_ranks_by_the_last_use_only():
     order = eviction_order(
         "lru",
         first=candidate(last_used=1, next_use=(0,)),
@@ -83,7 +83,7 @@ def test_lru_looks_at_nothing_but_the_last_use():
     assert order == "first second third"
 
 
-def test_largest_goes_by_size_then_by_age():
+def test_largest_ranks_by_size_then_by_age():
     order = eviction_order(
         "largest",
         small=candidate(nbytes=1),
@@ -93,7 +93,7 @@ def test_largest_goes_by_size_then_by_age():
     assert order == "old recent small"
 
 
-def test_policies_are_found_by_the_name_in_the_setting():
+def test_policies_have_the_names_of_the_setting():
     assert {name: policy.name for name, policy in POLICIES.items()} == {
         "next-use": "next-use",
         "lru": "lru",

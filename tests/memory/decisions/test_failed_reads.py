@@ -14,7 +14,7 @@ def value(serial):
     return Value(f"key {serial}", serial, home=0, nbytes=10, last_used=0)
 
 
-def test_what_has_waited_longest_comes_first():
+def test_longest_waiting_read_comes_first():
     shortage = Shortage()
     first, second = value(1), value(2)
     shortage.add(first, "too large")
@@ -30,7 +30,7 @@ def test_what_has_waited_longest_comes_first():
     assert [one.value for one in shortage.look(7.0)] == [second]
 
 
-def test_what_nobody_tries_to_read_any_more_is_forgotten():
+def test_failed_read_that_is_not_retried_is_forgotten():
     shortage = Shortage()
     for serial in (1, 2):
         shortage.add(value(serial), "no room")
@@ -40,7 +40,7 @@ def test_what_nobody_tries_to_read_any_more_is_forgotten():
     assert [one.value.serial for one in shortage.look(FORGET_S + 0.1)] == [2]
 
 
-def test_who_asks_is_told_once_that_waiting_is_over():
+def test_end_of_waiting_is_reported_once():
     shortage = Shortage()
     one = value(1)
     assert not shortage.is_over(one)
@@ -53,7 +53,7 @@ def test_who_asks_is_told_once_that_waiting_is_over():
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")])
-def test_it_is_looked_whether_there_really_is_no_memory(error):
+def test_memory_error_counts_only_if_memory_is_really_short(error):
     assert is_short(error, 1 << 60)
     assert not is_short(error, 1 << 10)
 
@@ -61,5 +61,5 @@ def test_it_is_looked_whether_there_really_is_no_memory(error):
 @pytest.mark.parametrize(
     "error", [OSError(errno.EMFILE, "too many"), OSError(errno.EAGAIN, "again"), ValueError()]
 )
-def test_what_others_say_is_no_shortage(error):
+def test_other_errors_are_no_lack_of_memory(error):
     assert not is_short(error, 1 << 60)

@@ -47,17 +47,17 @@ def test_tasks_that_can_run_go_by_priority():
     assert Graph(a=(3, ""), b=(1, ""), c=(2, "b")).order("a b c") == "b c a"
 
 
-def test_a_task_comes_after_a_root_that_is_held_back():
+def test_task_comes_after_a_queued_root_that_it_needs():
     graph = Graph("root", root=(1, ""), early=(2, "middle"), middle=(1, "root"), queued=(99, ""))
     assert graph.order("early queued root") == "queued root early"
 
 
-def test_tasks_that_need_held_back_roots_go_by_the_last_of_them():
+def test_tasks_rank_by_their_last_queued_root():
     graph = Graph("r1 r5", r1=(1, ""), r5=(5, ""), both=(2, "r1 r5"), first=(9, "r1"))
     assert graph.order("both first") == "first both"
 
 
-def test_of_tasks_that_wait_for_the_same_the_priority_decides():
+def test_priority_decides_between_tasks_with_the_same_wait():
     graph = Graph("root", root=(1, ""), late=(8, "root"), early=(7, "root"))
     assert graph.order("late early") == "early late"
 
@@ -67,7 +67,7 @@ def test_a_task_is_not_before_its_inputs_whatever_its_priority():
     assert graph.order("layer_2 between layer_1") == "between layer_1 layer_2"
 
 
-def test_what_waits_for_a_peer_comes_after_as_many_tasks_of_this_worker():
+def test_task_waiting_for_a_peer_comes_after_as_many_own_tasks():
     graph = Graph(
         here="h11 h12 h13",
         at_peer="p1 p2 p3",
@@ -79,14 +79,14 @@ def test_what_waits_for_a_peer_comes_after_as_many_tasks_of_this_worker():
     assert graph.order("second h13 h12 first h11") == "h11 first h12 second h13"
 
 
-def test_a_peer_that_is_ahead_makes_nothing_sooner():
+def test_peer_that_is_ahead_makes_no_use_sooner():
     graph = Graph(
         here="h1 h2", at_peer="p8", h1=(1, ""), h2=(2, ""), p8=(8, ""), between=(5, ""), t=(0, "p8")
     )
     assert graph.order("t between h1") == "h1 between t"
 
 
-def test_what_waits_for_a_peer_with_more_to_do_comes_after_all_of_this_worker():
+def test_task_waiting_for_a_busier_peer_comes_after_own_tasks():
     graph = Graph(
         here="h9", at_peer="p1 p2 p3", h9=(9, ""), p1=(1, ""), p2=(2, ""), p3=(3, ""), t=(4, "p3")
     )
@@ -98,7 +98,7 @@ def test_a_worker_without_a_queue_goes_by_priority():
     assert graph.order("after t before") == "before t after"
 
 
-def test_a_peer_takes_inputs_when_it_is_given_a_task():
+def test_peer_fetches_inputs_when_it_is_assigned_a_task():
     """And not when it comes to it."""
     graph = Graph(
         here="h8 h9", at_peer="p1 p2", h8=(8, ""), h9=(9, ""), p1=(1, ""), p2=(2, ""), t=(3, "p2")
@@ -112,26 +112,26 @@ def test_the_next_use_is_the_soonest_of_the_dependents():
     assert graph.outlook.next_use([]) is None
 
 
-def test_what_a_worker_knows_of_its_own_queue_compares():
+def test_uses_known_to_the_worker_and_scheduler_compare():
     graph = Graph("root", root=(1, ""), blocked=(2, "root"), before=(4, ""), after=(6, ""))
     uses = [graph.outlook.use("before"), reachable((0, 5, -3)), graph.outlook.use("after")]
     assert uses == sorted(uses)
     assert reachable((0, 99, -3)) < graph.outlook.use("blocked")
 
 
-def test_a_task_is_looked_at_once_however_many_wait_for_it():
+def test_task_with_many_dependents_is_visited_once():
     graph = Graph(root=(0, ""), **{f"t{n}": (n, "root") for n in range(1, 50)})
     graph.outlook.next_use(name for name in graph.tasks if name != "root")
     assert graph.asked.count("root") == 1
 
 
-def test_deep_graphs_do_not_run_out_of_stack():
+def test_deep_graphs_do_not_overflow_the_stack():
     chain = {f"t{n}": (n, f"t{n - 1}" if n else "") for n in range(3_000)}
     graph = Graph("t0", **chain)
     assert graph.outlook.use("t2999") > reachable((1,))
 
 
-def test_a_question_too_large_is_answered_from_what_is_known(monkeypatch):
+def test_oversized_question_is_answered_from_known_uses(monkeypatch):
     monkeypatch.setattr(foresight, "_MAX_TASKS", 2)
     graph = Graph("root far", root=(1, ""), far=(2, ""), a=(3, "root"), b=(4, "a"))
     graph.tasks |= {"c": (5, ["far"]), "d": (6, ["b", "c"])}
@@ -147,7 +147,7 @@ def test_the_answer_is_the_same_in_any_order_of_questions(waits):
     assert graph.outlook.use("c") > reachable((0, 1000))
 
 
-def test_answers_take_no_more_than_a_share_of_the_time_however_many_ask():
+def test_answers_take_a_bounded_share_of_the_time():
     pace = Pace(0.1)
     assert pace.rest_s(0.02, 100.0) == pytest.approx(0.2)
     # Who comes in between rests until the one before may ask again, and as long as is its own.

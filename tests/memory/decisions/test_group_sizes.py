@@ -18,7 +18,7 @@ def learnt(*sizes: int) -> int | None:
     return known.expected("random_sample")
 
 
-def test_nothing_is_expected_of_a_group_not_seen():
+def test_unseen_group_has_no_expected_size():
     known = Sizes()
     known.learn("sum", 8)
     assert known.expected("random_sample") is None
@@ -41,7 +41,7 @@ def test_sizes_that_vary_are_expected_high():
     assert known.expected("read_parquet") <= 1_400_000
 
 
-def test_two_kinds_of_outputs_in_a_group_are_expected_at_the_larger():
+def test_larger_of_two_output_sizes_is_expected():
     assert learnt(*[1_000, 9_000] * 50) == 9_000
 
 
@@ -61,7 +61,7 @@ def test_groups_do_not_mix():
     assert (known.expected("one"), known.expected("two")) == (1, 2)
 
 
-def test_where_outputs_are_is_learnt_and_what_was_learnt_elsewhere_forgotten():
+def test_level_of_outputs_is_learnt_and_replaces_the_previous():
     known = Sizes()
     assert known.home("map") == 0
     known.learn("map", 100)
@@ -71,7 +71,7 @@ def test_where_outputs_are_is_learnt_and_what_was_learnt_elsewhere_forgotten():
     assert (known.home("map"), known.expected("map")) == (0, 9)
 
 
-def test_the_group_that_was_longest_not_touched_is_forgotten():
+def test_least_recently_used_group_is_forgotten():
     known = Sizes(max_groups=3)
     for group in "abc":
         known.learn(group, 1)
@@ -82,7 +82,7 @@ def test_the_group_that_was_longest_not_touched_is_forgotten():
     assert len(known) == 3
 
 
-def test_nonsense_is_refused():
+def test_invalid_sizes_are_refused():
     with pytest.raises(ValueError, match="-1 bytes"):
         Sizes().learn("sum", -1)
     with pytest.raises(ValueError, match="at least 1"):
@@ -90,6 +90,6 @@ def test_nonsense_is_refused():
 
 
 @given(st.lists(st.integers(0, 2**50), min_size=1, max_size=50))
-def test_what_is_expected_lies_within_what_was_seen(sizes):
+def test_expected_size_lies_within_the_seen_sizes(sizes):
     # A mean of sizes beyond 2**53 would round; none that large can be held.
     assert min(sizes) <= learnt(*sizes) <= max(sizes)

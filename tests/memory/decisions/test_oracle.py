@@ -68,7 +68,7 @@ def informed(policy: str, **options):
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", names())
-def test_next_use_moves_little_more_than_with_the_whole_future_known(name, share):
+def test_next_use_moves_little_more_than_the_optimum(name, share):
     assert times_belady(name, share, informed("next-use")) <= 1.15
 
 
@@ -92,12 +92,12 @@ def test_scans_of_a_held_array_read_only_what_does_not_fit():
         assert moved.written_nbytes <= 0.7 * held_nbytes
 
 
-def test_what_waits_for_a_root_that_is_held_back_must_not_look_near():
+def test_ignoring_queued_roots_moves_far_more_bytes():
     flat = times_belady("merge", 0.3, lambda trace: Flat(trace, POLICIES["next-use"]))
     assert flat >= 1.5 * times_belady("merge", 0.3, informed("next-use"))
 
 
-def test_what_waits_for_a_peer_that_is_behind_must_not_look_near():
+def test_ignoring_slower_peers_moves_far_more_bytes():
     in_step = times_belady("merge", 0.3, lambda trace: InStep(trace, POLICIES["next-use"]))
     assert in_step >= 1.05 * times_belady("merge", 0.3, informed("next-use"))
 
@@ -122,18 +122,18 @@ def without_hints(name: str, policy: EvictionPolicy) -> float:
     return times_belady(name, 0.5, lambda trace: Informed(trace, policy, hints=False))
 
 
-def test_of_dirty_values_without_a_known_use_the_oldest_has_to_go():
+def test_oldest_dirty_value_without_a_known_use_has_to_leave():
     """A program that makes new from old uses the new next."""
     assert without_hints("steps", MostRecent()) >= 1.9 * without_hints("steps", NextUse())
 
 
-def test_of_clean_values_without_a_known_use_the_last_has_to_go():
+def test_newest_clean_value_without_a_known_use_has_to_leave():
     """They were read back by a scan. With hints nothing is left to guess: its uses are known."""
     ours = without_hints("anomaly_held", NextUse())
     assert without_hints("anomaly_held", LeastRecent()) >= 1.1 * ours
 
 
-def test_without_the_schedulers_hints_a_stencil_is_evicted_blindly():
+def test_stencil_without_hints_of_the_scheduler_moves_more_bytes():
     blind = times_belady("overlap", 0.5, informed("next-use", hints=False))
     assert blind >= 1.5 * times_belady("overlap", 0.5, informed("next-use"))
 
@@ -188,7 +188,7 @@ def some_programs(count: int, *, n_values: int, largest: int, n_inputs: int):
         yield program(sizes, uses)
 
 
-def test_by_hand():
+def test_belady_agrees_with_a_case_worked_by_hand():
     """Room for two of three: 0 and 1 are made, 2 drives out what is used last, and so on."""
     trace = program([10, 10, 10], [(0,), (1,), (2,), (0,), (1,), (2,)])
     moved = replay(trace, 20, Belady(trace))
@@ -196,13 +196,13 @@ def test_by_hand():
     assert (moved.read_nbytes, moved.written_nbytes) == (10, 20)
 
 
-def test_what_is_clean_is_not_written_again():
+def test_clean_value_is_not_written_again():
     trace = program([10, 10], [(0,), (1,)] * 4)
     moved = replay(trace, 10, Belady(trace))
     assert (moved.read_nbytes, moved.written_nbytes) == (60, 20)
 
 
-def test_a_copy_for_a_peer_does_not_take_room():
+def test_copy_for_a_peer_takes_no_room():
     trace = program([10, 10], [(0,), (1,)])
     sent = Trace(trace.nodes, [*trace.events, Event("send", (0,)), Event("send", (0,))])
     assert replay(sent, 10, informed("lru")(sent)).read_nbytes == 20

@@ -83,7 +83,7 @@ def test_a_clean_value_leaves_without_a_write():
     assert where(residency)["a"] == [1]
 
 
-def test_room_is_made_ahead_of_need_only_where_that_takes_a_write():
+def test_room_is_made_in_advance_only_where_it_needs_a_write():
     residency = two_levels(100)
     for key in "abcdefghij":
         residency.insert(key, 10)
@@ -118,7 +118,7 @@ def test_a_pinned_value_stays_and_its_copy_serves_later():
     assert settle(residency) == [Drop("a", 1, MEMORY)]
 
 
-def test_furthest_use_leaves_first_and_no_use_before_it():
+def test_unused_value_leaves_first_then_the_furthest_use():
     uses = {"a": (0, 5), "b": (0, 9), "c": (0, 7)}
     residency = two_levels(100, "next-use", uses)
     for key in "abcd":
@@ -130,7 +130,7 @@ def test_furthest_use_leaves_first_and_no_use_before_it():
     assert "b" not in [key for key, levels in where(residency).items() if levels == [1]]
 
 
-def test_a_copy_of_a_value_that_is_gone_is_of_no_use():
+def test_copy_of_a_removed_value_is_discarded():
     residency = two_levels(50)
     residency.insert("a", 30)
     residency.insert("b", 30)
@@ -200,7 +200,7 @@ def test_few_writes_are_under_way_at_once():
     assert len(residency.due()) == MAX_MOVES
 
 
-def test_of_very_many_values_only_so_many_are_asked_for_their_use():
+def test_number_of_queried_uses_is_bounded():
     asked = []
     n = 4 * RANKED_AT_ONCE
     residency = Residency(
@@ -230,7 +230,7 @@ def test_of_very_many_values_small_ones_leave_last():
     assert all(move.key >= n for move in moves)
 
 
-def test_while_writes_are_as_many_as_may_be_a_copy_is_looked_for_among_the_first_to_leave():
+def test_clean_value_is_dropped_while_all_writes_are_busy():
     uses = {}
     residency = two_levels(None, "next-use", uses)
     n = MAX_MOVES + MAX_PASSED + 10
@@ -273,7 +273,7 @@ def test_values_sink_through_the_tiers():
     }
 
 
-def test_reads_ahead_take_free_room_or_that_of_later_values():
+def test_prefetch_takes_free_room_or_room_of_later_values():
     uses = {key: (0, number) for number, key in enumerate("abcdefgh")}
     residency = two_levels(190, "next-use", uses)
     for key in "hgfedcba":
@@ -293,7 +293,7 @@ def test_reads_ahead_take_free_room_or_that_of_later_values():
     assert residency.levels[0].reserved_nbytes == 40 > AHEAD_SHARE * 190
 
 
-def test_a_claim_waits_for_room_and_the_first_never_for_ever():
+def test_claim_waits_for_room_but_the_first_not_for_ever():
     residency = two_levels(100)
     admission = Admission(residency)
     for key in "abc":
@@ -320,7 +320,7 @@ def test_a_claim_waits_for_room_and_the_first_never_for_ever():
     assert admission.overcommitted == 1
 
 
-def test_what_a_task_waits_for_begins_one_after_the_other_once_patience_ran_out():
+def test_nested_tasks_start_one_by_one_after_the_patience_time():
     admission = Admission(two_levels(100))
     outer = admission.ask("outer", [], 90, (0, 0))
     inner = [admission.ask(number, [], 40, (1, number)) for number in range(3)]
@@ -341,7 +341,7 @@ def test_what_a_task_waits_for_begins_one_after_the_other_once_patience_ran_out(
     assert admission.due() == []
 
 
-def test_what_a_task_may_wait_for_begins_beside_it():
+def test_subtasks_start_beside_a_task_that_waits_for_them():
     admission = Admission(two_levels(100))
     outer = admission.ask("outer", [], 90, (0, 0))
     inner = [admission.ask(number, [], 40, (1, number)) for number in range(2)]
@@ -359,7 +359,7 @@ def test_what_a_task_may_wait_for_begins_beside_it():
     assert admission.due() == [third]
 
 
-def test_what_was_let_in_may_itself_wait_for_others():
+def test_forcibly_started_task_may_itself_wait():
     admission = Admission(two_levels(100))
     claims = [admission.ask(number, [], 90, (0, number)) for number in range(4)]
     for nested in claims[1:]:
@@ -371,7 +371,7 @@ def test_what_was_let_in_may_itself_wait_for_others():
     assert not admission.running
 
 
-def test_n_tasks_of_four_tenths_never_run_more_than_two_at_a_time():
+def test_at_most_two_tasks_of_four_tenths_run_at_once():
     residency = two_levels(100)
     admission = Admission(residency)
     claims = [admission.ask(n, [], 40, (n,)) for n in range(6)]
@@ -400,7 +400,7 @@ def test_a_lost_input_does_not_hold_its_task():
 
 @pytest.mark.parametrize("n_small", [0, 500, 2 * RANKED_AT_ONCE])
 @pytest.mark.parametrize("may_leave", [True, False], ids=["may leave", "may not leave"])
-def test_many_small_values_are_not_in_the_way_of_large_ones(n_small, may_leave):
+def test_many_small_values_do_not_delay_large_evictions(n_small, may_leave):
     room = 10 * SMALL_NBYTES
     residency = two_levels(n_small + room)
     for number in range(n_small):

@@ -47,7 +47,7 @@ def test_a_checksum_may_be_taken_piece_by_piece(nbytes):
 
 
 @pytest.mark.parametrize("nbytes", LENGTHS[1:])
-def test_a_checksum_is_of_the_bytes_wherever_they_lie(nbytes):
+def test_checksum_does_not_depend_on_the_address(nbytes):
     data = noise(nbytes)
     askew = np.empty(nbytes + 3, np.uint8)[3:]
     askew[:] = data
@@ -56,7 +56,7 @@ def test_a_checksum_is_of_the_bytes_wherever_they_lie(nbytes):
     assert checksum(askew) == checksum(data)
 
 
-def test_a_checksum_is_what_it_is_said_to_be():
+def test_checksum_matches_its_documentation():
     data = noise(2 * STEP_NBYTES + 100)
     sums = b""
     for step in range(2):
@@ -68,7 +68,7 @@ def test_a_checksum_is_what_it_is_said_to_be():
 
 @deterministic
 @given(st.integers(1, 3 * STEP_NBYTES), st.integers(0, 2**32 - 1), st.integers(0, 7))
-def test_a_bit_that_changed_is_noticed(nbytes, seed, bit):
+def test_changed_bit_is_noticed(nbytes, seed, bit):
     data = noise(nbytes, seed)
     before = checksum(data)
     data[seed % nbytes] ^= 1 << bit
@@ -130,13 +130,13 @@ def a_lead(header=b"header", sizes=(5, 0, 70_000, 9)):
     return lead, layout, entries
 
 
-def test_a_lead_says_what_was_written():
+def test_lead_block_describes_the_written_value():
     lead, layout, entries = a_lead()
     assert read_lead(lead, layout.nbytes, 77) == (b"header", entries)
     assert lead[entries[3].offset : entries[3].offset + 9].tobytes() == noise(9).tobytes()
 
 
-def test_a_lead_that_was_changed_is_refused():
+def test_changed_lead_block_is_refused():
     lead, layout, _ = a_lead()
     for position in range(lead.nbytes):
         damaged = lead.copy()
@@ -152,7 +152,7 @@ def test_a_lead_that_was_changed_is_refused():
         read_lead(lead, layout.nbytes, 78)
 
 
-def test_a_lead_that_announces_more_than_it_holds_is_refused():
+def test_lead_block_that_announces_too_much_is_refused():
     layout = layout_of(6, [])
     lead = np.zeros(layout.lead_nbytes, np.uint8)
     write_lead(lead, layout, 77, b"header", [], [])
@@ -176,7 +176,7 @@ def fd(tmp_path):
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 4096, 65536, 65537, 200_000, (8 << 20) + 5])
-def test_what_a_bounce_buffer_carries_is_what_there_was(fd, nbytes, aligned):
+def test_bounce_buffer_writes_the_same_bytes(fd, nbytes, aligned):
     data = empty_blocks(nbytes + 16)[: nbytes if aligned else None][0 if aligned else 16 :]
     data[:] = noise(nbytes)
     assert is_aligned(data) == aligned
@@ -186,7 +186,7 @@ def test_what_a_bounce_buffer_carries_is_what_there_was(fd, nbytes, aligned):
         assert os.pread(fd, nbytes, position) == data.tobytes()
 
 
-def test_more_buffers_than_a_call_takes(fd):
+def test_more_buffers_than_one_call_takes_are_read(fd):
     data = noise(10_000)
     os.pwrite(fd, data.data, 0)
     system = System()
@@ -247,7 +247,7 @@ def test_waits_double_up_to_a_minute():
     assert waits == [FIRST_S * 2**n for n in range(6)] + [LONGEST_S] * 4
 
 
-def test_a_reason_is_said_now_and_then():
+def test_same_complaint_is_repeated_after_a_while():
     complaints = Complaints()
     assert complaints.is_due("full", 0.0)
     assert not complaints.is_due("full", SILENCE_S - 1)

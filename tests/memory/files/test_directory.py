@@ -96,7 +96,7 @@ def test_a_living_directory_is_not_swept(parent):
     assert inside(parent) == []
 
 
-def test_what_the_dead_left_is_swept_and_nothing_else(parent):
+def test_only_directories_of_dead_processes_are_swept(parent):
     left_by_a_dead_process(parent, "dead")
     left_by_a_dead_process(parent, "dead too")
     others = pathlib.Path(parent) / "of somebody else"
@@ -114,17 +114,17 @@ def test_what_the_dead_left_is_swept_and_nothing_else(parent):
     living.remove()
 
 
-def test_a_lock_whose_directory_never_came_to_be_is_swept(parent):
+def test_lock_file_without_a_directory_is_swept(parent):
     shutil.rmtree(left_by_a_dead_process(parent, "early"))
     assert sweep(parent) == 1
     assert inside(parent) == []
 
 
-def test_nowhere_to_sweep(parent):
+def test_sweep_without_directories_does_nothing(parent):
     assert sweep(parent) == 0
 
 
-def test_a_link_is_not_followed(parent, tmp_path):
+def test_sweep_does_not_follow_links(parent, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "file").touch()
@@ -140,7 +140,7 @@ def test_a_link_is_not_followed(parent, tmp_path):
     assert (elsewhere / "file").exists()
 
 
-def test_what_cannot_be_removed_is_said_and_left_for_the_next(parent, caplog, monkeypatch):
+def test_failed_removal_is_logged_and_left_for_the_next_sweep(parent, caplog, monkeypatch):
     path = left_by_a_dead_process(parent, "stuck")
     with monkeypatch.context() as patch:
         patch.setattr(directory, "_remove_tree", lambda path: None)
@@ -150,7 +150,7 @@ def test_what_cannot_be_removed_is_said_and_left_for_the_next(parent, caplog, mo
     assert inside(parent) == []
 
 
-def test_two_that_sweep_at_once_remove_it_once(parent):
+def test_concurrent_sweeps_remove_a_directory_once(parent):
     for number in range(20):
         left_by_a_dead_process(parent, str(number))
     together = threading.Barrier(2)
@@ -187,7 +187,7 @@ def test_a_sweep_between_a_lock_file_and_its_owner_changes_nothing(parent):
     assert inside(parent) == []
 
 
-def test_a_lock_that_an_earlier_version_takes_for_a_moment_costs_a_name(parent):
+def test_lock_taken_by_an_earlier_version_costs_one_name(parent):
     names = map((directory.PREFIX + "{}").format, itertools.count())
     taken = []
 
@@ -220,7 +220,7 @@ def test_a_sweep_at_any_other_moment_changes_nothing(parent):
     tier.close()
 
 
-def test_a_name_that_is_taken_is_not_taken_again(parent):
+def test_existing_directory_name_is_not_reused(parent):
     path = left_by_a_dead_process(parent, "taken")
     names = iter([path.name, directory.PREFIX + "free"])
     mine = ValueDirectory(parent, new_name=lambda: next(names))
@@ -230,7 +230,7 @@ def test_a_name_that_is_taken_is_not_taken_again(parent):
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS])
-def test_where_there_are_no_locks_only_what_can_be_looked_up_is_swept(parent, monkeypatch, code):
+def test_without_locks_only_known_dead_owners_are_swept(parent, monkeypatch, code):
     def flock(fd, how):
         raise OSError(code, os.strerror(code))
 
@@ -250,7 +250,7 @@ def test_where_there_are_no_locks_only_what_can_be_looked_up_is_swept(parent, mo
     ]
 
 
-def test_no_locks_are_taken_where_users_say_so(parent, monkeypatch):
+def test_no_locks_are_taken_when_disabled_in_dask(parent, monkeypatch):
     """Dask's `distributed.worker.use-file-locking: false`."""
 
     def flock(fd, how):
@@ -294,7 +294,7 @@ GONE = [
 
 
 @pytest.mark.parametrize("changes", ELSEWHERE, ids=str)
-def test_what_cannot_be_looked_up_is_left_alone(parent, changes, caplog, monkeypatch):
+def test_directory_of_an_unknown_owner_is_kept(parent, changes, caplog, monkeypatch):
     monkeypatch.setattr(owner, "this_place", lambda: HERE)
     path = left_by(parent, "elsewhere", **changes)
     with caplog.at_level(logging.INFO, "dask_gpurt.memory"):
@@ -304,7 +304,7 @@ def test_what_cannot_be_looked_up_is_left_alone(parent, changes, caplog, monkeyp
 
 
 @pytest.mark.parametrize("changes", GONE, ids=str)
-def test_what_can_be_looked_up_is_swept_if_it_is_dead(parent, changes, monkeypatch):
+def test_directory_of_a_known_dead_owner_is_swept(parent, changes, monkeypatch):
     monkeypatch.setattr(owner, "this_place", lambda: HERE)
     left_by(parent, "dead", **changes)
     assert sweep(parent) == 1
@@ -312,7 +312,7 @@ def test_what_can_be_looked_up_is_swept_if_it_is_dead(parent, changes, monkeypat
 
 
 @pytest.mark.parametrize("changes", [*ELSEWHERE, *GONE], ids=str)
-def test_whoever_holds_the_lock_lives(parent, changes, monkeypatch):
+def test_holder_of_the_lock_counts_as_alive(parent, changes, monkeypatch):
     """Forks of a process hold it as well."""
     monkeypatch.setattr(owner, "this_place", lambda: HERE)
     path = left_by(parent, "held", **{**changes, "is_locked": True})
@@ -322,7 +322,7 @@ def test_whoever_holds_the_lock_lives(parent, changes, monkeypatch):
     assert (path / "00000000").exists()
 
 
-def test_a_lock_that_another_machine_can_take_as_well(parent, monkeypatch):
+def test_directory_is_kept_although_its_lock_can_be_taken(parent, monkeypatch):
     monkeypatch.setattr(directory.fcntl, "flock", lambda fd, how: None)
     mine = DiskTier(parent)
     value = flat_of((100_000,))
@@ -332,7 +332,7 @@ def test_a_lock_that_another_machine_can_take_as_well(parent, monkeypatch):
     mine.close()
 
 
-def test_a_living_process_is_believed_whatever_its_lock_says(parent):
+def test_directory_of_a_living_process_is_kept_without_a_lock(parent):
     """As on a file system whose locks are known on one machine, or to one mount, only."""
     path = left_by(parent, "living", started=owner.started(os.getpid()))
     assert sweep(parent) == 0
@@ -344,7 +344,7 @@ def test_a_living_process_is_believed_whatever_its_lock_says(parent):
     [b"", b"{", b"[]", b"7", b"[" * 4096, b"9" * 4096, b'{"pid": "1"}', bytes(range(256))],
     ids=repr,
 )
-def test_a_directory_of_nobody_is_left_alone(parent, record):
+def test_directory_without_an_owner_is_kept(parent, record):
     """Of an earlier version, or of a process that is about to write its name."""
     path = left_by_a_dead_process(parent, "nobody")
     whole = pathlib.Path(f"{path}.lock").read_bytes()
@@ -354,14 +354,14 @@ def test_a_directory_of_nobody_is_left_alone(parent, record):
         assert (path / "00000000").exists()
 
 
-def test_a_record_comes_back_as_it_was():
+def test_owner_record_is_restored_unchanged():
     me = owner.this_process(True, 5)
     assert owner.unpacked(me.packed()) == me
     assert owner.started(me.pid) == me.started
     assert len(me.packed()) < owner.MOST_NBYTES
 
 
-def test_a_dead_process_has_not_started():
+def test_dead_process_has_no_start_time():
     child = subprocess.Popen(["/bin/true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert owner.started(child.pid) is None, "nobody has waited for it yet"
@@ -372,7 +372,7 @@ def test_a_dead_process_has_not_started():
 # ------------------------------------------------------------------ processes
 
 
-def test_a_fork_does_not_remove_what_is_its_parents(parent):
+def test_fork_does_not_remove_the_directory_of_its_parent(parent):
     tier = DiskTier(parent)
     value = flat_of((100_000,))
     place = tier.put(value)
@@ -405,7 +405,7 @@ def writing_to(parent):
 
 
 @pytest.mark.cluster
-def test_killed_in_the_middle_of_a_write(parent):
+def test_directory_of_a_process_killed_while_writing_is_swept(parent):
     """Nothing of it is swept while it lives, and everything after it died."""
     with writing_to(parent) as writer:
         assert sweep(parent) == 0
@@ -425,7 +425,7 @@ def test_killed_in_the_middle_of_a_write(parent):
 
 
 @pytest.mark.cluster
-def test_killed_together_with_its_reaper(parent):
+def test_directory_is_swept_when_the_reaper_was_killed_too(parent):
     """As at the end of a container: whoever starts next sweeps."""
     with writing_to(parent) as writer:
         (reaper,) = psutil.Process(writer.pid).children()
@@ -439,7 +439,7 @@ def test_killed_together_with_its_reaper(parent):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_reaper_outlives_what_ends_a_group_of_processes(parent, number):
+def test_reaper_survives_the_end_of_its_process_group(parent, number):
     mine = ValueDirectory(parent)
     mine.ready()
     shell = mine._reaper
@@ -457,7 +457,7 @@ def _ignores(pid, number):
     return int(mask, 16) >> (number - 1) & 1
 
 
-def test_without_a_shell_a_directory_is_used_all_the_same(parent, monkeypatch):
+def test_directory_works_without_a_shell(parent, monkeypatch):
     def refused(*args, **kwargs):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 

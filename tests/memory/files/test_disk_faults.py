@@ -25,7 +25,7 @@ from tests.memory.files.disk_cases import LARGE, SMALL, failing_pwrite, files
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
 @pytest.mark.parametrize("lengths", [(10, 500), (300_001, 20, 70_000)])
-def test_damage_is_noticed_wherever_it_is(parent, lengths, compression):
+def test_damage_at_any_position_is_noticed(parent, lengths, compression):
     tier = DiskTier(str(parent), None, compression)
     value = flat_of(lengths)
     place = tier.put(value)
@@ -71,7 +71,7 @@ def test_no_decoder_sees_damaged_bytes(parent, compression, monkeypatch):
     tier.close()
 
 
-def test_blocks_that_changed_places_are_noticed(parent):
+def test_swapped_blocks_are_noticed(parent):
     tier = DiskTier(str(parent))
     place = tier.put(Flat(b"", (half_noise(1 << 20, 0),)))
     path = pathlib.Path(place.path)
@@ -83,7 +83,7 @@ def test_blocks_that_changed_places_are_noticed(parent):
     tier.close()
 
 
-def test_another_value_in_its_place_is_noticed(parent):
+def test_file_replaced_by_another_value_is_noticed(parent):
     tier = DiskTier(str(parent))
     for lengths in (LARGE, (70_000,)):
         one, other = tier.put(flat_of(LARGE, 1)), tier.put(flat_of(lengths, 2))
@@ -94,7 +94,7 @@ def test_another_value_in_its_place_is_noticed(parent):
 
 
 @pytest.mark.parametrize("lengths", [(10,), LARGE])
-def test_a_file_that_vanished_is_damage(parent, lengths):
+def test_missing_file_counts_as_damage(parent, lengths):
     tier = DiskTier(str(parent))
     place = tier.put(flat_of(lengths))
     os.unlink(place.path)
@@ -105,7 +105,7 @@ def test_a_file_that_vanished_is_damage(parent, lengths):
     tier.close()
 
 
-def test_a_write_that_was_torn_is_no_value(parent, monkeypatch):
+def test_torn_write_is_not_a_value(parent, monkeypatch):
     """Everything is there but what is written last."""
     tier = DiskTier(str(parent))
     place = tier.put(flat_of(LARGE))
@@ -128,7 +128,7 @@ def test_the_lead_is_written_last(parent):
     tier.close()
 
 
-def test_an_error_of_the_disk_is_an_error_and_not_damage(parent):
+def test_disk_error_is_not_reported_as_damage(parent):
     def preadv(real, *args):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -170,7 +170,7 @@ def open_files():
         ((5_000_000, 10, 200_000), errno.EIO),
     ],
 )
-def test_every_call_fails_once(tmp_path, lengths, code):
+def test_value_is_whole_or_absent_after_any_failed_call(tmp_path, lengths, code):
     """Whichever call it is: the value is kept whole or not at all, and then it goes on."""
     value, failed = flat_of(lengths), set()
     for n in itertools.count(1):
@@ -207,7 +207,7 @@ def test_every_call_fails_once(tmp_path, lengths, code):
     assert failed == set(CALLS) - ({"ftruncate"} if lengths == SMALL else set())
 
 
-def test_after_a_failure_it_waits_and_then_tries_again(parent, caplog):
+def test_tier_waits_after_a_failure_and_tries_again(parent, caplog):
     now_s = [100.0]
     system = System()
     tier = DiskTier(str(parent), system=system, clock=lambda: now_s[0])
@@ -239,7 +239,7 @@ def test_after_a_failure_it_waits_and_then_tries_again(parent, caplog):
     tier.close()
 
 
-def test_another_reason_is_said_too(parent, caplog):
+def test_new_reason_of_failure_is_logged(parent, caplog):
     now_s = [0.0]
     codes = itertools.cycle([errno.ENOSPC, errno.EROFS])
 
@@ -264,7 +264,7 @@ def test_another_reason_is_said_too(parent, caplog):
     tier.close()
 
 
-def test_a_full_tier_is_no_failure(parent, caplog):
+def test_full_tier_is_not_logged_as_a_failure(parent, caplog):
     tier = DiskTier(str(parent), 300_000)
     place = tier.put(flat_of((200_000,)))
     with pytest.raises(TierFullError, match="do not fit"):
@@ -278,7 +278,7 @@ def test_a_full_tier_is_no_failure(parent, caplog):
     tier.close()
 
 
-def test_a_parent_that_is_a_file(parent):
+def test_parent_that_is_a_file_is_an_error(parent):
     parent.write_text("not a directory")
     tier = DiskTier(str(parent))
     with pytest.raises(OSError):
@@ -289,7 +289,7 @@ def test_a_parent_that_is_a_file(parent):
 
 
 @pytest.mark.parametrize("with_parent", [False, True])
-def test_a_directory_that_was_deleted_is_made_again(parent, caplog, with_parent):
+def test_deleted_directory_is_made_again(parent, caplog, with_parent):
     tier = DiskTier(str(parent))
     lost = tier.put(flat_of(LARGE, 1))
     shutil.rmtree(parent if with_parent else pathlib.Path(lost.path).parent)
@@ -306,7 +306,7 @@ def test_a_directory_that_was_deleted_is_made_again(parent, caplog, with_parent)
     assert not [path for path in open_files() if str(parent) in path]
 
 
-def test_a_file_that_cannot_be_opened_costs_no_others(parent):
+def test_file_that_cannot_be_opened_does_not_affect_others(parent):
     """Not finding a place to write to does not mean that the directory is gone."""
     system = System()
     tier = DiskTier(str(parent), system=system)
@@ -324,7 +324,7 @@ def test_a_file_that_cannot_be_opened_costs_no_others(parent):
     tier.close()
 
 
-def test_a_file_that_does_not_go_is_said_and_goes_with_the_tier(parent, caplog):
+def test_undeletable_file_is_logged_and_removed_with_the_tier(parent, caplog):
     def unlink(real, path):
         if not path.endswith("probe"):
             raise OSError(errno.EIO, "Input/output error")

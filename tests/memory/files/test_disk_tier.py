@@ -67,13 +67,13 @@ class TestDiskInMemory(DiskSuite):
 # ------------------------------------------------------------------ what is on the disk
 
 
-def test_nothing_is_made_before_it_is_needed(parent):
+def test_no_directory_is_made_before_the_first_value(parent):
     tier = DiskTier(str(parent))
     tier.close()
     assert not parent.exists()
 
 
-def test_files_are_for_their_user_alone_and_named_by_numbers(parent):
+def test_files_are_private_and_named_by_numbers(parent):
     old = os.umask(0)
     try:
         tier = DiskTier(str(parent))
@@ -88,7 +88,7 @@ def test_files_are_for_their_user_alone_and_named_by_numbers(parent):
     assert not list(parent.iterdir())
 
 
-def test_a_place_takes_what_its_file_does(parent):
+def test_size_of_a_place_equals_its_file(parent):
     tier = DiskTier(str(parent))
     for lengths in ((), (10,), (5_000,), (70_000,), LARGE):
         place = tier.put(flat_of(lengths))
@@ -98,7 +98,7 @@ def test_a_place_takes_what_its_file_does(parent):
         assert not file.exists()
 
 
-def test_a_frame_comes_back_writable_and_without_another_copy(parent):
+def test_frame_is_read_writable_and_without_another_copy(parent):
     tier = DiskTier(str(parent))
     frame = pd.DataFrame(
         {"a": np.arange(1e5), "b": np.arange(100_000), "c": [f"{n:09}" for n in range(100_000)]}
@@ -114,7 +114,7 @@ def test_a_frame_comes_back_writable_and_without_another_copy(parent):
     tier.close()
 
 
-def test_large_buffers_are_let_go_of_one_by_one(parent):
+def test_large_buffers_are_freed_one_by_one(parent):
     """A column that somebody goes on using does not hold on to the whole frame."""
     tier = DiskTier(str(parent))
     got = tier.get(tier.put(flat_of((1_000_000, 1_000_000, 10))))
@@ -127,7 +127,7 @@ def test_large_buffers_are_let_go_of_one_by_one(parent):
 # ------------------------------------------------------------------ how it gets there
 
 
-def test_large_values_go_past_the_page_cache_and_small_ones_do_not(parent, has_direct):
+def test_only_large_values_bypass_the_page_cache(parent, has_direct):
     system = System()
     tier = DiskTier(str(parent), system=system)
     tier.put(flat_of((10,)))
@@ -158,7 +158,7 @@ def test_reading_is_one_call(parent):
     tier.close()
 
 
-def test_memory_on_a_block_boundary_is_written_from_where_it_is(parent, has_direct):
+def test_aligned_memory_is_written_in_place(parent, has_direct):
     system = System()
     tier = DiskTier(str(parent), system=system)
     value = flat_of(((8 << 20) + 100,))
@@ -172,7 +172,7 @@ def test_memory_on_a_block_boundary_is_written_from_where_it_is(parent, has_dire
     tier.close()
 
 
-def test_direct_io_is_tried_once_a_directory(parent):
+def test_direct_io_is_tried_once_per_directory(parent):
     system = System(open=without_direct)
     tier = DiskTier(str(parent), system=system)
     for _ in range(3):
@@ -184,7 +184,7 @@ def test_direct_io_is_tried_once_a_directory(parent):
 
 
 @pytest.mark.parametrize("piece", [512, 4096, 100_000 // 512 * 512])
-def test_the_system_may_do_less_than_it_is_asked_for(parent, piece):
+def test_partial_system_calls_are_continued(parent, piece):
     def pwrite(real, fd, view, position):
         return real(fd, view[:piece], position)
 
@@ -198,7 +198,7 @@ def test_the_system_may_do_less_than_it_is_asked_for(parent, piece):
     tier.close()
 
 
-def test_a_write_that_makes_no_headway_is_an_error(parent):
+def test_write_without_progress_is_an_error(parent):
     tier = DiskTier(str(parent), system=System(pwrite=lambda real, fd, view, position: 0))
     with pytest.raises(OSError):
         tier.put(flat_of((10,)))
@@ -227,7 +227,7 @@ def test_an_unknown_coder_is_refused(parent):
         DiskTier(str(parent), None, "snappy")
 
 
-def test_what_was_read_and_written_is_told(parent):
+def test_read_and_written_bytes_are_reported(parent):
     told = []
     ticks = itertools.count()
     tier = DiskTier(
@@ -247,7 +247,7 @@ def test_what_was_read_and_written_is_told(parent):
 
 
 @pytest.mark.parametrize("ends", ["drop", "close"])
-def test_a_file_that_is_being_read_may_go(parent, executor, ends):
+def test_file_may_be_removed_during_a_read(parent, executor, ends):
     gate = Gate()
 
     def preadv(real, *args):
@@ -271,7 +271,7 @@ def test_a_file_that_is_being_read_may_go(parent, executor, ends):
     tier.close()
 
 
-def test_closing_while_somebody_writes(parent, executor):
+def test_tier_may_be_closed_during_a_write(parent, executor):
     gate = Gate()
 
     def pwrite(real, *args):
@@ -292,7 +292,7 @@ def test_closing_while_somebody_writes(parent, executor):
     assert not list(parent.iterdir())
 
 
-def test_what_is_being_written_counts(parent, executor):
+def test_value_being_written_counts_towards_the_limit(parent, executor):
     gate = Gate()
 
     def pwrite(real, *args):
@@ -314,7 +314,7 @@ def test_what_is_being_written_counts(parent, executor):
     tier.close()
 
 
-def test_two_threads_that_begin_make_one_directory(parent):
+def test_two_threads_make_one_directory(parent):
     tier = DiskTier(str(parent))
     together = threading.Barrier(2)
 
@@ -330,7 +330,7 @@ def test_two_threads_that_begin_make_one_directory(parent):
     tier.close()
 
 
-def test_the_name_of_a_key_is_nowhere(parent):
+def test_file_names_do_not_contain_keys(parent):
     tier = DiskTier(str(parent))
     tier.put(flat_of((10,)))
     assert all(re.fullmatch(r"\d{8}", path.name) for path in files(parent))
@@ -340,7 +340,7 @@ def test_the_name_of_a_key_is_nowhere(parent):
 # ------------------------------------------------------------------ a look before it is needed
 
 
-def test_a_look_says_where_values_will_go(parent, has_direct):
+def test_check_reports_the_directory(parent, has_direct):
     tier = DiskTier(str(parent))
     found = tier.look()
     assert pathlib.Path(found["directory"]).parent == parent
@@ -354,13 +354,13 @@ def test_a_look_says_where_values_will_go(parent, has_direct):
     assert not list(parent.iterdir())
 
 
-def test_a_look_says_that_there_is_no_direct_io(parent):
+def test_check_reports_missing_direct_io(parent):
     tier = DiskTier(str(parent), system=System(open=without_direct))
     assert tier.look()["is_direct"] is False
     tier.close()
 
 
-def test_a_look_says_why_nothing_can_be_written(tmp_path):
+def test_check_reports_why_the_directory_is_unusable(tmp_path):
     (tmp_path / "file").touch()
     tier = DiskTier(str(tmp_path / "file" / "spill"))
     assert tier.look() == {
