@@ -34,7 +34,7 @@ def deal_all(deal, outputs):
     return {(i, j): deal.host(operands("a", i), operands("b", j)) for i, j in outputs}
 
 
-def test_two_hosts_stand_side_by_side_unless_the_first_operands_are_larger():
+def test_two_hosts_form_a_row_unless_first_operands_are_larger():
     assert shape(2) == (1, 2)
     assert shape(2, 1, 2) == (1, 2)
     assert shape(2, 2, 1) == (2, 1)
@@ -51,7 +51,7 @@ def test_no_other_grid_sends_less(n_hosts, rows_nbytes, columns_nbytes):
     assert sent(*found) == min(sent(*one) for one in others)
 
 
-def test_a_grid_that_sends_more_is_taken_where_others_leave_hosts_with_little_to_do():
+def test_balanced_grid_is_preferred_to_one_that_sends_less():
     assert grid(4, Side(6, 1), Side(6, 1)) == (2, 2)
     # Three rows of hosts have two rows of outputs each; two have one and two.
     assert grid(6, Side(3, 3), Side(6, 1)) == (3, 2)
@@ -70,7 +70,7 @@ def test_no_host_makes_far_more_than_its_share(n_hosts, n_rows, n_columns):
     assert max(made.values()) <= MAX_OVERLOAD * n_rows * n_columns / n_hosts
 
 
-def test_a_square_number_of_hosts_stands_in_a_square():
+def test_square_number_of_hosts_forms_a_square_grid():
     for edge in range(1, 6):
         assert shape(edge**2) == (edge, edge)
 
@@ -94,14 +94,14 @@ def test_the_first_outputs_of_a_row_are_made_on_different_hosts():
     assert all(found[i, j] == found[0, j] for i in range(4) for j in range(4))
 
 
-def test_a_column_goes_to_who_has_it_unless_that_one_is_ahead():
+def test_column_goes_to_its_holder_unless_that_host_is_ahead():
     deal = dealt_to(HOSTS[:2])
     here = [Operand(("b", j), 1, ("b",)) for j in range(2)]
     assert deal.host(operands("a", 0), here[:1]) == "b"
     assert deal.host(operands("a", 0), here[1:]) == "a"
 
 
-def test_operands_are_made_where_they_are_needed_by_all_of_those_as_many():
+def test_operands_are_spread_evenly_over_hosts_that_use_them():
     deal = dealt_to(HOSTS[:4])
     assert deal.home(("a", 0, 0)) is None
     found = deal_all(deal, product(range(4), range(4)))
@@ -114,7 +114,7 @@ def test_operands_are_made_where_they_are_needed_by_all_of_those_as_many():
     assert set(made.values()) == {2 * 4 * 3 // 4}
 
 
-def test_what_was_dealt_is_known_by_any_two_operands():
+def test_assigned_output_is_found_by_any_two_operands():
     deal = dealt_to(HOSTS[:4])
     assert deal.known(("a", 0, 0), ("b", 0, 0)) is None
     found = deal_all(deal, product(range(3), range(3)))
@@ -122,7 +122,7 @@ def test_what_was_dealt_is_known_by_any_two_operands():
         assert deal.known(("a", i, k), ("b", j, 2 - k)) == found[i, j]
 
 
-def test_an_output_of_more_rows_than_were_dealt_alike_is_still_made_on_one_host():
+def test_output_over_several_operand_rows_is_made_on_one_host():
     """A result that adds up several outputs has operands of several rows."""
     deal = dealt_to(HOSTS[:2])
     deal_all(deal, product(range(2), range(2)))
@@ -130,7 +130,7 @@ def test_an_output_of_more_rows_than_were_dealt_alike_is_still_made_on_one_host(
     assert deal.host(operands("a", 5), both) == deal.known(("a", 5, 0), ("b", 0, 0))
 
 
-def test_crossing_bytes_of_a_square_product_grow_with_the_edge_of_the_grid():
+def test_traffic_of_a_square_product_grows_with_the_grid_edge():
     n = 16
     for n_hosts in (4, 16):
         hosts = [str(number) for number in range(n_hosts)]

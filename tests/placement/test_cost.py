@@ -32,7 +32,7 @@ def cost(task, worker, places):
     return costs(task, [worker], places)[worker.address]
 
 
-def test_a_missing_input_takes_the_best_way_from_any_holder():
+def test_missing_input_takes_the_best_path_of_any_holder():
     task = Task("t", [Input("x", 1000, {"a", "b"})])
     found = cost(task, Worker("c", 1), ways(a_c=(1.0, 1000.0), b_c=(0.0, 2000.0)))
     assert found.transfer_s == found.sending_s == 0.5
@@ -47,7 +47,7 @@ def test_latency_decides_where_there_is_little_to_move():
     assert cost(large, Worker("c", 1), ways_to_c).transfer_s == 1.5
 
 
-def test_what_is_on_its_way_counts_for_what_remains():
+def test_input_in_flight_costs_its_remaining_time():
     way = ways(a_c=(0.0, 100.0))
     task = Task("t", [Input("x", 1000, {"a"}, {"c": 2.5})])
     found = cost(task, Worker("c", 1), way)
@@ -56,13 +56,13 @@ def test_what_is_on_its_way_counts_for_what_remains():
     assert cost(late, Worker("c", 1), way).arriving_s == 10
 
 
-def test_the_queue_is_shared_by_the_threads():
+def test_queue_time_is_divided_by_the_threads():
     task = Task("t", [], duration_s=3.0)
     found = cost(task, Worker("a", 4, occupancy_s=8.0), ways())
     assert (found.queue_s, found.duration_s, found.total_s) == (2, 3, 5)
 
 
-def test_what_does_not_fit_is_put_away():
+def test_spilling_is_charged_for_bytes_that_do_not_fit():
     task = Task("t", [Input("x", 600, {"a"})], output_nbytes=500)
     way = ways(a_b=(0.0, 1e9))
     room = Worker("b", 1, room_nbytes=1000)
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_put_away():
     assert cost(task, overfull, way).spill_s == 600 / SPILL_NBYTES_PER_S
 
 
-def test_a_join_costs_what_moves_to_the_best_place():
+def test_join_costs_the_transfer_to_its_best_worker():
     path = machines.even(100.0)
     small = Task("t", [], output_nbytes=100, joins=[{"b": 1000}])
     large = Task("t", [], output_nbytes=9000, joins=[{"b": 1000}])
@@ -88,7 +88,7 @@ def test_a_join_costs_what_moves_to_the_best_place():
 
 @deterministic
 @given(machines.tasks(), machines.workers(), machines.ways())
-def test_no_term_is_negative_and_the_total_is_their_sum(task, workers, path):
+def test_cost_terms_are_non_negative_and_sum_to_the_total(task, workers, path):
     for worker in workers:
         found = cost(task, worker, path)
         assert all(term >= 0 for term in found)
@@ -111,12 +111,12 @@ def test_a_steal_has_to_save_more_than_it_moves():
 
 @deterministic
 @given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3), st.floats(0, 1e3))
-def test_nothing_is_stolen_back_and_forth(a_queue, a_data, b_queue, b_data):
+def test_task_is_not_stolen_back_and_forth(a_queue, a_data, b_queue, b_data):
     a, b = term(a_queue, a_data), term(b_queue, b_data)
     assert not (steal_pays(a, b) and steal_pays(b, a))
 
 
-def test_what_comes_from_other_hosts_waits_for_what_their_link_carries_already():
+def test_input_of_another_host_waits_for_transfers_on_its_link():
     places = machines.by_host(
         {"a": "left", "b": "left", "c": "right"},
         dict.fromkeys("abc", 0),

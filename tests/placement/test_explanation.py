@@ -26,7 +26,7 @@ def test_candidates_are_sorted_and_their_terms_add_up():
         assert one["total_s"] == sum(terms.values())
 
 
-def test_nothing_is_claimed_that_was_not_worked_out():
+def test_record_claims_no_savings_without_costs():
     assert not Record("x", "a", "holder", None, {}).differs
     assert Record("x", "a", "siblings", "b", {}).saved_s == 0
     assert Record("x", "a", "cost", "a", {"a": term(1.0, 0.0)}).saved_s == 0

@@ -31,7 +31,7 @@ from tests.placement.machines import (
 
 @deterministic
 @given(tasks(), workers(), ways(), st.floats(0, 1))
-def test_a_holder_that_is_best_at_a_glance_is_best(task, all_workers, places, share):
+def test_holder_fast_path_agrees_with_the_policy(task, all_workers, places, share):
     """Whatever the ways are like, whoever is idle, and wherever the output will be joined."""
     holder, *others = all_workers
     holder = holder._replace(occupancy_s=0.0, n_tasks=0, slowness=1.0)
@@ -50,7 +50,7 @@ def test_a_holder_that_is_best_at_a_glance_is_best(task, all_workers, places, sh
 
 @deterministic
 @given(tasks(), workers(), two_levels(), st.floats(0, 1.1), st.data())
-def test_so_is_one_whose_outputs_are_joined_with_many_things(task, workers, places, share, data):
+def test_holder_fast_path_agrees_with_many_joins(task, workers, places, share, data):
     """On hosts where nobody gains by a detour."""
     holder, *others = workers
     holder = holder._replace(occupancy_s=0.0, slowness=1.0)
@@ -70,7 +70,7 @@ def test_so_is_one_whose_outputs_are_joined_with_many_things(task, workers, plac
 
 @deterministic
 @given(st.data())
-def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
+def test_largest_input_fast_path_agrees_with_policy_and_dask(data):
     """Whatever the others have to do: it is never another than going through all would find."""
     n = data.draw(st.integers(2, 5))
     few = st.sampled_from([100, 100, 101, 2**30])
@@ -115,7 +115,7 @@ def test_where_the_largest_input_is_it_costs_least_and_stock_goes_there(data):
     assert (decision.worker, decision.stock) == (chosen, chosen)
 
 
-def test_the_largest_input_decides_where_it_is_plain():
+def test_largest_input_fast_path_applies_to_plain_cases_only():
     """Of three on hosts alike; and then all that it lacks comes over ways that are the same."""
     alike = Path(0.001, 1e9, "k")
     hosts = dict(zip(NAMES, NAMES, strict=True))
@@ -139,19 +139,19 @@ def test_the_largest_input_decides_where_it_is_plain():
     assert not found()
 
 
-def test_a_holder_without_room_is_not_best_at_a_glance():
+def test_holder_fast_path_needs_room():
     assert holder_is_best(10, 19, 1, 19)
     assert not holder_is_best(10, 20, 1, 20)
     assert not holder_is_best(10, 19, 1, 18)
 
 
-def test_a_holder_is_not_best_at_a_glance_for_what_is_joined_too_often():
+def test_holder_fast_path_excludes_large_joined_outputs():
     assert holder_is_best(10, 9, 2, 9)
     assert not holder_is_best(10, 10, 2, 10)
     assert holder_is_best(10, 1000, 0, 1000)
 
 
-def test_a_holder_is_not_best_at_a_glance_where_it_keeps_waiting_too_long():
+def test_holder_fast_path_excludes_long_waits():
     assert holder_is_best(10, 10, 1, 10, 9e-9, 1e9)
     assert not holder_is_best(10, 10, 1, 10, 11e-9, 1e9)
     # Nobody knows what the ways from it carry.
@@ -161,9 +161,7 @@ def test_a_holder_is_not_best_at_a_glance_where_it_keeps_waiting_too_long():
 
 @deterministic
 @given(tasks(), workers(), ways(), st.floats(1e6, 1e12), st.data())
-def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
-    task, found, places, rate, data
-):
+def test_cheapest_fast_path_agrees_with_the_policy(task, found, places, rate, data):
     """To the last bit of each term, whoever has which input and whatever the ways are like."""
     few = st.sampled_from([100, 100, 101]) | sizes
     holders = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7))
@@ -211,9 +209,7 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
 
 @deterministic
 @given(tasks(), workers(), two_levels(), st.floats(0, 1.1), st.data())
-def test_so_is_a_holder_where_it_has_to_wait_for_less_than_anything_takes(
-    task, workers, places, share, data
-):
+def test_holder_fast_path_agrees_for_waits_below_any_transfer(task, workers, places, share, data):
     holder, *others = workers
     holder = holder._replace(slowness=1.0)
     inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
@@ -244,7 +240,7 @@ def weighed(holders, nbytes, output_nbytes, joins, under_way):
     )
 
 
-def test_a_worker_where_little_is_joined_is_not_weighed():
+def test_worker_with_few_joined_bytes_is_not_a_candidate():
     joins = [{"w2": 100, "w3": 24}, {"w3": 1000}]
     nowhere = [{}, {}, {}]
     assert weighed(["w0", "w1", "w0"], [40, 40, 20], 25, joins, nowhere) == {
@@ -256,6 +252,6 @@ def test_a_worker_where_little_is_joined_is_not_weighed():
     assert weighed(["w0"], [100], 24, joins[:1], [{}]) == {"w0": 100}
 
 
-def test_a_worker_that_is_fetching_an_input_is_weighed():
+def test_worker_that_is_fetching_an_input_is_a_candidate():
     under_way = [{"w2": 1.0}, {"w0": 0.5}]
     assert weighed(["w0", "w1"], [1, 2], 0, [], under_way) == {"w0": 1, "w1": 2, "w2": 0}

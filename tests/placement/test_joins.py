@@ -30,7 +30,7 @@ def places(draw):
 
 @deterministic
 @given(places(), st.dictionaries(st.sampled_from(WORKERS), nbytes, min_size=1), nbytes)
-def test_every_candidate_is_told_what_it_takes_to_bring_all_together(found, others, output):
+def test_join_cost_of_every_candidate_is_right(found, others, output):
     join = Join(others, found)
     for address in WORKERS:
         expected_s = reference.join_s(address, output, others, found)
@@ -41,5 +41,5 @@ def test_every_candidate_is_told_what_it_takes_to_bring_all_together(found, othe
 
 @deterministic
 @given(places(), st.sampled_from(WORKERS), nbytes, nbytes)
-def test_what_is_together_stays_where_it_is(found, address, one, other):
+def test_join_of_data_on_one_worker_costs_nothing(found, address, one, other):
     assert Join({address: one}, found).seconds(address, other) == 0.0

@@ -37,7 +37,7 @@ POLICIES = [DataAware(), Stock()]
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 @deterministic
 @given(found=snapshots())
-def test_never_outside_of_the_valid_workers(policy, found):
+def test_chosen_worker_is_valid(policy, found):
     decision = policy.decide(found)
     if found.valid is None:
         assert decision.worker in NAMES or not (found.idle or found.task.inputs)
@@ -56,7 +56,7 @@ def test_never_outside_of_the_valid_workers(policy, found):
     st.sampled_from([1.0, 1.0, 3.0, 1e3]),
     st.sampled_from([None, *NAMES]),
 )
-def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, doubt, usual):
+def test_policy_agrees_with_the_plain_reference(found, running, most, doubt, usual):
     takes_tasks = None if running is None else running.__contains__
     found = found._replace(takes_tasks=takes_tasks, doubt=doubt, usual=usual)
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +71,7 @@ def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 @deterministic
 @given(found=snapshots(), order=st.randoms())
-def test_the_same_snapshot_gives_the_same_decision_in_whatever_order(policy, found, order):
+def test_decision_does_not_depend_on_the_order_of_workers(policy, found, order):
     shuffled = list(found.idle)
     order.shuffle(shuffled)
     again = [one._replace(holders=sorted(one.holders)) for one in found.task.inputs]
@@ -86,7 +86,7 @@ def test_the_same_snapshot_gives_the_same_decision_in_whatever_order(policy, fou
     st.none() | subsets.filter(bool),
     subsets,
 )
-def test_with_equal_links_and_nothing_queued_it_agrees_with_stock(needed, held, valid, idle):
+def test_policy_agrees_with_dask_on_an_idle_uniform_cluster(needed, held, valid, idle):
     workers = [Worker(name, 1, 0.0, n) for name, n in zip(NAMES, held, strict=True)]
     needed = [one._replace(outlet_s=0.0) for one in needed]
     # Rates that are powers of two, so that sums of seconds are exact and ties are ties.
@@ -108,7 +108,7 @@ def test_with_equal_links_and_nothing_queued_it_agrees_with_stock(needed, held, 
 
 @deterministic
 @given(snapshots(), st.data())
-def test_another_holder_never_makes_the_chosen_cost_worse(found, data):
+def test_additional_holder_never_raises_the_cost(found, data):
     # One with the device may come in, and then none without is chosen.
     found = found._replace(task=found.task._replace(device=None))
     decision = DataAware().decide(found)
@@ -121,7 +121,7 @@ def test_another_holder_never_makes_the_chosen_cost_worse(found, data):
     assert after.total_s <= before.total_s * (1 + 1e-12)
 
 
-def test_the_faster_link_is_taken_although_stock_sees_no_difference():
+def test_faster_link_is_chosen_where_dask_sees_a_tie():
     """Half of the data each on `a` and `b`; only `b` can be reached quickly."""
 
     def path(source, target):
@@ -133,7 +133,7 @@ def test_the_faster_link_is_taken_although_stock_sees_no_difference():
     assert (decision.worker, decision.stock) == ("b", "a")
 
 
-def test_a_worker_that_will_soon_have_the_input_is_looked_at():
+def test_worker_that_is_fetching_the_input_is_considered():
     """A second task that needs `x` goes where a first one is having it fetched."""
     task = Task("t", [Input("x", 10**9, {"a"}, {"b": 0.5})])
     workers = [Worker("a", 1, occupancy_s=9.0), Worker("b", 1), Worker("c", 1)]
@@ -142,7 +142,7 @@ def test_a_worker_that_will_soon_have_the_input_is_looked_at():
     assert (decision.worker, decision.stock) == ("b", "a")
 
 
-def test_company_is_looked_for_only_when_waiting_costs_more_than_moving():
+def test_task_moves_only_when_waiting_costs_more():
     task = Task("t", [Input("x", 10**8, {"a"})])
     for occupancy_s, chosen in [(1.9, "a"), (2.1, "b")]:
         workers = [Worker("a", 1, occupancy_s=occupancy_s), Worker("b", 1)]
@@ -151,7 +151,7 @@ def test_company_is_looked_for_only_when_waiting_costs_more_than_moving():
 
 
 @pytest.mark.parametrize(("doubt", "chosen"), [(1.0, "b"), (1.5, "b"), (3.0, "a"), (1e3, "a")])
-def test_no_data_is_moved_for_a_gain_within_the_noise(doubt, chosen):
+def test_no_data_moves_for_a_gain_within_the_doubt(doubt, chosen):
     """Waiting takes four seconds, moving two, at both ends together, if the link is as believed."""
     task = Task("t", [Input("x", 10**8, {"a"})])
     workers = [Worker("a", 1, occupancy_s=4.0), Worker("b", 1)]
@@ -159,14 +159,14 @@ def test_no_data_is_moved_for_a_gain_within_the_noise(doubt, chosen):
     assert DataAware().decide(found).worker == chosen
 
 
-def test_a_message_is_no_matter_of_what_a_link_carries():
+def test_doubt_about_bandwidth_ignores_small_messages():
     task = Task("t", [Input("x", 10, {"a"})])
     workers = [Worker("a", 1, occupancy_s=4.0), Worker("b", 1)]
     found = snapshot(task, workers, even(1e8, latency_s=0.001), idle=("b",), doubt=1e3)
     assert DataAware().decide(found).worker == "b"
 
 
-def test_what_stock_would_choose_is_looked_at_however_many_have_more():
+def test_choice_of_dask_is_always_a_candidate():
     """Or its choice would not be doubted against."""
     names = [f"w{i:02}" for i in range(MAX_CANDIDATES + 1)]
     inputs = [Input(one, 10**8 - i, {one}) for i, one in enumerate(names)]
@@ -175,7 +175,7 @@ def test_what_stock_would_choose_is_looked_at_however_many_have_more():
     assert DataAware().decide(found).worker == names[-1]
 
 
-def test_device_data_stays_where_there_is_a_device():
+def test_device_data_stays_on_workers_with_a_device():
     task = Task("t", [Input("x", 100, {"a"})], device="gpu")
     busy = Worker("a", 1, occupancy_s=100.0, devices=("gpu",))
     found = snapshot(task, [busy, Worker("b", 1)], idle=("b",))
@@ -186,14 +186,14 @@ def test_device_data_stays_where_there_is_a_device():
     assert DataAware().decide(found._replace(task=on_host)).worker == "b"
 
 
-def test_a_task_goes_where_its_output_will_be_joined():
+def test_task_goes_to_the_worker_that_joins_its_output():
     task = Task("t", [Input("x", 10, {"a"})], output_nbytes=10**9, joins=[{"b": 10**9}])
     workers = [Worker("a", 1), Worker("b", 1)]
     decision = DataAware().decide(snapshot(task, workers, even(1e8)))
     assert (decision.worker, decision.stock) == ("b", "a")
 
 
-def test_a_block_is_not_moved_for_the_sake_of_an_edge():
+def test_block_is_not_moved_for_a_thin_edge():
     """Of a stencil: what is cut off a block is joined elsewhere, where there is nothing to do."""
     task = Task("t", [Input("x", 10**9, {"a"})], output_nbytes=10**6, joins=[{"b": 10**6}])
     workers = [Worker("a", 1, occupancy_s=60.0), Worker("b", 1)]
@@ -206,7 +206,7 @@ def test_a_block_is_not_moved_for_the_sake_of_an_edge():
     assert DataAware().decide(found._replace(task=both)).worker == "b"
 
 
-def test_workers_that_take_no_tasks_are_not_looked_at():
+def test_workers_that_take_no_tasks_are_not_considered():
     task = Task("t", [Input("x", 10**9, {"a", "b"})])
     workers = [Worker("a", 1), Worker("b", 1, nbytes=1)]
     found = snapshot(task, workers, takes_tasks=lambda address: address != "a")
@@ -214,7 +214,7 @@ def test_workers_that_take_no_tasks_are_not_looked_at():
     assert Stock().decide(found).worker == "b"
 
 
-def test_work_does_not_grow_with_the_cluster():
+def test_cost_of_a_decision_does_not_grow_with_the_cluster():
     names = [f"w{i}" for i in range(1000)]
     seen = []
 
@@ -229,7 +229,7 @@ def test_work_does_not_grow_with_the_cluster():
     assert len(names) > MAX_RESTRICTED
 
 
-def test_the_decision_that_the_documentation_works_through():
+def test_worked_example_of_the_documentation_is_right():
     topology = load("two-hosts")
     nodes = {"left-0": "left/gpu0", "left-1": "left/gpu1", "right-0": "right/gpu0"}
 
@@ -259,7 +259,7 @@ def test_the_decision_that_the_documentation_works_through():
         assert f"| `{worker.address}` | {row} | {total} | {stock} |" in page
 
 
-def test_of_many_that_are_fetching_an_input_those_that_have_it_first_are_looked_at():
+def test_workers_that_receive_the_input_first_are_considered():
     workers = [Worker(name, 1) for name in NAMES]
     first, *others = NAMES
     arriving = {name: 1.0 + number for number, name in enumerate(others)}

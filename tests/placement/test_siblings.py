@@ -11,31 +11,31 @@ from tests.placement.machines import deterministic
 MB20 = 0.02
 
 
-def test_a_free_place_next_to_a_sibling_is_taken_even_before_sizes_are_known():
+def test_free_slot_next_to_a_sibling_is_used_for_unknown_sizes():
     assert (
         seat([Seat("a", 1, 1, 1.0, MB20, is_certain=False)], ahead=1.0, duration_s=0.5, to_come=0)
         == "a"
     )
 
 
-def test_nobody_waits_for_what_is_not_known():
+def test_root_does_not_wait_for_uncertain_gains():
     seats = [Seat("a", 1, 1, 1.0, 9.9, is_certain=False)]
     assert seat(seats, ahead=0.0, duration_s=0.01, to_come=0) is None
     assert seat(seats, ahead=0.0, duration_s=0.01, to_come=1) == "a"
 
 
-def test_nobody_waits_longer_than_a_transfer_takes():
+def test_root_does_not_wait_longer_than_a_transfer():
     seats = [Seat("a", 1, 1, 1.0, MB20)]
     assert seat(seats, ahead=0.0, duration_s=0.5, to_come=0) is None
     assert seat(seats, ahead=0.0, duration_s=0.01, to_come=0) == "a"
 
 
-def test_while_there_are_others_to_take_the_place_waiting_costs_nothing():
+def test_waiting_is_free_while_other_roots_fill_the_slot():
     seats = [Seat("a", 1, 1, 1.0, MB20)]
     assert seat(seats, ahead=0.0, duration_s=0.5, to_come=9) == "a"
 
 
-def test_a_full_worker_takes_one_more_for_each_thread_and_only_for_known_bytes():
+def test_full_worker_takes_one_extra_root_per_thread():
     def chosen(n_free, nthreads=1, *, is_certain=True):
         seats = [Seat("a", nthreads, n_free, 2.0, MB20, is_certain)]
         return seat(seats, ahead=1.0, duration_s=0.5, to_come=9)
@@ -46,7 +46,7 @@ def test_a_full_worker_takes_one_more_for_each_thread_and_only_for_known_bytes()
     assert chosen(0, is_certain=False) is None
 
 
-def test_of_two_seats_the_one_that_saves_more_is_taken():
+def test_seat_that_saves_more_is_chosen():
     seats = [Seat("a", 1, 1, 1.0, 0.1), Seat("b", 1, 1, 1.0, 0.2)]
     assert seat(seats, ahead=1.0, duration_s=0.5, to_come=0) == "b"
     assert seat(reversed(seats), ahead=1.0, duration_s=0.5, to_come=0) == "b"

@@ -39,21 +39,21 @@ def three():
     return Cluster("a", "b", "c")
 
 
-def test_where_tasks_take_as_long_as_others_nobody_is_slow(three):
+def test_no_worker_is_slow_with_equal_durations(three):
     draw = random.Random(1)
     for _ in range(300):
         three.end(draw.choice("abc"), draw.uniform(0.9, 1.1))
     assert {three.speeds.learned(one) for one in "abc"} == {1.0}
 
 
-def test_tasks_that_scatter_say_little(three):
+def test_scattered_durations_make_no_worker_slow(three):
     draw = random.Random(1)
     for _ in range(300):
         three.end(draw.choice("abc"), draw.lognormvariate(0.0, 1.0))
     assert max(three.speeds.learned(one) for one in "abc") < 1.5
 
 
-def test_one_task_is_enough_to_be_suspected_and_a_few_to_be_known(three):
+def test_one_task_raises_suspicion_and_few_confirm_it(three):
     three.all_end(1.0, 5)
     found = []
     for _ in range(8):
@@ -69,7 +69,7 @@ def test_one_task_is_enough_to_be_suspected_and_a_few_to_be_known(three):
     assert three.speeds.learned("b") == 1.0
 
 
-def test_a_worker_that_had_no_core_for_a_moment_is_not_slow(three):
+def test_brief_pause_does_not_make_a_worker_slow(three):
     """Tasks of 3 ms, three of which in a row take as long as a pause leaves them."""
     three.all_end(0.003, 20, is_idle=False)
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_a_worker_that_had_no_core_for_a_moment_is_not_slow(three):
         assert three.speeds.learned("a") == 1.0
 
 
-def test_a_first_short_task_says_nothing(three):
+def test_first_short_task_is_ignored(three):
     for worker in "bc":
         three.end(worker, 0.003)
         three.end(worker, 0.003)
@@ -88,7 +88,7 @@ def test_a_first_short_task_says_nothing(three):
     assert three.speeds.learned("a") == 1.0
 
 
-def test_of_short_tasks_it_takes_more_to_be_known(three):
+def test_short_tasks_need_more_samples(three):
     three.all_end(0.003, 20)
     n_tasks = 0
     while three.speeds.learned("a") < 2.0:
@@ -97,7 +97,7 @@ def test_of_short_tasks_it_takes_more_to_be_known(three):
     assert 3 < n_tasks < 30
 
 
-def test_one_that_recovers_is_forgiven(three):
+def test_recovered_worker_is_no_longer_slow(three):
     three.all_end(1.0, 5)
     for _ in range(8):
         three.end("a", 5.0)
@@ -106,7 +106,7 @@ def test_one_that_recovers_is_forgiven(three):
     assert three.speeds.learned("a") == 1.0
 
 
-def test_what_it_took_itself_is_not_what_others_took():
+def test_own_durations_do_not_count_as_those_of_others():
     """Else the slowest worker, having ended the most tasks of a group, would be the usual one."""
     two = Cluster("a", "b")
     for _ in range(30):
@@ -117,7 +117,7 @@ def test_what_it_took_itself_is_not_what_others_took():
     assert two.speeds.learned("a") > 2
 
 
-def test_groups_are_compared_with_themselves(three):
+def test_durations_are_compared_within_a_group(three):
     """One that gets all of the long tasks is not slow."""
     three.all_end(10.0, 3, group="long")
     three.all_end(0.1, 3, group="short")
@@ -127,14 +127,14 @@ def test_groups_are_compared_with_themselves(three):
     assert three.speeds.learned("a") == 1.0
 
 
-def test_a_group_that_others_have_hardly_ended_tells_nothing(three):
+def test_group_with_few_samples_of_others_is_ignored(three):
     three.end("b", 0.1)
     three.end("c", 0.1)
     three.end("a", 10.0)
     assert three.speeds.learned("a") == 1.0
 
 
-def test_silence_tells_before_anything_has_ended(three):
+def test_long_running_task_counts_before_it_ends(three):
     three.all_end(1.0, 5, is_idle=False)
     three.end("a", 1.0, is_idle=False)
     assert three.slowness("a", "g") == 1.0
@@ -147,7 +147,7 @@ def test_silence_tells_before_anything_has_ended(three):
     assert three.speeds.learned("a") == 1.0
 
 
-def test_silence_tells_nothing_of_one_that_waits_for_data_or_is_at_something_unknown(three):
+def test_waiting_or_unknown_tasks_do_not_count_as_slow(three):
     three.all_end(1.0, 5, is_idle=False)
     three.now_s += 100.0
     assert three.slowness("a", "g", "unknown") == 1.0
@@ -156,7 +156,7 @@ def test_silence_tells_nothing_of_one_that_waits_for_data_or_is_at_something_unk
     assert three.slowness("b", "g") == 1.0
 
 
-def test_a_worker_that_was_idle_is_not_silent(three):
+def test_idle_worker_does_not_count_as_slow(three):
     three.all_end(1.0, 5)
     three.now_s += 100.0
     assert three.slowness("a", "g") == 1.0
@@ -164,7 +164,7 @@ def test_a_worker_that_was_idle_is_not_silent(three):
     assert three.slowness("a", "g") > 2
 
 
-def test_a_group_that_was_forgotten_starts_anew(monkeypatch, three):
+def test_forgotten_group_starts_again(monkeypatch, three):
     monkeypatch.setattr(module, "MAX_GROUPS", 1)
     for _ in range(20):
         three.end("a", 100.0)
@@ -180,7 +180,7 @@ times = st.lists(
 
 @deterministic
 @given(times)
-def test_it_is_within_bounds_and_the_same_each_time(ended):
+def test_slowness_is_bounded_and_deterministic(ended):
     found = []
     for _ in range(2):
         cluster = Cluster()
@@ -193,7 +193,7 @@ def test_it_is_within_bounds_and_the_same_each_time(ended):
     assert all(1 <= one <= MAX_SLOWNESS for one in found[0])
 
 
-def test_memory_is_bounded(monkeypatch):
+def test_recorded_speeds_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "MAX_GROUPS", 5)
     monkeypatch.setattr(module, "MAX_OWN_GROUPS", 2)
     cluster = Cluster("a", "b")

@@ -32,7 +32,7 @@ def is_collected(reference):
     return reference() is None
 
 
-def test_what_was_there_is_passed_by_and_what_comes_is_not():
+def test_only_existing_objects_are_frozen():
     before = Cycle()
     old = weakref.ref(before)
     apart = SetApart(OWN_PROCESS)
@@ -44,7 +44,7 @@ def test_what_was_there_is_passed_by_and_what_comes_is_not():
     assert is_collected(old)
 
 
-def test_what_was_garbage_already_is_collected():
+def test_existing_garbage_is_collected_before_the_freeze():
     old = weakref.ref(Cycle())
     SetApart(OWN_PROCESS)
     assert old() is None
@@ -57,19 +57,19 @@ def test_what_was_garbage_already_is_collected():
         pytest.param(SimpleNamespace(nanny="tcp://192.0.2.1:1", data={"x": 1}), id="values"),
     ],
 )
-def test_objects_of_a_user_are_not_set_apart(worker):
+def test_user_objects_are_not_frozen(worker):
     SetApart(worker).end()
     assert not gc.get_freeze_count()
 
 
-def test_what_somebody_else_set_apart_stays_so():
+def test_objects_frozen_by_others_stay_frozen():
     gc.freeze()
     SetApart(OWN_PROCESS).end()
     assert gc.get_freeze_count()
 
 
 @pytest.mark.cluster
-def test_workers_have_their_objects_set_apart_until_the_runtime_goes():
+def test_worker_objects_are_frozen_until_disable():
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         LocalCluster(silence_logs=50, **options) as cluster,

@@ -10,7 +10,7 @@ from dask_gpurt.devices.emulated.emulated_device import HostDevice
 from dask_gpurt.plugins.memory import gpu_sizeof
 
 
-def test_dask_counts_what_an_array_takes_on_its_device():
+def test_sizeof_counts_bytes_on_the_device():
     gpu_sizeof.register()
     device = HostDevice(1 << 20, choose=lambda n: 0)
     array = DeviceArray.from_host(np.zeros((100, 1000)), device, device.stream("one"))

@@ -31,11 +31,11 @@ from tests.memory.emulated_gpu import Gpu
         (Facts(True, True, "NoDevFiles"), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
     ],
 )
-def test_a_worker_may_have_values_on_a_gpu(facts, why):
+def test_worker_manages_values_on_a_gpu(facts, why):
     assert why_none(facts) == why
 
 
-def test_facts_are_those_of_the_process(monkeypatch):
+def test_device_facts_follow_the_process(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert local_facts().visible == "3"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -44,7 +44,7 @@ def test_facts_are_those_of_the_process(monkeypatch):
     assert not local_facts().has_cupy
 
 
-def test_to_look_at_them_imports_no_library_of_a_gpu():
+def test_type_checks_import_no_gpu_library():
     """Nor to look at values of the host."""
     program = (
         "import sys\n"
@@ -61,17 +61,17 @@ def test_to_look_at_them_imports_no_library_of_a_gpu():
 
 
 @pytest.mark.parametrize("value", [1, "a", np.zeros(1), pd.DataFrame(), [np.zeros(1)], {}, None])
-def test_values_of_the_host(value):
+def test_host_values_are_not_device_values(value):
     assert not is_on_device(value)
 
 
-def test_values_that_a_library_registered():
+def test_registered_library_types_are_device_values():
     gpu = Gpu(100)
     assert is_on_device(gpu.full(1, 10))
     gpu.host.close()
 
 
-def test_a_library_that_cannot_be_imported_has_no_values():
+def test_broken_library_has_no_device_values():
     """A part of it may be broken: its values are Dask's to keep, as before."""
     lost = type("Lost", (), {"__module__": "gpurt_lost_library.core"})
 
@@ -83,7 +83,7 @@ def test_a_library_that_cannot_be_imported_has_no_values():
 
 
 @pytest.mark.parametrize("number, is_refused", [(0, False), (1, True)])
-def test_arrays_of_cupys_on_another_gpu_are_refused(monkeypatch, number, is_refused):
+def test_cupy_arrays_of_another_gpu_are_refused(monkeypatch, number, is_refused):
     taken = []
     frames = SimpleNamespace(take_apart=lambda value: (taken.append(value), "memory"))
     monkeypatch.setitem(sys.modules, "dask_gpurt.frames.device.cupy_", frames)
@@ -94,7 +94,7 @@ def test_arrays_of_cupys_on_another_gpu_are_refused(monkeypatch, number, is_refu
     assert taken == ([] if is_refused else [array])
 
 
-def test_dask_takes_a_value_apart_and_puts_it_together():
+def test_dask_serializers_restore_a_device_value():
     """What `take_apart` and `put_together` of the packing are."""
     gpu = Gpu(100)
     array = gpu.full(7, 10)

@@ -39,7 +39,7 @@ def contents(*keys):
     return {key: key.encode() * 40 for key in keys}
 
 
-def test_values_that_left_since_anybody_looked_are_handed_over():
+def test_values_spilled_before_the_handback_are_handed_over():
     setup = Setup()
     filled(setup, "a", "b", "c")
     assert setup.store.cold()
@@ -48,7 +48,7 @@ def test_values_that_left_since_anybody_looked_are_handed_over():
     assert stock == contents("a", "b", "c")
 
 
-def test_values_that_leave_meanwhile_are_handed_over():
+def test_values_spilled_during_the_handback_are_handed_over():
     setup = Setup()
     for key in "abcd":
         setup.store[key] = key.encode() * 40
@@ -59,7 +59,7 @@ def test_values_that_leave_meanwhile_are_handed_over():
     assert stock == contents("a", "b", "c", "d")
 
 
-def test_what_was_handed_over_before_is_left_and_what_was_released_since_is_taken_back():
+def test_repeated_handback_skips_known_and_removes_released():
     setup = Setup()
     filled(setup, "a", "b")
     given = dict(setup.store.contents()[1])
@@ -71,7 +71,7 @@ def test_what_was_handed_over_before_is_left_and_what_was_released_since_is_take
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "too many open files")])
-def test_what_cannot_be_read_for_a_moment_is_not_lost(error):
+def test_temporarily_unreadable_value_is_not_lost(error):
     setup = Setup()
     filled(setup, *"abcd")
     stock = {}
@@ -83,7 +83,7 @@ def test_what_cannot_be_read_for_a_moment_is_not_lost(error):
     assert not setup.lost
 
 
-def test_what_can_never_be_read_is_lost_and_nothing_else():
+def test_only_permanently_unreadable_values_are_lost():
     setup = Setup()
     filled(setup, *"abcd")
     stock = {"a": b"a value before"}
@@ -97,7 +97,7 @@ def test_what_can_never_be_read_is_lost_and_nothing_else():
     assert stock == contents(*"bcd")
 
 
-def test_what_cannot_be_read_until_the_end_is_lost(caplog):
+def test_value_unreadable_until_the_end_is_lost(caplog):
     setup = Setup()
     filled(setup, *"abcd")
     stock = {"a": b"a value before"}
@@ -178,7 +178,7 @@ def stored_nbytes(directory):
     )
 
 
-def test_one_value_at_a_time_is_on_disk_twice(tmp_path):
+def test_at_most_one_value_is_on_disk_twice(tmp_path):
     values = {key: os.urandom(100_000) for key in "abcdefghij"}
     with Lane("write") as lane:
         setup = OnDisk(tmp_path, lane)
@@ -196,7 +196,7 @@ def test_one_value_at_a_time_is_on_disk_twice(tmp_path):
     assert not setup.lost
 
 
-def test_a_value_that_is_being_read_stays_where_it_is_read_from(tmp_path):
+def test_handback_keeps_a_value_that_is_being_read(tmp_path):
     values = {key: os.urandom(1000) for key in "ab"}
     with Lane("write") as lane:
         setup = OnDisk(tmp_path, lane, room_nbytes=1000)
@@ -210,7 +210,7 @@ def test_a_value_that_is_being_read_stays_where_it_is_read_from(tmp_path):
     assert not setup.lost
 
 
-def test_values_that_are_released_or_replaced_after_they_were_handed_over(tmp_path):
+def test_handed_over_values_may_be_released_or_replaced(tmp_path):
     with Lane("write") as lane:
         setup = OnDisk(tmp_path, lane)
         setup.fill({key: key.encode() * 1000 for key in "abc"})

@@ -9,7 +9,7 @@ from dask_gpurt.plugins.patches import client
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_workers_and_schedulers_of_a_process(c, s, a, b):
+async def test_servers_of_a_process_are_found(c, s, a, b):
     assert {w.address for w in client.workers_here()} >= {a.address, b.address}
     identity = await c.scheduler.identity(n_workers=-1)
     assert identity["id"] in client.scheduler_ids_here()
@@ -20,7 +20,7 @@ async def test_workers_and_schedulers_of_a_process(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_a_task_has_its_worker_in_its_context(c, s, a):
+async def test_task_finds_its_worker_in_its_context(c, s, a):
     def address():
         return get_worker().address
 

@@ -88,14 +88,14 @@ async def received(read, n):
 # ------------------------------------------------------------------ contracts
 
 
-def test_a_buffer_is_received_by_a_function_of_the_module():
+def test_comm_receives_a_buffer_by_a_module_function():
     assert list(inspect.signature(STOCK).parameters) == ["stream", "n"]
     assert inspect.getsource(tcp.TCP.read).count("await read_bytes_rw(stream, ") == 2
     # One for TLS would have to be replaced as well.
     assert tcp.TLS.read is tcp.TCP.read
 
 
-def test_stock_keeps_the_loop_as_long_as_there_is_something_to_read():
+def test_dask_alone_blocks_the_loop_while_bytes_arrive():
     # Were it otherwise, there would be nothing to replace.
     lengths, rounds = asyncio.run(received(STOCK, 8 * PIECE_NBYTES))
     assert lengths == [8 * PIECE_NBYTES]
@@ -117,11 +117,11 @@ def test_stock_keeps_the_loop_as_long_as_there_is_something_to_read():
         (8 * PIECE_NBYTES, [PIECE_NBYTES] * 8, 8),
     ],
 )
-def test_the_loop_comes_round_after_each_piece(n, lengths, rounds):
+def test_patched_read_yields_to_the_loop_after_each_piece(n, lengths, rounds):
     assert asyncio.run(received(read_in_pieces, n)) == (lengths, rounds)
 
 
-def test_a_message_arrives_whole(reads):
+def test_message_arrives_complete(reads):
     sent = [np.random.default_rng(n).random(n) for n in (3, 100_000, 5_000_001)]
 
     async def exchange():
@@ -140,7 +140,7 @@ def test_a_message_arrives_whole(reads):
         assert found.flags.writeable
 
 
-def test_a_peer_that_goes_away_is_noticed(reads):
+def test_closed_connection_is_noticed(reads):
     async def exchange():
         async def leave(comm):
             # A length, and then less than that.
@@ -159,7 +159,7 @@ def test_a_peer_that_goes_away_is_noticed(reads):
 
 
 @pytest.mark.parametrize("is_let_go_of", [False, True])
-def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_let_go_of):
+def test_failed_message_is_kept_until_it_is_released(is_let_go_of):
     async def no_answer(comm):
         await asyncio.Event().wait()
 
@@ -192,7 +192,7 @@ def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_le
 # ------------------------------------------------------------------ taken back
 
 
-def test_it_stays_until_the_last_worker_has_let_go(reads):
+def test_patch_stays_until_its_last_worker_removes_it(reads):
     other = PiecewiseReads()
     assert tcp.read_bytes_rw is read_in_pieces
     other.end()
@@ -200,14 +200,14 @@ def test_it_stays_until_the_last_worker_has_let_go(reads):
     assert tcp.read_bytes_rw is read_in_pieces
 
 
-def test_a_worker_that_is_gone_without_a_word_has_let_go():
+def test_collected_worker_counts_as_removed():
     reads = PiecewiseReads()
     assert tcp.read_bytes_rw is read_in_pieces
     del reads
     assert tcp.read_bytes_rw is STOCK
 
 
-def test_workers_have_it_while_the_runtime_is_on():
+def test_patch_is_installed_while_the_runtime_is_enabled():
     with (
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
@@ -242,7 +242,7 @@ def tasks(n):
 
 
 @gen_test()
-async def test_a_long_message_is_handed_out_in_turns():
+async def test_long_batch_of_messages_is_handled_in_portions():
     messages = tasks(2 * N_IN_TURN + 3)
     comm = Batches(messages, tuple(messages[:N_IN_TURN]), {"op": "one"}, messages)
     turns = ShortTurns(Reader(comm))
@@ -258,7 +258,7 @@ async def test_a_long_message_is_handed_out_in_turns():
 
 @pytest.mark.parametrize("other", [{"op": "free-keys"}, {"op": "remove-replicas"}, "OK"])
 @gen_test()
-async def test_whatever_else_is_said_at_once_is_handled_at_once(other):
+async def test_other_batches_are_handled_at_once(other):
     computed = tasks(3 * N_IN_TURN)
     for before in (0, 1, N_IN_TURN, 2 * N_IN_TURN):
         messages = [*computed[:before], other, *computed[before:]]
@@ -278,7 +278,7 @@ async def test_whatever_else_is_said_at_once_is_handled_at_once(other):
 
 
 @gen_test()
-async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
+async def test_rest_of_a_batch_is_handled_after_removal():
     messages = tasks(N_IN_TURN + 1)
     comm = Batches(messages, messages)
     turns = ShortTurns(Reader(comm))
@@ -290,7 +290,7 @@ async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
 
 
 @gen_test()
-async def test_one_may_begin_and_end_while_another_hands_out_what_is_left():
+async def test_patch_may_be_replaced_while_a_batch_is_handled():
     messages = tasks(3 * N_IN_TURN)
     comm = Batches(messages, messages, messages)
     first = ShortTurns(Reader(comm))
@@ -311,7 +311,7 @@ async def test_one_may_begin_and_end_while_another_hands_out_what_is_left():
 
 
 @gen_test()
-async def test_a_read_that_was_waiting_at_the_end_returns_all():
+async def test_pending_read_returns_the_whole_batch_after_removal():
     messages = tasks(N_IN_TURN + 1)
     arrived = asyncio.Event()
 
@@ -331,7 +331,7 @@ async def test_a_read_that_was_waiting_at_the_end_returns_all():
 
 @pytest.mark.parametrize("enabled", [True, False])
 @gen_test()
-async def test_the_loop_comes_round_while_a_graph_is_handled(enabled):
+async def test_loop_runs_while_a_graph_is_handled(enabled):
     n = 10 * N_IN_TURN
     async with (
         Scheduler(dashboard_address=":0", port=0) as s,

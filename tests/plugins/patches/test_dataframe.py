@@ -81,7 +81,7 @@ def is_stock():
     )
 
 
-def test_dask_has_what_we_replace():
+def test_dask_has_the_replaced_functions():
     assert isinstance(inspect.getattr_static(AssignPartitioningIndex, "operation"), staticmethod)
     parameters = list(inspect.signature(STOCK_OPERATION).parameters)
     assert parameters == ["df", "index", "name", "npartitions", "meta", "index_shuffle"]
@@ -101,28 +101,28 @@ def test_tasks_of_a_merge_find_their_function_by_name(numbers):
 
 
 @pytest.mark.parametrize("index", [["a"], ["a", "b"], ["c"], ["a", "c"], FRAME["a"]])
-def test_operation_does_what_stock_s_does(numbers, index):
+def test_operation_equals_dask(numbers, index):
     meta = FRAME.iloc[:0]
     found = AssignPartitioningIndex.operation(FRAME, index, "_partitions", 7, meta, False)
     expected = STOCK_OPERATION(FRAME, index, "_partitions", 7, meta, False)
     pd.testing.assert_frame_equal(found, expected)
 
 
-def test_operation_on_the_index_does_what_stock_s_does(numbers):
+def test_operation_on_the_index_equals_dask(numbers):
     arguments = (FRAME.rename_axis("i"), ["_index"], "_partitions", 7, FRAME.iloc[:0], True)
     found = AssignPartitioningIndex.operation(*arguments)
     pd.testing.assert_frame_equal(found, STOCK_OPERATION(*arguments))
 
 
 @pytest.mark.parametrize("columns", [["a"], ["b"], ["a", "b", "c"]])
-def test_numbers_of_a_merge_are_stock_s(numbers, columns):
+def test_partition_numbers_of_a_merge_equal_dask(numbers, columns):
     found = merge_module.partitioning_index(FRAME[columns], 7)
     expected = STOCK_NUMBERS(FRAME[columns], 7)
     assert found.dtype == expected.dtype
     assert np.array_equal(found, expected)
 
 
-def test_it_is_put_back_when_the_last_lets_go():
+def test_function_is_restored_with_the_last_removal():
     first, second = RowNumbers(), RowNumbers()
     first.acquire()
     first.acquire()
@@ -135,7 +135,7 @@ def test_it_is_put_back_when_the_last_lets_go():
     assert is_stock()
 
 
-def test_it_is_put_back_when_the_last_is_gone_without_a_word():
+def test_function_is_restored_when_the_last_user_is_collected():
     numbers = RowNumbers()
     numbers.acquire()
     assert not is_stock()
@@ -144,14 +144,14 @@ def test_it_is_put_back_when_the_last_is_gone_without_a_word():
     assert is_stock()
 
 
-def test_a_task_that_is_pickled_meanwhile_is_stock_s(numbers):
+def test_task_pickled_under_the_patch_names_the_dask_function(numbers):
     task = pickle.dumps(AssignPartitioningIndex.operation)
     assert b"dask_gpurt" not in task
     numbers.release()
     assert pickle.loads(task) is STOCK_OPERATION
 
 
-def test_nothing_is_imported_for_it(monkeypatch):
+def test_patch_imports_no_dataframe_module(monkeypatch):
     monkeypatch.delitem(sys.modules, dataframe._MERGE)
     numbers = RowNumbers()
     numbers.acquire()
@@ -160,7 +160,7 @@ def test_nothing_is_imported_for_it(monkeypatch):
     numbers.release()
 
 
-def test_a_pandas_that_hashes_in_another_way_leaves_dask_s(monkeypatch, caplog):
+def test_pandas_with_other_hashes_keeps_the_dask_function(monkeypatch, caplog):
     monkeypatch.setattr(dataframe, "_replaced", dataframe._Replaced())
     monkeypatch.setattr(numbering, "_END", 0)
     numbers = RowNumbers()
@@ -171,7 +171,7 @@ def test_a_pandas_that_hashes_in_another_way_leaves_dask_s(monkeypatch, caplog):
     assert caplog.messages == ["rows are numbered by Dask: this pandas hashes in another way"]
 
 
-def test_shuffles_and_merges_use_it(counted):
+def test_shuffles_and_merges_use_the_patch(counted):
     frame = pd.DataFrame({"a": np.arange(4_000) % 97, "b": np.arange(4_000) * 1.0})
 
     def workload():

@@ -77,7 +77,7 @@ def peers(client: Client) -> tuple[Worker, Worker]:
     return holder, asking
 
 
-def test_distributed_has_what_we_replace() -> None:
+def test_distributed_has_the_replaced_functions() -> None:
     assert list(inspect.signature(Worker.gather_dep).parameters) == [
         "self",
         "worker",
@@ -96,7 +96,7 @@ def test_distributed_has_what_we_replace() -> None:
 
 
 @pytest.mark.cluster
-def test_what_does_not_fit_is_asked_for_again_when_a_task_has_ended(
+def test_gather_is_retried_when_a_task_has_ended(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     holder, asking = peers(client)
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_asked_for_again_when_a_task_has_ended(
 
 
 @pytest.mark.cluster
-def test_what_never_fits_fails_the_tasks_that_need_it(
+def test_input_that_never_fits_fails_its_tasks(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gather_dep, "PATIENCE_S", 0.01)
@@ -140,7 +140,7 @@ def test_what_never_fits_fails_the_tasks_that_need_it(
 
 
 @pytest.mark.cluster
-def test_it_is_taken_back(client: Client) -> None:
+def test_patch_is_removed(client: Client) -> None:
     _, asking = peers(client)
     assert "gather_dep" in vars(asking) and "reuse" in vars(asking.rpc)
     dask_gpurt.disable(client)

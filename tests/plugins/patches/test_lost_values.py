@@ -26,7 +26,7 @@ def parameters_of(function):
     return list(inspect.signature(function).parameters)
 
 
-def test_handlers_take_what_they_are_given():
+def test_handlers_accept_their_arguments():
     assert parameters_of(Scheduler.release_worker_data) == ["self", "key", "worker", "stimulus_id"]
     assert parameters_of(Scheduler.client_desires_keys) == ["self", "keys", "client"]
     assert {"key", "client"} < set(parameters_of(Scheduler.report_on_key))
@@ -39,7 +39,7 @@ def test_handlers_take_what_they_are_given():
     assert not inspect.iscoroutinefunction(QueueExtension.future_release)
 
 
-def test_handlers_are_given_back(cluster):
+def test_handlers_are_restored(cluster):
     scheduler = cluster.scheduler
     before = dict(scheduler.stream_handlers)
     lost = LostValues(scheduler)
@@ -55,7 +55,7 @@ def test_handlers_are_given_back(cluster):
     assert scheduler.stream_handlers == before
 
 
-def test_transitions_are_carried_out_and_then_told():
+def test_transitions_run_before_they_are_reported():
     assert parameters_of(SchedulerState._transitions) == [
         "self",
         "recommendations",
@@ -68,7 +68,7 @@ def test_transitions_are_carried_out_and_then_told():
     assert "self.send_all(client_msgs, worker_msgs)" in source
 
 
-def test_what_is_cancelled_has_a_reason():
+def test_cancelled_task_has_a_reason():
     state = FutureState("key")
 
     async def cancel():
@@ -80,7 +80,7 @@ def test_what_is_cancelled_has_a_reason():
     assert "a message" in str(state.exception)
 
 
-def test_a_scattered_value_has_no_recipe_and_a_state(cluster):
+def test_scattered_value_has_a_state_but_no_recipe(cluster):
     with Client(cluster, set_as_default=False) as client:
         scattered = client.scatter(1)
         made = client.submit(int)

@@ -30,7 +30,7 @@ from dask_gpurt.plugins.shuffle.frame_run import ADAPTERS, FrameSpec, frame_kind
 from tests.integration.comparing import collection
 
 
-def test_this_distributed_is_supported():
+def test_installed_distributed_is_supported():
     assert p2p.unsupported_reason() is None
 
 
@@ -46,7 +46,7 @@ def test_this_distributed_is_supported():
         ("2027.1.0", False),
     ],
 )
-def test_version_gate(version, supported):
+def test_version_gate_refuses_other_versions(version, supported):
     reason = p2p.unsupported_reason(version)
     assert (reason is None) == supported
     assert supported or version in reason
@@ -56,7 +56,7 @@ def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
-def test_scheduler_plugin_has_what_we_replace():
+def test_scheduler_plugin_has_the_replaced_methods():
     assert parameters(ShuffleSchedulerPlugin._retrieve_spec) == ["self", "shuffle_id"]
     assert parameters(ShuffleSchedulerPlugin._set_restriction) == ["self", "ts", "worker"]
     assert "_retrieve_spec" in inspect.getsource(ShuffleSchedulerPlugin._create)
@@ -76,7 +76,7 @@ def test_scheduler_plugin_has_what_we_replace():
     assert of_restart == ["self", "id", "scheduler", "stimulus_id"]
 
 
-def test_worker_plugin_has_what_we_replace():
+def test_worker_plugin_has_the_replaced_methods():
     assert parameters(ShuffleWorkerPlugin.get_or_create_shuffle) == ["self", "shuffle_id"]
     assert parameters(ShuffleWorkerPlugin.get_shuffle_run) == ["self", "shuffle_id", "run_id"]
     of_barrier = parameters(ShuffleWorkerPlugin.shuffle_inputs_done)
@@ -84,7 +84,7 @@ def test_worker_plugin_has_what_we_replace():
     assert {"_active_runs", "closed"} <= set(_ShuffleRunManager.__annotations__)
 
 
-def test_run_has_everything_distributed_asks_of_one():
+def test_run_has_every_attribute_that_distributed_uses():
     """Every attribute of a run that the control plane uses, read off its source."""
     import re
 
@@ -96,14 +96,14 @@ def test_run_has_everything_distributed_asks_of_one():
         assert hasattr(ExchangeRun, name) or f"self.{name} =" in made or f"self.{name}:" in made
 
 
-def test_methods_take_what_stock_s_take():
+def test_methods_have_the_signatures_of_dask():
     for name in ("add_partition", "barrier", "receive", "get_output_partition", "fail"):
         stock = parameters(getattr(ShuffleRun, name))
         ours = parameters(getattr(ExchangeRun, name))
         assert ours[: len(stock)] == stock or "kwargs" in ours
 
 
-def test_spec_carries_every_field_of_stock_s():
+def test_spec_has_every_field_of_dask():
     stock = p2p.DataFrameShuffleSpec(
         id="x",
         disk=True,
@@ -120,7 +120,7 @@ def test_spec_carries_every_field_of_stock_s():
     assert frame_kind(stock.meta) in ADAPTERS
 
 
-def test_array_spec_carries_every_field_of_stock_s():
+def test_array_spec_has_every_field_of_dask():
     stock = p2p.ArrayRechunkSpec(id="x", disk=True, new=((2, 2), (3,)), old=((4,), (1, 2)))
     ours = ArraySpec.replacing(stock, settings=None)
     for field in stock.__dataclass_fields__:
@@ -197,7 +197,7 @@ def test_partitions_read_by_anything_else():
     assert p2p.partitions_read(None, "x") == set()
 
 
-def test_handlers_are_where_we_replace_them(sides):
+def test_replaced_handlers_exist(sides):
     def names(dask_scheduler):
         return sorted(name for name in dask_scheduler.handlers if name.startswith("shuffle_"))
 
@@ -212,7 +212,7 @@ def test_handlers_are_where_we_replace_them(sides):
     assert not any(sides.enabled.run(is_stock_s).values())
 
 
-def test_no_output_task_runs_in_the_wrong_place_first(sides):
+def test_output_tasks_start_on_their_owner(sides):
     def count_moves(dask_scheduler):
         stock = dask_scheduler.handlers["shuffle_restrict_task"]
         dask_scheduler.extensions["moves"] = []
@@ -257,7 +257,7 @@ def test_output_partitions_are_known_in_the_order_of_their_tasks(sides, monkeypa
     assert order == sorted(order, key=turns.get)
 
 
-def test_dask_picks_p2p_for_whoever_has_a_client(sides):
+def test_dask_selects_p2p_when_there_is_a_client(sides):
     """dask-cudf sets no method of its own: its shuffles are ours without a change."""
     frame = dd.from_pandas(pd.DataFrame({"key": range(10), "x": 1}), npartitions=4)
     with sides.enabled.as_current():

@@ -45,7 +45,7 @@ def shown(registry):
     return [tuple(sample)[:3] for family in registry.collect() for sample in family.samples]
 
 
-def test_workers_of_a_process_are_summed_until_the_last_has_let_go(registry):
+def test_metrics_of_all_workers_are_summed_until_the_last_ends(registry):
     workers = worker(100), worker(10)
     first, second = map(ShownShuffles, workers)
     assert shown(registry) == [(*SENT, 112)]
@@ -66,7 +66,7 @@ def test_without_prometheus_nothing_is_shown(monkeypatch, registry):
     one.end()
 
 
-def test_names_that_are_taken_are_left_to_whoever_has_them(registry):
+def test_existing_metric_names_are_left_to_their_owner(registry):
     class Taken:
         def collect(self):
             yield CounterMetricFamily("dask_worker_shuffle_bytes", "", value=3)
@@ -76,7 +76,7 @@ def test_names_that_are_taken_are_left_to_whoever_has_them(registry):
     assert shown(registry) == [("dask_worker_shuffle_bytes_total", {}, 3)]
 
 
-def test_names_begin_as_stock_s_do(registry):
+def test_metric_names_have_the_prefix_of_dask(registry):
     with dask.config.set({"distributed.dashboard.prometheus.namespace": "mine"}):
         stock = WorkerMetricCollector(SimpleNamespace())
         assert isinstance(stock, PrometheusCollector)
@@ -86,7 +86,7 @@ def test_names_begin_as_stock_s_do(registry):
     one.end()
 
 
-def test_stock_shows_none_of_a_shuffle_s_metrics(client):
+def test_dask_shows_no_shuffle_metrics(client):
     """Once it does, ours have to go."""
     server = next(iter(client.cluster.workers.values()))
     told = ("p2p", None, "background-comms", "send", "bytes")

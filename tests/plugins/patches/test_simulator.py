@@ -20,12 +20,12 @@ from tests.simulate.flat import task, workload
 
 
 @pytest.mark.parametrize("module", seams.CLOCKS)
-def test_modules_read_the_clocks_that_are_replaced(module):
+def test_replaced_clocks_are_read_by_their_modules(module):
     for name in seams.CLOCKS[module]:
         assert getattr(importlib.import_module(module), name) is getattr(time, name)
 
 
-def test_virtual_time_is_seen_in_a_virtual_loop_only_and_taken_back():
+def test_virtual_time_applies_only_inside_a_virtual_loop():
     scheduler = importlib.import_module("distributed.scheduler")
 
     async def times():
@@ -39,7 +39,7 @@ def test_virtual_time_is_seen_in_a_virtual_loop_only_and_taken_back():
     assert worker_state_machine.TaskState is seams.TaskState
 
 
-def test_a_worker_s_tasks_have_the_hash_of_their_keys():
+def test_worker_tasks_hash_like_their_keys():
     key = StableStr("x-1")
     with seams.virtual_time():
         state = WorkerState(address="tcp://10.0.0.0:1")
@@ -50,7 +50,7 @@ def test_a_worker_s_tasks_have_the_hash_of_their_keys():
     assert hash(found) == hash(key)
 
 
-def test_events_are_what_workers_make_of_messages():
+def test_events_equal_those_that_workers_create():
     source = inspect.getsource(Worker.__init__)
     for op, event in seams.EVENTS.items():
         if op == "remove-worker":
@@ -59,7 +59,7 @@ def test_events_are_what_workers_make_of_messages():
             assert f'"{op}": self._handle_remote_stimulus({event.__name__})' in source
 
 
-def test_instructions_are_those_that_workers_follow():
+def test_instructions_equal_those_that_workers_execute():
     source = inspect.getsource(BaseWorker.handle_stimulus)
     named = [seams.SendMessageToScheduler, seams.Execute, seams.GatherDep]
     assert source.count("isinstance(inst,") == 4
@@ -73,7 +73,7 @@ def test_workers_wait_and_refuse_as_modelled():
     assert "total_bytes > 1_000_000" in inspect.getsource(Worker._update_metrics_received_data)
 
 
-def test_the_scheduler_has_what_is_overridden():
+def test_scheduler_has_the_overridden_methods():
     assert "self.start_http_server(" in inspect.getsource(Scheduler.__init__)
     source = inspect.getsource(Scheduler.add_worker)
     assert "self.stream_comms[address] = BatchedSend(" in source
@@ -83,13 +83,13 @@ def test_the_scheduler_has_what_is_overridden():
     )
 
 
-def test_scheduler_side_hashes_follow_from_names_that_are_given():
+def test_scheduler_hashes_follow_from_given_names():
     scheduler = importlib.import_module("distributed.scheduler")
     assert "self._hash = hash(key)" in inspect.getsource(scheduler.TaskState.__init__)
     assert "self._hash = hash(self.server_id)" in inspect.getsource(scheduler.WorkerState.__init__)
 
 
-def test_a_graph_says_what_needs_what():
+def test_graph_names_dependencies():
     model = workload(task("a-0", source=True), task("b-0", 0))
     message = seams.graph_message(model, [model.tasks[1].key])
     graph = seams._Graph([(t.key, t.dependencies, t.produces_data) for t in model.tasks])

@@ -76,7 +76,7 @@ def totals(n: int, **about: Any) -> list[Task]:
     return [Task("total", number, [f"x{number}"], **about) for number in range(n)]
 
 
-def test_distributed_has_what_we_replace() -> None:
+def test_distributed_has_the_replaced_functions() -> None:
     state = WorkerState()
     assert type(state.ready) is HeapSet
     assert state.ready.key(TaskState("x", priority=(1, 2))) == (1, 2)
@@ -88,22 +88,22 @@ def test_distributed_has_what_we_replace() -> None:
     )
 
 
-def test_what_is_in_memory_goes_first_in_its_order() -> None:
+def test_tasks_with_inputs_in_memory_run_first_in_order() -> None:
     assert Queue(*totals(5), cold={"x0", "x1", "x3"}).order() == [2, 4, 0, 1, 3]
 
 
-def test_with_all_in_memory_nothing_changes() -> None:
+def test_order_is_unchanged_with_all_inputs_in_memory() -> None:
     assert Queue(*totals(5), cold=set()).order() == [0, 1, 2, 3, 4]
 
 
-def test_what_was_read_meanwhile_goes_when_it_is_first() -> None:
+def test_task_runs_first_once_its_inputs_are_read() -> None:
     queue = Queue(*totals(5), cold={"x0", "x1"})
     assert queue.pop().number == 2
     queue.cold.discard("x0")
     assert queue.order() == [0, 3, 4, 1]
 
 
-def test_what_left_memory_meanwhile_does_not_go_first() -> None:
+def test_task_whose_inputs_were_spilled_does_not_run_first() -> None:
     queue = Queue(*totals(5), cold={"x0"})
     assert queue.pop().number == 1
     queue.cold.add("x2")
@@ -113,12 +113,12 @@ def test_what_left_memory_meanwhile_does_not_go_first() -> None:
 @pytest.mark.parametrize(
     "other", [Task("other", 2, ["x9"]), Task("total", 2, ["x9"], graph=2)], ids=["name", "graph"]
 )
-def test_what_is_of_another_kind_keeps_its_place(other: Task) -> None:
+def test_tasks_of_other_kinds_keep_their_place(other: Task) -> None:
     first = totals(2)
     assert Queue(*first, other, cold={"x0", "x1"}).order() == [0, 1, 2]
 
 
-def test_tasks_that_make_much_keep_their_order() -> None:
+def test_tasks_with_large_outputs_keep_their_order() -> None:
     queue = Queue(*totals(3), cold={"x0"})
     queue.at_hand.learn("total", LEAST_NBYTES, LEAST_NBYTES)
     assert queue.order() == [0, 1, 2]
@@ -127,7 +127,7 @@ def test_tasks_that_make_much_keep_their_order() -> None:
     assert queue.order() == [0, 1, 2]
 
 
-def test_the_queue_is_not_looked_through_for_every_task() -> None:
+def test_queue_is_not_scanned_for_every_task() -> None:
     queue = Queue(*totals(2 * TASKS_BETWEEN), cold={f"x{n}" for n in range(2 * TASKS_BETWEEN)})
     looks = 0
     in_order = queue.state.ready.sorted
@@ -142,7 +142,7 @@ def test_the_queue_is_not_looked_through_for_every_task() -> None:
     assert looks == 2
 
 
-def test_no_more_is_looked_at_where_very_many_are_queued() -> None:
+def test_scan_of_a_very_long_queue_is_bounded() -> None:
     n, n_popped = 5 * MAX_LOOKED_AT, 100
     queue = Queue(*totals(n), cold=set())
     asked = 0
@@ -186,7 +186,7 @@ def test_eviction_sees_the_same_order() -> None:
     assert use([], is_home=True) is None
 
 
-def test_the_queue_is_given_back() -> None:
+def test_queue_is_restored() -> None:
     queue = Queue(*totals(3), cold={"x0"})
     assert queue.pop().number == 1
     queue.at_hand.remove()
@@ -203,7 +203,7 @@ def full(number: int) -> Any:
 
 
 @pytest.mark.cluster
-def test_a_pass_reads_nothing_that_is_in_memory() -> None:
+def test_pass_over_the_data_reads_nothing_that_is_in_memory() -> None:
     with cluster(n_workers=1, memory_limit=32 * MIB) as client:
         (worker,) = client.cluster.workers.values()
         (store,) = stores(client)

@@ -18,7 +18,7 @@ def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
-def test_decisions_have_the_signatures_that_are_replaced():
+def test_replaced_decisions_have_their_signatures():
     assert parameters(SchedulerState.decide_worker_non_rootish) == ["self", "ts"]
     assert parameters(SchedulerState.decide_worker_rootish_queuing_disabled) == ["self", "ts"]
     assert parameters(SchedulerState.decide_worker_rootish_queuing_enabled) == ["self"]
@@ -27,7 +27,7 @@ def test_decisions_have_the_signatures_that_are_replaced():
 
 
 @gen_cluster(nthreads=[("127.0.0.1", 1)] * 3)
-async def test_idle_workers_are_kept_by_address_in_a_dict_that_is_sorted(s, a, b, c):
+async def test_idle_workers_are_a_sorted_dict_by_address(s, a, b, c):
     """It is asked as a plain one, in the order in which they became idle, and for a host's."""
     assert isinstance(s.idle, dict)
     assert dict.items(s.idle) == {one.address: s.workers[one.address] for one in (a, b, c)}.items()
@@ -35,7 +35,7 @@ async def test_idle_workers_are_kept_by_address_in_a_dict_that_is_sorted(s, a, b
     assert list(s.idle.irange("tcp://127.0.0.1:", last, (True, False))) == sorted(s.idle)[:-1]
 
 
-def test_every_task_that_can_run_is_decided_by_one_of_the_three():
+def test_three_decisions_place_every_runnable_task():
     """Nobody else picks a worker for a task, so that nothing goes around placement."""
     source = inspect.getsource(SchedulerState)
     callers = re.findall(r"def (_transition_\w+)|self\.(decide_worker_\w+)\(", source)
@@ -55,7 +55,7 @@ def test_every_task_that_can_run_is_decided_by_one_of_the_three():
     }
 
 
-def test_free_places_are_given_away_as_stock_does_it():
+def test_free_slots_are_filled_as_in_dask():
     """What is replaced is this, but for a task that had better stay in the queue."""
     assert parameters(Scheduler.stimulus_queue_slots_maybe_opened) == ["self", "stimulus_id"]
     source = inspect.getsource(Scheduler.stimulus_queue_slots_maybe_opened)
@@ -79,14 +79,14 @@ def test_free_places_are_given_away_as_stock_does_it():
     ]
 
 
-def test_transitions_are_looked_up_in_the_table_on_the_instance():
+def test_transitions_are_looked_up_on_the_instance():
     table = SchedulerState._TRANSITIONS_TABLE
     for way in [("waiting", "processing"), ("queued", "processing")]:
         assert parameters(table[way])[:3] == ["self", "key", "stimulus_id"]
     assert "self._TRANSITIONS_TABLE" in inspect.getsource(SchedulerState._transition)
 
 
-def test_stealing_asks_for_a_thief_and_takes_no_for_an_answer():
+def test_stealing_asks_for_a_thief_and_accepts_none():
     assert parameters(WorkStealing._get_thief) == [
         "self",
         "scheduler",
@@ -100,7 +100,7 @@ def test_stealing_asks_for_a_thief_and_takes_no_for_an_answer():
 
 
 @gen_cluster(client=True, nthreads=[("", 2)] * 6)
-async def test_stock_looks_for_the_least_busy_one(c, s, *workers):
+async def test_dask_chooses_the_least_busy_worker(c, s, *workers):
     """So that it can be found without looking at a thousand others."""
     asked = []
 
@@ -124,7 +124,7 @@ async def test_stock_looks_for_the_least_busy_one(c, s, *workers):
     await c.gather(futures)
 
 
-def test_the_end_of_a_task_says_how_long_it_took_and_where():
+def test_end_of_a_task_reports_its_duration_and_worker():
     way = SchedulerState._TRANSITIONS_TABLE["processing", "memory"]
     assert {"worker", "startstops"} <= set(parameters(way))
 
@@ -135,7 +135,7 @@ def test_heartbeats_bring_the_rates_of_pairs():
     assert 'metrics["bandwidth"]["workers"]' in source
 
 
-def test_what_is_read_of_workers_and_tasks_is_there():
+def test_worker_and_task_attributes_exist():
     slots = {"task_prefix_count", "needs_what", "memory_limit", "long_running", "processing"}
     assert slots <= set(WorkerState.__slots__)
 
@@ -150,7 +150,7 @@ REPLACED = [
 
 
 @gen_cluster(nthreads=[("", 1)] * 2)
-async def test_taking_it_back_leaves_stock(s, a, b):
+async def test_removal_restores_dask(s, a, b):
     before = vars(s).copy(), dict(s.handlers), dict(vars(s.extensions["stealing"]))
     placement = Placement(s, "data-aware")
     assert all(name in vars(s) for name in REPLACED)
@@ -161,14 +161,14 @@ async def test_taking_it_back_leaves_stock(s, a, b):
 
 
 @gen_cluster(nthreads=[("", 1)] * 2, config={"distributed.scheduler.work-stealing": False})
-async def test_a_scheduler_that_does_not_steal(s, a, b):
+async def test_scheduler_without_stealing_is_supported(s, a, b):
     placement = Placement(s, "data-aware")
     placement.remove()
     assert not any(name in vars(s) for name in REPLACED)
 
 
 @gen_cluster(nthreads=[("", 1)] * 2)
-async def test_stock_looks_for_tasks_to_steal_when_asked_unless_nothing_is_stolen(s, a, b):
+async def test_dask_balances_on_request_when_stealing_is_enabled(s, a, b):
     swap, looked = Placement(s, "data-aware")._swap, []
     stealing = s.extensions["stealing"]
     assert callable(stealing.balance)
@@ -181,7 +181,7 @@ async def test_stock_looks_for_tasks_to_steal_when_asked_unless_nothing_is_stole
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_each_of_the_decisions_is_asked_for(c, s, a, b):
+async def test_each_replaced_decision_is_asked_for(c, s, a, b):
     """Also the one that stock does not tell which task it is for."""
     asked = []
 
@@ -207,7 +207,7 @@ async def test_each_of_the_decisions_is_asked_for(c, s, a, b):
 @gen_cluster(
     client=True, nthreads=[("", 1)] * 2, config={"distributed.scheduler.worker-saturation": "inf"}
 )
-async def test_root_tasks_without_queueing(c, s, a, b):
+async def test_root_tasks_are_placed_without_queueing(c, s, a, b):
     placement = Placement(s, "data-aware")
     roots = c.map(inc, range(20))
     assert await c.submit(sum, roots) == sum(range(1, 21))
@@ -216,7 +216,7 @@ async def test_root_tasks_without_queueing(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_root_task_that_cannot_be_queued_gets_a_worker(c, s, a, b):
+async def test_unqueueable_root_task_gets_a_worker(c, s, a, b):
     """As those of shuffles cannot."""
 
     class Never(Placement):
@@ -246,7 +246,7 @@ NO_STEALING_BY_ITSELF = {"distributed.scheduler.work-stealing-interval": "1 hour
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=NO_STEALING_BY_ITSELF)
-async def test_stealing_asks_us(c, s, a, b):
+async def test_stealing_asks_placement(c, s, a, b):
     asked = []
 
     class Never(Placement):
@@ -274,7 +274,7 @@ async def test_stealing_asks_us(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_an_error_of_ours_is_logged_once_and_stock_decides(c, s, a, b):
+async def test_placement_error_is_logged_once_and_dask_decides(c, s, a, b):
     class Broken(Placement):
         def place(self, ts, stock):
             raise ZeroDivisionError("in place")
@@ -300,7 +300,7 @@ async def test_an_error_of_ours_is_logged_once_and_stock_decides(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 4)] * 2)
-async def test_a_task_that_stays_in_the_queue_is_asked_about_once(c, s, a, b):
+async def test_queued_task_is_decided_once(c, s, a, b):
     asked = []
     is_choosy = True
 

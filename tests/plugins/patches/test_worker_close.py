@@ -40,7 +40,7 @@ def linger(worker: Worker) -> Lingers:
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_names(c, s, a):
+async def test_replaced_names_exist(c, s, a):
     assert list(inspect.signature(Worker.close).parameters) == [
         "self",
         "timeout",
@@ -60,7 +60,7 @@ async def test_names(c, s, a):
 
 
 @pytest.mark.parametrize("told_by", ["a caller", "the scheduler", "a peer"])
-def test_a_close_that_is_cancelled_half_way_ends(told_by: str) -> None:
+def test_cancelled_close_still_ends(told_by: str) -> None:
     @gen_cluster(client=True, nthreads=[("", 1)] * 2)
     async def test(c, s, a, b):
         await dask_gpurt.enable(c)
@@ -87,7 +87,7 @@ def test_a_close_that_is_cancelled_half_way_ends(told_by: str) -> None:
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_who_waits_for_a_close_may_be_cancelled(c, s, a, b):
+async def test_waiting_for_a_close_may_be_cancelled(c, s, a, b):
     """The one that closes goes on."""
     await dask_gpurt.enable(c)
     lingers = linger(a)
@@ -121,7 +121,7 @@ def _hold_writes(attachment: Any) -> tuple[asyncio.Event, threading.Event]:
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_the_end_of_a_plugin_does_not_wait_on_a_worker_that_closes(c, s, a):
+async def test_plugin_teardown_does_not_wait_on_a_closing_worker(c, s, a):
     """Otherwise a cancellation at that moment would stop Dask half way."""
     await dask_gpurt.enable(c)
     attachment = _attachment(a)
@@ -142,7 +142,7 @@ async def test_the_end_of_a_plugin_does_not_wait_on_a_worker_that_closes(c, s, a
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_a_disk_that_hangs_does_not_keep_a_worker(c, s, a):
+async def test_hanging_disk_does_not_block_a_closing_worker(c, s, a):
     await dask_gpurt.enable(c)
     begun, go_on = _hold_writes(_attachment(a))
     await begun.wait()
@@ -153,7 +153,7 @@ async def test_a_disk_that_hangs_does_not_keep_a_worker(c, s, a):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_who_takes_the_runtime_off_may_be_cancelled(c, s, a):
+async def test_disable_may_be_cancelled(c, s, a):
     """The worker gets its store back all the same, once."""
     stock = a.data
     await dask_gpurt.enable(c)
@@ -177,7 +177,7 @@ async def test_who_takes_the_runtime_off_may_be_cancelled(c, s, a):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_worker_closes_while_the_runtime_is_taken_off(c, s, a, b):
+async def test_worker_may_close_during_disable(c, s, a, b):
     """The values that are left to hand over are of no use to it."""
     await dask_gpurt.enable(c)
     attachment = _attachment(a)
@@ -198,7 +198,7 @@ async def test_a_worker_closes_while_the_runtime_is_taken_off(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_the_scheduler_does_not_wait_for_us_when_a_worker_leaves(c, s, a):
+async def test_scheduler_does_not_wait_when_a_worker_leaves(c, s, a):
     """It would log that the wait was cancelled, whenever it closes before its workers."""
     await dask_gpurt.enable(c)
     assert s.plugins["gpurt"].remove_worker(s, a.address) is None

@@ -29,7 +29,7 @@ from dask_gpurt.plugins.patches import worker_memory
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 
 
-def test_a_task_is_run_by_calling_the_instance():
+def test_task_runs_through_the_instance_method():
     assert list(inspect.signature(Worker.execute).parameters) == ["self", "key", "stimulus_id"]
     assert "self.execute," in inspect.getsource(BaseWorker.handle_stimulus)
     # What `execute` reads from the store, it reads before it runs anything.
@@ -37,7 +37,7 @@ def test_a_task_is_run_by_calling_the_instance():
     assert source.index("self.data[dkey]") < source.index("run_in_executor")
 
 
-def test_a_task_gets_itself_a_client_by_calling_the_instance():
+def test_task_gets_its_client_through_the_instance_method():
     assert list(inspect.signature(Worker._get_client).parameters) == ["self", "timeout"]
     assert "worker._get_client(timeout=timeout)" in inspect.getsource(get_client)
     # It is known which task that is.
@@ -50,7 +50,7 @@ def test_a_task_gets_itself_a_client_by_calling_the_instance():
         assert task.result(DEADLINE_S) == "task"
 
 
-def test_values_are_sent_by_a_handler_that_takes_the_comm():
+def test_get_data_handler_takes_the_comm():
     assert list(inspect.signature(Worker.get_data).parameters) == [
         "self",
         "comm",
@@ -63,7 +63,7 @@ def test_values_are_sent_by_a_handler_that_takes_the_comm():
 
 @pytest.mark.parametrize("is_paused", [False, True])
 @pytest.mark.parametrize("peer", ["tcp://127.0.0.1:7", "tcp://10.1.2.3:7"])
-def test_when_a_worker_sends_no_more(client, is_paused, peer):
+def test_busy_worker_refuses_to_send(client, is_paused, peer):
     """As it answers itself."""
 
     class Written(Exception):
@@ -98,11 +98,11 @@ def test_when_a_worker_sends_no_more(client, is_paused, peer):
     assert set(client.run(least_count).values()) == {expected}
 
 
-def test_a_value_is_read_for_sending_in_one_place():
+def test_value_is_read_for_sending_in_one_place():
     assert "self.data[k] for k in keys if k in self.data" in inspect.getsource(Worker.get_data)
 
 
-def test_the_monitor_spills_by_calling_the_instance():
+def test_memory_monitor_spills_through_the_instance_method():
     assert "await self._maybe_spill(worker, memory)" in inspect.getsource(
         WorkerMemoryManager.memory_monitor
     )
@@ -113,12 +113,12 @@ def test_the_monitor_spills_by_calling_the_instance():
     ]
 
 
-def test_a_worker_has_its_store_in_two_places():
+def test_worker_refers_to_its_store_in_two_places():
     assert "self.memory_manager.data" in inspect.getsource(Worker.data.fget)
     assert "data" in inspect.signature(WorkerState.__init__).parameters
 
 
-def test_a_stock_store_says_what_it_has(tmp_path):
+def test_dask_store_tells_its_contents(tmp_path):
     stock = SpillBuffer(str(tmp_path), target=1000)
     stock["small"] = b"x" * 100
     stock["large"] = b"x" * 2000
@@ -131,7 +131,7 @@ def test_a_stock_store_says_what_it_has(tmp_path):
     assert stock.slow["large"] == b"x" * 2000
 
 
-def test_a_stock_store_says_what_it_was_made_with(tmp_path):
+def test_dask_store_tells_its_settings(tmp_path):
     stock = SpillBuffer(str(tmp_path), target=1000, max_spill=2000)
     disk = stock._slow_uncached
     assert (stock.n, disk.max_weight, disk.d.directory) == (1000, 2000, str(tmp_path))
@@ -140,7 +140,7 @@ def test_a_stock_store_says_what_it_was_made_with(tmp_path):
         assert said in source
 
 
-def test_a_store_of_another_kind_is_emptied():
+def test_other_kind_of_store_is_emptied():
     other = UserDict({"x": 1, "y": 2})
     objects, cold = worker_memory.take_over(other)
     assert objects == {"x": 1, "y": 2}
@@ -148,7 +148,7 @@ def test_a_store_of_another_kind_is_emptied():
     assert not other
 
 
-def test_states_and_fields_of_tasks_on_a_worker():
+def test_worker_tasks_have_the_expected_states_and_fields():
     assert {"dependents", "dependencies", "priority", "state"} <= set(TaskState.__annotations__)
     source = inspect.getsource(WorkerState)
     for state in ("waiting", "ready", "constrained"):
@@ -156,7 +156,7 @@ def test_states_and_fields_of_tasks_on_a_worker():
     assert {"nbytes", "value"} <= set(inspect.signature(ExecuteSuccessEvent).parameters)
 
 
-def test_users_of_a_value():
+def test_users_of_a_value_are_found():
     """Until it begins, nothing but its key tells of a task that has left the queue."""
     states = ["waiting", "ready", "constrained", "executing", "memory"]
     users = [SimpleNamespace(key=state, state=state) for state in states]
@@ -168,13 +168,13 @@ def test_users_of_a_value():
     assert worker_memory.local_users(worker, "y") == []
 
 
-def test_a_value_that_is_freed_is_reported_to_the_scheduler():
+def test_freed_value_is_reported_to_the_scheduler():
     released = inspect.getsource(WorkerState._transition_memory_released)
     assert "ReleaseWorkerDataMsg" in released
     assert '"released"' in inspect.getsource(WorkerState._handle_free_keys)
 
 
-def test_the_scheduler_says_when_a_value_is_used_as_seen_from_its_worker():
+def test_scheduler_tells_the_next_use_seen_from_the_worker():
     """What waits for a peer comes after as much of this worker's work as the peer does first."""
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
@@ -215,7 +215,7 @@ def test_the_scheduler_says_when_a_value_is_used_as_seen_from_its_worker():
         del running
 
 
-def test_a_value_with_a_serializer_is_taken_apart_as_where_stock_spills_it():
+def test_value_with_a_serializer_is_serialized_as_dask_spills_it():
     assert list(inspect.signature(serialize_and_split).parameters) == [
         "x",
         "serializers",
