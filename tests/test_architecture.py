@@ -179,7 +179,7 @@ def imports(path: pathlib.Path, *, typing_only: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports(path):
+def test_modules_import_only_what_their_room_may(path):
     room = room_of(path)
     assert room in RULES, f"{room} has no rule: add one, with a reason to be"
     rooms, third_party, impure = RULES[room]
@@ -196,7 +196,7 @@ def test_imports(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_private_things_have_one_door(path):
+def test_restricted_packages_have_one_importer(path):
     for imported in imports(path):
         for private, allowed in ONLY_IN.items():
             if imported == private or imported.startswith(private + "."):
@@ -211,7 +211,7 @@ def test_only_config_reads_our_settings():
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_stay_small_and_say_what_they_do(path):
+def test_modules_are_small_and_have_a_docstring(path):
     source = path.read_text()
     assert source.count("\n") <= 500
     assert path.name not in ("utils.py", "helpers.py", "common.py")

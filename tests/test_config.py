@@ -46,19 +46,19 @@ def _environment(**variables):
 # ------------------------------------------------------------------ reading
 
 
-def test_reading_the_defaults(warnings):
+def test_defaults_are_read(warnings):
     assert config.read() == DEFAULTS
     assert warnings() == []
 
 
-def test_reading_where_dask_found_no_defaults(warnings):
+def test_defaults_are_read_without_the_file_in_dask(warnings):
     with dask.config.set(gpurt={}):
         assert config.read() == DEFAULTS
     assert warnings() == []
 
 
 @pytest.mark.parametrize("section", [{"strict": True}, {"shuffle": {"memory": 0.5}}])
-def test_reading_half_a_section(section):
+def test_incomplete_section_gets_defaults(section):
     with dask.config.set(gpurt=section):
         settings = config.read()
     assert settings.strict == section.get("strict", False)
@@ -67,7 +67,7 @@ def test_reading_half_a_section(section):
 
 
 @pytest.mark.parametrize("section", [None, {"shuffle": None, "devices": None}])
-def test_an_empty_section_of_a_file_means_the_defaults(warnings, section):
+def test_empty_section_means_the_defaults(warnings, section):
     """`gpurt:` with everything below it commented out."""
     with dask.config.set(gpurt=section):
         assert config.read() == DEFAULTS
@@ -75,7 +75,7 @@ def test_an_empty_section_of_a_file_means_the_defaults(warnings, section):
 
 
 @pytest.mark.parametrize("key", ["shuffle.memory", "memory.device"])
-def test_shares_and_sizes(key):
+def test_shares_and_sizes_are_read(key):
     def read(value):
         with dask.config.set({f"gpurt.{key}": value}):
             settings = config.read()
@@ -90,7 +90,7 @@ def test_shares_and_sizes(key):
 
 
 @pytest.mark.parametrize("section", [1, "yes", True, ["enabled"]])
-def test_a_section_that_is_none_is_refused(section):
+def test_value_in_place_of_a_section_is_refused(section):
     with dask.config.set(gpurt=section), pytest.raises(ConfigError, match="gpurt"):
         config.read()
 
@@ -103,7 +103,7 @@ def test_a_section_that_is_none_is_refused(section):
         *[(value, False) for value in (False, "false", "no", "Off", 0, "0")],
     ],
 )
-def test_flags(key, value, meaning):
+def test_flags_are_read(key, value, meaning):
     with dask.config.set({f"gpurt.{key}": value}):
         settings = config.read()
     assert getattr(settings, key) is meaning
@@ -113,7 +113,7 @@ def test_flags(key, value, meaning):
 
 @pytest.mark.parametrize("key", ["enabled", "strict"])
 @pytest.mark.parametrize("value", ["maybe", "", None, 2, -1, 0.5, [], {"on": 1}])
-def test_flags_that_are_neither(key, value):
+def test_invalid_flags_are_refused(key, value):
     with (
         dask.config.set({f"gpurt.{key}": value}),
         pytest.raises(ConfigError, match=rf"gpurt\.{key} is .*true or false"),
@@ -129,7 +129,7 @@ SIZES = {"shuffle.message-size": "message_nbytes", "shuffle.in-flight": "in_flig
     ("value", "nbytes"),
     [("1 MiB", MIB), ("2MB", 2_000_000), ("1.5 KiB", 1536), ("77", 77), (1234, 1234), (1e6, 10**6)],
 )
-def test_sizes(key, value, nbytes):
+def test_sizes_are_read(key, value, nbytes):
     with dask.config.set({f"gpurt.{key}": value}):
         shuffle = config.read().shuffle
     assert getattr(shuffle, SIZES[key]) == nbytes
@@ -158,7 +158,7 @@ NO_SIZES = [
 
 @pytest.mark.parametrize("key", SIZES)
 @pytest.mark.parametrize("value", NO_SIZES, ids=repr)
-def test_sizes_that_are_none(key, value):
+def test_invalid_sizes_are_refused(key, value):
     with (
         dask.config.set({f"gpurt.{key}": value}),
         pytest.raises(ConfigError, match=rf"gpurt\.{key} is .*a size"),
@@ -208,7 +208,7 @@ NO_MEMORY = [
 
 
 @pytest.mark.parametrize("value", NO_MEMORY, ids=repr)
-def test_memory_that_is_neither(value):
+def test_invalid_memory_is_refused(value):
     with (
         dask.config.set({"gpurt.shuffle.memory": value}),
         pytest.raises(ConfigError, match=r"gpurt\.shuffle\.memory is"),
@@ -228,7 +228,7 @@ def test_memory_that_is_neither(value):
         ("shufle.memory", "shuffle.memory"),
     ],
 )
-def test_a_misspelt_key_is_named_with_what_was_meant(warnings, key, suggestion):
+def test_misspelt_key_is_named_with_a_suggestion(warnings, key, suggestion):
     with dask.config.set({f"gpurt.{key}": 1}):
         assert config.read() == DEFAULTS
     (message,) = warnings()
@@ -236,7 +236,7 @@ def test_a_misspelt_key_is_named_with_what_was_meant(warnings, key, suggestion):
     assert f"did you mean gpurt.{suggestion}?" in message
 
 
-def test_a_key_that_resembles_none_is_named_alone(warnings):
+def test_unknown_key_is_named_without_a_suggestion(warnings):
     with dask.config.set({"gpurt.zzz": 1}):
         config.read()
     (message,) = warnings()
@@ -251,7 +251,7 @@ def test_each_unknown_key_is_named(warnings):
     assert len(warnings()) == 2
 
 
-def test_what_is_in_a_file_is_read_with_its_name(tmp_path):
+def test_description_file_is_read_with_its_name(tmp_path):
     path = tmp_path / "machines.yaml"
     path.write_text("hosts: []  # für später", encoding="utf-8")
     with dask.config.set({"gpurt.topology.file": str(path)}):
@@ -265,20 +265,20 @@ def test_what_is_in_a_file_is_read_with_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("value", "means"), [("on", "on"), ("auto", "auto"), (True, "on"), (False, "off")]
 )
-def test_words_that_yaml_reads_as_truth_values(value, means):
+def test_yaml_truth_values_mean_on_and_off(value, means):
     with dask.config.set({"gpurt.topology.probe": value}):
         assert config.read().topology.probe == means
 
 
 @pytest.mark.parametrize("value", ["always", None])
-def test_a_word_that_is_no_choice(value):
+def test_invalid_choice_is_refused(value):
     with dask.config.set({"gpurt.topology.probe": value}):
         with pytest.raises(ConfigError, match=rf"gpurt\.topology\.probe is {value!r}.*auto or on"):
             config.read()
 
 
 @pytest.mark.parametrize("value", ["no/such/file", 3, True, ["a"], "a\0b"])
-def test_a_file_that_cannot_be_read(value):
+def test_unreadable_file_is_refused(value):
     with (
         dask.config.set({"gpurt.topology.file": value}),
         pytest.raises(ConfigError, match=r"gpurt\.topology\.file is"),
@@ -289,7 +289,7 @@ def test_a_file_that_cannot_be_read(value):
 # ------------------------------------------------------------------ environment variables
 
 
-def test_environment_variables(warnings):
+def test_environment_variables_are_read(warnings):
     section = _environment(
         GPURT__ENABLED="true",
         GPURT__STRICT="1",
@@ -327,7 +327,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize(("key", "word"), WORDS)
-def test_every_word_can_be_said_in_the_environment(key, word):
+def test_every_choice_can_be_set_in_the_environment(key, word):
     """Dask makes other things than words of some, as of `none`."""
     name = f"GPURT__{key}".replace(".", "__").replace("-", "_").upper()
     with dask.config.set(gpurt=_environment(**{name: word})):
@@ -335,19 +335,19 @@ def test_every_word_can_be_said_in_the_environment(key, word):
 
 
 @pytest.mark.parametrize("word", ["True", "TRUE", "yes", "on"])
-def test_spellings_of_the_flag(word):
+def test_flag_has_several_spellings(word):
     with dask.config.set(gpurt=_environment(GPURT__ENABLED=word)):
         assert config.read().enabled is True
 
 
-def test_environment_variables_where_dask_found_no_defaults(warnings):
+def test_environment_variables_work_without_the_defaults_file(warnings):
     section = dask.config.collect(paths=[], env={"DASK_GPURT__SHUFFLE__MESSAGE_SIZE": "1 MiB"})
     with dask.config.set(gpurt=section["gpurt"]):
         assert config.read().shuffle.message_nbytes == MIB
     assert warnings() == []
 
 
-def test_a_misspelt_environment_variable(warnings):
+def test_misspelt_environment_variable_is_named(warnings):
     with dask.config.set(gpurt=_environment(GPURT__SHUFFLE__MESAGE_SIZE="1 MiB")):
         config.read()
     (message,) = warnings()
@@ -357,7 +357,7 @@ def test_a_misspelt_environment_variable(warnings):
 # ------------------------------------------------------------------ on the way to a cluster
 
 
-def test_settings_survive_the_way_to_a_cluster():
+def test_settings_survive_serialization():
     settings = replace(
         DEFAULTS,
         enabled=True,
@@ -398,13 +398,13 @@ def test_settings_survive_the_way_to_a_cluster():
 
 
 @pytest.mark.parametrize("size", ["2 B", "700 B", "4 KiB", 0.25, 1.0])
-def test_sizes_and_shares_arrive_as_they_were_read(size):
+def test_sizes_and_shares_survive_serialization(size):
     with dask.config.set({"gpurt.shuffle.memory": size, "gpurt.memory.device": size}):
         settings = config.read()
     assert Settings.from_plain(settings.to_plain()) == settings
 
 
-def test_settings_do_not_change_once_they_are_read():
+def test_settings_are_immutable():
     settings = config.read()
     with dask.config.set({"gpurt.strict": True}):
         assert settings.strict is False
@@ -422,24 +422,24 @@ def _preloads(**lists):
     return dask.config.set({f"distributed.{role}.preload": value for role, value in lists.items()})
 
 
-def test_preloads_that_are_all_there():
+def test_complete_preload_lists_are_accepted():
     with _preloads(**{role: [config.PRELOAD] for role in ROLES}):
         assert config.preloads() == dict.fromkeys(ROLES, True)
 
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("replacement", [["my_module"], [], None])
-def test_a_preload_that_somebody_replaced(role, replacement):
+def test_replaced_preload_is_reported(role, replacement):
     lists = {name: [config.PRELOAD] for name in ROLES} | {role: replacement}
     with _preloads(**lists):
         assert config.preloads() == dict.fromkeys(ROLES, True) | {role: False}
 
 
-def test_a_preload_beside_one_of_the_users():
+def test_preload_beside_a_user_preload_is_accepted():
     with _preloads(**{role: ["my_module", config.PRELOAD] for role in ROLES}):
         assert config.preloads() == dict.fromkeys(ROLES, True)
 
 
-def test_preloads_that_were_never_there():
+def test_missing_preload_lists_are_reported():
     with dask.config.set(distributed={}):
         assert config.preloads() == dict.fromkeys(ROLES, False)

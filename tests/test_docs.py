@@ -64,7 +64,7 @@ def test_a_stale_configuration_page_is_noticed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     for target in LINK.findall(prose(page)):
         if "://" in target:
             continue
@@ -76,14 +76,14 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_that_are_named_exist(page):
+def test_named_files_exist(page):
     for span in SPAN.findall(prose(page)):
         if (span.startswith(FOLDERS) and " " not in span) or TOP_FILE.fullmatch(span):
             assert list(ROOT.glob(span)), f"{name_of(page)} names {span}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_that_are_named_exist(page):
+def test_named_commands_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     code = commands(page)
     for target in re.findall(r"\bmake ([a-z][a-z-]*)", code):

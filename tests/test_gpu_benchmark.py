@@ -34,7 +34,7 @@ def add(array, rounds):
 # ------------------------------------------------------------------ sections, emulated
 
 
-def test_copies_and_what_they_are_ratios_of():
+def test_copy_rates_have_their_reference():
     device = HostDevice(1 << 20)
     rows = []
     copies.measure(device, plain, 1 << 16, 3, rows.append)
@@ -47,7 +47,7 @@ def test_copies_and_what_they_are_ratios_of():
     assert pool.value == 0
 
 
-def test_a_pipeline_computes_what_it_should():
+def test_pipeline_computes_the_right_result():
     device = HostDevice(1 << 20)
     rows = []
     sources, targets = ([np.ones(4096, np.uint8) for _ in range(3)] for _ in range(2))
@@ -60,7 +60,7 @@ def test_a_pipeline_computes_what_it_should():
     assert row.ratio == row.details["took_s"]["overlapped"] / row.details["took_s"]["serial"]
 
 
-def test_a_pipeline_that_computes_something_else_says_so():
+def test_wrong_pipeline_result_is_reported():
     device = HostDevice(1 << 20)
     rows = []
     sources, targets = ([np.ones(4096, np.uint8) for _ in range(2)] for _ in range(2))
@@ -140,7 +140,7 @@ def broken(monkeypatch, tmp_path):
     return tmp_path / "results.json"
 
 
-def test_a_broken_section_loses_no_rows(broken, capsys):
+def test_failing_section_loses_no_rows(broken, capsys):
     assert command.main(["--json", str(broken)]) == 0
     results = json.loads(broken.read_text())
     said = {
@@ -158,7 +158,7 @@ def test_a_broken_section_loses_no_rows(broken, capsys):
     assert "0.500 = this / that (wanted: <= 0.6)" in out
 
 
-def test_the_file_is_whole_after_each_section(broken, monkeypatch):
+def test_result_file_is_complete_after_each_section(broken, monkeypatch):
     seen = []
     stock = command.write
 
@@ -171,7 +171,7 @@ def test_the_file_is_whole_after_each_section(broken, monkeypatch):
     assert seen == [[], ["raises"], ["raises", "fine"]]
 
 
-def test_rows_come_back_as_they_were_said():
+def test_rows_survive_json():
     row = Row("copy", 1.5, "GB/s", 0.5, "this / that", "<= 1", details={"n": [1, 2]})
     assert row_of(row.to_json()) == row
     assert row_of(Row("x", np.float32(0.5)).to_json()) == Row("x", 0.5)
@@ -179,13 +179,13 @@ def test_rows_come_back_as_they_were_said():
     assert row_of('{"name": "x", "another": 1}') is None
 
 
-def test_it_takes_less_than_eight_minutes():
+def test_benchmark_takes_less_than_eight_minutes():
     assert sum(command.SECTIONS.values()) < 480
 
 
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
 @pytest.mark.parametrize("name", command.SECTIONS)
-def test_without_a_gpu_each_section_says_why_it_was_skipped(name, capsys):
+def test_sections_say_why_they_are_skipped_without_a_gpu(name, capsys):
     command.run_here(name)
     row = row_of(capsys.readouterr().out)
     assert row.name == name
@@ -270,7 +270,7 @@ def experiment(monkeypatch):
     return shaping.Experiment(streams, StubSides(hook), beside, hook)
 
 
-def test_each_mode_of_the_experiment_is_what_its_name_says(experiment):
+def test_modes_of_the_experiment_match_their_names(experiment):
     row = experiment.row("balanced", 1.0)
     launched = experiment._sides.launched
     seen = set()
@@ -292,7 +292,7 @@ def test_each_mode_of_the_experiment_is_what_its_name_says(experiment):
     assert row.ratio == row.value / took_s["serial"]
 
 
-def test_what_a_shape_costs_is_measured_with_it_and_without(experiment):
+def test_shaping_cost_is_measured_with_and_without_a_shape(experiment):
     experiment._sides.out = np.zeros(4)
     row = experiment.cost()
     shapes = [is_shaped for _, _, is_shaped in experiment._sides.launched]
@@ -316,7 +316,7 @@ class RawKernel:
         self.carried.append(shared_mem)
 
 
-def test_without_cupys_launches_attached_the_compute_kernel_asks_itself(monkeypatch):
+def test_unhooked_compute_kernel_shapes_itself(monkeypatch):
     kernel = RawKernel()
     monkeypatch.setattr(shaping, "kernel", lambda name: kernel)
     hook = LaunchHook(shaping.RawLaunches(), enabled=True)
@@ -331,7 +331,7 @@ def test_without_cupys_launches_attached_the_compute_kernel_asks_itself(monkeypa
     assert kernel.preferred_shared_memory_carveout == 100
 
 
-def test_the_cost_of_a_launch_is_taken_with_the_hook_and_without(monkeypatch):
+def test_launch_cost_is_measured_with_and_without_the_hook(monkeypatch):
     launched = []
     cupy = types.ModuleType("cupy")
     cupy.uint32, cupy.zeros = np.uint32, np.zeros
@@ -355,7 +355,7 @@ def test_the_cost_of_a_launch_is_taken_with_the_hook_and_without(monkeypatch):
     assert row.value == row.details["more_s"]["shaped"] * 1e6
 
 
-def test_sides_are_made_to_take_as_long_as_wanted(experiment, monkeypatch):
+def test_sides_are_calibrated_to_the_wanted_duration(experiment, monkeypatch):
     times = iter([0.0, 1.0, 2.0, 2.5, 3.0, 4.0])
     monkeypatch.setattr(shaping.time, "perf_counter", lambda: next(times))
     assert experiment.calibrated(lambda: None, "rounds", 0.25) == 50

@@ -10,11 +10,11 @@ import pytest
 from dask_gpurt.metrics import MEANING, Counters, total
 
 
-def test_all_begin_at_zero():
+def test_counters_begin_at_zero():
     assert Counters().snapshot() == dict.fromkeys(MEANING, 0)
 
 
-def test_several_at_once():
+def test_several_counters_are_added_at_once():
     counters = Counters()
     counters.add(sent_nbytes=10, messages=1)
     counters.add(sent_nbytes=5)
@@ -22,7 +22,7 @@ def test_several_at_once():
     assert counters.snapshot() == expected
 
 
-def test_a_snapshot_stays_as_it_was():
+def test_snapshot_does_not_change():
     counters = Counters()
     before = counters.snapshot()
     counters.add(messages=1)
@@ -36,7 +36,7 @@ def test_two_counters_do_not_share_values():
     assert second.snapshot()["messages"] == 0
 
 
-def test_an_unknown_name_is_refused():
+def test_unknown_counter_name_is_refused():
     counters = Counters()
     with pytest.raises(KeyError, match="sent_bytes"):
         counters.add(sent_bytes=1)
@@ -53,7 +53,7 @@ def restless():
 
 
 @pytest.mark.usefixtures("restless")
-def test_nothing_added_from_many_threads_is_lost():
+def test_additions_of_many_threads_are_kept():
     counters = Counters()
     n_threads, n_rounds = 8, 500
     barrier = threading.Barrier(n_threads)
@@ -74,7 +74,7 @@ def test_nothing_added_from_many_threads_is_lost():
 
 
 @pytest.mark.usefixtures("restless")
-def test_a_snapshot_never_shows_half_an_addition():
+def test_snapshot_never_shows_a_partial_addition():
     """Whoever reads while others write finds amounts that were added together together."""
     counters = Counters()
     stop = threading.Event()
@@ -94,27 +94,27 @@ def test_a_snapshot_never_shows_half_an_addition():
         thread.join()
 
 
-def test_total_of_several_workers():
+def test_total_sums_several_workers():
     snapshots = [{"messages": 1, "sent_nbytes": 10}, {"messages": 2}, {}]
     expected = dict.fromkeys(MEANING, 0) | {"messages": 3, "sent_nbytes": 10}
     assert total(iter(snapshots)) == expected
 
 
-def test_total_of_no_workers():
+def test_total_of_no_workers_is_zero():
     assert total([]) == dict.fromkeys(MEANING, 0)
 
 
-def test_total_keeps_names_it_does_not_know():
+def test_total_keeps_unknown_names():
     """A worker of a newer version may count more."""
     assert total([{"later": 2}, {"later": 3}])["later"] == 5
 
 
-def test_total_leaves_the_snapshots_alone():
+def test_total_does_not_change_the_snapshots():
     snapshot = {"messages": 1}
     total([snapshot, snapshot])
     assert snapshot == {"messages": 1}
 
 
-def test_every_counter_says_what_it_means():
+def test_every_counter_has_a_description():
     assert all(meaning.strip() for meaning in MEANING.values())
     assert len(set(MEANING.values())) == len(MEANING)

@@ -28,7 +28,7 @@ def forbidding(monkeypatch, code):
     monkeypatch.setattr(system_calls, "_call", refuse)
 
 
-def test_files_in_memory_without_the_function_of_os(monkeypatch):
+def test_memory_files_work_without_the_os_function(monkeypatch):
     lacking(monkeypatch, "memfd_create", "MFD_CLOEXEC")
     fd = system_calls.memory_file("gpurt")
     try:
@@ -40,7 +40,7 @@ def test_files_in_memory_without_the_function_of_os(monkeypatch):
     SharedPages().close()
 
 
-def test_a_system_without_files_in_memory_says_so(monkeypatch):
+def test_system_without_memory_files_is_recognised(monkeypatch):
     lacking(monkeypatch, "memfd_create")
     forbidding(monkeypatch, errno.ENOSYS)
     with pytest.raises(OSError, match="Function not implemented"):
@@ -49,7 +49,7 @@ def test_a_system_without_files_in_memory_says_so(monkeypatch):
         SharedPages()
 
 
-def test_other_files_are_not_in_memory(tmp_path):
+def test_ordinary_files_are_not_memory_files(tmp_path):
     reader, writer = os.pipe()
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     assert not any(map(system_calls.is_memory_file, (reader, writer, file)))
@@ -58,7 +58,7 @@ def test_other_files_are_not_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("is_lacking", [False, True])
-def test_the_end_of_a_process_is_told(monkeypatch, is_lacking):
+def test_end_of_a_process_is_reported(monkeypatch, is_lacking):
     if is_lacking:
         lacking(monkeypatch, "pidfd_open")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -75,13 +75,13 @@ def test_the_end_of_a_process_is_told(monkeypatch, is_lacking):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
-def test_a_system_that_does_not_tell_the_end_of_a_process(monkeypatch, code):
+def test_system_without_process_descriptors_is_recognised(monkeypatch, code):
     lacking(monkeypatch, "pidfd_open")
     forbidding(monkeypatch, code)
     assert system_calls.process_fd(os.getpid()) is None
 
 
-def test_a_process_is_known_by_its_start():
+def test_process_is_identified_by_its_start_time():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = system_calls.process_start(child.pid)
     assert started == system_calls.process_start(child.pid)
@@ -112,7 +112,7 @@ def test_buffers_are_filled_from_a_position(monkeypatch, tmp_path, is_lacking):
 
 
 @pytest.mark.parametrize("is_lacking", [False, True])
-def test_a_thread_is_woken(monkeypatch, is_lacking):
+def test_sleeping_thread_is_woken(monkeypatch, is_lacking):
     if is_lacking:
         lacking(monkeypatch, "eventfd", "eventfd_read", "eventfd_write")
     before = set(os.listdir("/proc/self/fd"))

@@ -18,7 +18,7 @@ from dask_gpurt.plugins.patches import p2p
 HERE = bootstrap.installed()
 
 
-def test_the_metadata_bound_what_the_version_gate_refuses():
+def test_package_metadata_agree_with_the_version_gate():
     """Or pip installs a Dask that the package then refuses to run on."""
     oldest, first_unknown = p2p.TESTED
     needed = [Requirement(one) for one in requires("dask-gpurt")]
@@ -29,7 +29,7 @@ def test_the_metadata_bound_what_the_version_gate_refuses():
 
 
 @pytest.mark.parametrize("version", ["unknown", "", "1!9999", "2026.8.0 "])
-def test_versions_that_are_none_are_refused_or_read(version):
+def test_odd_version_strings_are_refused_or_read(version):
     reason = p2p.unsupported_reason(version) if version else bootstrap.untested("", p2p.TESTED)
     assert (reason is None) == (version.strip() == "2026.8.0")
 
@@ -67,14 +67,14 @@ def test_versions_that_are_none_are_refused_or_read(version):
         ),
     ],
 )
-def test_what_differs(found, said):
+def test_differing_versions_are_described(found, said):
     names = {**HERE, "minor": HERE["python"].rpartition(".")[0]}
     found = {name: value and value.format(**names) for name, value in found.items()}
     expected = said and said.format(**names)
     assert bootstrap.difference({**HERE, **found}, HERE) == expected
 
 
-def test_nothing_compiled_crosses():
+def test_bootstrap_pickles_only_text_and_plain_values():
     """Only the text of a module, plain values, and the builtin that makes a plugin of them."""
     data = bootstrap.pickled(p2p.TESTED, config.read().to_plain())
     strings: list[str] = []
@@ -93,7 +93,7 @@ def test_nothing_compiled_crosses():
 
 
 @gen_cluster(nthreads=[("", 1)])
-async def test_a_worker_with_an_untested_distributed_is_not_touched(s, a):
+async def test_worker_with_untested_distributed_is_not_changed(s, a):
     before = dict(a.handlers), dict(vars(a.plugins["shuffle"])), a.data
     tested = ("2000.1.0", "2001.1.0")
     plugin = bootstrap.GpurtWorker(HERE, tested, config.read().to_plain())

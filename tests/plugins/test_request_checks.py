@@ -28,14 +28,14 @@ class Hostile:
 
 
 @pytest.mark.parametrize("value", [None, 3, ["a"], b"a", "a" * 1001, Hostile()])
-def test_what_is_no_name(value):
+def test_invalid_names_are_refused(value):
     with pytest.raises(ProtocolError, match=r"worker is a .* a text of at most 1000") as caught:
         request_checks.name("worker", value)
     assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, "yes", []])
-def test_what_is_no_flag(value):
+def test_invalid_flags_are_refused(value):
     with pytest.raises(ProtocolError, match="true or false"):
         request_checks.flag("probe", value)
 
@@ -48,18 +48,18 @@ def nested(depth):
 
 
 @pytest.mark.parametrize("value", [None, ["a"], {"a": 1}, ("a", ["b"]), nested(33), object()])
-def test_what_is_no_key(value):
+def test_invalid_keys_are_refused(value):
     with pytest.raises(ProtocolError, match="the key of a task"):
         request_checks.key(value)
 
 
 @pytest.mark.parametrize("value", ["a", b"a", 1, 1.5, ("a", 0, ("b", 1)), nested(32)])
-def test_what_is_a_key(value):
+def test_valid_keys_are_accepted(value):
     assert request_checks.key(value) is value
 
 
 @pytest.mark.parametrize("value", [None, "abc", {"a"}, [["a"]], ["a"] * 100_001])
-def test_what_is_no_list_of_keys(value):
+def test_invalid_key_lists_are_refused(value):
     with pytest.raises(ProtocolError, match="key"):
         request_checks.keys(value)
 
@@ -67,13 +67,13 @@ def test_what_is_no_list_of_keys(value):
 @pytest.mark.parametrize(
     "value", [None, "12", 3, {0: 1}, [1, 2, 3, 4], [-1], [True], [1.0], ["1"], [2**48 + 1], [None]]
 )
-def test_what_are_no_rows(value):
+def test_invalid_rows_are_refused(value):
     with pytest.raises(ProtocolError, match="rows is a"):
         request_checks.rows(value, 3)
 
 
 @pytest.mark.parametrize("value", [5, ["why"], "a" * 10_001])
-def test_what_is_no_problem(value):
+def test_invalid_problems_are_refused(value):
     with pytest.raises(ProtocolError, match="problem is a"):
         request_checks.problem(value)
 
@@ -123,12 +123,12 @@ WRONG_SETTINGS = [
 
 
 @pytest.mark.parametrize("plain", [one for one in WRONG_SETTINGS if one != WRONG_SETTINGS[-2]])
-def test_settings_that_cannot_be_used(plain):
+def test_unusable_settings_are_refused(plain):
     with pytest.raises(ConfigError):
         config.Settings.from_plain(plain)
 
 
-def test_a_description_of_machines_has_a_bounded_length(monkeypatch, tmp_path):
+def test_length_of_a_machine_description_is_bounded(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "MAX_TEXT", 10)
     with pytest.raises(ConfigError, match=r"topology\.file"):
         config.Settings.from_plain(changed("topology.text", "#" * 11))
@@ -175,7 +175,7 @@ def state_of_plugin(plugin):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_wrong_calls_of_the_scheduler(c, s, a, b):
+async def test_wrong_calls_of_the_scheduler_change_nothing(c, s, a, b):
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
     before = state_of_plugin(plugin)
@@ -188,7 +188,7 @@ async def test_wrong_calls_of_the_scheduler(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_sketch_is_about_a_shuffle_that_there_is(c, s, a, b):
+async def test_sketch_of_an_unknown_shuffle_is_refused(c, s, a, b):
     """Of partitions that it has; nothing else is kept."""
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
@@ -229,7 +229,7 @@ async def test_a_sketch_is_about_a_shuffle_that_there_is(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "1 GiB"})
-async def test_wrong_calls_of_a_worker(c, s, a):
+async def test_wrong_calls_of_a_worker_change_nothing(c, s, a):
     await dask_gpurt.enable(c)
     wrong = [
         ("gpurt_explain", {"key": {"a": 1}}),
@@ -256,7 +256,7 @@ async def test_wrong_calls_of_a_worker(c, s, a):
 
 @pytest.mark.parametrize("offers", [None, 5, [], ["shared"], {}, {"shared": 1, "ucx": 2}])
 @gen_cluster(nthreads=[("", 1)])
-async def test_wrong_offers_of_a_path(s, a, offers):
+async def test_invalid_path_offers_are_refused(s, a, offers):
     links = Links(a, 0)
     try:
         with pytest.raises(ProtocolError, match="an offer of a path"):

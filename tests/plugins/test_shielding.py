@@ -14,7 +14,7 @@ def run(coro):
     return asyncio.run(asyncio.wait_for(coro, 20))
 
 
-def test_a_cancellation_does_not_reach_the_work() -> None:
+def test_cancellation_does_not_reach_shielded_work() -> None:
     async def main() -> None:
         begun, go_on, ended = asyncio.Event(), asyncio.Event(), []
 
@@ -36,7 +36,7 @@ def test_a_cancellation_does_not_reach_the_work() -> None:
     run(main())
 
 
-def test_work_whose_own_task_is_cancelled_is_called_again() -> None:
+def test_shielded_work_cancelled_itself_is_called_again() -> None:
     """As the end of a loop does it, which cancels all tasks."""
 
     async def main() -> None:
@@ -61,7 +61,7 @@ def test_work_whose_own_task_is_cancelled_is_called_again() -> None:
     run(main())
 
 
-def test_work_that_does_not_end_is_given_up() -> None:
+def test_shielded_work_that_does_not_end_is_abandoned() -> None:
     async def main() -> None:
         cancelled = asyncio.Event()
 
@@ -77,7 +77,7 @@ def test_work_that_does_not_end_is_given_up() -> None:
     run(main())
 
 
-def test_an_error_of_the_work_is_the_caller_s() -> None:
+def test_error_of_shielded_work_reaches_the_caller() -> None:
     async def main() -> None:
         async def work() -> None:
             raise OSError("no space")
@@ -94,7 +94,7 @@ def test_an_error_of_the_work_is_the_caller_s() -> None:
     run(main())
 
 
-def test_a_thread_is_waited_for_in_spite_of_a_cancellation() -> None:
+def test_thread_is_waited_for_despite_a_cancellation() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         begun, go_on, ended = asyncio.Event(), threading.Event(), []
@@ -116,7 +116,7 @@ def test_a_thread_is_waited_for_in_spite_of_a_cancellation() -> None:
     run(main())
 
 
-def test_a_thread_that_hangs_does_not_keep_the_loop() -> None:
+def test_hanging_thread_does_not_block_the_end_of_the_loop() -> None:
     """The loop waits for threads of its own executor as it ends. This is none of them."""
     go_on = threading.Event()
 
@@ -127,7 +127,7 @@ def test_a_thread_that_hangs_does_not_keep_the_loop() -> None:
     go_on.set()
 
 
-def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_runs_in_the_loop_when_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the interpreter ends."""
 
     def refuses(self: threading.Thread) -> None:

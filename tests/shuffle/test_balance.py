@@ -16,7 +16,7 @@ WORKERS = tuple("abcdefgh")
 
 
 @pytest.mark.parametrize("n_partitions", [1, 2, 7, 8, 9, 100])
-def test_ranges_are_those_of_stock(n_partitions):
+def test_ranges_equal_those_of_dask(n_partitions):
     stock = {
         p: _get_worker_for_range_sharding(n_partitions, p, WORKERS) for p in range(n_partitions)
     }
@@ -28,7 +28,7 @@ def test_even_partitions_stay_in_ranges():
     assert owners(rows, WORKERS[:4]) == by_range(8, WORKERS[:4])
 
 
-def test_no_rows_stay_in_ranges():
+def test_partitions_without_rows_stay_in_ranges():
     assert owners((0,) * 10, WORKERS[:3]) == by_range(10, WORKERS[:3])
 
 
@@ -47,7 +47,7 @@ def test_zipf_keys_are_balanced(n_workers, n_partitions):
     assert max(loads.values()) <= 1.25 * best
 
 
-def test_partitions_outside_of_the_sample_are_spread():
+def test_unsampled_partitions_are_spread():
     rows = (1000,) + (0,) * 30
     counted = Counter(owners(rows, WORKERS[:4]).values())
     assert sorted(counted.values())[1:] == [10, 10, 10]
@@ -55,7 +55,7 @@ def test_partitions_outside_of_the_sample_are_spread():
 
 @settings(derandomize=True)
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=60), st.integers(1, 8))
-def test_every_partition_has_an_owner_and_it_is_never_worse_than_graham(rows, n_workers):
+def test_owners_cover_all_partitions_within_the_graham_bound(rows, n_workers):
     workers = WORKERS[:n_workers]
     found = owners(tuple(rows), workers)
     assert set(found) == set(range(len(rows)))

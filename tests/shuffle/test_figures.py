@@ -13,7 +13,7 @@ def figures(run=1, began_s=10.0):
     return RunFigures("abc", run, "pandas.DataFrame", began_s)
 
 
-def test_what_is_added_is_reported():
+def test_added_amounts_are_reported():
     one = figures()
     one.add(rows_in=10, local_nbytes=100)
     one.add(rows_in=5)
@@ -69,7 +69,7 @@ def skewed(kind="pandas.DataFrame", **rows_of_worker):
     return one
 
 
-def test_a_hot_partition_is_told_from_where_owners_are_chosen_anew():
+def test_partition_is_hot_above_the_rebalancing_threshold():
     """A worker that has a third more than the mean because of one key is worth a word."""
     one = skewed(a=[120], b=[20] * 4, c=[20] * 4, d=[20] * 4)
     assert one["skew"] == pytest.approx(120 / 90)
@@ -80,14 +80,14 @@ def test_a_hot_partition_is_told_from_where_owners_are_chosen_anew():
     assert (even["fullest"][0], even["hot"]) == (("0", 96), [])
 
 
-def test_partitions_that_are_as_full_as_others_are_not_hot():
+def test_equally_full_partitions_are_not_hot():
     """Five equal ones on four workers: there is skew, and no key to look for."""
     one = skewed(a=[10, 10], b=[10], c=[10], d=[11])
     assert one["skew"] > 1.5
     assert one["hot"] == []
 
 
-def test_a_full_partition_on_a_worker_that_has_no_more_than_others_is_not_why():
+def test_full_partition_on_a_balanced_worker_is_not_hot():
     one = skewed(a=[10, 10, 10, 10], b=[20], c=[15], d=[15])
     assert one["skew"] == pytest.approx(40 / 22.5)
     assert one["fullest"][0] == ("4", 20)
@@ -106,13 +106,13 @@ def test_workers_without_partitions_do_not_count_as_unloaded():
     assert summarised(reports)[0]["skew"] == 1.0
 
 
-def test_a_run_without_rows_or_messages():
+def test_run_without_rows_or_messages_is_summarised():
     (one,) = summarised({"a": [figures().snapshot({})]})
     assert one["skew"] == 1.0
     assert (one["busiest_link"], one["hot"], one["mean_rows"]) == (None, [], 0.0)
 
 
-def test_runs_are_apart_and_in_order():
+def test_runs_are_listed_separately_in_order():
     later, earlier = figures(run=1, began_s=20.0), figures(run=2, began_s=10.0)
     found = summarised({"a": [later.snapshot({}), earlier.snapshot({})]})
     assert [one["run"] for one in found] == [2, 1]

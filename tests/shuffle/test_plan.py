@@ -22,7 +22,7 @@ owner_maps = st.dictionaries(st.integers(0, 60), st.sampled_from(WORKERS), max_s
 
 @deterministic
 @given(owner_maps)
-def test_slots_number_the_wanted_partitions(worker_for):
+def test_slots_enumerate_the_wanted_partitions(worker_for):
     plan = ExchangePlan(worker_for)
     assert plan.n_slots == len(worker_for)
     assert sorted(plan.partitions) == sorted(worker_for)
@@ -31,7 +31,7 @@ def test_slots_number_the_wanted_partitions(worker_for):
 
 @deterministic
 @given(owner_maps)
-def test_partitions_of_a_worker_stand_side_by_side_in_ascending_order(worker_for):
+def test_partitions_of_a_worker_are_adjacent_and_ascending(worker_for):
     plan = ExchangePlan(worker_for)
     for worker in plan.workers:
         first, end = plan.slots_of_worker[worker]
@@ -41,7 +41,7 @@ def test_partitions_of_a_worker_stand_side_by_side_in_ascending_order(worker_for
 
 @deterministic
 @given(owner_maps)
-def test_ranges_of_the_workers_cover_all_slots_in_the_order_of_workers(worker_for):
+def test_worker_ranges_cover_all_slots_in_order(worker_for):
     plan = ExchangePlan(worker_for)
     assert set(plan.workers) == set(worker_for.values())
     assert list(plan.slots_of_worker) == list(plan.workers)
@@ -61,14 +61,14 @@ def test_the_plan_does_not_depend_on_the_order_of_the_owner_map(order):
     assert plan.workers == expected.workers
 
 
-def test_slots_of_one_small_plan():
+def test_slots_of_a_small_plan():
     plan = ExchangePlan({0: "a", 1: "b", 2: "a", 5: "b"})
     assert plan.partitions == (0, 2, 1, 5)
     assert plan.workers == ("a", "b")
     assert plan.slots_of_worker == {"a": (0, 2), "b": (2, 4)}
 
 
-def test_a_plan_without_partitions():
+def test_plan_without_partitions_has_no_slots():
     plan = ExchangePlan({})
     assert plan.n_slots == 0
     assert plan.workers == ()
@@ -85,7 +85,7 @@ def _expected(plan, numbers):
 
 @deterministic
 @given(owner_maps, st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 65), max_size=40))
-def test_slot_of_each_row(worker_for, numbers):
+def test_each_row_gets_its_slot(worker_for, numbers):
     plan = ExchangePlan(worker_for)
     slots = plan.slots(np.array(numbers, dtype=np.int64))
     assert slots.dtype == np.intp
@@ -93,7 +93,7 @@ def test_slot_of_each_row(worker_for, numbers):
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"])
-def test_every_number_type_means_the_same(dtype):
+def test_slots_do_not_depend_on_the_number_type(dtype):
     plan = ExchangePlan({0: "b", 1: "a", 3: "b", 100: "a"})
     numbers = [0, 1, 2, 3, 100, 101, 127]
     assert plan.slots(np.array(numbers, dtype=dtype)).tolist() == _expected(plan, numbers)
@@ -108,27 +108,27 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", ["i1", "i4", "i8", "f8"])
-def test_negative_and_out_of_range_numbers_are_nobodys(plan, dtype):
+def test_negative_and_out_of_range_numbers_have_no_slot(plan, dtype):
     slots = plan.slots(np.array([-1, 2, -4, -128, 4, 5, 127], dtype=dtype))
     assert slots.tolist() == [-1, plan.slot_of[2], -1, -1, -1, -1, -1]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("stranger", "side"), [(-2, "below"), (4, "above")])
-def test_one_number_out_of_range_on_either_side(plan, stranger, side):
+def test_numbers_next_to_the_range_have_no_slot(plan, stranger, side):
     slots = plan.slots(np.array([0, 3, stranger, 1]))
     assert slots.tolist() == [plan.slot_of[0], plan.slot_of[3], -1, plan.slot_of[1]], side
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_extreme_signed_numbers_are_nobodys(plan):
+def test_extreme_signed_numbers_have_no_slot(plan):
     limits = np.iinfo(np.int64)
     slots = plan.slots(np.array([limits.min, limits.max, 1], dtype=np.int64))
     assert slots.tolist() == [-1, -1, plan.slot_of[1]]
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_unsigned_numbers_beyond_the_signed_range_do_not_wrap_around(plan):
+def test_large_unsigned_numbers_do_not_wrap_around(plan):
     # As int64 these are -1, -(2**63) and, plus four, a partition that exists.
     huge = [2**64 - 1, 2**63, 2**64 - 4, 2**63 + 1]
     slots = plan.slots(np.array([*huge, 3], dtype=np.uint64))
@@ -137,14 +137,14 @@ def test_unsigned_numbers_beyond_the_signed_range_do_not_wrap_around(plan):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.filterwarnings("error")
-def test_missing_infinite_fractional_and_huge_floats_are_nobodys(plan):
+def test_special_floats_have_no_slot(plan):
     values = [np.nan, np.inf, -np.inf, 0.5, 2.0000001, -0.5, 1e300, -1e300, 2.0**63, 4.0, 2.0, -0.0]
     expected = [-1] * 10 + [plan.slot_of[2], plan.slot_of[0]]
     assert plan.slots(np.array(values)).tolist() == expected
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_objects_with_missing_values(plan):
+def test_objects_with_missing_values_get_slots(plan):
     slots = plan.slots(np.array([1, None, 3.0, np.nan, True], dtype=object))
     assert slots.tolist() == [plan.slot_of[1], -1, plan.slot_of[3], -1, plan.slot_of[1]]
 
@@ -157,7 +157,7 @@ def test_booleans_are_zero_and_one(plan):
 
 @pytest.mark.parametrize("plan", [*PLANS, pytest.param(ExchangePlan({}), id="empty-plan")])
 @pytest.mark.parametrize("dtype", ["i8", "u8", "f8", "?", "O"])
-def test_no_rows(plan, dtype):
+def test_no_rows_give_no_slots(plan, dtype):
     slots = plan.slots(np.array([], dtype=dtype))
     assert slots.dtype == np.intp
     assert slots.shape == (0,)
@@ -168,7 +168,7 @@ def test_rows_of_culled_partitions_are_dropped():
     assert plan.slots(np.array([0, 1, 2, 3, 4, 5])).tolist() == [-1, 0, -1, -1, 1, -1]
 
 
-def test_the_partition_numbers_are_left_as_they_are():
+def test_partition_numbers_are_not_modified():
     numbers = np.array([0, 1, 7, -2])
     ExchangePlan({0: "a", 1: "b"}).slots(numbers)
     assert numbers.tolist() == [0, 1, 7, -2]
@@ -197,7 +197,7 @@ def test_every_slot_with_rows_is_in_exactly_one_shard(counts, row_nbytes, target
 
 @deterministic
 @given(row_counts, row_sizes, targets)
-def test_shards_neither_begin_nor_end_on_an_empty_slot(counts, row_nbytes, target):
+def test_shard_boundaries_are_non_empty_slots(counts, row_nbytes, target):
     for first, end in _cut(counts, row_nbytes, target):
         assert first < end
         assert counts[first] and counts[end - 1]
@@ -205,9 +205,7 @@ def test_shards_neither_begin_nor_end_on_an_empty_slot(counts, row_nbytes, targe
 
 @deterministic
 @given(row_counts, row_sizes, targets)
-def test_a_shard_ends_at_the_target_or_if_half_full_before_what_would_go_beyond(
-    counts, row_nbytes, target
-):
+def test_shard_is_at_least_half_full_and_ends_at_the_target(counts, row_nbytes, target):
     cuts = _cut(counts, row_nbytes, target)
     nbytes = max(row_nbytes, 1.0)
     limit = max(target, nbytes)
@@ -223,36 +221,36 @@ def test_a_shard_ends_at_the_target_or_if_half_full_before_what_would_go_beyond(
             assert before_last < limit / 2 * (1 + 1e-9), "went on although it was half full"
 
 
-def test_cuts_of_one_small_example():
+def test_cuts_of_a_small_example():
     cuts = _cut([0, 3, 0, 3, 4, 0, 50, 0, 1, 0], row_nbytes=2.0, target_nbytes=12)
     assert cuts == [(1, 4), (4, 5), (6, 7), (8, 9)]
 
 
-def test_rows_that_were_counted_from_elsewhere():
+def test_running_totals_may_begin_above_zero():
     """A worker's part of the running total does not begin at zero."""
     assert cut_shards([70, 80, 80, 90], 1.0, 10) == [(0, 1), (2, 3)]
 
 
-def test_a_slot_larger_than_the_target_is_not_divided():
+def test_slot_larger_than_the_target_is_not_divided():
     assert _cut([1_000_000], 1000.0, 10) == [(0, 1)]
 
 
-def test_rows_larger_than_the_target_get_a_shard_a_slot():
+def test_rows_larger_than_the_target_get_one_shard_per_slot():
     assert _cut([1, 1, 2], row_nbytes=1e9, target_nbytes=1000) == [(0, 1), (1, 2), (2, 3)]
 
 
 @pytest.mark.parametrize("counts", [[], [0], [0, 0, 0]])
-def test_nothing_to_cut(counts):
+def test_no_rows_give_no_shards(counts):
     assert _cut(counts, 8.0, 100) == []
 
 
-def test_the_usual_target():
+def test_default_shard_target():
     rows = SHARD_TARGET_NBYTES // 8
     before = [0, rows - 1, rows, rows + 1]
     assert cut_shards(before, 8.0) == [(0, 2), (2, 3)]
 
 
-def test_neighbouring_slots_are_read_one_after_the_other():
+def test_neighbouring_slots_are_read_in_sequence():
     plan = ExchangePlan({0: "a", 1: "a", 2: "b", 3: "a", 4: "b"}, read_order=[3, 4, 0, 2])
     # What nobody is known to read comes last; each worker's partitions stay together.
     assert plan.partitions == (3, 0, 1, 4, 2)

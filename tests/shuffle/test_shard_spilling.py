@@ -34,7 +34,7 @@ from tests.shuffle.shard_rig import (
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_furthest_slots_are_spilled_down_to_the_low_water_mark(tmp_path, packed):
+def test_furthest_slots_spill_down_to_the_low_water_mark(tmp_path, packed):
     rig = Rig(tmp_path, limit_nbytes=15 * ROW_NBYTES)
     shards = spread_shards(8, packed=packed)
     rig.store.add([shards[i] for i in (3, 7, 0, 5, 1, 6, 2, 4)])
@@ -66,7 +66,7 @@ def test_a_store_does_not_spill_for_what_another_one_holds(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_was_spilled_reads_back_equal(tmp_path, packed):
+def test_spilled_shards_are_read_back_equal(tmp_path, packed):
     rig = Rig(tmp_path, limit_nbytes=0)
     for source in (1, 0, 2):
         rig.store.add(spread_shards(5, n_rows=source + 1, source=source, packed=packed))
@@ -80,7 +80,7 @@ def test_what_was_spilled_reads_back_equal(tmp_path, packed):
     assert rig.counted("unspilled_nbytes") == rig.counted("spilled_nbytes") == 30 * ROW_NBYTES
 
 
-def test_a_shard_that_was_read_back_takes_memory_until_it_is_let_go(tmp_path):
+def test_read_shard_takes_memory_until_it_is_released(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([make_shard(0, 0, [1, 2])])
     rig.store.make_room()
@@ -128,7 +128,7 @@ def test_files_are_private(tmp_path):
     assert modes == [0o700]
 
 
-def test_a_file_that_is_already_there_is_not_written_over(tmp_path):
+def test_existing_file_is_not_overwritten(tmp_path):
     path = tmp_path / "000000.shards"
     path.write_bytes(b"of somebody else")
     with pytest.raises(FileExistsError):
@@ -136,7 +136,7 @@ def test_a_file_that_is_already_there_is_not_written_over(tmp_path):
     assert path.read_bytes() == b"of somebody else"
 
 
-def test_what_is_spilled_later_goes_to_the_same_file_until_that_is_long(tmp_path, monkeypatch):
+def test_later_spills_use_the_same_file_until_it_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "FILE_NBYTES", 4 * ROW_NBYTES)
     rig = Rig(tmp_path, limit_nbytes=0)
     n_files = []
@@ -154,7 +154,7 @@ def test_what_is_spilled_later_goes_to_the_same_file_until_that_is_long(tmp_path
     assert rig.files == []
 
 
-def test_what_is_spilled_after_a_file_went_gets_a_new_one(tmp_path):
+def test_spill_after_a_file_was_removed_uses_a_new_one(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([make_shard(0, 0, [1])])
     rig.store.make_room()
@@ -166,7 +166,7 @@ def test_what_is_spilled_after_a_file_went_gets_a_new_one(tmp_path):
     assert len(rig.files) == 1
 
 
-def test_a_file_goes_with_the_last_of_its_shards(tmp_path, monkeypatch):
+def test_file_is_removed_with_its_last_shard(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "FILE_NBYTES", 1)
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(spread_shards(3))
@@ -183,7 +183,7 @@ def test_a_file_goes_with_the_last_of_its_shards(tmp_path, monkeypatch):
     assert rig.budget.used_nbytes == 0
 
 
-def test_whoever_lets_go_of_a_shard_does_not_remove_its_file(tmp_path):
+def test_file_is_removed_outside_of_the_releasing_thread(tmp_path):
     removals = []
     rig = Rig(tmp_path, limit_nbytes=0, elsewhere=removals.append)
     rig.store.add(spread_shards(2))
@@ -199,7 +199,7 @@ def test_whoever_lets_go_of_a_shard_does_not_remove_its_file(tmp_path):
     removal()
 
 
-def test_a_shard_in_memory_and_on_disk_is_let_go_from_both(tmp_path):
+def test_shard_in_memory_and_on_disk_is_released_from_both(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([make_shard(0, 0, [2])])
     rig.store.make_room()
@@ -210,7 +210,7 @@ def test_a_shard_in_memory_and_on_disk_is_let_go_from_both(tmp_path):
     assert rig.files == []
 
 
-def test_letting_go_of_what_is_on_disk_does_not_touch_the_accounts(tmp_path):
+def test_releasing_a_spilled_shard_keeps_the_budget(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([make_shard(0, 0, [2])])
     rig.store.make_room()
@@ -240,7 +240,7 @@ class FullDisk(SpillFile):
 
 
 @pytest.mark.parametrize("n_writes", range(7))
-def test_a_full_disk_loses_nothing_and_is_reported_once(tmp_path, caplog, n_writes):
+def test_full_disk_loses_no_shard_and_is_logged_once(tmp_path, caplog, n_writes):
     rig = Rig(tmp_path, limit_nbytes=0, open_file=FullDisk.after(n_writes))
     shards = spread_shards(6)
     with caplog.at_level(logging.ERROR, "dask_gpurt.shuffle"):
@@ -268,7 +268,7 @@ def test_a_full_disk_loses_nothing_and_is_reported_once(tmp_path, caplog, n_writ
 
 
 @pytest.mark.parametrize("n_writes", range(4))
-def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, n_writes):
+def test_disk_that_fills_up_within_a_file_loses_no_shard(tmp_path, n_writes):
     rig = Rig(tmp_path, limit_nbytes=0, open_file=FullDisk.after(n_writes))
     shards = spread_shards(4)
     rig.store.add(shards)
@@ -285,7 +285,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, n_writes):
     assert rig.budget.used_nbytes == 0
 
 
-def test_a_want_of_descriptors_passes_and_is_reported_once(tmp_path, caplog):
+def test_lack_of_descriptors_is_logged_once_and_passes(tmp_path, caplog):
     def open_file(path):
         if failures:
             raise OSError(failures.pop(), "Too many open files")
@@ -308,7 +308,7 @@ def test_a_want_of_descriptors_passes_and_is_reported_once(tmp_path, caplog):
     ]
 
 
-def test_a_directory_that_cannot_be_made_loses_nothing(tmp_path, caplog):
+def test_directory_that_cannot_be_made_loses_no_shard(tmp_path, caplog):
     (tmp_path / "run").write_text("in the way")
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(spread_shards(3))
@@ -323,7 +323,7 @@ def test_a_directory_that_cannot_be_made_loses_nothing(tmp_path, caplog):
     assert (tmp_path / "run").read_text() == "in the way"
 
 
-def test_a_write_that_comes_in_parts_is_finished(tmp_path, monkeypatch):
+def test_partial_write_is_continued(tmp_path, monkeypatch):
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:7], at))
     file = SpillFile(str(tmp_path / "file"))
@@ -335,7 +335,7 @@ def test_a_write_that_comes_in_parts_is_finished(tmp_path, monkeypatch):
     file.remove()
 
 
-def test_a_read_that_comes_in_parts_is_finished(tmp_path, monkeypatch):
+def test_partial_read_is_continued(tmp_path, monkeypatch):
     file = SpillFile(str(tmp_path / "file"))
     contents = np.arange(100, dtype=np.uint8)
     file.append(contents[:3])
@@ -349,7 +349,7 @@ def test_a_read_that_comes_in_parts_is_finished(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("length", [0, 1, 5 * ROW_NBYTES - 1])
-def test_a_file_that_was_cut_short_is_an_error(tmp_path, length):
+def test_truncated_file_is_an_error(tmp_path, length):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([make_shard(0, 0, [5])])
     rig.store.make_room()
@@ -360,7 +360,7 @@ def test_a_file_that_was_cut_short_is_an_error(tmp_path, length):
     assert rig.budget.used_nbytes == 0
 
 
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
+def test_unreadable_file_is_an_error(tmp_path):
     class Broken(SpillFile):
         def read_into(self, buffer, extent):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -400,7 +400,7 @@ def cut_and_lengthen(path, first, second):
 
 
 @pytest.mark.parametrize("damage", [zero, flip_one_bit, swap, repeat, cut_and_lengthen])
-def test_other_bytes_than_were_written_are_an_error_before_anybody_parses_them(tmp_path, damage):
+def test_changed_bytes_are_an_error_before_they_are_parsed(tmp_path, damage):
     class NothingToParse(TripleFrames):
         def unpack(self, layout_key, packed):
             pytest.fail("damaged bytes were parsed")
@@ -418,7 +418,7 @@ def test_other_bytes_than_were_written_are_an_error_before_anybody_parses_them(t
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 65_535, 65_536, (1 << 20) + 1, (3 << 20) + 65_537])
-def test_each_byte_of_a_file_is_checked(tmp_path, nbytes):
+def test_every_byte_of_a_spill_file_is_checked(tmp_path, nbytes):
     file = SpillFile(str(tmp_path / "file"))
     contents = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
     file.append(contents[:5])
@@ -436,7 +436,7 @@ def test_each_byte_of_a_file_is_checked(tmp_path, nbytes):
     file.remove()
 
 
-def test_a_store_that_is_kept_off_the_disk(tmp_path):
+def test_store_without_a_disk_keeps_shards_in_memory(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0, may_spill=False)
     rig.store.add(spread_shards(3))
     assert not rig.store.is_over_limit
@@ -448,7 +448,7 @@ def test_a_store_that_is_kept_off_the_disk(tmp_path):
     ]
 
 
-def test_a_directory_that_is_removed_takes_no_shard_along(tmp_path):
+def test_removed_directory_loses_no_shard(tmp_path):
     """As somebody who tidies up does it."""
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(spread_shards(3))

@@ -44,7 +44,7 @@ class SlowDisk(SpillFile):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_shard_that_is_let_go_while_it_is_written(tmp_path, packed):
+def test_shard_is_released_during_its_write(tmp_path, packed):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2], packed=packed)])
@@ -60,7 +60,7 @@ def test_a_shard_that_is_let_go_while_it_is_written(tmp_path, packed):
     assert rig.files == []
 
 
-def test_a_shard_that_is_let_go_right_after_it_was_written(tmp_path):
+def test_shard_is_released_right_after_its_write(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2])])
@@ -76,7 +76,7 @@ def test_a_shard_that_is_let_go_right_after_it_was_written(tmp_path):
     assert rig.files == []
 
 
-def test_a_shard_that_is_let_go_before_its_turn_to_be_written(tmp_path):
+def test_shard_is_released_before_its_write(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     near, far = spread_shards(2)
@@ -97,7 +97,7 @@ def test_a_shard_that_is_let_go_before_its_turn_to_be_written(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_shard_is_readable_while_it_is_written(tmp_path, packed):
+def test_shard_is_readable_during_its_write(tmp_path, packed):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2, 1], packed=packed)])
@@ -114,7 +114,7 @@ def test_a_shard_is_readable_while_it_is_written(tmp_path, packed):
     assert rig.files == []
 
 
-def test_shards_that_come_while_others_are_written(tmp_path):
+def test_shards_arrive_during_writes_of_others(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2])])
@@ -144,7 +144,7 @@ def test_only_one_thread_spills_at_a_time(tmp_path):
     assert len(rig.files) == 1
 
 
-def test_closing_while_a_shard_is_written(tmp_path, caplog):
+def test_store_is_closed_during_a_write(tmp_path, caplog):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add(spread_shards(3))
@@ -160,7 +160,7 @@ def test_closing_while_a_shard_is_written(tmp_path, caplog):
     assert not caplog.messages, "the disk is not full, the run is over"
 
 
-def test_closing_between_a_write_and_what_follows(tmp_path):
+def test_store_is_closed_between_a_write_and_its_bookkeeping(tmp_path):
     class ClosingCounters(Counters):
         def add(self, **amounts):
             super().add(**amounts)
@@ -177,7 +177,7 @@ def test_closing_between_a_write_and_what_follows(tmp_path):
     assert not rig.directory.exists()
 
 
-def test_closing_before_the_first_file_is_made(tmp_path, caplog):
+def test_store_is_closed_before_the_first_file_is_made(tmp_path, caplog):
     def open_file(path):
         if not closing:
             closing.append(in_thread(rig.store.close))
@@ -195,7 +195,7 @@ def test_closing_before_the_first_file_is_made(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("is_spilled", [False, True])
-def test_closing_while_a_partition_is_read_leaves_the_budget_empty(tmp_path, is_spilled):
+def test_closing_during_a_read_leaves_the_budget_empty(tmp_path, is_spilled):
     """The budget outlives the run: what stays in it is missing for every run after this one."""
 
     class ClosingFrames(TripleFrames):
@@ -218,7 +218,7 @@ def test_closing_while_a_partition_is_read_leaves_the_budget_empty(tmp_path, is_
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
-def test_a_read_that_outlives_its_store_is_not_believed(tmp_path, is_reused):
+def test_read_that_outlives_its_store_is_an_error(tmp_path, is_reused):
     """The file is closed under it, and its descriptor may be another file's by then."""
 
     class ClosingFile(SpillFile):
@@ -238,7 +238,7 @@ def test_a_read_that_outlives_its_store_is_not_believed(tmp_path, is_reused):
     assert rig.budget.used_nbytes == rig.budget.least_nbytes == 0
 
 
-def test_two_threads_read_a_spilled_shard_and_it_counts_once(tmp_path):
+def test_shard_read_by_two_threads_counts_once(tmp_path):
     class MeetingFrames(TripleFrames):
         def unpack(self, layout_key, packed):
             meeting.wait(PATIENCE_S)
@@ -254,7 +254,7 @@ def test_two_threads_read_a_spilled_shard_and_it_counts_once(tmp_path):
     assert rig.budget.used_nbytes == rig.store.resident_nbytes == 5 * ROW_NBYTES
 
 
-def test_a_shard_that_is_let_go_while_it_is_read_is_not_kept(tmp_path):
+def test_shard_released_during_a_read_is_not_kept(tmp_path):
     class ReleasingFrames(TripleFrames):
         def unpack(self, layout_key, packed):
             rig.store.release(0)
@@ -269,7 +269,7 @@ def test_a_shard_that_is_let_go_while_it_is_read_is_not_kept(tmp_path):
     assert rig.files == []
 
 
-def test_a_shard_that_is_evicted_while_it_is_read(tmp_path):
+def test_shard_is_evicted_during_a_read(tmp_path):
     class EvictingFrames(TripleFrames):
         def unpack(self, layout_key, packed):
             rig.store.make_room()

@@ -32,7 +32,7 @@ def test_a_shard_knows_its_rows():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_shard_takes_the_memory_of_what_it_holds(packed):
+def test_shard_counts_the_memory_of_its_body(packed):
     assert make_shard(0, 0, [5], packed=packed).nbytes == 5 * ROW_NBYTES
 
 
@@ -57,7 +57,7 @@ def test_shards_of_a_source_may_come_in_any_order(rig):
     assert found == {slot: make_rows(0, slot, rows_of.get(slot, 0)) for slot in range(10)}
 
 
-def test_a_slot_before_or_between_the_shards_of_a_source_has_no_pieces(rig):
+def test_slot_outside_of_all_shards_of_a_source_has_no_pieces(rig):
     rig.store.add(
         [make_shard(0, 2, [1], number=0, count=2), make_shard(0, 5, [1], number=1, count=2)]
     )
@@ -92,7 +92,7 @@ def test_a_packed_shard_is_unpacked_once(tmp_path):
 
 
 @pytest.mark.parametrize("is_spilled", [False, True])
-def test_a_shard_that_grows_when_it_is_unpacked_takes_what_it_then_does(tmp_path, is_spilled):
+def test_growth_of_an_unpacked_shard_is_counted(tmp_path, is_spilled):
     class Growing(TripleFrames):
         def unpack(self, layout_key, packed):
             return super().unpack(layout_key, packed).astype(complex)
@@ -115,7 +115,7 @@ def test_reading_twice_gives_the_same(rig):
     assert read_slot(rig.store, 0) == read_slot(rig.store, 0) == make_rows(0, 0, 3)
 
 
-def test_a_store_without_shards(rig):
+def test_store_without_shards_has_no_pieces(rig):
     rig.store.seal()
     assert rig.store.pieces(0) == []
     rig.store.release(0)
@@ -126,7 +126,7 @@ def test_a_store_without_shards(rig):
 # ------------------------------------------------------------------ duplicates and gaps
 
 
-def test_a_shard_that_comes_twice_counts_once(rig):
+def test_duplicate_shard_counts_once(rig):
     rig.store.add([make_shard(0, 0, [2]), make_shard(0, 0, [2])])
     rig.store.add([make_shard(0, 0, [2])])
     rig.store.seal()
@@ -134,7 +134,7 @@ def test_a_shard_that_comes_twice_counts_once(rig):
     assert rig.budget.used_nbytes == rig.store.resident_nbytes == 2 * ROW_NBYTES
 
 
-def test_a_second_attempt_is_dropped_even_where_it_was_cut_differently(rig):
+def test_second_attempt_with_other_cuts_is_dropped(rig):
     rig.store.add([make_shard(0, 0, [1, 1], number=0, count=2, attempt=1)])
     rig.store.add([make_shard(0, 0, [1, 1, 1, 1], number=0, count=1, attempt=2)])
     rig.store.add([make_shard(0, 2, [1, 1], number=1, count=2, attempt=2)])
@@ -146,13 +146,13 @@ def test_a_second_attempt_is_dropped_even_where_it_was_cut_differently(rig):
     assert rig.budget.used_nbytes == 4 * ROW_NBYTES
 
 
-def test_attempts_of_different_sources_have_nothing_to_do_with_each_other(rig):
+def test_attempts_are_counted_per_source(rig):
     rig.store.add([make_shard(0, 0, [1], attempt=1), make_shard(1, 0, [1], attempt=2)])
     rig.store.seal()
     assert read_slot(rig.store, 0) == [(0, 0, 0), (1, 0, 0)]
 
 
-def test_a_duplicate_of_a_shard_that_was_let_go_stays_out(rig):
+def test_duplicate_of_a_released_shard_is_dropped(rig):
     rig.store.add([make_shard(0, 0, [1])])
     rig.store.seal()
     rig.store.release(0)
@@ -173,7 +173,7 @@ def test_a_duplicate_does_not_stand_in_for_a_missing_shard(rig):
         rig.store.seal()
 
 
-def test_what_was_missing_may_still_come(rig):
+def test_missing_shard_may_still_arrive(rig):
     rig.store.add([make_shard(0, 4, [1], number=1, count=2)])
     with pytest.raises(IncompleteExchangeError):
         rig.store.seal()
@@ -207,7 +207,7 @@ def test_shards_for_slots_of_another_worker_are_refused(tmp_path, first_slot, co
 # ------------------------------------------------------------------ letting go
 
 
-def test_reading_what_was_let_go_is_refused(rig):
+def test_reading_a_released_slot_is_refused(rig):
     rig.store.add([make_shard(0, 0, [1, 1])])
     rig.store.seal()
     rig.store.release(0)
@@ -216,7 +216,7 @@ def test_reading_what_was_let_go_is_refused(rig):
     assert read_slot(rig.store, 1) == make_rows(0, 1, 1)
 
 
-def test_reading_an_empty_slot_that_was_let_go_is_refused_too(rig):
+def test_reading_a_released_empty_slot_is_refused(rig):
     rig.store.add([make_shard(0, 0, [1])])
     rig.store.seal()
     rig.store.release(5)
@@ -225,7 +225,7 @@ def test_reading_an_empty_slot_that_was_let_go_is_refused_too(rig):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_memory_goes_with_the_last_partition_of_a_shard(rig, packed):
+def test_memory_is_freed_with_the_last_partition_of_a_shard(rig, packed):
     rig.store.add(
         [make_shard(0, 0, [1, 0, 2], packed=packed), make_shard(1, 2, [4], packed=packed)]
     )
@@ -238,7 +238,7 @@ def test_memory_goes_with_the_last_partition_of_a_shard(rig, packed):
     assert used == [7, 7, 0]
 
 
-def test_the_body_of_a_shard_goes_with_its_last_partition(rig):
+def test_body_of_a_shard_is_freed_with_its_last_partition(rig):
     shard = make_shard(0, 0, [1, 1])
     rig.store.add([shard])
     rig.store.seal()
@@ -248,7 +248,7 @@ def test_the_body_of_a_shard_goes_with_its_last_partition(rig):
     assert not shard.is_resident
 
 
-def test_letting_go_twice_counts_once(rig):
+def test_releasing_twice_counts_once(rig):
     rig.store.add([make_shard(0, 0, [1, 1])])
     rig.store.seal()
     rig.store.release(0)
@@ -271,7 +271,7 @@ def test_stores_share_a_budget(tmp_path):
     assert budget.used_nbytes == 0
 
 
-def test_closing_lets_go_of_everything(tmp_path):
+def test_closing_a_store_frees_all_shards(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=3 * ROW_NBYTES)
     rig.store.add(
         [make_shard(0, first, [2], number=n, count=3) for n, first in enumerate((0, 3, 6))]
@@ -290,7 +290,7 @@ def test_closing_twice_counts_once(rig):
     assert rig.budget.used_nbytes == 0
 
 
-def test_what_comes_after_closing_is_dropped(rig):
+def test_shards_after_closing_are_dropped(rig):
     rig.store.close()
     rig.store.add([make_shard(0, 0, [2])])
     rig.store.make_room()
@@ -298,7 +298,7 @@ def test_what_comes_after_closing_is_dropped(rig):
     assert not rig.directory.exists()
 
 
-def test_a_closed_store_does_not_pass_for_an_empty_one(rig):
+def test_reading_a_closed_store_is_an_error(rig):
     """A task that is at work while the run is closed must fail, not return no rows."""
     rig.store.add([make_shard(0, 0, [2])])
     rig.store.seal()

@@ -24,7 +24,7 @@ def a_run(name: str = "shuffle", number: int = 1, **sent: int) -> dict[str, Any]
     return figures.snapshot({0: 4, 1: 6})
 
 
-def test_the_last_word_of_each_worker_counts() -> None:
+def test_last_report_of_each_worker_counts() -> None:
     kept = Tally()
     kept.begin("id-a", "tcp://a")
     kept.begin("id-b", "tcp://b")
@@ -35,7 +35,7 @@ def test_the_last_word_of_each_worker_counts() -> None:
     assert kept.departed() == {"workers": 0, "totals": metrics.total([])}
 
 
-def test_a_worker_that_left_counts_once_whatever_comes_late() -> None:
+def test_departed_worker_counts_once_despite_late_reports() -> None:
     kept = Tally()
     kept.begin("id-a", "tcp://a")
     kept.take("id-a", word(3))
@@ -49,7 +49,7 @@ def test_a_worker_that_left_counts_once_whatever_comes_late() -> None:
     assert kept.departed()["totals"]["sent_nbytes"] == 4
 
 
-def test_of_workers_that_left_long_ago_the_sum_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_of_long_departed_workers_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tally, "MAX_DEPARTED", 3)
     kept = Tally()
     for number in range(10):
@@ -63,7 +63,7 @@ def test_of_workers_that_left_long_ago_the_sum_is_kept(monkeypatch: pytest.Monke
     assert len(kept._counters) == len(kept._address_of) == 3
 
 
-def test_runs_are_kept_for_workers_that_cannot_be_asked() -> None:
+def test_runs_of_departed_workers_are_kept() -> None:
     kept = Tally()
     of_a, of_b = a_run(b=7, c=9), a_run(a=5)
     for name, run in (("a", of_a), ("b", of_b)):
@@ -77,7 +77,7 @@ def test_runs_are_kept_for_workers_that_cannot_be_asked() -> None:
     assert kept.runs_without([])["a"][0]["links"] == {"c": (9, 0.5)}
 
 
-def test_so_many_runs_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_kept_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tally, "MAX_RUNS", 3)
     monkeypatch.setattr(tally, "MAX_SNAPSHOTS", 5)
     kept = Tally()
@@ -116,7 +116,7 @@ def test_so_many_runs_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         word(1, a_run(), {**a_run(number=2), "fullest": 3}),
     ],
 )
-def test_what_makes_no_sense_changes_nothing(said: Any) -> None:
+def test_invalid_report_changes_nothing(said: Any) -> None:
     kept = Tally()
     kept.begin("a", "a")
     kept.take("a", word(5))
@@ -127,13 +127,13 @@ def test_what_makes_no_sense_changes_nothing(said: Any) -> None:
 
 
 @pytest.mark.parametrize("worker", [None, 3, [], "never-heard-of"])
-def test_only_workers_that_were_ready_are_heard(worker: Any) -> None:
+def test_only_ready_workers_may_report(worker: Any) -> None:
     kept = Tally()
     kept.take(worker, word(5))
     assert kept.totals()["sent_nbytes"] == 0
 
 
-def test_more_than_is_asked_for_is_left_out() -> None:
+def test_unknown_fields_of_a_report_are_dropped() -> None:
     kept = Tally()
     kept.begin("a", "a")
     kept.take("a", {"counters": {"sent_nbytes": 1, "more": 2}, "runs": [{**a_run(), "more": 3}]})

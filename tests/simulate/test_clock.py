@@ -5,7 +5,7 @@ from __future__ import annotations
 from dask_gpurt.simulate.clock import VirtualClock
 
 
-def test_what_is_due_first_is_done_first_and_ties_in_the_order_of_asking():
+def test_calls_run_by_due_time_then_in_order_of_scheduling():
     clock, done = VirtualClock(), []
     for when_s, name in ((2.0, "c"), (1.0, "a"), (2.0, "d"), (1.0, "b")):
         clock.call_at(when_s, lambda name=name: done.append((clock.now_s, name)))
@@ -15,7 +15,7 @@ def test_what_is_due_first_is_done_first_and_ties_in_the_order_of_asking():
     assert clock.done_count == 4
 
 
-def test_now_means_after_what_is_already_due_now():
+def test_call_due_now_runs_after_earlier_ones():
     clock, done = VirtualClock(), []
 
     def first():
@@ -29,7 +29,7 @@ def test_now_means_after_what_is_already_due_now():
     assert done == ["first", "second", "third"]
 
 
-def test_what_is_cancelled_is_not_done_and_takes_no_time():
+def test_cancelled_call_takes_no_time():
     clock = VirtualClock()
     event = clock.call_at(5.0, lambda: 1 / 0)
     clock.call_at(1.0, event.cancel)
@@ -38,7 +38,7 @@ def test_what_is_cancelled_is_not_done_and_takes_no_time():
     assert clock.now_s == 1.0
 
 
-def test_time_does_not_go_back():
+def test_virtual_time_never_goes_back():
     clock, seen = VirtualClock(), []
     clock.call_at(2.0, lambda: clock.call_at(1.0, lambda: seen.append(clock.now_s)))
     while clock.step():

@@ -17,7 +17,7 @@ def by_prefix(workload, prefix):
     return [one for one in workload.tasks if key_split(str(one.key)) == prefix]
 
 
-def test_dependencies_are_the_graph_s():
+def test_dependencies_equal_those_of_the_graph():
     model = add(SCALE)
     assert len(model.tasks) == 3 * 16
     assert len(model.wanted) == 16
@@ -29,14 +29,14 @@ def test_dependencies_are_the_graph_s():
         assert all(key.endswith(indices) for key in needed)
 
 
-def test_tasks_come_in_the_order_of_dask():
+def test_tasks_follow_the_order_of_dask():
     model = add(SCALE)
     # A sum directly follows what it needs, so that both can go.
     for position in model.wanted:
         assert position - max(model.tasks[position].dependencies) == 1
 
 
-def test_costs_say_how_large_and_how_long():
+def test_costs_set_size_and_duration():
     inputs = [delayed(int, pure=False)(n, dask_key_name=f"input-{n}") for n in range(3)]
     total = delayed(sum)(inputs, dask_key_name="total")
     costs = {
@@ -55,7 +55,7 @@ def test_a_prefix_without_cost_is_an_error():
         workload_of("x", da.ones(4, chunks=2) + 1, {"add": Cost()})
 
 
-def test_a_split_gives_each_its_share():
+def test_split_outputs_share_the_bytes_of_their_group():
     model = joins(SCALE)
     groups = by_prefix(model, "group-taskshuffle")
     splits = by_prefix(model, "split-taskshuffle")
@@ -65,7 +65,7 @@ def test_a_split_gives_each_its_share():
     )
 
 
-def test_known_sizes_win():
+def test_known_sizes_override_costs():
     x = da.ones((6, 5), chunks=((1, 5), (2, 3)))
     sizes = chunk_nbytes(x)
     assert sorted(sizes.values()) == [16, 24, 80, 120]
@@ -78,7 +78,7 @@ def test_chunks_of_unknown_length_have_no_size():
     assert chunk_nbytes(x[x > 0]) == {}
 
 
-def test_numbers_follow_from_what_results_are_used_for_and_not_from_tokens():
+def test_task_numbers_do_not_depend_on_tokens():
     def used_once_and_twice(*tokens):
         once, twice = (delayed(int)(dask_key_name=f"load-{token}") for token in tokens)
         made = delayed(abs)(twice, dask_key_name="abs-0")
@@ -92,7 +92,7 @@ def test_numbers_follow_from_what_results_are_used_for_and_not_from_tokens():
     assert one == other
 
 
-def test_names_have_numbers_for_tokens_and_keep_prefix_and_group():
+def test_names_replace_tokens_and_keep_prefix_and_group():
     x = da.ones((4, 4), chunks=2)
     model = workload_of("x", x.T + x, {"": Cost()})
     assert {str(one.key).partition(",")[0] for one in model.tasks} == {
@@ -102,7 +102,7 @@ def test_names_have_numbers_for_tokens_and_keep_prefix_and_group():
     }
 
 
-def test_two_groups_of_one_name_stay_two():
+def test_groups_of_the_same_name_stay_separate():
     x = da.ones((4, 4), chunks=2)
     model = workload_of("x", (x + 1) + (x + 2), {"": Cost()})
     groups = {str(one.key).partition(",")[0] for one in by_prefix(model, "add")}
@@ -110,7 +110,7 @@ def test_two_groups_of_one_name_stay_two():
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_have_data_to_move_and_something_to_do(example):
+def test_examples_move_data_and_take_time(example):
     model = example(SCALE)
     assert model == example(SCALE)
     assert sum(bool(one.dependencies) for one in model.tasks) >= 8
@@ -119,7 +119,7 @@ def test_examples_have_data_to_move_and_something_to_do(example):
     assert sum(one.nbytes for one in model.tasks) < 10_000 * SCALE.block_nbytes
 
 
-def test_blocks_of_a_stencil_are_whole_and_their_edges_thin():
+def test_stencil_has_whole_blocks_and_thin_edges():
     sizes = {one.nbytes for one in by_prefix(stencil(SCALE), "getitem")}
     assert sizes == {8_000_000, 8_000_000 // SCALE.edge}
 

@@ -42,7 +42,7 @@ def reduction(count: int, *, s: float = 0.25, nbytes: int = 16 * MIB) -> Workloa
     return workload(*sources, *pairs, task("end-0", *range(count, 2 * count), s=s))
 
 
-def test_a_chain_takes_its_durations_and_a_message_either_way_for_each_link():
+def test_chain_takes_its_durations_and_two_messages_per_task():
     result = simulate(chain(4), flat(1), validate=True)
     assert result.makespan_s == 4 * (0.5 + 2 * CONTROL_S) + CONTROL_S
     assert [run.key for run in result.tasks] == ["link-0", "link-1", "link-2", "link-3"]
@@ -50,7 +50,7 @@ def test_a_chain_takes_its_durations_and_a_message_either_way_for_each_link():
     assert result.transfers == ()
 
 
-def test_a_fan_out_takes_as_many_rounds_as_the_workers_need():
+def test_fan_out_takes_the_rounds_that_workers_need():
     # No worker has a source in advance, so each round of four threads waits for messages.
     with dask.config.set({"distributed.scheduler.worker-saturation": 1.0}):
         result = simulate(spread(8), flat(2, nthreads=2), validate=True)
@@ -60,7 +60,7 @@ def test_a_fan_out_takes_as_many_rounds_as_the_workers_need():
     assert result.transfers == ()  # what a task makes is used where it is
 
 
-def test_a_transfer_takes_its_request_its_bytes_and_the_way_back():
+def test_transfer_takes_request_bytes_and_response():
     nbytes = 2**28
     two = workload(
         task("left-0", s=1.0, nbytes=nbytes),
@@ -79,7 +79,7 @@ def test_a_transfer_takes_its_request_its_bytes_and_the_way_back():
     assert result.peak_nbytes == {moved.source: nbytes, moved.target: 2 * nbytes}
 
 
-def test_two_that_fetch_from_one_share_its_link():
+def test_two_receivers_share_the_link_of_the_sender():
     nbytes = 2**28
     models = [
         task("source-0", s=1.0, nbytes=nbytes),
@@ -93,7 +93,7 @@ def test_two_that_fetch_from_one_share_its_link():
         assert moved.stop_s - moved.start_s == 2 * LATENCY_S + 2 * nbytes / BANDWIDTH
 
 
-def test_the_same_again_is_the_same():
+def test_simulation_is_deterministic():
     one = simulate(reduction(60), flat(5, speeds=[0.5]))
     other = simulate(reduction(60), flat(5, speeds=[0.5]))
     assert one == other
@@ -126,7 +126,7 @@ digest(joins(scale), nvlink_hosts(4, 8), placed)
 """
 
 
-def test_another_process_with_other_hashes_finds_the_same():
+def test_simulation_does_not_depend_on_hash_seeds():
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", DIGEST],
@@ -147,7 +147,7 @@ def test_a_trace_replays_to_the_same_result():
     assert simulate(replayed, flat(3)) == simulate(model, flat(3))
 
 
-def test_a_slow_worker_gets_less_and_the_end_is_not_five_times_later():
+def test_slow_worker_gets_fewer_tasks():
     healthy = simulate(spread(60), flat(4))
     slow = simulate(spread(60), flat(4, speeds=[0.2]))
     assert {run.key for run in slow.tasks} == {run.key for run in healthy.tasks}
@@ -156,7 +156,7 @@ def test_a_slow_worker_gets_less_and_the_end_is_not_five_times_later():
     assert slow.makespan_s < 2 * healthy.makespan_s
 
 
-def test_a_worker_that_slows_down_takes_longer_from_then_on():
+def test_slowed_worker_takes_longer_from_then_on():
     # Half of the only task is done at full speed, and the other half at an eighth of it.
     machine = flat(1).with_incidents(ChangesSpeed(address(0), at_s=CONTROL_S + 0.5, speed=0.125))
     result = simulate(chain(1, s=1.0), machine)
@@ -164,7 +164,7 @@ def test_a_worker_that_slows_down_takes_longer_from_then_on():
 
 
 @pytest.mark.parametrize("at_s", [0.1, 0.6, 0.9])
-def test_a_worker_that_dies_is_made_up_for(at_s):
+def test_tasks_of_a_dead_worker_are_repeated(at_s):
     # The last of them in the midst of transfers.
     machine = flat(3).with_incidents(Dies(address(1), at_s))
     model = reduction(24)
@@ -180,7 +180,7 @@ def test_a_worker_that_dies_is_made_up_for(at_s):
     assert result == simulate(model, machine)
 
 
-def test_a_sender_has_room_again_when_the_one_it_sends_to_dies():
+def test_sender_has_bandwidth_again_after_its_receiver_died():
     nbytes = 2**28
     model = workload(
         task("source-0", s=1.0, nbytes=nbytes),
@@ -200,13 +200,13 @@ def test_a_sender_has_room_again_when_the_one_it_sends_to_dies():
     assert {run.key for run in result.tasks} == {run.key for run in healthy.tasks}
 
 
-def test_without_workers_nothing_is_left_to_happen():
+def test_simulation_ends_without_workers():
     machine = flat(1).with_incidents(Dies(address(0), 0.1))
     with pytest.raises(SimulationError, match="nothing is left"):
         simulate(chain(2), machine)
 
 
-def test_sources_wait_at_the_scheduler_as_saturation_says():
+def test_root_tasks_queue_as_worker_saturation_says():
     class Watch(SchedulerPlugin):
         most = 0
 
@@ -249,7 +249,7 @@ def test_work_is_stolen_in_virtual_time():
     assert len({run.worker for run in shared.tasks}) == 4
 
 
-def test_no_task_takes_no_time():
+def test_every_task_takes_some_time():
     """distributed's stealing asserts that what it hears of took some."""
     result = simulate(workload(task("none-0", s=0.0), task("none-1", 0, s=0.0)), flat(2))
     assert all(run.stop_s > run.start_s for run in result.tasks)
@@ -275,7 +275,7 @@ def test_plugins_live_in_virtual_time():
     assert result.makespan_s == pytest.approx(simulate(chain(4), flat(1)).makespan_s, abs=1e-9)
 
 
-def test_what_a_policy_breaks_ends_the_simulation():
+def test_error_of_a_policy_ends_the_simulation():
     def install(scheduler):
         asyncio.get_running_loop().call_later(0.5, lambda: 1 / 0)
 
@@ -293,7 +293,7 @@ def test_simulations_do_not_mix():
     assert simulate(chain(1), flat(1)).tasks
 
 
-def test_a_simulation_opens_no_socket_and_leaves_nothing_behind(monkeypatch, tmp_path):
+def test_simulation_opens_no_socket_and_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(socket, "socket", lambda *args, **kwargs: pytest.fail("a socket"))
     clock = distributed_scheduler.time
     paths = list(sys.path)
@@ -305,7 +305,7 @@ def test_a_simulation_opens_no_socket_and_leaves_nothing_behind(monkeypatch, tmp
     assert distributed_scheduler.time is clock is time.time
 
 
-def test_the_real_clock_is_shown_to_everything_else():
+def test_code_outside_of_a_simulation_sees_the_real_clock():
     real = []
 
     def install(scheduler):
@@ -321,7 +321,7 @@ def test_the_real_clock_is_shown_to_everything_else():
     assert real[1] == 1.0
 
 
-def test_plugins_may_stand_before_handlers():
+def test_plugins_may_wrap_handlers():
     seen = []
 
     def install(scheduler):
@@ -337,7 +337,7 @@ def test_plugins_may_stand_before_handlers():
     assert set(seen) == {address(0), address(1)}
 
 
-def test_heartbeats_tell_the_scheduler_what_links_carry():
+def test_heartbeats_report_link_rates():
     measured = {}
 
     def install(scheduler):

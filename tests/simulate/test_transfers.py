@@ -14,7 +14,7 @@ def test_one_flow_gets_its_narrowest_link():
     assert fair_rates({0: ["a", "b"]}, {"a": 8.0, "b": 2.0}) == {0: 2.0}
 
 
-def test_what_one_cannot_use_goes_to_the_others():
+def test_unused_share_goes_to_other_flows():
     # Flow 0 is held back by `slow`, so flow 1 gets more than half of `shared`.
     rates = fair_rates({0: ["shared", "slow"], 1: ["shared"]}, {"shared": 8.0, "slow": 1.0})
     assert rates == {0: 1.0, 1: 7.0}
@@ -70,7 +70,7 @@ def test_a_transfer_alone_takes_its_bytes_over_the_bandwidth():
     assert run.finish() == {"x": 2.0}
 
 
-def test_two_share_a_link_until_one_is_through():
+def test_two_transfers_share_a_link_until_one_ends():
     run = Run({"a": 2.0**20})
     run.start("short", ["a"], 2**20)
     run.start("long", ["a"], 2**21)
@@ -78,42 +78,42 @@ def test_two_share_a_link_until_one_is_through():
     assert run.finish() == {"short": 2.0, "long": 3.0}
 
 
-def test_one_that_comes_later_slows_the_first_from_then_on():
+def test_later_transfer_slows_the_first_from_then_on():
     run = Run({"a": 2.0**20})
     run.start("first", ["a"], 2**21)
     run.start("second", ["a"], 2**19, at_s=1.0)
     assert run.finish() == {"second": 2.0, "first": 2.5}
 
 
-def test_the_two_directions_of_a_link_do_not_share():
+def test_directions_of_a_link_do_not_share_bandwidth():
     run = Run({"a to b": 2.0**20, "b to a": 2.0**20})
     run.start("there", ["a to b"], 2**20)
     run.start("back", ["b to a"], 2**20)
     assert run.finish() == {"there": 1.0, "back": 1.0}
 
 
-def test_a_wide_link_that_nobody_can_fill_ties_nothing_together():
+def test_unsaturated_link_does_not_couple_flows():
     run = Run({"wide": 8.0, "a": 2.0, "b": 2.0})
     run.start("x", ["a", "wide"], 4)
     run.start("y", ["b", "wide"], 8, at_s=1.0)
     assert run.finish() == {"x": 2.0, "y": 5.0}
 
 
-def test_what_stands_for_several_gets_what_each_would():
+def test_weighted_flow_equals_several_flows():
     ways = {0: ["a", "b"], 1: ["a"]}
     capacities = {"a": 12.0, "b": 4.0}
     each = fair_rates({0: ["a", "b"], 1: ["a"], 2: ["a"], 3: ["a", "b"]}, capacities)
     assert fair_rates(ways, capacities, {0: 2, 1: 2}) == {0: each[0], 1: each[1]}
 
 
-def test_nothing_to_carry_takes_no_time():
+def test_transfer_of_nothing_takes_no_time():
     run = Run({"a": 1.0})
     run.start("empty", ["a"], 0)
     run.start("here", [], 100)
     assert run.finish() == {"empty": 0.0, "here": 0.0}
 
 
-def test_an_aborted_transfer_ends_without_notice_and_leaves_the_link():
+def test_aborted_transfer_ends_silently_and_frees_the_link():
     run = Run({"a": 2.0**20})
     run.start("stays", ["a"], 2**20)
     run.start("goes", ["a"], 2**20)
@@ -130,7 +130,7 @@ def test_an_aborted_transfer_ends_without_notice_and_leaves_the_link():
         max_size=10,
     )
 )
-def test_working_out_only_what_changed_is_working_out_everything(starts):
+def test_incremental_rates_equal_full_computation(starts):
     run = Run(LINKS)
     under_way = {}
 

@@ -104,7 +104,7 @@ def assert_same(enabled: object, stock: object) -> None:
 @pytest.mark.cluster
 @pytest.mark.timeout(2 * TIMEOUT_S + 60)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_gives_stocks_results_and_no_traceback_of_ours(name: str, tmp_path: Path) -> None:
+def test_program_gives_results_of_dask_without_a_traceback(name: str, tmp_path: Path) -> None:
     for package in PROGRAMS[name]:
         pytest.importorskip(package, reason=f"{package} of the thirdparty extra is not installed")
     stock = run(name, tmp_path / "stock", is_enabled=False)
@@ -122,7 +122,7 @@ def told(folder: Path) -> set[str]:
     return {path.read_text().strip() for path in folder.glob("*.told")}
 
 
-def test_tracebacks_are_told_apart_by_their_last_lines() -> None:
+def test_tracebacks_are_compared_by_their_last_lines() -> None:
     log = """line
 Traceback (most recent call last):
   File "a.py", line 3, in f
@@ -140,10 +140,10 @@ KeyError: 'key-4'
 
 
 @pytest.mark.parametrize("pair", [(1, 2), (1.0, 1), ([1], [1, 1]), ({"a": 1.0}, {"a": 1.1})])
-def test_values_that_differ_are_not_the_same(pair: tuple[object, object]) -> None:
+def test_different_values_are_not_equal(pair: tuple[object, object]) -> None:
     with pytest.raises(AssertionError):
         assert_same(*pair)
 
 
-def test_the_last_digits_of_floats_may_differ() -> None:
+def test_last_digits_of_floats_may_differ() -> None:
     assert_same({"a": [1.0, "b", None]}, {"a": [1.0000001, "b", None]})

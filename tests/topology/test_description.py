@@ -15,7 +15,7 @@ from tests.topology.test_model import DATA
 
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.yaml")), ids=lambda path: path.stem)
-def test_what_is_written_reads_the_same(path):
+def test_written_description_is_read_back_equal(path):
     topology = description.parse(path.read_text(), path.name)
     again = description.parse(description.dump(topology))
     assert set(again.links) == set(topology.links)
@@ -33,7 +33,7 @@ def test_what_is_written_reads_the_same(path):
         ("7 B/s", 7),
     ],
 )
-def test_rates_in_bytes_and_in_bits(text, nbytes_per_s):
+def test_rates_may_be_in_bytes_or_bits(text, nbytes_per_s):
     made = description.parse(
         f"""
         hosts: [{{name: h, numa: [{{name: a}}, {{name: b}}],
@@ -86,7 +86,7 @@ hosts:
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(right, wrong, line, says):
+def test_error_names_its_line(right, wrong, line, says):
     assert HOST.count(right) == 1
     with pytest.raises(ConfigError) as caught:
         description.parse(HOST.replace(right, wrong), "machines.yaml")
@@ -120,7 +120,7 @@ hosts:
         ("[[]", "[", "workers names 'tcp://[::1]:1', as hosts[0].devices[1] does"),
     ],
 )
-def test_hosts_and_workers_of_devices_are_told_apart(right, wrong, says):
+def test_hosts_and_device_workers_are_distinguished(right, wrong, says):
     description.parse(TWO)
     assert TWO.count(right) == 1
     with pytest.raises(ConfigError, match=re.escape(says)):
@@ -142,7 +142,7 @@ def test_hosts_and_workers_of_devices_are_told_apart(right, wrong, says):
         ("#" * (description.MAX_NCHARS + 1), "has more than"),
     ],
 )
-def test_what_describes_nothing_is_refused(text, says):
+def test_empty_description_is_refused(text, says):
     with pytest.raises(ConfigError, match="topology") as caught:
         description.parse(text)
     assert says in str(caught.value)
@@ -163,7 +163,7 @@ def test_what_describes_nothing_is_refused(text, says):
         pytest.param("1" * 5000, "int", id="digits"),
     ],
 )
-def test_a_value_that_is_not_what_it_looks_like_is_named_with_its_line(value, kind):
+def test_misleading_value_is_named_with_its_line(value, kind):
     text = HOST.replace("numa0}", f"numa0, memory: {value}}}", 1)
     with pytest.raises(ConfigError, match=r"machines\.yaml") as caught:
         description.parse(text, "machines.yaml")
@@ -172,13 +172,13 @@ def test_a_value_that_is_not_what_it_looks_like_is_named_with_its_line(value, ki
 
 
 @pytest.mark.parametrize("text", ["- " * 200, "{a: " * 200, "[" * 200 + "]" * 200])
-def test_what_is_nested_deeply_is_refused_before_anything_is_made_of_it(text, monkeypatch):
+def test_deeply_nested_description_is_refused_before_parsing(text, monkeypatch):
     monkeypatch.setattr(yaml_tree.SectionLoader, "get_single_data", None)
     with pytest.raises(ConfigError, match="line 1: nested too deeply"):
         description.parse(text)
 
 
-def test_work_grows_with_the_hosts_and_not_with_their_pairs(monkeypatch):
+def test_work_grows_with_hosts_and_not_with_pairs(monkeypatch):
     compared = []
 
     def counting(node, pattern):
@@ -196,7 +196,7 @@ def test_work_grows_with_the_hosts_and_not_with_their_pairs(monkeypatch):
     assert n_compared(40) == pytest.approx(4 * n_compared(10), rel=0.05)
 
 
-def test_links_that_patterns_stand_for_are_bounded():
+def test_number_of_links_from_patterns_is_bounded():
     nodes = [{"name": f"n{i}"} for i in range(400)]
     links = [{"between": ["n*", "n*"], "bandwidth": "1 GB/s"}]
     text = yaml.safe_dump({"hosts": [{"name": "h", "numa": nodes, "links": links}]})

@@ -51,21 +51,21 @@ CARDS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_written_reads_the_same(seen, name):
+def test_written_description_is_read_back_equal(seen, name):
     found = discover(seen(name))
     again = description.parse(found.as_text())
     assert set(again.links) == set(found.topology.links)
     assert (again.hosts, again.switches) == (found.topology.hosts, found.topology.switches)
 
 
-def test_the_example_in_the_documentation_is_what_is_found(seen):
+def test_example_of_the_documentation_is_discovered(seen):
     *with_gpu, _ = seen("dgx-1-half")
     (example, *_) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert discover(with_gpu).as_text() == example
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_everything_in_a_host_can_be_reached(seen, name):
+def test_all_parts_of_a_host_are_connected(seen, name):
     topology = discover(seen(name)).topology
     first, *others = topology.nodes
     # Nothing goes through a GPU; NVSwitches are between them and nowhere else.
@@ -88,12 +88,12 @@ def paths(topology, host="box"):
         ("pcie-box", "pcie", 55.4e9, 2),
     ],
 )
-def test_the_way_between_the_first_two_gpus(seen, name, kind, nbytes_per_s, n_links):
+def test_path_between_the_first_two_gpus(seen, name, kind, nbytes_per_s, n_links):
     way = paths(discover(seen(name)).topology)("gpu0", "gpu1")
     assert (way.kind, way.bandwidth_nbytes_per_s, len(way.links)) == (kind, nbytes_per_s, n_links)
 
 
-def test_without_nvlink_gpus_of_one_switch_meet_there(seen):
+def test_gpus_without_nvlink_meet_at_their_switch(seen):
     found = discover(seen("dgx-1-half", with_nvml=False))
     way = paths(found.topology)
     assert way("gpu0", "gpu1").links == ("box/pcie0 - box/gpu0", "box/pcie0 - box/gpu1")
@@ -101,7 +101,7 @@ def test_without_nvlink_gpus_of_one_switch_meet_there(seen):
     assert any("NVML could not be asked" in note for note in found.notes)
 
 
-def test_gpus_and_cards_meet_where_nvidia_smi_says(seen):
+def test_gpus_and_cards_meet_where_nvidia_smi_shows(seen):
     """`PXB` is over switches, `SYS` over processors."""
     topology = discover(seen("dgx-a100")).topology
     way = paths(topology)
@@ -118,7 +118,7 @@ def test_gpus_and_cards_meet_where_nvidia_smi_says(seen):
 
 
 @pytest.mark.parametrize("visible", [("0", "1"), ("GPU-0000:01", "GPU-0000:02:00.0")])
-def test_workers_are_on_the_gpu_that_cuda_shows_them(seen, visible):
+def test_workers_are_on_their_visible_gpu(seen, visible):
     first, second, _ = seen("pcie-box")
     found = [
         one._replace(report=dataclasses.replace(one.report, gpu=gpu))
@@ -130,14 +130,14 @@ def test_workers_are_on_the_gpu_that_cuda_shows_them(seen, visible):
 
 
 @pytest.mark.parametrize("visible", [None, "7", "GPU-no", "MIG-GPU-0000", "G"])
-def test_a_worker_of_which_the_gpu_is_not_known_is_on_its_host(tmp_path, visible):
+def test_worker_with_an_unknown_gpu_is_on_its_host(tmp_path, visible):
     report = Report(machine("pcie-box", tmp_path), visible)
     one = Seen("tcp://[::1]:1", "tcp://[::1]:1", "::1", report)
     topology = discover([one]).topology
     assert topology.node_of(address=one.address, name=one.name, host=one.host) == "box/numa0"
 
 
-def test_names_are_patterns_and_may_look_like_others(tmp_path):
+def test_names_with_pattern_characters_are_escaped(tmp_path):
     report = Report(machine("pcie-box", tmp_path), "0")
     other = Report(report.machine, "1")
     seen = [
@@ -165,13 +165,13 @@ def test_hosts_are_connected_by_the_cards_that_workers_listen_on(seen):
     assert [host.addresses for host in topology.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
 
 
-def test_faster_cards_that_nobody_listens_on_connect_nothing(seen):
+def test_cards_without_a_listener_connect_nothing(seen):
     both = [*seen("dgx-h100", host="left"), *seen("dgx-h100", "10.0.0.2", "right")]
     way = discover(both).topology.path("left/gpu0", "right/gpu0")
     assert (way.kind, way.bandwidth_nbytes_per_s) == ("ethernet", 12.5e9)
 
 
-def test_what_was_measured_counts_more_than_what_a_card_says(seen):
+def test_measured_rate_overrides_the_card_speed(seen):
     measured = {
         ("10.0.0.1", "10.0.0.2"): Measured(0.7123456e9, 0.001),
         ("10.0.0.2", "10.0.0.1"): Measured(0.9e9, 0.002),
@@ -185,7 +185,7 @@ def test_what_was_measured_counts_more_than_what_a_card_says(seen):
     assert sum("as it was measured" in note for note in found.notes) == 2
 
 
-def test_a_host_whose_network_is_not_known_is_connected_with_nobody(seen):
+def test_host_with_an_unknown_network_is_unconnected(seen):
     both = [*seen("p4d", host="left"), *seen("p4d", "10.0.0.2", "right")]
     found = discover(both)
     assert found.topology.path("left/gpu0", "right/gpu0") is None
@@ -195,7 +195,7 @@ def test_a_host_whose_network_is_not_known_is_connected_with_nobody(seen):
     assert found.topology.path("left/gpu0", "right/gpu0").bandwidth_nbytes_per_s == 2e9
 
 
-def test_an_address_that_no_card_has_can_still_be_measured(seen):
+def test_address_of_no_card_can_be_measured(seen):
     both = [*seen("dgx-1-half", host="left"), *seen("dgx-1-half", "10.0.0.2", "right")]
     measured = {("10.0.0.1", "10.0.0.2"): Measured(2e9, 0.001)}
     topology = discover(both, measured).topology
@@ -204,7 +204,7 @@ def test_an_address_that_no_card_has_can_still_be_measured(seen):
     assert description.parse(description.dump(topology)).hosts == topology.hosts
 
 
-def test_two_machines_of_one_name_are_two_hosts_and_one_machine_is_one(tmp_path):
+def test_machines_of_the_same_name_are_separate_hosts(tmp_path):
     one = Machine("node", "boot 1", (), (), ())
     other = dataclasses.replace(one, boot="boot 2")
     seen = [
@@ -216,7 +216,7 @@ def test_two_machines_of_one_name_are_two_hosts_and_one_machine_is_one(tmp_path)
     assert hosts[0].addresses == ("10.0.0.0", "10.0.0.2")
 
 
-def test_what_machines_or_gpus_have_in_common_is_of_the_first(tmp_path):
+def test_shared_addresses_and_uuids_belong_to_the_first(tmp_path):
     """Such as containers behind one address, and a UUID that fits several GPUs."""
     report = Report(machine("pcie-box", tmp_path, host="box"), "GPU-")
     inside = Report(dataclasses.replace(report.machine, name="inside"), "1")
@@ -236,7 +236,7 @@ def test_what_machines_or_gpus_have_in_common_is_of_the_first(tmp_path):
     ]
 
 
-def test_names_of_machines_become_words(tmp_path):
+def test_machine_names_become_words(tmp_path):
     odd = Machine("my *host* / [1]", "1", (), (), ())
     found = discover([Seen("tcp://a:1", 1, "a", Report(odd, None))])
     assert description.parse(found.as_text()).hosts == found.topology.hosts
@@ -247,7 +247,7 @@ def test_names_of_machines_become_words(tmp_path):
     )
 
 
-def test_cards_may_be_called_as_other_parts_are(tmp_path):
+def test_card_may_share_its_name_with_another_part(tmp_path):
     found = machine("pcie-box", tmp_path)
     (card,) = found.cards
     names = ("gpu0", "numa0", "a b", "a*b", "", "net0")
@@ -265,7 +265,7 @@ def test_a_cluster_without_workers_has_no_hosts():
 # ---------------------------------------------------------------------- what is not said
 
 
-def test_speeds_that_are_not_known_are_assumed_and_that_is_said(seen):
+def test_unknown_speeds_are_assumed_and_marked(seen):
     found = [
         one._replace(report=dataclasses.replace(one.report, machine=slow(one.report.machine)))
         for one in seen("pcie-box")
@@ -287,7 +287,7 @@ def slow(found):
     )
 
 
-def test_a_link_is_as_fast_as_its_slower_end(seen):
+def test_link_has_the_speed_of_its_slower_end(seen):
     (first, *_) = seen("pcie-box")
     gpu = first.report.machine.gpus[0]
     port, device = gpu.place.hops
@@ -304,7 +304,7 @@ def test_a_link_is_as_fast_as_its_slower_end(seen):
     )
 
 
-def test_between_numa_nodes_a_rate_is_assumed(seen):
+def test_rate_between_numa_nodes_is_assumed(seen):
     found = discover(seen("p4d"))
     assert paths(found.topology)("numa0", "numa1").bandwidth_nbytes_per_s == NUMA_NBYTES_PER_S
     assert any("NUMA" in note for note in found.notes)

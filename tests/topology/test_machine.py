@@ -20,7 +20,7 @@ def report(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reports_arrive_as_they_left(name, tmp_path):
+def test_machine_reports_survive_serialization(name, tmp_path):
     report = Report(machine(name, tmp_path, addresses={"ens27": ["10.0.0.1"]}), None)
     plain = msgpack.unpackb(msgpack.packb(report.to_plain()), use_list=False)
     assert Report.from_plain(plain) == report
@@ -69,7 +69,7 @@ CARD = "machine", "cards", 0
         ((*CARD, "nbytes_per_s"), False),
     ],
 )
-def test_what_is_no_report_is_refused(report, path, value):
+def test_invalid_machine_reports_are_refused(report, path, value):
     assert Report.from_plain(report.to_plain()) == report
     with pytest.raises(ProtocolError):
         Report.from_plain(edited(report, path, value))
@@ -85,7 +85,7 @@ KEYS = st.sampled_from(["machine", "gpu", "name", "boot", "numa", "gpus", "cards
 
 @settings(max_examples=200)
 @given(VALUES | st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES)))
-def test_other_values_are_refused(plain):
+def test_values_that_are_no_report_are_refused(plain):
     with pytest.raises(ProtocolError):
         Report.from_plain(plain)
 
@@ -101,7 +101,7 @@ def places(plain, path=()):
 
 @settings(max_examples=200)
 @given(st.data())
-def test_report_with_one_other_value_is_a_report_or_refused(report, data):
+def test_report_with_one_changed_value_is_valid_or_refused(report, data):
     plain = msgpack.unpackb(msgpack.packb(report.to_plain()))
     path = data.draw(st.sampled_from(list(places(plain))))
     try:

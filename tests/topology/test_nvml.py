@@ -15,11 +15,11 @@ def bonds(name, number):
 @pytest.mark.parametrize(
     ("name", "rate"), [("dgx-a100", 12 * 25.781e9), ("dgx-h100", 18 * 26.562e9)]
 )
-def test_all_switches_together_are_one_peer(name, rate):
+def test_nvlink_switches_count_as_one_peer(name, rate):
     assert bonds(name, 0) == {None: pytest.approx(rate)}
 
 
-def test_links_from_gpu_to_gpu_are_added_up():
+def test_links_between_two_gpus_are_summed():
     assert bonds("dgx-1-half", 0) == {
         "0000:07:00.0": 25e9,
         "0000:0a:00.0": 25e9,
@@ -27,7 +27,7 @@ def test_links_from_gpu_to_gpu_are_added_up():
     }, "and those to GPUs that are not in view are left out"
 
 
-def test_in_a_virtual_machine_links_lead_to_switches_that_are_not_in_view():
+def test_links_in_a_virtual_machine_lead_to_hidden_switches():
     assert bonds("p4d", 0) == {None: pytest.approx(12 * 25.781e9)}
 
 
@@ -35,7 +35,7 @@ def test_without_nvlink_there_are_no_bonds():
     assert bonds("pcie-box", 0) == {}
 
 
-def test_a_driver_that_does_not_say_how_fast_a_link_is():
+def test_link_without_a_reported_speed_gets_a_known_one():
     class Old(RecordedNvml):
         def nvmlDeviceGetFieldValues(self, handle, fieldIds):
             raise RecordedError("Not Supported")
@@ -48,7 +48,7 @@ def test_a_driver_that_does_not_say_how_fast_a_link_is():
     assert known["0000:0b:00.0"] == 50e9
 
 
-def test_a_field_without_a_value_counts_as_none():
+def test_missing_field_value_is_none():
     class Silent(RecordedNvml):
         def nvmlDeviceGetFieldValues(self, handle, fieldIds):
             (field,) = super().nvmlDeviceGetFieldValues(handle, fieldIds)
@@ -67,7 +67,7 @@ def test_links_that_are_off_do_not_count():
     assert nvml.gpus(Half("dgx-a100"))[0].bonds[0].nbytes_per_s == pytest.approx(6 * 25.781e9)
 
 
-def test_a_chip_that_shares_the_memory_of_its_host():
+def test_chip_with_host_memory_is_recognised():
     class Shared(RecordedNvml):
         def nvmlDeviceGetMemoryInfo(self, handle):
             raise RecordedError("Not Supported")

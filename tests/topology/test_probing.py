@@ -38,7 +38,7 @@ def test_few_hosts_are_probed_both_ways(n_hosts):
     assert len(found) == n_hosts * n_hosts
 
 
-def test_of_many_hosts_each_takes_part():
+def test_every_one_of_many_hosts_is_probed():
     found = probing.pairs(ends(probing.MAX_PAIRS // 2))
     assert {end for pair in found for end in pair} == set(ends(probing.MAX_PAIRS // 2))
 
@@ -49,7 +49,7 @@ def test_workers_of_one_host_are_a_pair():
     assert probing.pairs(ends(1)) == probing.pairs([]) == []
 
 
-def test_what_was_done_is_not_done_again_and_counts():
+def test_finished_pairs_count_and_are_not_repeated():
     first = probing.pairs(ends(2, 2))
     done = {(one.host, other.host) for one, other in first}
     assert probing.pairs(ends(2, 2), done) == []
@@ -60,7 +60,7 @@ def test_what_was_done_is_not_done_again_and_counts():
 
 
 @given(st.floats(1e3, 1e11), st.floats(0, 0.1))
-def test_messages_grow_until_one_tells_and_stay_within_bounds(rate, latency_s):
+def test_probe_messages_grow_within_bounds(rate, latency_s):
     transfers = []
     while nbytes := probing.next_nbytes(transfers):
         transfers.append(Transfer(nbytes, latency_s + nbytes / rate))
@@ -73,7 +73,7 @@ def test_messages_grow_until_one_tells_and_stay_within_bounds(rate, latency_s):
 
 
 @pytest.mark.parametrize("held_up", range(6))
-def test_a_process_that_is_busy_for_a_moment_makes_no_link_slow(held_up):
+def test_brief_pause_of_a_process_makes_no_link_slow(held_up):
     transfers = []
     while nbytes := probing.next_nbytes(transfers):
         pause_s = 0.1 if len(transfers) == held_up else 0.0
@@ -93,7 +93,7 @@ def test_rates_are_found_within_a_tenth(rate, latency_s):
     assert found.latency_s == latency_s
 
 
-def test_a_latency_that_cannot_be_makes_no_link_infinitely_fast():
+def test_impossible_latency_makes_no_link_infinitely_fast():
     found = probing.conclude({"latency_s": 1.0, "transfers": [(1e6, 0.5)]})
     assert found.nbytes_per_s == 1e6 / 0.05
 
@@ -117,7 +117,7 @@ def test_a_latency_that_cannot_be_makes_no_link_infinitely_fast():
         {"latency_s": 0, "transfers": [(-5, 1)]},
     ],
 )
-def test_answers_that_say_nothing_are_refused(answer):
+def test_empty_probe_answers_are_refused(answer):
     with pytest.raises(ProtocolError):
         probing.conclude(answer)
 
@@ -136,7 +136,7 @@ def test_answers_that_say_nothing_are_refused(answer):
         ("off", 2, "used", "is off"),
     ],
 )
-def test_when_a_cluster_is_probed(mode, n_hosts, said, why):
+def test_cluster_is_probed_when_the_setting_says_so(mode, n_hosts, said, why):
     about = {f"is_{one}": one in said for one in ("described", "used", "busy")}
     found = probing.why_not(mode, n_hosts=n_hosts, **about)
     assert (found is None) == (why is None)

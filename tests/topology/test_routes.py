@@ -70,7 +70,7 @@ TOPOLOGIES = {
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_each_way_is_the_first_of_all_there_are(name):
+def test_each_path_is_the_best_of_all_paths(name):
     topology = TOPOLOGIES[name]
     for source, target in itertools.permutations(topology.nodes, 2):
         best = min(every_way(topology, source, target), default=None)
@@ -86,7 +86,7 @@ HOST = "{{name: {name}, numa: [{{name: m}}], nics: [{{name: n}}], links: [{links
 INSIDE = "{between: [m, n], bandwidth: 10 GB/s}"
 
 
-def test_another_host_is_passed_through_only_where_nothing_else_leads():
+def test_other_hosts_are_crossed_only_where_necessary():
     hosts = ", ".join(HOST.format(name=name, links=INSIDE) for name in "abc")
     links = [
         "{between: [a/n, b/n], bandwidth: 5 GB/s}",
@@ -101,7 +101,7 @@ def test_another_host_is_passed_through_only_where_nothing_else_leads():
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_hosts_are_reached_alike_from_nodes_that_are_alike(name):
+def test_equal_nodes_reach_a_host_by_equal_paths(name):
     """So that one path tells the width and the latency of many."""
     topology = TOPOLOGIES[name]
     found = {}
@@ -114,7 +114,7 @@ def test_hosts_are_reached_alike_from_nodes_that_are_alike(name):
     assert 1 < len(found) < len(list(itertools.permutations(topology.nodes, 2)))
 
 
-def test_nodes_of_hosts_with_links_of_their_own_are_like_no_other():
+def test_nodes_with_links_of_their_own_are_unique():
     host = Host("a", (Numa("n"), Numa("m")))
     other = Host("b", (Numa("n"),))
     cable = Link("cable", ("a/n", "b/n"), "cable", 1e9)
@@ -124,7 +124,7 @@ def test_nodes_of_hosts_with_links_of_their_own_are_like_no_other():
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_within_hosts_that_are_alike_ways_are(name):
+def test_equal_hosts_have_equal_inner_paths(name):
     topology = TOPOLOGIES[name]
     found = {}
     for source, target in itertools.permutations(topology.nodes, 2):
@@ -135,7 +135,7 @@ def test_within_hosts_that_are_alike_ways_are(name):
             assert found.setdefault((topology.inside(host), one, other), seen) == seen
 
 
-def test_hosts_that_differ_in_more_than_their_names_are_not_alike():
+def test_hosts_that_differ_beyond_names_are_not_equal():
     spread = TOPOLOGIES["NVLink"]
     names = [host.name for host in spread.hosts]
     # The second one's network card is slower.

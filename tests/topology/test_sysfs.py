@@ -26,7 +26,7 @@ def test_gpus_are_the_same_with_nvml_and_without(name, tmp_path):
     assert not any(one.uuid or one.memory_nbytes or one.bonds for one in without.gpus)
 
 
-def test_devices_are_behind_the_bridges_that_are_above_them(tmp_path):
+def test_devices_are_behind_their_bridges(tmp_path):
     found = machine("dgx-a100", tmp_path)
     first, second = (one.place for one in found.gpus[:2])
     # A port of the processor, then two switches with a port that leads up and one that leads down.
@@ -38,14 +38,14 @@ def test_devices_are_behind_the_bridges_that_are_above_them(tmp_path):
     assert {hop.nbytes_per_s for hop in first.hops} == {16 * 1.969e9}
 
 
-def test_numa_nodes_and_their_memory(tmp_path):
+def test_numa_nodes_have_their_memory(tmp_path):
     found = machine("dgx-h100", tmp_path)
     assert [(one.number, one.memory_nbytes) for one in found.numa] == [(0, 2**40), (1, 2**40)]
     write(tmp_path / "devices/system/node/node8/meminfo", "Node 8 MemTotal: 100 kB")
     assert len(read(tmp_path).numa) == 2, "memory of a device, without processors"
 
 
-def test_one_processor_says_no_numa_node(tmp_path):
+def test_single_processor_has_no_numa_node(tmp_path):
     assert {one.place.numa for one in machine("pcie-box", tmp_path).gpus} == {None}
 
 
@@ -62,17 +62,17 @@ def test_cards_have_speed_kind_and_addresses(tmp_path):
     assert Report.from_plain(Report(many, None).to_plain()).machine == many
 
 
-def test_a_card_whose_driver_names_no_speed(tmp_path):
+def test_card_without_a_speed_is_described(tmp_path):
     assert {one.nbytes_per_s for one in machine("p4d", tmp_path).cards} == {0.0}
 
 
-def test_a_card_that_is_down_is_no_way(tmp_path):
+def test_card_that_is_down_is_left_out(tmp_path):
     make_tree("pcie-box", tmp_path)
     write(tmp_path / "class/net/enp5s0/operstate", "down")
     assert read(tmp_path).cards == ()
 
 
-def test_a_vlan_of_a_bond_is_where_its_first_card_is(tmp_path):
+def test_vlan_of_a_bond_is_placed_at_its_first_card(tmp_path):
     make_tree("pcie-box", tmp_path)
     make_interface(tmp_path, "bond0", None, "ethernet", 20000, lower=["enp5s0"])
     make_interface(tmp_path, "bond0.7", None, "ethernet", 20000, lower=["bond0"])
@@ -82,7 +82,7 @@ def test_a_vlan_of_a_bond_is_where_its_first_card_is(tmp_path):
     assert found["bond0.7"].addresses == ("10.7.0.1",)
 
 
-def test_interfaces_that_are_below_themselves_come_to_an_end(tmp_path):
+def test_cyclic_interfaces_are_handled(tmp_path):
     make_tree("pcie-box", tmp_path)
     make_interface(tmp_path, "loop0", None, "ethernet", 1000, lower=["loop0"])
     assert "loop0" not in [one.name for one in read(tmp_path).cards]
@@ -100,7 +100,7 @@ def test_interfaces_that_are_below_themselves_come_to_an_end(tmp_path):
         ("8 GT/s", "many", 0),
     ],
 )
-def test_links_of_every_generation(tmp_path, speed, width, nbytes_per_s):
+def test_pcie_generations_have_their_rates(tmp_path, speed, width, nbytes_per_s):
     make_tree("pcie-box", tmp_path)
     device = (tmp_path / "bus/pci/devices/0000:01:00.0").resolve()
     write(device / "max_link_speed", speed)
@@ -109,12 +109,12 @@ def test_links_of_every_generation(tmp_path, speed, width, nbytes_per_s):
     assert place.hops[-1].nbytes_per_s == pytest.approx(nbytes_per_s)
 
 
-def test_where_there_is_nothing_nothing_is_found(tmp_path):
+def test_empty_system_has_no_devices(tmp_path):
     found = read(tmp_path / "absent")
     assert (found.numa, found.gpus, found.cards) == ((), (), ())
 
 
-def test_files_that_are_something_else_are_left_out(tmp_path):
+def test_unexpected_files_are_left_out(tmp_path):
     make_tree("pcie-box", tmp_path)
     device = (tmp_path / "bus/pci/devices/0000:01:00.0").resolve()
     (device / "max_link_speed").write_bytes(b"\xff" * 100_000)
@@ -125,7 +125,7 @@ def test_files_that_are_something_else_are_left_out(tmp_path):
     assert (place.hops[-1].nbytes_per_s, place.numa) == (0.0, None)
 
 
-def test_a_gpu_that_only_nvml_sees_is_somewhere(tmp_path):
+def test_gpu_known_only_to_nvml_is_placed(tmp_path):
     hidden = NvmlGpu("0000:77:00.0", "GPU-1", 2**30, ())
     found = sysfs.read(tmp_path, name="box", boot="1", addresses={}, gpus=[hidden])
     assert found.gpus[0].place.address == "0000:77:00.0"

@@ -14,7 +14,7 @@ from tests.transport.outbox_post import PATIENCE_S, Item, Post, always, flat, ru
 # ------------------------------------------------------------------ messages
 
 
-def test_what_is_put_arrives():
+def test_put_shards_arrive():
     async def scenario():
         post = Post()
         post.open("a", "b")
@@ -28,7 +28,7 @@ def test_what_is_put_arrives():
     run(scenario)
 
 
-def test_it_is_sent_without_a_flush():
+def test_shards_are_sent_without_a_flush():
     async def scenario():
         post = Post()
         await post.put("a", Item(1))
@@ -73,7 +73,7 @@ def test_messages_grow_while_a_peer_is_busy():
     run(scenario)
 
 
-def test_a_busy_peer_does_not_hold_up_another():
+def test_busy_peer_does_not_delay_another():
     async def scenario():
         post = Post()
         await post.put("a", Item(0))
@@ -123,7 +123,7 @@ def test_each_peer_has_a_size_of_its_own():
     run(scenario)
 
 
-def test_the_order_for_a_peer_is_kept():
+def test_order_of_shards_for_a_peer_is_kept():
     """Of each producer; what two producers put at once may come in either order."""
 
     async def scenario():
@@ -147,7 +147,7 @@ def test_the_order_for_a_peer_is_kept():
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 3])
-def test_so_many_messages_are_under_way_to_a_peer_and_no_more(concurrency):
+def test_messages_in_flight_to_a_peer_are_bounded(concurrency):
     async def scenario():
         post = Post(concurrency=concurrency, message_nbytes=10)
         for number in range(8):
@@ -166,7 +166,7 @@ def test_so_many_messages_are_under_way_to_a_peer_and_no_more(concurrency):
     run(scenario)
 
 
-def test_a_put_in_the_moment_a_sender_ends_is_not_forgotten():
+def test_put_at_the_end_of_a_sender_is_sent():
     """The last sender of a peer finds nothing to do, and before it is gone there is something.
 
     A producer's wake-up that comes in that moment must not take the sender for a busy one. A shard
@@ -199,7 +199,7 @@ def test_a_put_in_the_moment_a_sender_ends_is_not_forgotten():
     run(scenario)
 
 
-def test_shards_are_let_go_once_they_are_delivered():
+def test_shards_are_released_after_delivery():
     """The peer has them: their memory is wanted for the ones that wait."""
     alive = set()
 
@@ -236,14 +236,14 @@ def test_shards_are_let_go_once_they_are_delivered():
 # ------------------------------------------------------------------ flush
 
 
-def test_flush_without_anything_put():
+def test_flush_of_an_empty_outbox_returns():
     async def scenario():
         await Post().outbox.flush()
 
     run(scenario)
 
 
-def test_flush_waits_for_what_is_under_way_and_for_what_waits():
+def test_flush_waits_for_queued_and_in_flight_shards():
     async def scenario():
         post = Post(message_nbytes=10)
         await post.put("a", Item(1), Item(2))
@@ -261,7 +261,7 @@ def test_flush_waits_for_what_is_under_way_and_for_what_waits():
     run(scenario)
 
 
-def test_flush_does_not_depend_on_the_producers_wake_up():
+def test_flush_does_not_depend_on_wake_ups_of_producers():
     """It may run before the loop hears of what was put last."""
 
     async def scenario():
@@ -305,7 +305,7 @@ def test_an_outbox_can_be_used_again_after_a_flush():
 # ------------------------------------------------------------------ close
 
 
-def test_closing_cancels_what_is_under_way_and_drops_what_waits():
+def test_closing_cancels_sends_and_drops_queued_shards():
     async def scenario():
         post = Post(concurrency=2, message_nbytes=10)
         await post.put("a", *(Item(number) for number in range(5)))
@@ -322,7 +322,7 @@ def test_closing_cancels_what_is_under_way_and_drops_what_waits():
     run(scenario)
 
 
-def test_what_is_put_after_closing_is_dropped():
+def test_put_after_closing_is_dropped():
     async def scenario():
         post = Post()
         post.open("a")
@@ -335,7 +335,7 @@ def test_what_is_put_after_closing_is_dropped():
     run(scenario)
 
 
-def test_what_was_put_right_before_closing_is_dropped():
+def test_put_right_before_closing_is_dropped():
     """The wake-up of a producer comes when there is nothing left to send."""
 
     async def scenario():
@@ -376,7 +376,7 @@ def test_closing_is_not_a_failure():
     run(scenario)
 
 
-def test_closing_twice():
+def test_closing_twice_is_allowed():
     async def scenario():
         post = Post()
         await post.put("a", Item(1))

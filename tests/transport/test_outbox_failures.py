@@ -12,7 +12,7 @@ from tests.transport.outbox_post import Item, Post, Refused, run, settle
 # ------------------------------------------------------------------ failure
 
 
-def test_a_failure_surfaces_in_put_and_flush_from_then_on():
+def test_failure_is_raised_by_put_and_flush_from_then_on():
     async def scenario():
         post = Post()
         post.refusals["a"] = Refused("a is gone")
@@ -46,7 +46,7 @@ def test_a_failure_while_flush_waits_ends_it():
     run(scenario)
 
 
-def test_the_first_failure_is_the_one_that_is_told():
+def test_first_failure_is_raised():
     async def scenario():
         post = Post()
         post.refusals |= {"a": Refused("a is gone"), "b": Refused("b is gone")}
@@ -81,7 +81,7 @@ def test_nothing_more_is_sent_after_a_failure():
     run(scenario)
 
 
-def test_a_send_that_is_cancelled_is_a_failure():
+def test_cancelled_send_is_a_failure():
     """A message that was given up is not a message that was delivered."""
 
     async def scenario():
@@ -97,7 +97,7 @@ def test_a_send_that_is_cancelled_is_a_failure():
     run(scenario)
 
 
-def test_a_cancelled_send_lets_producers_go():
+def test_cancelled_send_releases_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))

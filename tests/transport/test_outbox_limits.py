@@ -13,7 +13,7 @@ from tests.transport.outbox_post import PATIENCE_S, Item, Post, Refused, flat, r
 # ------------------------------------------------------------------ back-pressure
 
 
-def test_a_producer_is_held_back_while_too_much_waits():
+def test_producer_waits_while_too_much_is_queued():
     async def scenario():
         post = Post(limit_nbytes=20)
         await post.put("a", Item(1))
@@ -29,7 +29,7 @@ def test_a_producer_is_held_back_while_too_much_waits():
     run(scenario)
 
 
-def test_what_is_under_way_counts_as_waiting():
+def test_shards_in_flight_count_as_queued():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -44,7 +44,7 @@ def test_what_is_under_way_counts_as_waiting():
     run(scenario)
 
 
-def test_what_waits_for_one_peer_does_not_hold_back_producers_for_another():
+def test_queue_of_one_peer_does_not_block_producers_of_another():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -56,7 +56,7 @@ def test_what_waits_for_one_peer_does_not_hold_back_producers_for_another():
     run(scenario)
 
 
-def test_shards_larger_than_the_limit_are_taken_when_nothing_waits():
+def test_oversized_shards_are_accepted_by_an_empty_queue():
     async def scenario():
         post = Post(limit_nbytes=10)
         post.open("a")
@@ -67,7 +67,7 @@ def test_shards_larger_than_the_limit_are_taken_when_nothing_waits():
     run(scenario)
 
 
-def test_many_producers_are_let_go_one_after_the_other():
+def test_waiting_producers_continue_one_by_one():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(0))
@@ -80,7 +80,7 @@ def test_many_producers_are_let_go_one_after_the_other():
     run(scenario)
 
 
-def test_a_failure_lets_producers_go_and_tells_them():
+def test_failure_is_raised_in_waiting_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -95,7 +95,7 @@ def test_a_failure_lets_producers_go_and_tells_them():
     run(scenario)
 
 
-def test_a_failure_does_not_keep_the_shards_that_were_being_sent():
+def test_failure_does_not_keep_shards_alive():
     """Whoever logs or keeps the error has its frames, and all that these hold."""
 
     async def scenario():
@@ -115,7 +115,7 @@ def test_a_failure_does_not_keep_the_shards_that_were_being_sent():
     run(scenario)
 
 
-def test_a_failure_of_one_peer_lets_producers_for_another_go():
+def test_failure_of_one_peer_releases_producers_of_another():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("b", Item(1))
@@ -130,7 +130,7 @@ def test_a_failure_of_one_peer_lets_producers_for_another_go():
     run(scenario)
 
 
-def test_closing_lets_producers_go():
+def test_closing_releases_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -143,7 +143,7 @@ def test_closing_lets_producers_go():
     run(scenario)
 
 
-def test_closing_lets_producers_go_before_anything_was_sent():
+def test_closing_releases_producers_before_any_send():
     """There is no sender yet whose end could wake them."""
 
     async def scenario():

@@ -18,7 +18,7 @@ def tcp_info(rate, *, app_limited=False, nbytes=TCP_INFO_NBYTES):
     return bytes(info[:nbytes])
 
 
-def test_the_rate_is_read():
+def test_rate_is_read_from_tcp_info():
     assert delivery_rate(tcp_info(123_456_789)) == 123_456_789
 
 
@@ -31,7 +31,7 @@ def test_the_rate_is_read():
         b"",
     ],
 )
-def test_what_says_nothing_is_none(info):
+def test_unusable_tcp_info_gives_no_rate(info):
     assert delivery_rate(info) is None
 
 
@@ -61,23 +61,23 @@ def known(*readings):
     return rate.bandwidth
 
 
-def test_little_is_nothing():
+def test_few_bytes_give_no_rate():
     assert known() is None
     assert known(7, 7) is None
     assert known(None, 7, None, 7) is None
 
 
-def test_the_upper_quartile_counts():
+def test_rate_is_the_upper_quartile():
     assert known(10, 10, 10, 10) == 10
     assert known(1, 2, 3, 4, 5, 6, 7, 8) == 7
     assert known(*[100] * 15, 10**9) == 100, "one burst"
     assert known(*[1] * 6, *[100] * 6) == 100, "a receiver that was late"
 
 
-def test_readings_of_something_else_are_forgotten():
+def test_readings_of_another_connection_are_forgotten():
     assert known(7, 7, 7, 0) is None
     assert known(7, 7, 7, 0, 5, 5, 5) == 5
 
 
-def test_a_link_that_changes_is_learnt_anew():
+def test_changed_link_is_learnt_again():
     assert known(*[10**9] * 16, *[10**6] * 16) == 10**6

@@ -116,7 +116,7 @@ def held_reads(monkeypatch):
     held.let_go()
 
 
-def test_another_process_s_memory_is_read(other_process):
+def test_memory_of_another_process_is_read(other_process):
     _, descriptor, places = other_process
 
     async def test(borrower):
@@ -128,9 +128,7 @@ def test_another_process_s_memory_is_read(other_process):
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_process_that_ends_is_forgotten_and_what_is_read_before_is_right(
-    other_process, monkeypatch, is_told
-):
+def test_ended_process_is_forgotten_after_correct_reads(other_process, monkeypatch, is_told):
     process, descriptor, places = other_process
     if not is_told:  # as on a kernel before 5.3
         monkeypatch.setattr(shared, "process_fd", lambda pid: None)
@@ -152,7 +150,7 @@ def test_a_process_that_ends_is_forgotten_and_what_is_read_before_is_right(
     with_borrower(test)
 
 
-def test_a_process_that_ends_while_it_is_read_is_read_to_the_end(other_process, held_reads):
+def test_memory_of_an_ending_process_is_read_to_the_end(other_process, held_reads):
     process, descriptor, places = other_process
 
     async def test(borrower):
@@ -169,7 +167,7 @@ def test_a_process_that_ends_while_it_is_read_is_read_to_the_end(other_process, 
     with_borrower(test)
 
 
-def test_a_file_that_is_let_go_while_it_is_read_is_closed_by_the_last_reader(held_reads):
+def test_released_file_is_closed_by_its_last_reader(held_reads):
     lender, buffer = lent()
 
     async def test(borrower):
@@ -195,7 +193,7 @@ def test_a_file_that_is_let_go_while_it_is_read_is_closed_by_the_last_reader(hel
     with_borrower(test)
 
 
-def test_what_is_let_go_before_it_is_read_is_not_read():
+def test_released_memory_is_not_read():
     lender, buffer = lent()
 
     async def test(borrower):
@@ -208,7 +206,7 @@ def test_what_is_let_go_before_it_is_read_is_not_read():
     with_borrower(test)
 
 
-def test_what_is_let_go_can_be_opened_again():
+def test_released_memory_can_be_opened_again():
     lender, buffer = lent()
 
     async def test(borrower):
@@ -223,7 +221,7 @@ def test_what_is_let_go_can_be_opened_again():
     with_borrower(test)
 
 
-def test_memory_from_elsewhere_has_no_place():
+def test_ordinary_memory_has_no_shareable_place():
     lender, _ = lent()
     assert lender.place(np.zeros(100, dtype=np.uint8)) is None
 
@@ -235,7 +233,7 @@ def not_memory(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["another lender", "a file", "a pipe", "a socket", "nothing"])
-def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
+def test_only_signed_memory_is_accepted(tmp_path, what):
     """As in two containers, where the same numbers stand for something else."""
     lender, _ = lent()
     other, _ = lent()
@@ -275,7 +273,7 @@ def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
         {"pid": 10**30, "fd": 3, "token": b"0" * 16},
     ],
 )
-def test_what_is_no_offer_is_refused(descriptor):
+def test_invalid_offers_are_refused(descriptor):
     async def test(borrower):
         with pytest.raises(ProtocolError, match="not an offer"):
             borrower.open(descriptor)
@@ -313,7 +311,7 @@ def test_arbitrary_offers_are_refused(descriptor):
         [(0, NBYTES, 1)],
     ],
 )
-def test_places_that_are_not_there_are_refused(places):
+def test_places_outside_of_the_memory_are_refused(places):
     lender, _buffer = lent()
 
     async def test(borrower):
@@ -348,7 +346,7 @@ async def _once(test):
         borrower.close()
 
 
-def test_memory_that_is_cut_short_is_an_error():
+def test_truncated_memory_is_an_error():
     lender, buffer = lent()
 
     async def test(borrower):

@@ -26,7 +26,7 @@ from tests.transport.ucx_processes import (
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_what_is_sent_arrives(options):
+def test_sent_messages_arrive(options):
     async def scenario():
         async with pair(options) as (engine, other):
             messages = [[], [0], [1], [8191], [8192], [1 << 16], [16 << 20], [3, 0, 1 << 20, 9000]]
@@ -43,7 +43,7 @@ def test_what_is_sent_arrives(options):
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_many_messages_are_under_way_at_once_in_any_order(options):
+def test_many_messages_are_in_flight_in_any_order(options):
     async def scenario():
         async with pair(options) as (engine, other):
             numbers = range(60)
@@ -87,7 +87,7 @@ def test_many_messages_are_under_way_at_once_in_any_order(options):
         ([1 << 20, 1 << 20], [2 << 20]),
     ],
 )
-def test_a_message_of_other_lengths_is_refused_and_the_link_goes_on(options, sent, announced):
+def test_message_of_other_lengths_is_refused_and_the_link_stays(options, sent, announced):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -111,7 +111,7 @@ def test_a_message_of_other_lengths_is_refused_and_the_link_goes_on(options, sen
 
 @needs_ucxx
 @over_both
-def test_a_message_that_was_given_up_is_not_written_anywhere(options):
+def test_abandoned_message_is_not_written(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -134,7 +134,7 @@ def test_a_message_that_was_given_up_is_not_written_anywhere(options):
 
 @needs_ucxx
 @over_both
-def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
+def test_retracted_message_is_released_on_both_sides(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -153,7 +153,7 @@ def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
 
 @needs_ucxx
 @over_both
-def test_a_message_that_left_in_full_can_be_taken_back(options):
+def test_sent_message_can_be_retracted(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -189,7 +189,7 @@ def test_one_number_is_received_once_at_a_time():
 
 
 @needs_ucxx
-def test_what_is_no_message_is_refused_before_ucx_sees_it():
+def test_invalid_message_is_refused_before_ucx_sees_it():
     async def scenario():
         async with engine_here() as here:
             words = np.zeros(10, dtype=np.uint16)

@@ -34,7 +34,7 @@ from tests.transport.ucx_processes import (
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_a_killed_peer_fails_what_waits_for_it(options):
+def test_killed_peer_fails_pending_messages(options):
     async def scenario():
         async with pair(options) as (engine, other):
             await both_ways(engine, other, 1, [1 << 20])
@@ -68,7 +68,7 @@ def test_a_killed_peer_fails_what_waits_for_it(options):
 @pytest.mark.cluster
 @over_both
 @pytest.mark.parametrize("is_back", [True, False], ids=["and comes back", "for good"])
-def test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline(options, is_back):
+def test_hanging_peer_delays_no_call_beyond_the_deadline(options, is_back):
     async def scenario():
         async with pair(options) as (engine, other):
             os.kill(other.process.pid, signal.SIGSTOP)
@@ -95,9 +95,9 @@ def test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline(options, is_bac
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_a_process_that_had_a_peer_that_hung_ends_well():
+def test_process_with_a_hanging_peer_ends_cleanly():
     """That test in a process of its own: what UCX still holds is not to crash it at its end."""
-    test = test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline.__name__
+    test = test_hanging_peer_delays_no_call_beyond_the_deadline.__name__
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"{__file__}::{test}", "-k", "good and shared"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -106,7 +106,7 @@ def test_a_process_that_had_a_peer_that_hung_ends_well():
 
 
 @needs_ucxx
-def test_whoever_connects_to_an_engine_that_closes_is_let_go():
+def test_connection_to_a_closing_engine_is_refused():
     async def scenario():
         may_go_on = threading.Event()
         async with engine_here() as here:
@@ -126,7 +126,7 @@ def test_whoever_connects_to_an_engine_that_closes_is_let_go():
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_closing_fails_what_is_under_way(options):
+def test_closing_fails_messages_in_flight(options):
     async def scenario():
         async with pair(options) as (engine, other):
             buffer = np.ones(16 << 20, dtype=np.uint8)
@@ -156,7 +156,7 @@ def test_closing_fails_what_is_under_way(options):
 
 @needs_ucxx
 @over_both
-def test_a_link_that_breaks_fails_what_was_to_come_by_it(options):
+def test_broken_link_fails_its_pending_receives(options):
     """Also while the link of the other direction is whole."""
 
     async def scenario():
@@ -184,7 +184,7 @@ def test_a_link_that_breaks_fails_what_was_to_come_by_it(options):
 
 
 @needs_ucxx
-def test_a_token_that_is_none_is_refused_and_nothing_else_happens():
+def test_invalid_token_is_refused_without_side_effects():
     async def scenario():
         async with engine_here() as engine:
             for token in ({}, [], None, 7):
@@ -199,7 +199,7 @@ def test_a_token_that_is_none_is_refused_and_nothing_else_happens():
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_a_link_that_was_closed_is_made_anew():
+def test_closed_link_is_made_again():
     async def scenario():
         async with pair() as (engine, other):
             await engine.disconnect(other.token)
@@ -214,7 +214,7 @@ def test_a_link_that_was_closed_is_made_anew():
 @needs_ucxx
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_beside_a_cluster_that_talks_ucxx_itself():
+def test_engine_works_beside_a_ucxx_cluster():
     pytest.importorskip("distributed_ucxx")
     from distributed import Client, LocalCluster
 
@@ -252,7 +252,7 @@ def test_beside_a_cluster_that_talks_ucxx_itself():
     run(scenario())
 
 
-def test_without_ucxx_the_reason_is_given(without_ucxx):
+def test_missing_ucxx_is_explained(without_ucxx):
     async def scenario():
         with pytest.raises(TransportError, match=r"dask-gpurt\[ucx\]"):
             await UcxEngine.start("127.0.0.1")
@@ -261,7 +261,7 @@ def test_without_ucxx_the_reason_is_given(without_ucxx):
 
 
 @needs_ucxx
-def test_options_that_ucx_does_not_take_are_an_error():
+def test_invalid_ucx_options_are_an_error():
     async def scenario():
         with pytest.raises(TransportError, match="UCX does not start"):
             await UcxEngine.start("127.0.0.1", {"NO_SUCH_OPTION": "1"})

@@ -30,7 +30,7 @@ from tests.transport.ucx_processes import (
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_callers_share_a_link_and_each_side_has_its_own():
+def test_callers_share_one_link_per_direction():
     async def scenario():
         async with other_process() as other, engine_here() as engine:
             await asyncio.gather(
@@ -64,7 +64,7 @@ def carried(at_least_nbytes):
 
 @needs_ucxx
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a connection carried")
-def test_over_tcp_what_goes_there_and_what_comes_back_have_a_connection_each():
+def test_tcp_directions_have_separate_connections():
     async def scenario():
         async with engine_here({"TLS": "tcp"}) as here, engine_here({"TLS": "tcp"}) as there:
             # One after the other: where one link is there already, too.
@@ -113,7 +113,7 @@ def test_an_engine_can_talk_to_itself():
 
 
 @needs_ucxx
-def test_memory_of_a_device_is_sent_and_filled_where_it_lies():
+def test_device_memory_is_sent_and_filled_in_place():
     """Emulated: it shows itself as a GPU's does, and can be had in no other way."""
 
     async def scenario():
@@ -141,7 +141,7 @@ def test_memory_of_a_device_is_sent_and_filled_where_it_lies():
 
 @needs_ucxx
 @over_both
-def test_there_is_no_device_memory_where_ucx_has_no_way_to_copy_it(options):
+def test_device_memory_needs_a_ucx_transport_for_it(options):
     """That it is built for CUDA is not enough."""
 
     async def scenario():
@@ -155,7 +155,7 @@ def test_there_is_no_device_memory_where_ucx_has_no_way_to_copy_it(options):
 
 
 @needs_ucxx
-def test_another_engine_at_the_address_is_not_taken_for_the_one_that_was_there():
+def test_new_engine_at_an_address_is_not_mistaken_for_the_old():
     async def scenario():
         async with engine_here() as here, engine_here() as there:
             someone = "0" * 32
@@ -170,7 +170,7 @@ def test_another_engine_at_the_address_is_not_taken_for_the_one_that_was_there()
 
 
 @needs_ucxx
-def test_nobody_at_the_address():
+def test_address_without_an_engine_is_an_error():
     async def scenario():
         async with engine_here() as here:
             with socket.socket() as taken:
@@ -191,7 +191,7 @@ def test_nobody_at_the_address():
 
 
 @needs_ucxx
-def test_noise_on_the_port_does_no_harm():
+def test_noise_on_the_port_is_ignored():
     async def scenario():
         async with engine_here() as here, engine_here() as there:
             for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64):
@@ -205,7 +205,7 @@ def test_noise_on_the_port_does_no_harm():
 
 
 @needs_ucxx
-def test_ucx_has_no_queues_in_shared_memory_unless_somebody_asks_for_them(monkeypatch):
+def test_ucx_shared_memory_queues_are_off_by_default(monkeypatch):
     """Peers that are killed block them, for everybody."""
     queues = {"posix", "sysv", "xpmem"}
 

@@ -30,7 +30,7 @@ def fill(sizes):
     return [np.full(size, place + 1, dtype=np.uint8) for place, size in enumerate(sizes)]
 
 
-def test_a_descriptor_survives_the_journey():
+def test_descriptor_survives_serialization():
     assert Descriptor.from_plain(DESCRIPTOR.to_plain()) == DESCRIPTOR
 
 
@@ -52,14 +52,14 @@ def test_a_descriptor_survives_the_journey():
         {"key": None},
     ],
 )
-def test_a_descriptor_that_makes_no_sense_is_refused(wrong):
+def test_invalid_descriptor_is_refused(wrong):
     with pytest.raises(ProtocolError):
         Descriptor.from_plain({**DESCRIPTOR.to_plain(), **wrong})
     with pytest.raises(ProtocolError):
         Descriptor.from_plain("not a mapping")
 
 
-def test_a_greeting_byte_by_byte():
+def test_greeting_has_the_documented_bytes():
     raw = Greeting("ab" * 16, "cd" * 16, 0x01020304, 1).encode()
     assert raw == b"GUX\x01" + b"\1\0\0\0" + b"\xab" * 16 + b"\xcd" * 16 + b"\4\3\2\1"
     assert len(raw) == GREETING_NBYTES
@@ -70,7 +70,7 @@ def test_a_greeting_byte_by_byte():
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, N_NUMBERS - 1), st.booleans())
-def test_a_tag_holds_all_three(channel, number, is_retraction):
+def test_tag_holds_all_its_fields(channel, number, is_retraction):
     tag = make_tag(channel, number, is_retraction=is_retraction)
     assert 0 <= tag < 1 << 64
     assert read_tag(tag) == (channel, number, is_retraction)
@@ -93,7 +93,7 @@ def test_both_sides_know_the_lengths_of_the_parcels(sizes, number):
     ("sizes", "announced"),
     [([1, 2], [2, 1]), ([20_000, 9_000], [9_000, 20_000]), ([3], [3, 0]), ([0, 3], [3])],
 )
-def test_an_envelope_of_other_buffers_is_refused_and_fills_nothing(sizes, announced):
+def test_envelope_of_other_buffers_is_refused_unread(sizes, announced):
     buffers = [np.zeros(size, dtype=np.uint8) for size in announced]
     envelope = seal(1, fill(sizes))
     envelope.resize(parcel_lengths(announced)[0], refcheck=False)

@@ -77,15 +77,15 @@ GOLDEN = [
 
 @deterministic
 @given(messages)
-def test_round_trip(shards):
+def test_message_survives_encoding(shards):
     assert wire.decode(wire.encode(shards)) == shards
 
 
-def test_the_golden_message_is_still_written():
+def test_golden_message_is_written_unchanged():
     assert wire.encode(GOLDEN) == GOLDEN_PATH.read_bytes()
 
 
-def test_the_golden_message_is_still_read():
+def test_golden_message_is_read():
     assert wire.decode(GOLDEN_PATH.read_bytes()) == GOLDEN
 
 
@@ -97,11 +97,11 @@ def test_the_golden_message_begins_as_documented():
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_a_header_may_come_in_any_buffer(kind):
+def test_header_may_be_any_buffer_type(kind):
     assert wire.decode(kind(wire.encode(GOLDEN))) == GOLDEN
 
 
-def test_a_message_without_shards():
+def test_message_without_shards_is_valid():
     assert wire.decode(wire.encode([])) == []
 
 
@@ -113,7 +113,7 @@ def test_a_layout_that_several_shards_share_is_sent_once():
     assert wire.decode(encoded) == shards
 
 
-def test_rows_of_a_shard():
+def test_shard_header_counts_its_rows():
     assert [shard.n_rows for shard in GOLDEN] == [8, 1, _U32 + 1, 0]
 
 
@@ -143,20 +143,20 @@ def test_every_damaged_byte_is_noticed():
             wire.decode(bytes(header))
 
 
-def test_another_magic_is_refused():
+def test_other_magic_number_is_refused():
     with pytest.raises(ProtocolError, match="not a shuffle message"):
         wire.decode(b"GRX" + wire.encode(GOLDEN)[3:])
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 4, 255])
-def test_another_version_is_refused_and_both_are_named(version):
+def test_other_version_is_refused_and_both_are_named(version):
     header = bytearray(wire.encode(GOLDEN))
     header[3] = version
     with pytest.raises(ProtocolError, match=rf"version {version}\b.*speaks {wire.VERSION}\b"):
         wire.decode(bytes(header))
 
 
-def test_what_comes_after_another_version_is_not_looked_at():
+def test_rest_after_another_version_is_not_read():
     with pytest.raises(ProtocolError, match="version 2"):
         wire.decode(b"GRT\x02" + b"\xff" * 8)
 
@@ -178,7 +178,7 @@ def _encoded(*parts):
     return _message(_shard(nbytes=9, parts=len(parts), table=1) + lengths + b"t")
 
 
-def test_the_messages_below_are_refused_for_what_is_wrong_with_them():
+def test_each_invalid_message_is_refused_for_its_reason():
     part = struct.pack("<Q", 9)
     (header,) = wire.decode(_message(_shard(nbytes=9, arrow=4, pickle=5, parts=1) + part))
     assert (header.buffer_nbytes, header.arrow_nbytes, header.pickle_nbytes) == (9, 4, 5)
@@ -210,7 +210,7 @@ def test_the_messages_below_are_refused_for_what_is_wrong_with_them():
         (_message(_shard(), n_layouts=3, layout_nbytes=_SHARD_NBYTES), "more than it holds"),
     ],
 )
-def test_a_message_that_contradicts_itself_is_refused(message, complaint):
+def test_inconsistent_message_is_refused(message, complaint):
     with pytest.raises(ProtocolError, match=complaint):
         wire.decode(message)
 
@@ -263,19 +263,19 @@ def _decodes_or_is_refused(header):
 
 @deterministic
 @given(st.binary(max_size=300))
-def test_arbitrary_bytes(header):
+def test_arbitrary_bytes_are_decoded_or_refused(header):
     _decodes_or_is_refused(header)
 
 
 @deterministic
 @given(st.binary(max_size=300))
-def test_arbitrary_bytes_behind_a_good_beginning(rest):
+def test_bytes_behind_a_valid_preamble_are_decoded_or_refused(rest):
     _decodes_or_is_refused(sealed(b"GRT\x03" + bytes(4) + rest))
 
 
 @deterministic
 @given(messages, st.data())
-def test_mutations_of_good_headers(shards, data):
+def test_mutated_headers_are_refused_or_decoded(shards, data):
     header = bytearray(wire.encode(shards))
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, len(header)))
@@ -287,7 +287,7 @@ def test_mutations_of_good_headers(shards, data):
 
 @deterministic
 @given(messages, st.integers(0), st.sampled_from([0, 1, 2**31, _U32 - 1, _U32]))
-def test_mutations_of_single_numbers(shards, place, value):
+def test_mutated_numbers_are_refused_or_decoded(shards, place, value):
     header = bytearray(wire.encode(shards))
     position = _PREAMBLE_NBYTES + place % (len(header) - _PREAMBLE_NBYTES - 3)
     header[position : position + 4] = struct.pack("<I", value)
@@ -323,7 +323,7 @@ def test_checksums_notice_words_that_changed(original, data):
     assert (wire.checksum([buffer]) == wire.checksum([np.frombuffer(original, np.uint8)])) == same
 
 
-def test_checksums_notice_what_is_missing_and_what_moved():
+def test_checksums_notice_missing_and_moved_bytes():
     buffer = content(8192)
     moved = np.roll(buffer, 8)
     shorter = buffer[:-1]
@@ -333,7 +333,7 @@ def test_checksums_notice_what_is_missing_and_what_moved():
     assert len(set(sums)) == 4
 
 
-def test_checksums_of_several_stretches_are_of_all_of_them_in_order():
+def test_checksum_of_several_parts_covers_them_in_order():
     one, other = content(5000), content(700)
     changed = other.copy()
     changed[3] ^= 1

@@ -58,7 +58,7 @@ def outcomes(output: str) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_test_is_lost_if_it_passes_with_stock_alone(tmp_path: Path) -> None:
+def test_that_passes_only_with_dask_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "test_three.py"
     path.write_text("".join(map(textwrap.dedent, (PASSES, FAILS, LOST))))
     done = run(path)
@@ -72,19 +72,19 @@ def test_a_test_is_lost_if_it_passes_with_stock_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_few_of_dasks_own_tests_are_not_lost() -> None:
+def test_sampled_tests_of_dask_are_not_lost() -> None:
     done = run("--cases=1", *(SITE / "dask" / path for path in FEW))
     assert done.returncode == 0, done.stdout + done.stderr
     assert outcomes(done.stdout)["passed"] > 30, done.stdout
 
 
-def test_each_exception_has_a_reason_and_they_are_few() -> None:
+def test_exceptions_are_few_and_have_reasons() -> None:
     reasons = may_be_lost(DIFFERENCES.read_text())
     assert len(reasons) <= MOST_LOST
     assert all(reasons.values())
 
 
 @pytest.mark.parametrize("names", [["a"] * 2, [f"test_{i}" for i in range(MOST_LOST + 1)]])
-def test_exceptions_that_are_too_many_or_listed_twice_are_refused(names: list[str]) -> None:
+def test_excess_and_duplicate_exceptions_are_refused(names: list[str]) -> None:
     with pytest.raises(pytest.UsageError, match="at most 5"):
         may_be_lost(f'[[lost]]\nreason = "r"\ntests = {names}')

@@ -40,11 +40,11 @@ class NoAdapter(pd.DataFrame):
         (shuffle(NoAdapter({"key": [1]})), False),
     ],
 )
-def test_what_ours_could_have_had_is_left_to_stock(spec, is_left):
+def test_fallbacks_to_dask_are_recognised(spec, is_left):
     assert left_to_stock(spec) == is_left
 
 
-def test_a_module_is_idle_if_nothing_of_it_was_seen():
+def test_module_without_observed_calls_is_idle():
     assert idle({}) == []
     assert idle({"test_rechunk.py": {"shuffles"}, "test_merge.py": {"shuffles"}}) == [
         "test_rechunk.py"

@@ -20,11 +20,11 @@ class Gated(DataFrameShuffleRun):
         super().fail(exception)
 
 
-def test_stocks_run_becomes_ours():
+def test_run_of_dask_becomes_a_run_of_the_package():
     assert onto_ours(DataFrameShuffleRun) is FrameRun
 
 
-def test_methods_move_and_call_ours():
+def test_moved_methods_call_the_package():
     made = onto_ours(Gated)
     assert made.__mro__[:2] == (made, FrameRun)
     run = made()
@@ -37,7 +37,7 @@ def test_methods_move_and_call_ours():
     assert onto_ours(Gated) is made
 
 
-def test_a_class_further_down_is_refused():
+def test_nested_class_is_refused():
     class Further(Gated):
         pass
 

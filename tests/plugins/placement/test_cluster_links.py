@@ -36,7 +36,7 @@ def described():
     return paths
 
 
-def test_described_machines_are_believed(described):
+def test_described_links_are_used(described):
     assert described(LEFT0.address, LEFT1.address).kind == "nvlink"
     assert described(LEFT0.address, RIGHT0.address).bandwidth_nbytes_per_s == 12.5e9
     assert described(LEFT0.address, LEFT0.address) is LOCAL
@@ -45,13 +45,13 @@ def test_described_machines_are_believed(described):
     assert described(LEFT0.address, RIGHT0.address).bandwidth_nbytes_per_s == 12.5e9
 
 
-def test_workers_on_no_machine_that_is_described_are_known(described):
+def test_undescribed_workers_are_reachable(described):
     assert described.undescribed() == [STRANGER.address]
     described.remove(STRANGER.address)
     assert described.undescribed() == []
 
 
-def test_machines_that_are_not_described_are_learnt(described):
+def test_links_of_undescribed_machines_are_learnt(described):
     there = STRANGER.address, LEFT0.address
     assert described(*there).bandwidth_nbytes_per_s == pytest.approx(
         learned.OTHER_HOST_NBYTES_PER_S
@@ -61,13 +61,13 @@ def test_machines_that_are_not_described_are_learnt(described):
     assert described(*there).bandwidth_nbytes_per_s == pytest.approx(1e9, rel=0.1)
 
 
-def test_two_workers_in_one_place_still_have_to_send(described):
+def test_workers_on_one_node_still_pay_for_transfers(described):
     path = described(NO_GPU.address, NO_GPU_EITHER.address)
     assert path.kind == "same host"
     assert path.bandwidth_nbytes_per_s < float("inf")
 
 
-def test_devices_are_as_described(described):
+def test_devices_follow_the_description(described):
     assert described.device_kind(LEFT0.address) == "gpu"
     assert described.device_kind(NO_GPU.address) is None
     assert WorkerPaths(None).device_kind(LEFT0.address) is None
@@ -81,7 +81,7 @@ def test_a_worker_that_left_is_forgotten(described):
     assert described(RIGHT0.address, LEFT0.address).kind == "network"
 
 
-def test_there_is_no_doubt_only_where_the_ways_between_hosts_are_described():
+def test_doubt_is_one_only_where_links_of_hosts_are_described():
     paths = WorkerPaths(load("two-hosts"))
     for one in (LEFT0, LEFT1, RIGHT0):
         paths.add(one)
@@ -111,7 +111,7 @@ def workers_of(topology):
 
 
 @pytest.mark.parametrize("topology", [NVLINK, SLOW_NIC], ids=["nvlink", "slow"])
-def test_what_is_shared_by_alike_places_is_the_way_to_each(topology):
+def test_shared_paths_of_equal_hosts_are_the_described_ones(topology):
     paths = WorkerPaths(topology)
     ends = list(workers_of(topology))
     for one, _ in ends:
@@ -124,7 +124,7 @@ def test_what_is_shared_by_alike_places_is_the_way_to_each(topology):
         assert found.bandwidth_nbytes_per_s == described.bandwidth_nbytes_per_s
 
 
-def test_hosts_that_are_alike_share_the_ways_within_them():
+def test_equal_hosts_share_their_inner_paths():
     paths = WorkerPaths(SLOW_NIC)
     ends = [one.address for one, _ in workers_of(SLOW_NIC)]
     for one, _ in workers_of(SLOW_NIC):
@@ -134,7 +134,7 @@ def test_hosts_that_are_alike_share_the_ways_within_them():
     assert first is not slow
 
 
-def test_a_way_to_a_kind_is_looked_for_anew_when_there_is_another_host_of_it():
+def test_path_to_a_kind_is_renewed_when_another_host_joins():
     (first, _), _, (second, _), *_ = workers_of(NVLINK)
     paths = WorkerPaths(NVLINK)
     paths.add(first)
@@ -145,7 +145,7 @@ def test_a_way_to_a_kind_is_looked_for_anew_when_there_is_another_host_of_it():
     assert paths(first.address, second.address).kind == "ethernet"
 
 
-def test_with_a_stranger_no_places_are_alike():
+def test_undescribed_worker_makes_all_places_distinct():
     paths = WorkerPaths(load("two-hosts"))
     for one in (LEFT0, LEFT1, RIGHT0):
         paths.add(one)
@@ -156,7 +156,7 @@ def test_with_a_stranger_no_places_are_alike():
     assert paths.places[LEFT0.address].kind == paths.places[LEFT1.address].kind
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
+def test_remembered_paths_are_bounded(monkeypatch):
     monkeypatch.setattr(cluster_links, "_MAX_PATHS", 3)
     paths = WorkerPaths(None)
     for i in range(20):
@@ -165,7 +165,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert sum(len(one.near) for one in paths.places.values()) <= 3
 
 
-def test_how_others_of_its_kind_reach_a_worker_is_worked_out_as_it_comes():
+def test_paths_from_equal_hosts_are_computed_on_arrival():
     """Of the first host nobody can say until there is another."""
     paths = WorkerPaths(gpu_hosts(3, 0, nic_bandwidth=12e9, nvlink=False))
     addresses = []
@@ -205,7 +205,7 @@ links:
 """
 
 
-def test_workers_that_get_data_from_outside_through_one_card_share_it():
+def test_workers_behind_one_network_card_share_it():
     paths = WorkerPaths(parse(TWO_CARDS))
     for one in (LEFT0, LEFT1, RIGHT0, NO_GPU):
         paths.add(one)
@@ -216,7 +216,7 @@ def test_workers_that_get_data_from_outside_through_one_card_share_it():
     assert paths.uplink(RIGHT0.address).nbytes_per_s == 5e9
 
 
-def test_workers_of_a_host_that_is_not_described_share_what_it_has():
+def test_workers_of_an_undescribed_host_share_its_link():
     paths = WorkerPaths(None)
     for one in (LEFT0, LEFT1, RIGHT0):
         paths.add(one)
@@ -227,7 +227,7 @@ def test_workers_of_a_host_that_is_not_described_share_what_it_has():
     assert paths.uplink(RIGHT0.address).name == RIGHT0.address
 
 
-def test_a_worker_that_was_alone_has_its_card_once_there_are_others():
+def test_card_of_a_single_worker_counts_once_others_join():
     paths = WorkerPaths(parse(TWO_CARDS))
     paths.add(LEFT0)
     assert paths.uplink(LEFT0.address).nbytes_per_s == math.inf
@@ -235,7 +235,7 @@ def test_a_worker_that_was_alone_has_its_card_once_there_are_others():
     assert paths.uplink(LEFT0.address).nbytes_per_s == 10e9
 
 
-def test_what_no_way_from_a_worker_exceeds_is_known_only_where_all_ways_are_described():
+def test_widest_path_is_known_only_where_all_are_described():
     paths = WorkerPaths(load("two-hosts"))
     for one in (LEFT0, LEFT1, RIGHT0, NO_GPU):
         paths.add(one)

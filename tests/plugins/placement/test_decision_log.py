@@ -13,7 +13,7 @@ def record(key, worker="a", stock="b"):
     return Record(key, worker, "cost", stock, costs)
 
 
-def test_all_are_counted_and_the_last_are_kept(monkeypatch):
+def test_all_decisions_are_counted_and_the_last_kept(monkeypatch):
     monkeypatch.setattr(decision_log, "MAX_RECORDS", 3)
     log = PlacementLog()
     for i in range(10):
@@ -27,7 +27,7 @@ def test_all_are_counted_and_the_last_are_kept(monkeypatch):
     assert log.explain(7)["stock_worker"] == "b"
 
 
-def test_of_a_task_that_is_placed_again_the_last_decision_is_told():
+def test_last_decision_of_a_replaced_task_is_told():
     log = PlacementLog()
     log.keep(*record("x", worker="a"))
     log.keep(*record("x", worker="b"))

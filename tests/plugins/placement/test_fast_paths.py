@@ -51,7 +51,7 @@ def test_a_simulation_is_the_same_without_fast_paths(monkeypatch):
     assert quick_ones > 0 == none
 
 
-def test_a_holder_with_nothing_to_do_is_looked_at_however_many_have_more():
+def test_idle_holder_is_always_a_candidate():
     n_busy, n = 20, 28
     loads = [
         task(f"('load-{i}', 0)", s=1.0, nbytes=(64 if i < n_busy else 32) * MB) for i in range(n)

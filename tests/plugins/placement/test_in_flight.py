@@ -61,7 +61,7 @@ def fetches(arrivals, target, *sources, plain):
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_all_of_a_host_wait_for_what_its_card_carries(arrivals, clock, plain):
+def test_workers_of_a_host_wait_for_transfers_on_its_card(arrivals, clock, plain):
     (here, neighbour), (there, _), _ = WORKERS
     fetches(arrivals, here, there, plain=plain)
     for one in (here, neighbour):
@@ -83,7 +83,7 @@ def test_all_of_a_host_wait_for_what_its_card_carries(arrivals, clock, plain):
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_what_stays_within_a_host_is_nothing_to_its_card(arrivals, plain):
+def test_transfers_within_a_host_do_not_use_its_card(arrivals, plain):
     (here, neighbour), *_ = WORKERS
     fetches(arrivals, here, neighbour, plain=plain)
     assert arrivals.receiving_s(here) > 0
@@ -91,7 +91,7 @@ def test_what_stays_within_a_host_is_nothing_to_its_card(arrivals, plain):
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_card_has_room_for_others_while_a_slow_one_sends(arrivals, plain):
+def test_slow_sender_leaves_card_bandwidth_for_others(arrivals, plain):
     (here, _), _, (slow, _) = WORKERS
     fetches(arrivals, here, slow, plain=plain)
     assert arrivals.receiving_s(here) == pytest.approx(10, rel=1e-3)
@@ -99,7 +99,7 @@ def test_a_card_has_room_for_others_while_a_slow_one_sends(arrivals, plain):
     assert arrivals.outlet_s(slow.address) == pytest.approx(10, rel=1e-3)
 
 
-def test_of_several_that_have_it_each_sends_a_part(arrivals):
+def test_each_of_several_holders_sends_a_share(arrivals):
     (here, _), others, (slow, _) = WORKERS
     holders = [one.address for one in (*others, slow)]
     arrivals.expect(here.address, Task("t", [Input("x", 3 * GB, holders)]))
@@ -108,7 +108,7 @@ def test_of_several_that_have_it_each_sends_a_part(arrivals):
     assert arrivals.outlet_s(slow.address) == pytest.approx(10)
 
 
-def test_what_is_over_is_forgotten_when_a_worker_leaves(arrivals, clock):
+def test_finished_transfers_are_forgotten_when_a_worker_leaves(arrivals, clock):
     (here, _), (there, _), _ = WORKERS
     fetches(arrivals, here, there, plain=True)
     arrivals.remove_worker(there.address)

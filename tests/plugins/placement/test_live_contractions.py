@@ -73,7 +73,7 @@ def asked(monkeypatch):
     return answers
 
 
-def test_of_two_hosts_one_operand_is_sent_and_the_other_is_not():
+def test_two_hosts_exchange_only_one_operand():
     """The least there is: 16 blocks, each once. Two workers of a host may ask at the same time."""
     machine = boxes(2)
     stock, found = simulate(matmul(SCALE), machine), simulate(matmul(SCALE), machine, told(machine))
@@ -81,7 +81,7 @@ def test_of_two_hosts_one_operand_is_sent_and_the_other_is_not():
     assert found.makespan_s < 0.5 * stock.makespan_s
 
 
-def test_of_four_hosts_each_operand_is_sent_about_once():
+def test_four_hosts_send_each_operand_about_once():
     machine = boxes(4)
     stock, found = simulate(matmul(SCALE), machine), simulate(matmul(SCALE), machine, told(machine))
     assert 32 <= crossing_nbytes(found) / (2 * MB) <= 40 < crossing_nbytes(stock) / (2 * MB)
@@ -106,7 +106,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize(("make", "products"), GRAPHS.values(), ids=GRAPHS)
-def test_contractions_are_told_from_other_graphs(asked, make, products):
+def test_contractions_are_distinguished_from_other_graphs(asked, make, products):
     x, y = (da.ones((40, 40), chunks=10), da.zeros((40, 40), chunks=10))
     costs = {"ones_like": LOAD, "zeros_like": LOAD, "": WORK}
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
@@ -115,9 +115,7 @@ def test_contractions_are_told_from_other_graphs(asked, make, products):
     assert len(set(found)) == products
 
 
-def test_of_very_many_products_of_an_output_each_is_dealt_where_the_first_one_is(
-    asked, monkeypatch
-):
+def test_all_products_of_an_output_follow_the_first(asked, monkeypatch):
     monkeypatch.setattr(live_contractions, "MAX_TASKS", 8)
     machine = boxes(2)
     found = simulate(matmul(SCALE), machine, told(machine))
@@ -132,13 +130,13 @@ def test_of_very_many_products_of_an_output_each_is_dealt_where_the_first_one_is
 
 
 @pytest.mark.parametrize("make", [one for one in EXAMPLES if one is not matmul])
-def test_nothing_else_of_the_examples_is_a_contraction(asked, make):
+def test_no_other_example_is_a_contraction(asked, make):
     simulate(make(SCALE), boxes(2), ours)
     assert not asked
 
 
 @pytest.mark.parametrize("machine", [boxes(1, 4), boxes(4, slow_nics={3: 1e6})])
-def test_hosts_that_differ_or_are_alone_are_dealt_nothing(asked, machine):
+def test_unequal_or_single_hosts_get_no_grid(asked, machine):
     simulate(matmul(SCALE), machine, told(machine))
     assert not asked
 
@@ -149,13 +147,13 @@ def test_hosts_that_differ_or_are_alone_are_dealt_nothing(asked, machine):
     # hosts, and it is not by the 64 products that they are counted.
     [(14, 3), (8, 8)],
 )
-def test_outputs_that_leave_hosts_with_too_little_to_do_are_not_dealt(asked, side, n_hosts):
+def test_outputs_too_few_for_the_hosts_get_no_grid(asked, side, n_hosts):
     machine = boxes(n_hosts, 1)
     simulate(matmul(replace(SCALE, side=side)), machine, told(machine))
     assert not asked
 
 
-def test_products_are_dealt_anew_when_a_host_is_gone(asked):
+def test_grid_is_renewed_when_a_host_is_gone(asked):
     machine = boxes(2, 1)
     healthy = simulate(matmul(SCALE), machine, told(machine))
     lost = machine.workers[0].address

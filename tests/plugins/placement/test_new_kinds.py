@@ -41,7 +41,7 @@ def placed(monkeypatch):
     return run
 
 
-def test_those_that_need_two_blocks_alike_are_dealt_out(placed):
+def test_tasks_that_need_the_same_two_blocks_are_spread(placed):
     """Where the blocks are brought together nothing would have to be sent for all the others."""
     blocks = [task(f"('load-0', {n})", s=0.1, nbytes=500 * MB, source=True) for n in range(2)]
     users = [task(f"('use-0', {n})", 0, 1, s=1.0, nbytes=MB) for n in range(FEW)]
@@ -51,7 +51,7 @@ def test_those_that_need_two_blocks_alike_are_dealt_out(placed):
     assert max(counts.values()) == FEW / 2
 
 
-def test_what_is_needed_with_a_thin_edge_stays_where_the_block_is(placed):
+def test_tasks_with_a_thin_edge_stay_at_the_block(placed):
     """Also if there are many; what they take may be nothing, and the block is all there is."""
     block, edge = (
         task("('load-0', 0)", s=0.1, nbytes=500 * MB, source=True),

@@ -49,7 +49,7 @@ def healthy():
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
-def test_nobody_waits_for_long_for_one_that_became_slow(healthy, share):
+def test_slowed_worker_delays_the_run_only_briefly(healthy, share):
     bad = HEALTHY.with_incidents(ChangesSpeed(address(0), share * healthy.makespan_s, speed=0.1))
     ours, stock = simulate(MODEL, bad, data_aware), simulate(MODEL, bad)
     assert {run.key for run in ours.tasks} == {run.key for run in healthy.tasks}
@@ -58,20 +58,20 @@ def test_nobody_waits_for_long_for_one_that_became_slow(healthy, share):
     assert ours.makespan_s < stock.makespan_s
 
 
-def test_nobody_waits_for_long_for_one_that_is_gone(healthy):
+def test_removed_worker_delays_the_run_only_briefly(healthy):
     bad = HEALTHY.with_incidents(Dies(address(0), 0.4 * healthy.makespan_s))
     ours = simulate(MODEL, bad, data_aware)
     assert {run.key for run in ours.tasks} == {run.key for run in healthy.tasks}
     assert ours.makespan_s < 2 * healthy.makespan_s
 
 
-def test_where_nobody_is_slow_it_is_as_if_nobody_looked(healthy, monkeypatch):
+def test_without_slow_workers_the_check_changes_nothing(healthy, monkeypatch):
     monkeypatch.setattr(Placement, "ended", lambda *args: None)
     monkeypatch.setattr("dask_gpurt.placement.speeds.Speeds.slowness", lambda *args: 1.0)
     assert simulate(MODEL, HEALTHY, data_aware) == healthy
 
 
-def test_what_waits_behind_the_first_task_of_a_slow_worker_is_taken_from_it_at_once(monkeypatch):
+def test_tasks_queued_on_a_slow_worker_are_stolen_at_once(monkeypatch):
     """Stock looks for tasks to steal after a second, and after another one."""
     loads = [task(f"('load-0', {n})", s=0.2, nbytes=MIB) for n in range(7 * N_WORKERS)]
     model = workload(*loads, wanted=range(len(loads)))
@@ -85,7 +85,7 @@ def test_what_waits_behind_the_first_task_of_a_slow_worker_is_taken_from_it_at_o
     assert relieved.makespan_s < 1.8 + PAUSE_S < 2.5 < left_alone.makespan_s
 
 
-def test_what_would_end_sooner_elsewhere_is_not_given_to_one_that_has_shown_to_be_slow():
+def test_known_slow_worker_gets_no_task_better_run_elsewhere():
     """Two tasks have told: the last ones in the queue wait for others, who have two ahead each."""
     machine = pcie_gpus()
     install = partial(data_aware, topology=machine.network.topology)
@@ -123,7 +123,7 @@ class Timers:
         return seconds
 
 
-def test_workers_are_looked_through_while_somebody_waits_and_another_one_is_free(monkeypatch):
+def test_slow_workers_are_checked_only_beside_idle_ones(monkeypatch):
     loop, balanced, slowness = Timers(), [], [1.9]
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
     stuck = SimpleNamespace(processing=[1, 2], nthreads=1)
@@ -156,7 +156,7 @@ def test_workers_are_looked_through_while_somebody_waits_and_another_one_is_free
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_looks_that_take_long_are_far_apart(monkeypatch, ends_well):
+def test_expensive_checks_are_spaced_out(monkeypatch, ends_well):
     """Stock goes through all that waits for a slow worker, also where none of it may be moved."""
     loop = Timers()
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
@@ -178,7 +178,7 @@ def test_looks_that_take_long_are_far_apart(monkeypatch, ends_well):
 
 
 @gen_cluster(client=True, nthreads=[("", 2)] * 2)
-async def test_a_worker_with_a_thread_to_spare_is_not_slow_for_one_task_that_takes_long(c, s, a, b):
+async def test_long_task_beside_a_free_thread_makes_no_worker_slow(c, s, a, b):
     now_s = [0.0]
     placement = Placement(s, "data-aware", clock=lambda: now_s[0])
     gate = Event()

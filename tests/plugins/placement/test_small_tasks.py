@@ -45,7 +45,7 @@ def simulated(model, machine):
         ([0, -1], 0, False),
     ],
 )
-def test_it_is_all_of_a_task_that_weighs_nothing(inputs, output, is_small):
+def test_task_is_small_if_all_its_bytes_are(inputs, output, is_small):
     view = SimpleNamespace(sizes={"t": output}.__getitem__)
     needed = [SimpleNamespace(nbytes=nbytes) for nbytes in inputs]
 
@@ -56,7 +56,7 @@ def test_it_is_all_of_a_task_that_weighs_nothing(inputs, output, is_small):
 
 
 @pytest.mark.parametrize("nbytes", [8, MIN_JOIN_NBYTES])
-def test_only_what_weighs_nothing_is_left_to_stock(nbytes):
+def test_only_small_tasks_are_left_to_dask(nbytes):
     loads = [task(f"('load-0', {n})", s=0.1, nbytes=nbytes, source=True) for n in range(N)]
     users = [task(f"('use-0', {n})", n, s=1.0, nbytes=8) for n in range(N)]
     with dask.config.set(KNOWN):
@@ -64,7 +64,7 @@ def test_only_what_weighs_nothing_is_left_to_stock(nbytes):
     assert reasons["small"] == (N if nbytes == 8 else 0)
 
 
-def test_what_would_wait_while_others_have_nothing_to_do_is_not():
+def test_small_task_that_would_queue_is_not_left_to_dask():
     """Stock keeps all of them where the input is, until others steal some."""
     load = task("('load-0', 0)", s=0.1, nbytes=8, source=True)
     users = [task(f"('use-0', {n})", 0, s=1.0, nbytes=8) for n in range(N)]
@@ -75,7 +75,7 @@ def test_what_would_wait_while_others_have_nothing_to_do_is_not():
     assert run.makespan_s < 1.5
 
 
-def test_what_a_slow_worker_would_do_is_not(monkeypatch):
+def test_small_task_of_a_slow_worker_is_not_left_to_dask(monkeypatch):
     loads = [task(f"('load-0', {n})", s=0.1, nbytes=8, source=True) for n in range(N)]
     users = [task(f"('use-0', {n})", n, s=1.0, nbytes=8) for n in range(N)]
     model = workload(*loads, *users, wanted=range(N, 2 * N))

@@ -27,7 +27,7 @@ NAMED = {"address": "tcp://worker-3:4567", "ip": "worker-3"}
         (["127.0.1.1"], "127.0.1.1"),
     ],
 )
-def test_a_worker_that_is_known_by_a_name_is_reached_at_its_address(monkeypatch, addresses, host):
+def test_worker_known_by_a_name_is_reached_at_its_address(monkeypatch, addresses, host):
     asked = resolving(monkeypatch, *addresses)
 
     async def test(links):
@@ -48,7 +48,7 @@ def test_a_worker_that_is_known_by_a_name_is_reached_at_its_address(monkeypatch,
         ("inproc://somewhere/1/2", "somewhere", "127.0.0.1"),
     ],
 )
-def test_others_need_no_resolver(monkeypatch, address, ip, host):
+def test_numeric_addresses_need_no_resolver(monkeypatch, address, ip, host):
     asked = resolving(monkeypatch, error=AssertionError("not to be asked"))
 
     async def test(links):
@@ -65,7 +65,7 @@ def test_others_need_no_resolver(monkeypatch, address, ip, host):
         UnicodeError("label empty or too long"),
     ],
 )
-def test_a_name_that_has_no_address_is_a_reason_to_go_another_way(monkeypatch, error):
+def test_unresolvable_name_rules_out_ucx(monkeypatch, error):
     resolving(monkeypatch, error=error)
 
     async def test(links):

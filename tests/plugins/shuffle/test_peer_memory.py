@@ -67,7 +67,7 @@ def in_lane(lane, asked):
     return beside
 
 
-def test_a_large_message_is_read_beside_the_loop_and_a_small_one_on_it():
+def test_only_large_messages_are_read_outside_of_the_loop():
     async def test(links):
         large = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 3)
         small = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 4)
@@ -82,7 +82,7 @@ def test_a_large_message_is_read_beside_the_loop_and_a_small_one_on_it():
     with_links(test)
 
 
-def test_nothing_of_a_message_is_read_unless_all_of_it_is_there():
+def test_incomplete_message_is_not_read():
     async def test(links):
         peer = Peer(LEAST_BESIDE_NBYTES)
         peer.payload["places"][-1] = b"too long"
@@ -109,7 +109,7 @@ PLACED_NBYTES = 100_000
     ],
     ids=["elsewhere", "cut otherwise", "other bytes", "one more", "another order"],
 )
-def test_places_that_were_damaged_on_their_way_are_not_read(damaged):
+def test_damaged_memory_places_are_not_read(damaged):
     """They may well be inside of the memory that was lent, and lead to other rows."""
 
     async def test(links):
@@ -125,7 +125,7 @@ def test_places_that_were_damaged_on_their_way_are_not_read(damaged):
 
 
 @pytest.mark.parametrize("parts", [None, 7, [None], ["text"], [[("a", 1)]], [[(-1, 1)]]])
-def test_what_are_no_places_is_refused(parts):
+def test_invalid_memory_places_are_refused(parts):
     async def test(links):
         peer = Peer(PLACED_NBYTES)
         await links.accept(peer.offer)
@@ -136,7 +136,7 @@ def test_what_are_no_places_is_refused(parts):
     with_links(test)
 
 
-def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
+def test_abandoned_read_ends_by_itself(monkeypatch):
     begun, may_go_on = threading.Event(), threading.Event()
     read_into = shared._read_into
 
@@ -176,7 +176,7 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("n_damaged", [1, 2, 3])
-def test_a_message_that_arrives_damaged_three_times_is_a_clear_error(n_damaged):
+def test_message_damaged_three_times_is_a_clear_error(n_damaged):
     async def test(links):
         sent = []
 
@@ -198,7 +198,7 @@ def test_a_message_that_arrives_damaged_three_times_is_a_clear_error(n_damaged):
     with_links(test)
 
 
-def test_an_error_of_the_second_attempt_does_not_keep_the_message_of_the_first():
+def test_second_error_does_not_keep_the_first_message_alive():
     async def test(links):
         made = []
 
@@ -223,7 +223,7 @@ def test_an_error_of_the_second_attempt_does_not_keep_the_message_of_the_first()
 @pytest.mark.parametrize(
     ("transport", "stays"), [("auto", True), ("comm", False), ("device", False)]
 )
-def test_a_path_inside_the_host_is_known_once_it_was_found(transport, stays):
+def test_path_within_the_host_is_known_after_its_first_use(transport, stays):
     async def test(links):
         async def call(data):
             return {"status": "OK", "ours": None, "why_not": None}

@@ -32,7 +32,7 @@ from tests.transport.ucx_peer import open_door
 from tests.transport.ucx_processes import needs_ucxx
 
 
-def test_a_run_that_ends_while_it_links_takes_no_other_with_it():
+def test_run_that_ends_during_linking_does_not_end_others():
     async def test(links):
         asked, refuse = asyncio.Event(), asyncio.Event()
         answered = []
@@ -60,7 +60,7 @@ def test_a_run_that_ends_while_it_links_takes_no_other_with_it():
     with_links(test)
 
 
-def test_a_link_that_fails_when_nobody_waits_any_more_is_not_complained_of():
+def test_failure_of_an_abandoned_link_is_silent():
     complaints = []
 
     async def test(links):
@@ -87,7 +87,7 @@ def test_a_link_that_fails_when_nobody_waits_any_more_is_not_complained_of():
     assert complaints == []
 
 
-def test_a_link_that_fails_does_not_keep_the_message_that_wanted_it():
+def test_failed_link_does_not_keep_its_message_alive():
     async def test(links):
         async def call(data):
             raise OSError("no route to host")
@@ -110,7 +110,7 @@ def test_a_link_that_fails_does_not_keep_the_message_that_wanted_it():
     with_links(test)
 
 
-def test_a_run_has_its_own_error():
+def test_error_of_a_run_is_raised_unchanged():
     async def test(links):
         async def call(data):
             raise RunIsOver
@@ -169,7 +169,7 @@ def with_links_to_the_deaf(test, *, is_silent):
 
 @needs_ucxx
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "asks for another link"])
-def test_over_ucx_nothing_is_sent_for_ever_to_a_peer_that_it_does_not_reach(monkeypatch, is_silent):
+def test_ucx_gives_up_on_an_unreachable_peer(monkeypatch, is_silent):
     monkeypatch.setattr("dask_gpurt.plugins.shuffle.transports.MESSAGE_DEADLINE_S", 0.1)
     taken = []
     compose = noting(taken)
@@ -192,7 +192,7 @@ def test_over_ucx_nothing_is_sent_for_ever_to_a_peer_that_it_does_not_reach(monk
 
 
 @needs_ucxx
-def test_a_link_over_ucx_may_break_once_and_is_not_made_for_ever(monkeypatch):
+def test_ucx_link_is_renewed_once_and_then_given_up(monkeypatch):
     taken = []
     compose = noting(taken)
 
@@ -226,7 +226,7 @@ def test_a_link_over_ucx_may_break_once_and_is_not_made_for_ever(monkeypatch):
         (False, None, TransportError("no device"), {"ucx": "no device"}),
     ],
 )
-def test_what_a_worker_lacks_is_known_without_a_peer(monkeypatch, encrypted, missing, start, lacks):
+def test_missing_transports_are_known_without_a_peer(monkeypatch, encrypted, missing, start, lacks):
     resolving(monkeypatch)
     monkeypatch.setattr("dask_gpurt.plugins.shuffle.worker_ucx.ucx.why_not", lambda: missing)
 
@@ -243,7 +243,7 @@ def test_what_a_worker_lacks_is_known_without_a_peer(monkeypatch, encrypted, mis
     with_links(test, security=security, address="tcp://10.0.0.3:4567", ip="10.0.0.3")
 
 
-def test_memory_that_a_worker_cannot_share_is_something_it_lacks(monkeypatch):
+def test_unshareable_memory_is_a_missing_transport(monkeypatch):
     def no_files():
         raise OSError(38, "Function not implemented")
 
@@ -280,21 +280,21 @@ def asked_of(answer):
 @pytest.mark.parametrize(
     "theirs, both", [([128, 129], {128, 129}), ([129, 200], {129}), ([], set()), (None, set())]
 )
-def test_codecs_of_devices_are_used_where_both_have_them(monkeypatch, theirs, both):
+def test_device_codecs_are_used_where_both_peers_have_them(monkeypatch, theirs, both):
     with emulated(monkeypatch):
         assert asked_of(theirs) == (["codecs"], both)
 
 
-def test_a_peer_without_codecs_of_devices_asks_nothing():
+def test_peer_without_device_codecs_asks_nothing():
     assert asked_of([128]) == ([], set())
 
 
-def test_a_peer_that_answers_something_else_is_an_error(monkeypatch):
+def test_unexpected_answer_of_a_peer_is_an_error(monkeypatch):
     with emulated(monkeypatch), pytest.raises(ProtocolError, match="codecs 7"):
         asked_of(7)
 
 
-def test_a_worker_says_which_codecs_of_devices_it_has(monkeypatch):
+def test_worker_announces_its_device_codecs(monkeypatch):
     async def test(links):
         said.append((await links.accept({"codecs": None}))["ours"])
 

@@ -58,7 +58,7 @@ class Readings:
         ((90, 90, 90, 0), None),
     ],
 )
-def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
+def test_bandwidth_comes_from_the_kernel(rates, bandwidth, quick):
     readings = Readings(*rates, quick=quick)
     engine = Engine()
     path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, readings)
@@ -78,7 +78,7 @@ def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
     assert (threading.current_thread() in readings.threads) is quick, "the loop waits"
 
 
-def test_without_tcp_nothing_is_asked():
+def test_bandwidth_is_not_read_without_tcp():
     path = UcxPath(Engine(), "receiver", "tcp://a:1", {}, False, None)
 
     async def taken(data):
@@ -88,7 +88,7 @@ def test_without_tcp_nothing_is_asked():
     assert path.bandwidth is None
 
 
-def test_a_message_that_was_not_taken_says_nothing_and_is_taken_back():
+def test_refused_message_is_retracted_without_a_bandwidth():
     engine = Engine()
     path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, Readings())
 
@@ -102,7 +102,7 @@ def test_a_message_that_was_not_taken_says_nothing_and_is_taken_back():
     assert engine.retracted == [("receiver", 0)]
 
 
-def test_a_message_whose_receiver_failed_is_taken_back():
+def test_message_of_a_failed_receiver_is_retracted():
     engine = Engine()
     path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, None)
 

@@ -23,7 +23,7 @@ def client():
         yield client
 
 
-def test_what_was_computed_can_be_replayed(client):
+def test_recorded_computation_can_be_replayed(client):
     x = da.ones((60, 60), chunks=20)
     with recorded(client) as recording:
         future = client.compute((x + 1).sum(), optimize_graph=False)
@@ -43,7 +43,7 @@ def test_what_was_computed_can_be_replayed(client):
     assert sum(result.busy_s.values()) == pytest.approx(sum(one.duration_s for one in model.tasks))
 
 
-def test_what_was_there_before_is_there_from_the_start(client):
+def test_existing_data_is_part_of_the_trace(client):
     # Ones alone are a single number that is looked at in many places.
     x = client.persist(da.ones((40, 40), chunks=20) + 1)
     with client.as_current():
@@ -57,12 +57,12 @@ def test_what_was_there_before_is_there_from_the_start(client):
     assert {one.nbytes for one in sources} == {20 * 20 * 8}
 
 
-def test_nothing_computed_is_no_trace(client):
+def test_empty_recording_is_not_a_trace(client):
     with recorded(client) as recording, pytest.raises(TraceError, match="at least one"):
         recording.workload("nothing")
 
 
-def test_more_than_fits_is_an_error_and_not_half_a_trace(client):
+def test_oversized_recording_is_an_error(client):
     client.register_plugin(TraceRecorder(max_tasks=3), name="small")
     try:
         client.compute(da.ones(10, chunks=2), optimize_graph=False).result()

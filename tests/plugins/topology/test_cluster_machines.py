@@ -98,7 +98,7 @@ def run(coroutine):
 # ---------------------------------------------------------------------- described
 
 
-def test_only_what_somebody_wrote_down_counts_as_described():
+def test_only_a_written_description_counts_as_described():
     cluster = Cluster(2)
     found = run(machines(cluster))
     assert not found.is_described
@@ -109,7 +109,7 @@ def test_only_what_somebody_wrote_down_counts_as_described():
     assert found.summary()["file"] == "two-hosts"
 
 
-def test_a_wrong_description_changes_nothing():
+def test_invalid_description_changes_nothing():
     found = run(machines(Cluster(2), name="two-hosts"))
     before = found.topology
     with pytest.raises(ConfigError, match="line 1"):
@@ -118,7 +118,7 @@ def test_a_wrong_description_changes_nothing():
     assert found.summary()["file"] == "two-hosts"
 
 
-def test_reading_a_description_does_not_hold_up_the_loop(monkeypatch):
+def test_reading_a_description_does_not_block_the_loop(monkeypatch):
     async def go():
         loop, began, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
@@ -136,7 +136,7 @@ def test_reading_a_description_does_not_hold_up_the_loop(monkeypatch):
     run(go())
 
 
-def test_a_description_is_read_once_however_many_clients_have_it():
+def test_description_shared_by_clients_is_read_once():
     found = run(machines(Cluster(2), name="two-hosts"))
     before = found.topology
     run(found.configure(settings("on", "two-hosts")))
@@ -149,7 +149,7 @@ def test_a_description_is_read_once_however_many_clients_have_it():
 # ---------------------------------------------------------------------- probed by itself
 
 
-def test_links_are_measured_where_somebody_goes_by_them():
+def test_links_are_measured_where_placement_uses_them():
     async def go():
         cluster, learner = Cluster(2), Learner()
         found = await machines(cluster)
@@ -186,7 +186,7 @@ def test_links_are_measured_where_somebody_goes_by_them():
         ("off", None, 2, False),
     ],
 )
-def test_when_links_are_measured(probe, name, n_hosts, is_probed):
+def test_links_are_measured_when_the_setting_says_so(probe, name, n_hosts, is_probed):
     async def go():
         cluster = Cluster(n_hosts)
         found = await machines(cluster, probe, name)
@@ -199,7 +199,7 @@ def test_when_links_are_measured(probe, name, n_hosts, is_probed):
 
 
 @pytest.mark.parametrize("n_strangers", [0, 1, 2])
-def test_a_description_of_other_machines_is_none(n_strangers):
+def test_description_of_other_machines_is_ignored(n_strangers):
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster, name="two-hosts")
@@ -214,7 +214,7 @@ def test_a_description_of_other_machines_is_none(n_strangers):
     run(go())
 
 
-def test_hosts_that_come_later_are_measured_with_the_others_and_those_not_again():
+def test_new_hosts_are_measured_without_repeating_old_pairs():
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster)
@@ -229,7 +229,7 @@ def test_hosts_that_come_later_are_measured_with_the_others_and_those_not_again(
     run(go())
 
 
-def test_hosts_that_come_in_the_middle_of_a_probe_are_measured_too():
+def test_hosts_that_join_during_a_probe_are_measured():
     async def go():
         cluster = Cluster(2)
 
@@ -246,7 +246,7 @@ def test_hosts_that_come_in_the_middle_of_a_probe_are_measured_too():
     run(go())
 
 
-def test_a_probe_ends_for_good_when_its_time_is_over(monkeypatch):
+def test_probe_ends_when_its_time_is_over(monkeypatch):
     async def go():
         cluster, seconds = Cluster(3), iter(range(1000))
         monkeypatch.setattr(
@@ -264,7 +264,7 @@ def test_a_probe_ends_for_good_when_its_time_is_over(monkeypatch):
     run(go())
 
 
-def test_a_probe_waits_for_no_task_and_stops_for_one():
+def test_probe_does_not_run_beside_tasks():
     async def go():
         cluster = Cluster(3)
         found = await machines(cluster)
@@ -302,7 +302,7 @@ def test_a_probe_waits_for_no_task_and_stops_for_one():
         (OSError("connection lost"), "connection lost"),
     ],
 )
-def test_pairs_that_cannot_be_measured_are_named(answer, problem):
+def test_unmeasurable_pairs_are_named(answer, problem):
     async def go():
         cluster, learner = Cluster(2), Learner()
         cluster.answers[address(1), "gpurt_probe"] = answer
@@ -317,7 +317,7 @@ def test_pairs_that_cannot_be_measured_are_named(answer, problem):
     run(go())
 
 
-def test_a_worker_that_does_not_answer_is_not_waited_for(monkeypatch):
+def test_probe_does_not_wait_for_a_silent_worker(monkeypatch):
     monkeypatch.setattr("dask_gpurt.plugins.topology.cluster_machines._PROBE_DEADLINE_S", 0.01)
 
     async def go():
@@ -349,7 +349,7 @@ def test_closing_ends_a_probe():
 # ---------------------------------------------------------------------- asked for
 
 
-def test_machines_are_asked_once_and_forgotten_when_they_leave():
+def test_machines_are_asked_once_and_forgotten_on_departure():
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster)
@@ -366,7 +366,7 @@ def test_machines_are_asked_once_and_forgotten_when_they_leave():
     run(go())
 
 
-def test_a_worker_that_leaves_while_it_is_asked_is_not_remembered():
+def test_worker_that_leaves_during_a_request_is_forgotten():
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster)
@@ -387,7 +387,7 @@ def test_a_worker_that_leaves_while_it_is_asked_is_not_remembered():
     run(go())
 
 
-def test_what_was_measured_of_a_host_is_forgotten_with_its_last_worker():
+def test_measurements_of_a_host_end_with_its_last_worker():
     async def go():
         cluster = Cluster(2, per_host=2)
         cluster.answers[address(1), "gpurt_probe"] = {"problem": "nobody there"}
@@ -410,7 +410,7 @@ def test_what_was_measured_of_a_host_is_forgotten_with_its_last_worker():
     run(go())
 
 
-def test_clients_that_want_links_measured_take_turns():
+def test_probes_of_several_clients_take_turns():
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster, "off")
@@ -432,7 +432,7 @@ def test_clients_that_want_links_measured_take_turns():
     run(go())
 
 
-def test_a_report_that_is_none_is_named_and_left_out():
+def test_invalid_report_is_named_and_left_out():
     async def go():
         cluster = Cluster(2)
         cluster.answers[address(1), "gpurt_machine"] = {"machine": 7, "gpu": None}
@@ -447,7 +447,7 @@ def test_a_report_that_is_none_is_named_and_left_out():
     run(go())
 
 
-def test_on_demand_links_are_measured_whatever_the_settings_are_and_again():
+def test_requested_probe_ignores_settings_and_repeats():
     async def go():
         cluster = Cluster(2)
         cluster.workers[address(0)].processing["task"] = 1
