@@ -227,3 +227,13 @@ ASSERT_ELSEWHERE = {
 
 def test_every_test_asserts_something():
     assert set(Suite(TESTS).without_assertion()) == set(ASSERT_ELSEWHERE)
+
+
+def test_suites_are_small():
+    suites = {path: path.read_text().count("\n") for path in TESTS.rglob("test_*.py")}
+    assert [path.name for path, n_lines in suites.items() if n_lines > 500] == []
+
+
+def test_names_of_tests_are_short():
+    names = {function.name for _, function in Suite(TESTS).tests}
+    assert [name for name in names if len(name) > 60] == []

@@ -246,7 +246,7 @@ def test_shards_of_nearly_one_length_are_joined_alike():
 
 
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.sampled_from([1, 2, 8])), max_size=20))
-def test_joined_sections_cover_what_they_were_made_of(wanted):
+def test_joined_sections_cover_their_parts(wanted):
     sections, offset = [], 0
     for number, (nbytes, itemsize) in enumerate(wanted):
         sections.append((str(number), offset, nbytes, itemsize))

@@ -99,7 +99,7 @@ class CodecSuite:
         assert self.codec.coder in ("none", "lz4", "zstd")
 
     @pytest.mark.parametrize("name", kinds_of_data())
-    def test_every_kind_of_data_comes_back(self, name):
+    def test_every_kind_of_data_is_decoded(self, name):
         raw, itemsize = kinds_of_data()[name]
         before = raw.copy()
         payload = self.encoded(raw, itemsize)

@@ -486,7 +486,7 @@ class DeviceSuite:
             device.allocate(CAPACITY + 1, stream)
         assert asked == []
 
-    def test_an_error_of_who_makes_room_is_not_hidden(self, device, stream):
+    def test_error_of_the_callback_is_raised(self, device, stream):
         def fail(nbytes):
             raise OSError("no disk")
 

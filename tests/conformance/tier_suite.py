@@ -125,7 +125,7 @@ class TierSuite:
         assert tier.used_nbytes == 0
 
     @pytest.mark.parametrize("name", VALUES)
-    def test_values_come_back(self, tier, name):
+    def test_stored_values_are_read_back(self, tier, name):
         value = flat_of(VALUES[name])
         place = self.put(tier, value)
         assert_same(tier.get(place), value)

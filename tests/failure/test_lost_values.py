@@ -113,7 +113,7 @@ def add(total: int, block: np.ndarray) -> int:
 
 @pytest.mark.parametrize("how", [gone, damaged])
 @pytest.mark.parametrize("where", ["on its worker", "on a peer"])
-def test_a_scattered_value_is_lost_with_the_tasks_that_need_it(
+def test_lost_scattered_value_fails_the_tasks_that_need_it(
     client: Client, holder: Worker, peer: Worker, how: Any, where: str
 ) -> None:
     blocks = cold_of(client, holder)[:4]

@@ -115,7 +115,7 @@ def test_the_error_names_the_column_among_several():
         gathered(partition, N_ROWS, leaves=True)
 
 
-def test_a_column_called_like_another_is_told_apart():
+def test_columns_of_one_name_are_distinguished_in_errors():
     frame = pd.DataFrame([[0, threading.Lock(), 1]], columns=["slot", "v", "v"]).astype(object)
     frame = frame.astype({"slot": "i8"})
     adapter = PandasFrames(frame.iloc[:0], "slot", drop_column=True)

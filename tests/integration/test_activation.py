@@ -82,14 +82,14 @@ class TestFlag:
         done = run_program(PROGRAM.format(before=""), directory=tmp_path)
         assert "SUM 499500\nRUNS 0 0 False" in done.stdout, done.stderr
 
-    def test_wrong_setting_is_one_line_and_stock_runs(self, tmp_path):
+    def test_wrong_setting_is_one_line_and_dask_runs(self, tmp_path):
         env = {ON: "true", "DASK_GPURT__SHUFFLE__IN_FLIGHT": "plenty", **WITHOUT_HEARTBEATS}
         done = run_program(PROGRAM.format(before=""), directory=tmp_path, **env)
         assert "RUNS 0 0 False" in done.stdout, done.stderr
         assert done.stderr.count("gpurt.shuffle.in-flight") == 1
         assert "Traceback" not in done.stderr
 
-    def test_wrong_flag_is_one_line_and_stock_runs(self, tmp_path):
+    def test_wrong_flag_is_one_line_and_dask_runs(self, tmp_path):
         env = {ON: "ture", **WITHOUT_HEARTBEATS}
         done = run_program(PROGRAM.format(before=""), directory=tmp_path, **env)
         assert "RUNS 0 0 False" in done.stdout, done.stderr

@@ -101,9 +101,9 @@ def assert_any_shuffle_equals_stock(sides, n_examples):
     check()
 
 
-def test_shuffle_equals_stock(sides):
+def test_shuffle_equals_dask(sides):
     assert_any_shuffle_equals_stock(sides, 40)
 
 
-def test_shuffle_over_ucx_equals_stock(over_ucx):
+def test_shuffle_over_ucx_equals_dask(over_ucx):
     assert_any_shuffle_equals_stock(over_ucx, 10)

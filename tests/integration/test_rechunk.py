@@ -269,11 +269,11 @@ def assert_any_rechunk_equals_stock(sides, n_examples):
     check()
 
 
-def test_rechunk_equals_stock(sides):
+def test_rechunk_equals_dask(sides):
     assert_any_rechunk_equals_stock(sides, 25)
 
 
-def test_rechunk_over_ucx_equals_stock(over_ucx):
+def test_rechunk_over_ucx_equals_dask(over_ucx):
     assert_any_rechunk_equals_stock(over_ucx, 8)
 
 

@@ -57,7 +57,7 @@ def test_nothing_is_spilled_at_the_limit(tmp_path):
     assert rig.store.spilled_nbytes == 0
 
 
-def test_a_store_does_not_spill_for_what_another_one_holds(tmp_path):
+def test_store_does_not_spill_for_another_store(tmp_path):
     budget = WatchedBudget(ROW_NBYTES)
     first, second = (Rig(tmp_path / name, budget=budget) for name in "ab")
     first.store.add(spread_shards(4))

@@ -89,7 +89,7 @@ def test_busy_peer_does_not_delay_another():
     run(scenario)
 
 
-def test_a_message_is_closed_once_it_reaches_its_size():
+def test_message_is_closed_at_its_target_size():
     async def scenario():
         post = Post(message_nbytes=30)
         await post.put("a", Item(0, 1))

@@ -341,7 +341,7 @@ class HostMemory:
         self.ptr, self.size = ctypes.addressof(self._bytes), size
 
 
-def test_cupys_pinned_memory_lives_as_long_as_an_array_of_it():
+def test_cupy_pinned_memory_lives_as_long_as_its_array():
     cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
     memory = HostMemory(1000)
     is_there = weakref.ref(memory)

@@ -184,7 +184,7 @@ def test_dead_array_frees_its_memory_after_its_last_use(device, stream):
 # ------------------------------------------------------------------ host memory
 
 
-def test_host_memory_of_a_copy_lives_until_it_ran(device, stream):
+def test_host_memory_of_a_copy_lives_until_the_copy_ran(device, stream):
     """CUDA keeps nothing alive; the driver fails a copy whose end is gone."""
     buffer = device.allocate(10, stream)
     stream.to_device(buffer, noise(10))

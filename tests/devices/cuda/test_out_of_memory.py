@@ -75,7 +75,7 @@ def test_error_is_unchanged_when_no_room_can_be_made(cupy):
         cupy.allocator(1001)
 
 
-def test_an_error_of_who_makes_room_is_not_hidden(cupy):
+def test_error_of_the_callback_is_raised(cupy):
     def fail(nbytes):
         raise OSError("no disk")
 

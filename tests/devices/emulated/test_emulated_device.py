@@ -220,7 +220,7 @@ def test_urgent_kernel_overtakes_queued_kernels(threaded):
 
 
 @pytest.mark.parametrize("n_waiting", [0, 1, 100])
-def test_an_urgent_kernel_begins_within_one_step(n_waiting):
+def test_urgent_kernel_begins_within_one_step(n_waiting):
     """However many wait that came before it. By a clock that only steps move."""
     time, ledger, gate = Time(), Ledger(), Gate()
     step_s = 1.0

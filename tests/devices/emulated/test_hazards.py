@@ -82,7 +82,7 @@ def test_two_streams_may_write_different_parts_at_once(device, streams):
     np.testing.assert_array_equal(read(one, buffer), np.concatenate([noise(10, 1), noise(10, 2)]))
 
 
-def test_an_event_covers_only_what_came_before_it(device, streams):
+def test_event_covers_only_earlier_work(device, streams):
     one, other = streams
     buffer = device.allocate(10, one)
     event = one.record()

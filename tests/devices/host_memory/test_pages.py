@@ -183,7 +183,7 @@ def test_addresses_lost_to_alignment_are_returned(source, monkeypatch, library):
     assert left < PAGE_NBYTES // 4
 
 
-def test_more_than_the_system_has_is_a_memory_error(source):
+def test_request_beyond_the_system_is_a_memory_error(source):
     spare = [source.build(1, [])]
     _bytes_at(spare[0])[:] = 8
     with pytest.raises(MemoryError, match="mmap"):

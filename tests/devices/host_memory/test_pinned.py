@@ -45,7 +45,7 @@ def read(blocks, start=0, nbytes=None):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 640, 1000])
-def test_bytes_come_back(nbytes):
+def test_pinned_bytes_are_read_back(nbytes):
     pool = PinnedPool(1024, 64)
     values = noise(nbytes)
     blocks = kept(pool, values)

@@ -66,7 +66,7 @@ def test_large_buffers_begin_on_pages(pool):
     assert pages_of(pool) == (3, 0)
 
 
-def test_more_than_the_system_has_is_a_memory_error(pool):
+def test_request_beyond_the_system_is_a_memory_error(pool):
     with pytest.raises(MemoryError):
         pool.empty(1 << 50)
     assert pages_of(pool) == (0, 0)
@@ -139,7 +139,7 @@ def test_a_page_is_filled_to_its_last_byte(pool):
     assert pages_of(pool) == (1, 0)
 
 
-def test_a_page_comes_free_with_the_last_of_its_buffers(pool):
+def test_page_is_freed_with_its_last_buffer(pool):
     first, second = pool.empty(HALF, lane="a"), pool.empty(HALF, lane="a")
     pool.close_lane("a")
     del first
@@ -168,7 +168,7 @@ def test_a_page_that_is_full_does_not_wait_for_its_lane(pool):
     del third
 
 
-def test_closing_a_lane_leaves_the_others_and_its_buffers(pool):
+def test_closing_a_lane_keeps_other_lanes_and_its_buffers(pool):
     mine, other = pool.empty(HALF, lane="a"), pool.empty(HALF, lane="b")
     mine[:] = 6
     pool.close_lane("a")

@@ -93,7 +93,7 @@ def test_task_waiting_for_a_busier_peer_comes_after_own_tasks():
     assert graph.order("t h9") == "h9 t"
 
 
-def test_a_worker_without_a_queue_goes_by_priority():
+def test_worker_without_a_queue_ranks_by_priority():
     graph = Graph(at_peer="p1", p1=(1, ""), t=(3, "p1"), before=(2, ""), after=(4, ""))
     assert graph.order("after t before") == "before t after"
 

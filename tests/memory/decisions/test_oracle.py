@@ -82,7 +82,7 @@ def test_next_use_moves_much_less_than_lru(share):
     assert sum(ratios) / len(ratios) <= 0.85
 
 
-def test_scans_of_a_held_array_read_only_what_does_not_fit():
+def test_scans_of_a_kept_array_read_only_the_excess():
     """Stock moves all of it in and out on every pass; what is resident stays resident here."""
     for trace in load("scan"):
         held_nbytes = trace.peak_nbytes()

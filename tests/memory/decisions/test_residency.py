@@ -193,7 +193,7 @@ def test_a_full_tier_is_tried_at_once_when_it_has_room():
     assert full(residency)
 
 
-def test_few_writes_are_under_way_at_once():
+def test_writes_in_flight_are_bounded():
     residency = two_levels(10)
     for number in range(100):
         residency.insert(number, 10)

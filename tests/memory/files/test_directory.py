@@ -169,7 +169,7 @@ def test_concurrent_sweeps_remove_a_directory_once(parent):
     assert inside(parent) == []
 
 
-def test_sweep_between_lock_file_and_owner_record_changes_nothing(parent):
+def test_sweep_between_lock_and_owner_record_changes_nothing(parent):
     """The one moment when nobody can tell whose it is."""
     swept = []
 

@@ -147,7 +147,7 @@ def test_only_large_values_bypass_the_page_cache(parent, has_direct):
     tier.close()
 
 
-def test_reading_is_one_call(parent):
+def test_value_is_read_in_one_call(parent):
     system = System()
     tier = DiskTier(str(parent), system=system)
     for lengths in ((), (10,), (60_000, 60_000), LARGE, (100_000,) * 500):
@@ -207,7 +207,7 @@ def test_write_without_progress_is_an_error(parent):
 
 
 @pytest.mark.parametrize("coder", ["lz4", "zstd"])
-def test_compression_is_kept_where_it_saves(parent, coder):
+def test_compression_is_kept_where_it_saves_bytes(parent, coder):
     tier, plain = DiskTier(str(parent), None, coder), DiskTier(str(parent))
     zeros = Flat(b"", (np.zeros(1 << 20, np.uint8),))
     noise = Flat(b"", (np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8),))
