@@ -1,4 +1,4 @@
-"""What is learnt of sections, and when it is learnt again."""
+"""Codecs are chosen from samples of sections, and samples are taken again when needed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_beaten_codec_is_tried_on_a_short_sample_only(clock, codec):
 
 
 def test_column_with_one_odd_stretch_still_gets_a_codec():
-    """A short look tells codecs apart, not whether one pays."""
+    """A short sample ranks codecs; it does not decide whether a codec pays."""
     column = np.arange(100_000) % 50
     column[49_000:51_000] = np.random.default_rng(0).integers(0, 2**62, 2000)
     trials = try_codecs(column.view(np.uint8), 8, HOST_CODECS.values(), time.perf_counter)

@@ -138,7 +138,7 @@ def test_planes_are_split_and_joined(itemsize):
 
 @pytest.mark.parametrize("coder", ["lz4", "zstd"])
 def test_a_payload_that_decodes_to_less_is_refused(coder):
-    """pyarrow does not say so: the rest of its output is whatever was in memory."""
+    """pyarrow reports no error and leaves the rest of its output uninitialised."""
     codec = BY_NAME[coder]
     raw = np.tile(np.arange(256, dtype=np.uint8), 16)
     payload = np.concatenate(codec.encode(raw, 1))
@@ -159,7 +159,7 @@ def test_a_payload_that_decodes_to_less_is_refused(coder):
 def test_forged_payload_with_a_valid_crc_stays_within_its_buffer(
     number, itemsize, nbytes, parameters, rest, n_zeros
 ):
-    """Somebody who means it gets past the CRC, and must not get any further than `out`."""
+    """An attacker can compute the CRC, but must not write outside of `out`."""
     body = parameters + rest + b"\0" * n_zeros
     crc = zlib.crc32(body, zlib.crc32(struct.pack("<BBQ", number, itemsize, nbytes)))
     surroundings = np.full(nbytes + 64, 0xA5, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""What is remembered of clusters, what is said of it, and the line that is drawn meanwhile."""
+"""Records of clusters, the report that a run prints from them, and the progress line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_silent_worker_does_not_hide_reports_of_others() -> None:
 
 @pytest.mark.cluster
 def test_only_work_after_the_start_is_counted(sides: Sides) -> None:
-    """A cluster that was there before, and did something, brings none of that along."""
+    """Work that a cluster did before the recorder met it is not counted."""
     import dask
 
     before = dask_gpurt.status(sides.enabled)
@@ -95,7 +95,7 @@ def test_only_work_after_the_start_is_counted(sides: Sides) -> None:
 
 @pytest.mark.cluster
 def test_forked_process_does_not_ask_inherited_clients(sides: Sides) -> None:
-    """Their loops have no threads there: whoever asks waits, as a cluster does that closes."""
+    """Event loops of inherited clients have no threads in the child, so a call would hang."""
     recorder = Recorder(lambda: None, with_tasks=False)
     sides.enabled.sync(recorder.begin, sides.enabled)
     assert recorder.clients_of(sides.enabled.cluster) == [sides.enabled]

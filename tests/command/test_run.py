@@ -120,7 +120,7 @@ with dask.config.set(scheduler="sync"):
 
 
 def test_threads_that_outlive_the_script_finish(shell: Shell) -> None:
-    """The interpreter waits for them, and so does what they compute on."""
+    """The interpreter waits for these threads, so the cluster has to stay up for them."""
     for name in ("begun", "over"):
         os.mkfifo(shell.directory / name)
     shell.write(
@@ -159,7 +159,7 @@ sys.exit(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("code", ["5", "number() + 1"])
 def test_forked_child_of_a_script_ends_as_with_plain_python(shell: Shell, code: str) -> None:
-    """What its parent computes with is not the child's to close or to report."""
+    """The child must not close the cluster of its parent or report its work."""
     shell.write(
         "script.py",
         f"""
@@ -189,7 +189,7 @@ print(number() + 2)
 
 
 def test_run_waits_for_a_pool_until_it_is_idle() -> None:
-    """Others of this process have ended, or are daemons; but for what pytest may have."""
+    """The process may have other children, but only of pytest, ended, or daemons."""
     began, go_on = threading.Event(), threading.Event()
 
     def work() -> bool:

@@ -1,4 +1,4 @@
-"""What `dask gpurt status` says of shuffles is what ran, column by column."""
+"""`dask gpurt status` shows in each column what the shuffles really did."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOT = "the fullest output partitions are"
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    """Of two workers that talk as if they were on two hosts, and encode what gets smaller."""
+    """A client of two workers that talk as if on two hosts and encode compressible shards."""
     settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": "lz4"}
     with dask.config.set(settings), stock_client(2) as client:
         dask_gpurt.enable(client)

@@ -24,7 +24,7 @@ def noise(nbytes, seed=0):
 
 
 def read(stream, buffer):
-    """What is in memory of the device after all that the stream was told."""
+    """Return the bytes in device memory after all queued work of the stream."""
     out = np.zeros(buffer.nbytes, dtype=np.uint8)
     stream.to_host(out, buffer)
     stream.synchronize()
@@ -74,14 +74,14 @@ def programs(n_most=25):
 
 @dataclass
 class Touched:
-    """Events of those who used a buffer last."""
+    """Events of the streams that used a buffer last."""
 
     written: object = None
     read: list = field(default_factory=list)
 
 
 def run_program(device, steps, *, in_order=True):
-    """What a program copies to the host, and what it leaves on the device.
+    """Run a program; return what it copies to the host and leaves on the device.
 
     Parameters
     ----------

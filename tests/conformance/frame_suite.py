@@ -102,7 +102,7 @@ class FrameSuite:
             self.assert_equal(adapter.concatenate(halves), self.joined(expected))
 
     def joined(self, frames: list[Any]) -> Any:
-        """What the library itself makes of frames one below the other."""
+        """Return frames one below the other, as the library itself concatenates them."""
         raise NotImplementedError
 
     def test_concatenated_result_does_not_keep_its_shards_alive(self):

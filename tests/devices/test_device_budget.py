@@ -1,4 +1,4 @@
-"""Room for shards on a device: counted while they live, refused beyond the mark."""
+"""Device memory for shards counts while it lives and is refused beyond the limit."""
 
 from __future__ import annotations
 

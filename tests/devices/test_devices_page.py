@@ -1,4 +1,4 @@
-"""The programs of docs/devices.md run as they stand there; what they claim, they assert."""
+"""The programs of docs/devices.md run as printed, and their assertions hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes do what is urgent first, each on its own threads, and end without losing anybody."""
+"""Lanes run urgent work first, each on threads of its own, and complete every future."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_one_thread_keeps_the_order(gate):
 
 
 def test_urgent_work_overtakes_queued_work(gate):
-    """Its start is delayed by what runs, and by nothing else."""
+    """Only work that already runs delays it."""
     lane, _ = closed_in(gate)
     ran = []
     order = [Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.LOW, Priority.HIGH]
@@ -225,7 +225,7 @@ def test_work_may_close_its_own_lane():
 
 
 def test_cancellation_callback_may_use_the_lane(gate):
-    """The lane is not locked while it tells."""
+    """The lane is not locked while it runs callbacks."""
     lane, _ = closed_in(gate)
     refused, told = [], threading.Event()
 

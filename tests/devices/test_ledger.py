@@ -1,4 +1,4 @@
-"""The ledger forgets entries and not sums; overlap is what could have been saved and was."""
+"""The ledger drops old entries but keeps sums; overlap compares saved with possible time."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_time_spent_waiting_for_another_lane_is_not_work():
 
 
 def test_a_lane_works_while_one_of_its_threads_waits():
-    """In no order: what waits is entered before the work that it is a part of."""
+    """In any order: a wait is entered before the work that contains it."""
     entries = [entry("a", 1, 3, WAITING), entry("a", 2, 5), entry("a", 0, 4)]
     assert overlap(entries).parts_s == {"a": 4.0}
 

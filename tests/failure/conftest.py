@@ -21,5 +21,5 @@ def small_client(tmp_path: Path) -> Iterator[Client]:
 
 @pytest.fixture
 def no_tracebacks_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """What distributed logs of an error would keep its frames, and buffers in them, alive."""
+    """Keep distributed from logging errors, whose records hold frames and their buffers alive."""
     caplog.set_level(logging.CRITICAL + 1, logger="distributed")

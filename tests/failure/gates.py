@@ -29,7 +29,7 @@ DEADLINE_S = 60.0
 
 
 class Gate:
-    """Closed until the test opens it; the test is told who waits.
+    """A gate that is closed until the test opens it, and tells the test when a visitor waits.
 
     A visitor connects to a socket and waits for it to be closed, so the gate works across
     processes, needs no thread, and a visitor that is killed holds up nobody.
@@ -56,7 +56,7 @@ class Gate:
             self._visitors.append(visitor)
 
     def open(self) -> None:
-        """Let everybody through, from now on."""
+        """Let all visitors through from now on."""
         shutil.rmtree(self._directory, ignore_errors=True)
         self._listener.close()
         for visitor in self._visitors:
@@ -78,7 +78,7 @@ def pass_gate(path: str) -> None:
 
 
 def until(is_so: Callable[[], Any], what: str) -> None:
-    """Ask until it is so, or the deadline has passed."""
+    """Poll until a condition holds, or fail at the deadline."""
     give_up = time.monotonic() + DEADLINE_S
     while not is_so():
         assert time.monotonic() < give_up, what
@@ -116,20 +116,20 @@ def _put(worker: Any, point: str, function: Any) -> None:
 
 
 def replace(worker: Any, point: str, make: Callable[[Any], Any]) -> None:
-    """Put `make(what is there)` at a point of a worker, until `restore`."""
+    """Replace what a worker does at a point by `make(original)`, until `restore`."""
     there = _look_up(worker, point)
     _stock.setdefault(worker, {}).setdefault(point, there)
     _put(worker, point, make(there))
 
 
 def restore(dask_worker: Any) -> None:
-    """Take back whatever was put on a worker."""
+    """Undo all replacements on a worker."""
     for point, function in _stock.pop(dask_worker, {}).items():
         _put(dask_worker, point, function)
 
 
 def before(worker: Any, point: str, visit: Callable[[], None]) -> None:
-    """Call `visit`, which may block, whenever a worker comes to a point."""
+    """Call `visit`, which may block, whenever a worker reaches a point."""
 
     def make(proceed: Any) -> Any:
         def in_thread(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def before(worker: Any, point: str, visit: Callable[[], None]) -> None:
 
 
 def hold(worker: Any, point: str, path: str) -> None:
-    """Have a worker wait at a gate whenever it comes to a point."""
+    """Make a worker wait at a gate whenever it reaches a point."""
     before(worker, point, lambda: pass_gate(path))
 
 
@@ -178,7 +178,7 @@ def from_call(nth: int, visit: Callable[[], None]) -> Callable[[], None]:
 
 
 def deliver_again(worker: Any, times: int, peers: list[str]) -> None:
-    """Have a worker deliver whatever goes to one of these peers several times over."""
+    """Make a worker deliver each message for one of these peers several times."""
 
     def make(deliver: Any) -> Any:
         async def again(peer: str, *args: Any) -> Any:
@@ -191,7 +191,7 @@ def deliver_again(worker: Any, times: int, peers: list[str]) -> None:
 
 
 def repeat(worker: Any, point: str, times: int) -> None:
-    """Have a worker do what it does at a point several times over."""
+    """Make a worker repeat what it does at a point several times."""
 
     def make(proceed: Any) -> Any:
         def in_thread(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a shuffle may not leave behind, wherever and however it ended."""
+"""Checks that a shuffle leaves nothing behind on any worker, however it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGE = os.path.dirname(dask_gpurt.__file__) + os.sep
 
 
 async def left_on(dask_worker: Any) -> list[str]:
-    """What is left on a worker of this process, in words. Runs on the worker's loop."""
+    """Describe what is left on a worker of this process. Runs on the worker's loop."""
     found = files_in(dask_worker.local_directory)
     runs = dask_worker.plugins.get("shuffle")
     if runs is not None:
@@ -72,7 +72,7 @@ def _ucx_of(worker: Any) -> list[str]:
 
 
 def ucx_report(dask_worker: Any) -> dict[str, Any] | None:
-    """What the worker's engine for UCX says of itself, if it has one."""
+    """Return the report of the worker's UCX engine, if it has one."""
     report: dict[str, Any] | None = state_of(dask_worker).links.ucx_report()
     return report
 

@@ -1,4 +1,4 @@
-"""Small clusters that are given more than they can hold, and a look inside their workers."""
+"""Small clusters with more data than memory, and views into their workers."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _is_unlocked(path: Path) -> bool:
 
 
 def values_left_on(dask_worker: Any) -> list[str]:
-    """What a worker holds or has promised room to, in words."""
+    """Describe values that a worker holds and room that it has reserved."""
     store = dask_worker.data
     with store._lock:
         found = [f"value {key!r}" for key in store]
@@ -183,7 +183,7 @@ def values_left_on(dask_worker: Any) -> list[str]:
 
 
 def assert_no_values_left(client: Client) -> None:
-    """Return once workers hold nothing: releases are on their way to them for a while."""
+    """Return once workers hold no values; release messages may take a while to arrive."""
     give_up = time.monotonic() + DEADLINE_S
     while left := {
         address: found for address, found in client.run(values_left_on).items() if found

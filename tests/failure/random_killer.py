@@ -74,7 +74,7 @@ WORKER_OPTIONS = ("--nworkers", "1", "--memory-limit", "1 GiB")
 
 
 def report(path: str, point: str) -> None:
-    """Say that a worker has come to a point; return when it may go on."""
+    """Report that a worker has reached a point; return when it may continue."""
     with contextlib.suppress(ConnectionError, FileNotFoundError):
         with socket.socket(socket.AF_UNIX) as conn:
             conn.connect(path)
@@ -84,7 +84,7 @@ def report(path: str, point: str) -> None:
 
 
 class Reports(WorkerPlugin):
-    """Has a worker report every event, and every worker that comes in place of a killed one."""
+    """Makes every worker, also a replacement of a killed one, report each event."""
 
     name = "reports"
 
@@ -101,7 +101,7 @@ class Reports(WorkerPlugin):
 
 @dataclass(frozen=True)
 class Kill:
-    """At the `nth` event of a kind somebody dies; `victim` counts in order of their names."""
+    """A kill at the `nth` event of a kind; `victim` is an index into the sorted names."""
 
     point: str
     nth: int
@@ -157,7 +157,7 @@ class Killer:
 
 @dataclass
 class Outcome:
-    """What came of one run."""
+    """The outcome of one run."""
 
     seed: int
     query: int

@@ -1,4 +1,4 @@
-"""A cluster on which it is known beforehand who sends, who receives, and who only looks on."""
+"""A cluster with fixed roles: known senders, receivers and bystanders."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def frame(number: int) -> pd.DataFrame:
 
 
 def expected() -> list[pd.DataFrame]:
-    """The outputs, from Dask's other way to shuffle, without any worker."""
+    """Compute the outputs by Dask's other shuffle method, without workers."""
     lazy = collection([frame(number) for number in range(N_INPUTS)])
     lazy = lazy.shuffle("key", npartitions=N_OUTPUTS, shuffle_method="tasks")
     return list(dask.compute(*lazy.to_delayed(), scheduler="sync"))
@@ -191,12 +191,12 @@ class Stage:
                 return list(self.client.compute(outputs))
 
     def results(self, outputs: list[Any]) -> list[pd.DataFrame]:
-        """What the outputs turned out to be, before the deadline."""
+        """Return the outputs, or fail at the deadline."""
         self.wait(outputs)
         return list(self.client.gather(outputs))
 
     def let_go_of(self, outputs: list[Any]) -> None:
-        """Have the scheduler forget a shuffle, whatever still refers to its futures."""
+        """Make the scheduler forget a shuffle, even if futures still refer to it."""
         for future in outputs:
             future.release()
 
@@ -215,7 +215,7 @@ class Stage:
         return dict(dask_gpurt.status(self.client)["runs"])
 
     def paths(self) -> set[str]:
-        """Names of the ways that were taken since the last cool-down."""
+        """Return the names of the transports used since the last cool-down."""
         workers = dask_gpurt.status(self.client)["workers"].values()
         return {link["path"] for worker in workers for link in worker["links"].values()}
 
@@ -237,7 +237,7 @@ class Stage:
             assert time.monotonic() < give_up, "the others neither finish nor get stuck"
 
     def wait_for_blocked_producers(self, n_threads: int) -> None:
-        """Return once so many threads wait for a peer to take what they have for it."""
+        """Return once this many threads wait to hand shards over for a peer."""
 
         def n_blocked(worker: Any) -> int:
             runs = worker.plugins["shuffle"].shuffle_runs._runs

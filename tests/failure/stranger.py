@@ -45,7 +45,7 @@ def ports_of(pid: int) -> list[int]:
 
 
 def noise(ports: list[int], stop: Any) -> None:
-    """Sockets that say nothing, noise a byte at a time, and noise all at once."""
+    """Open sockets that stay silent, send noise slowly, or send noise at once."""
     silent: list[socket.socket] = []
     while not stop.is_set():
         for port in ports:

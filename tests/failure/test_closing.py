@@ -1,4 +1,4 @@
-"""Workers that take their time to close, in the midst of a shuffle: their own doing, not a death.
+"""Workers that take long to close in the middle of a shuffle, without being killed.
 
 Between the moment their runs are closed and the one the scheduler notices, they still answer.
 """
@@ -78,7 +78,7 @@ def is_done(outputs: list[Any]) -> bool:
 
 
 def _is_held(worker: Any) -> bool:
-    """Whether somebody waits on this worker for its end."""
+    """Return whether a call waits for the end of this worker."""
     assert worker.status == Status.closing
     return bool(worker._event_finished._waiters)
 
@@ -110,7 +110,7 @@ def test_closing_sender_with_unsent_messages_at_the_barrier(stage: Stage) -> Non
 
 
 def test_barrier_asks_a_sender_that_has_closed_its_runs(stage: Stage) -> None:
-    """Whatever it had was delivered; it cannot know that any more."""
+    """Its shards were delivered, but the sender has no record of it any more."""
     victim = stage.addresses("sender")[0]
     worker = stage.worker_at(victim)
     with Gate() as asked:

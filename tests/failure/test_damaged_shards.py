@@ -1,4 +1,4 @@
-"""Spilled shards that do not come back from the disk as they were: the shuffle starts over.
+"""Spilled shards that were damaged on disk: the shuffle restarts.
 
 The files, their damage and the system's errors are real. A shuffle starts over at most once for
 each worker, because the next run of a worker that met damage keeps its shards in memory.
@@ -37,7 +37,7 @@ def frame(number: int) -> pd.DataFrame:
 
 
 def flip_bits(fd: int) -> None:
-    """One bit in each kilobyte, so that whatever is read has one."""
+    """Flip one bit in each kilobyte, so that every read sees one."""
     nbytes = os.fstat(fd).st_size
     for position in range(100, nbytes, 1024):
         (byte,) = os.pread(fd, 1, position)

@@ -1,4 +1,4 @@
-"""What befalls while the memory of a peer is being read: the loop goes on, and reads end safely."""
+"""Failures during a read of a peer's memory: the loop keeps running, and reads end safely."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> Iterator[Stage]:
-    """All workers are in this process; whatever is read from a peer stops at the gate."""
+    """A stage with all workers in this process; reads from a peer stop at the gate."""
     monkeypatch.setattr(transport_choice, "LEAST_BESIDE_NBYTES", 0)
     monkeypatch.setattr(shared, "_read_into", held(shared._read_into, gate.path))
     with open_stage("shared") as stage:

@@ -1,4 +1,4 @@
-"""Workers that are killed and that nobody starts again: the disk is free, though nobody sweeps."""
+"""Killed workers that are not restarted leave no files, even without a sweep."""
 
 from __future__ import annotations
 

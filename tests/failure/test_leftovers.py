@@ -1,4 +1,4 @@
-"""What looks for things that are left behind does find them, where it takes making them."""
+"""The checks for leftovers find leftovers that a test creates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def client() -> Iterator[Client]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a state of UCX's thread that nothing tells of."""
+    """Poll for a state of UCX's thread, which sends no notification."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Values that nothing can compute again, and that cannot be read back: lost at once, and alone."""
+"""Values that are unreadable and cannot be computed again are lost at once, without others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOST = "lost value"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """One for all: whatever is lost, the rest goes on."""
+    """One cluster for all tests: a lost value must not disturb it."""
     with open_small(tmp_path_factory.mktemp("lost")) as client:
         yield client
 
@@ -62,7 +62,7 @@ def damaged(path: str) -> None:
 
 
 def spoil(worker: Worker, keys: Iterable[Any], how: Callable[[str], None] = gone) -> None:
-    """Spoil what a worker has on disk of these."""
+    """Damage the files of these values on a worker."""
     store = worker.data
     for key in keys:
         value = store.residency.values[key]
@@ -86,12 +86,12 @@ def keys_of(futures: Iterable[Any]) -> list[Any]:
 
 
 def said_of(future: Any) -> str:
-    """What the error of a future says; it is there at once."""
+    """Return the error text of a future, which is set at once."""
     return said_by(lambda: future.result(DEADLINE_S))
 
 
 def said_by(ask: Callable[[], Any]) -> str:
-    """What the error of a client says."""
+    """Return the error text of a client call."""
     with pytest.raises(FutureCancelledError) as error:
         ask()
     # The client holds the error, and that would hold futures by its frames.

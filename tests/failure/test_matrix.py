@@ -29,7 +29,7 @@ TIMES = 5
 
 
 class Paused:
-    """As if its memory were full; goes on once the others can do nothing more without it."""
+    """Pauses a worker as if its memory were full, until the others cannot continue without it."""
 
     def __init__(self, stage: Stage, victim: str, phase: str) -> None:
         self.stage = stage
@@ -84,7 +84,7 @@ def _process(worker: Any) -> tuple[int, str]:
 
 
 class Slow:
-    """Does what it does in this phase five times over."""
+    """Repeats the calls of this phase five times."""
 
     def __init__(self, stage: Stage, victim: str, phase: str) -> None:
         role = next(role for role in ROLES if victim in stage.addresses(role))

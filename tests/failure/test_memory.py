@@ -1,4 +1,4 @@
-"""Managed memory when disks, files and clients misbehave: nothing is lost, all is right."""
+"""Managed memory with failing disks, files and clients: no value is lost or wrong."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_full_disk_keeps_values_in_memory(client: Client, n_writes: int) -> None
 def test_disk_with_room_again_is_used_again(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has to release anything: it is tried again."""
+    """The store tries again by itself; no task has to release a value."""
     monkeypatch.setattr("dask_gpurt.memory.decisions.backoff.FIRST_S", 0.0)
     disks = [_full_after(0) for _ in stores(client)]
     for worker, pwrite in zip(client.cluster.workers.values(), disks, strict=True):
@@ -169,7 +169,7 @@ def test_removed_directory_is_replaced(client: Client) -> None:
 
 
 class OneWay:
-    """A value that goes to disk, and cannot be made again of what is there."""
+    """A value that can be pickled but not unpickled."""
 
     def __init__(self, number: int) -> None:
         _n_made[number] += 1
@@ -294,7 +294,7 @@ def test_cluster_restart_leaves_no_values(tmp_path: Path) -> None:
 
 
 def test_scattered_values_move_when_their_worker_is_retired(tmp_path: Path) -> None:
-    """They cannot be computed again, and are several times what the others hold in memory."""
+    """They cannot be computed again and exceed the memory of the other workers."""
     with open_small(tmp_path, n_workers=3) as client:
         blocks = client.scatter([make_block(n) for n in range(N_BLOCKS)], hash=False)
         until(lambda: is_cold_somewhere(client), "nothing was spilled")

@@ -1,4 +1,4 @@
-"""Values that peers ask for when there is no room for them, or when their worker is about to go."""
+"""Values that peers request while memory is short or their worker is closing."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def workers_of(client: Client) -> tuple[Worker, Worker]:
 
 
 def on_loop(client: Client, coroutine: Any) -> Any:
-    """A future of what a coroutine comes to on the event loop of a client and its workers."""
+    """Run a coroutine on the event loop of a client and its workers; return a future."""
     return asyncio.run_coroutine_threadsafe(coroutine, client.loop.asyncio_loop)
 
 
 def ask(client: Client, key: str) -> Any:
-    """What the first worker answers the second, as a future."""
+    """Request a value of the first worker for the second; return a future of the answer."""
     holder, asking = workers_of(client)
     asked = get_data_from_worker(asking.rpc, [key], holder.address, who=asking.address)
     return on_loop(client, asked)
 
 
 def blocks_of(client: Client) -> tuple[list[Any], list[Any]]:
-    """Futures of more than the first worker holds in memory, all its own, and the cold ones."""
+    """Return futures of all blocks on the first worker, and of those it has spilled."""
     holder, _ = workers_of(client)
     blocks = make_blocks(client, workers=[holder.address])
     wait(blocks, timeout=DEADLINE_S)

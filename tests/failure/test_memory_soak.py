@@ -1,4 +1,4 @@
-"""Random programs over three times as much data as memory: right answers, and nothing is left."""
+"""Random programs with three times more data than memory give right answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that are lost, come twice, in another order, damaged or not at all."""
+"""Messages that are lost, duplicated, reordered or damaged."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ befallen: list[str] = []
 
 
 def assert_same_after_all(stage: Stage) -> None:
-    """A shuffle that comes now is as if nothing had happened, and is one run."""
+    """Check that a later shuffle is undisturbed and takes one run."""
     outputs = stage.shuffle()
     assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 1, "stock": 0}
@@ -74,7 +74,7 @@ def assert_same_after_all(stage: Stage) -> None:
 
 
 def _told(label: tuple[str, ...], dask_worker: Any) -> float:
-    """What a worker's fine metrics have under a label, whatever the span."""
+    """Return a worker's fine metrics for a label, summed over spans."""
     totals = dask_worker.digests_total.items()
     return sum(value for name, value in totals if name[0] == "p2p" and name[2:] == label)
 
@@ -158,7 +158,7 @@ async def _ucx_links_fail(worker: Any, which: Which, peers: list[str]) -> None:
 
 
 async def _ucx_sends_fail(worker: Any, which: Which, peers: list[str]) -> None:
-    """The link breaks before the message leaves, with all that is under way on it."""
+    """Break the link before the message leaves, with all transfers in flight on it."""
     engine = await state_of(worker).links.ucx.engine()
     send, numbers = engine.send, itertools.count(1)
 
@@ -304,7 +304,7 @@ Change = Callable[[Message], Message]
 
 
 def _damage(worker: Any, which: Which, peers: list[str], change: Change) -> None:
-    """Change messages to these peers before they leave; what is kept to send again is right."""
+    """Damage messages to these peers before they leave; copies kept for a retry stay intact."""
     numbers = itertools.count(1)
 
     def make(deliver: Any) -> Any:
@@ -392,7 +392,7 @@ def _waiting_nbytes(worker: Any) -> int:
 
 
 def test_producers_wait_for_a_peer_that_stops_reading(stage: Stage) -> None:
-    """Producers wait, and no more waits with them than the limit and what crossed it."""
+    """Queued bytes stay within the limit plus the shard that crossed it."""
     with Gate() as gate:
         for receiver in stage.addresses("receiver"):
             stage.tell(receiver, gates.hold, "receive", gate.path)

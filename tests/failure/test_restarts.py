@@ -1,4 +1,4 @@
-"""Runs that are restarted while threads and calls of the run before are still busy with it."""
+"""Restarted runs while threads and calls of the previous run are still active."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _hold_one(worker: Any, point: str, path: str) -> None:
 
 
 def test_producers_wait_for_a_receiver_that_leaves(stage: Stage) -> None:
-    """They are let go, and take part in the run that follows."""
+    """They are released and take part in the next run."""
     victim = stage.addresses("receiver")[0]
     with Gate() as gate:
         stage.tell(victim, gates.hold, "receive", gate.path)
@@ -127,7 +127,7 @@ def test_late_barrier_of_an_old_run_does_not_end_the_new_run(quiet_stage: Stage,
 
 
 def test_barrier_of_a_vanished_run_restarts_the_shuffle(quiet_stage: Stage) -> None:
-    """However that came about: all that was in it is made again, and nobody sees an error."""
+    """All inputs are computed again, and no error reaches the client."""
     stage = quiet_stage
     concluding = stage.addresses("receiver")[1]
     plugin = stage.cluster.scheduler.plugins["shuffle"]

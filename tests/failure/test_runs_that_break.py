@@ -1,4 +1,4 @@
-"""Workers that die, outputs wanted twice, disks that fill up: equal results or one clear error.
+"""Killed workers, outputs wanted twice and full disks: equal results or one clear error.
 
 What breaks, breaks from inside a task, at a place the test chose, once: nothing here depends on
 timing.
@@ -142,7 +142,7 @@ def test_killed_worker_restarts_the_rechunk(processes, tmp_path, when):
 
 
 def test_released_output_is_computed_again(client, tmp_path, monkeypatch):
-    """As if the result had been lost with the worker that held it, while the run goes on."""
+    """As if the result was lost with its worker while the run continues."""
     read = ExchangeRun.get_output_partition
 
     def read_again_once(run, partition_id, key, **kwargs):
@@ -173,7 +173,7 @@ def rechunked(path=None):
 
 
 def test_two_computations_over_one_rechunk(client):
-    """Each has tasks of its own that read the same chunks: those stay until both are through."""
+    """Their tasks read the same chunks, which stay until both computations end."""
     dask_gpurt.enable(client)
     with gates.Gate() as gate, client.as_current():
         columns, source = rechunked(gate.path)
@@ -226,7 +226,7 @@ def half_read(client, function):
 
 
 def test_second_computation_over_a_half_read_rechunk(beside):
-    """What was let go of is made again, once, and for both."""
+    """Released chunks are computed once more, for both computations."""
 
     def held(block, path):
         return held_at_call(8, block, path)

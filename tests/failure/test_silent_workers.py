@@ -1,4 +1,4 @@
-"""A worker whose event loop is held up: whoever asks all workers still learns what others say."""
+"""A worker whose event loop is blocked: broadcasts still return the answers of the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 
 
 def hold_up(began, go_on):
-    """Runs in the event loop of a worker; opening a pipe waits for who opens its other end."""
+    """Block the event loop of a worker by opening a pipe that has no writer yet."""
     for path, flags in [(began, os.O_WRONLY), (go_on, os.O_RDONLY)]:
         os.close(os.open(path, flags))
 

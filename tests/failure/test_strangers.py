@@ -1,4 +1,4 @@
-"""Somebody who knows the ports of a worker and no key: it is not let in, and jobs go on."""
+"""A process that knows the ports of a worker but no key is refused, and shuffles continue."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_search_for_ucx_sockets_leaves_nothing_open():
 
 
 def closing_of_the_door(engine):
-    """Return an event that is set once nobody is expected and every stranger is let go."""
+    """Return an event that is set once no peer is expected and every stranger is gone."""
     closed, loop, board = asyncio.Event(), asyncio.get_running_loop(), engine._board
     lose_strangers = board._lose_strangers
 

@@ -1,4 +1,4 @@
-"""Values that their own code, or a registered serializer, takes apart: as in stock Dask."""
+"""Values that their own code or a registered serializer serializes, as in plain Dask."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LockedMore(Locked):
 
 
 class Generic(Sized):
-    """Dask goes through its attributes."""
+    """A class that Dask serializes by its attributes."""
 
     def __reduce__(self) -> Any:
         raise TypeError("not by pickle")
@@ -198,7 +198,7 @@ ERRORS: dict[str, BaseException] = {
 
 
 class Sour(Sized):
-    """Goes out, and does not come back."""
+    """A value that can be serialized but not deserialized."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(1)

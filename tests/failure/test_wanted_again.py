@@ -1,4 +1,4 @@
-"""A second computation over a shuffle that another reads, with inputs that are not the same twice.
+"""A second computation over a shuffle that another reads, with inputs that change each time.
 
 What an output was made of is let go of once it is made, so the shuffle starts over for the second.
 Each of the two gets all of its rows from one run.
@@ -64,7 +64,7 @@ def _hold_an_output(path: str, dask_worker: Any) -> None:
 
 
 def make(number: int) -> pd.DataFrame:
-    """An input partition; every row says how often it has been made."""
+    """Make an input partition whose rows say how often it was made."""
     _times[number] += 1
     return pd.DataFrame({"key": np.arange(100), "time": _times[number]})
 
@@ -101,7 +101,7 @@ def seen(outputs: list[Any], name: str) -> list[Any]:
 
 
 def wait_for_all_but_the_held(cluster: LocalCluster, name: str) -> None:
-    """And until the outputs that these saw were let go of."""
+    """Wait until all other outputs are read and released."""
 
     async def is_so() -> bool:
         tasks = [cluster.scheduler.tasks[name, number] for number in range(HELD)]
@@ -159,7 +159,7 @@ def test_shuffle_that_consumed_the_first_run_restarts(
 def test_finished_results_of_the_first_run_stay(
     cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
 ) -> None:
-    """Nobody waits again for what is made of the first run alone."""
+    """Results that depend only on the first run are not computed again."""
     reads = seen(shuffled, "first")
     some = client.compute(dask.delayed(times_of)(reads[:HELD]))
     # It keeps the run, which would be over else.

@@ -1,4 +1,4 @@
-"""What the CUDA device asks of CuPy, call by call: of a stand-in, which has CuPy's signatures."""
+"""The calls of the CUDA device to CuPy, one by one, on a stand-in with CuPy's signatures."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_array_of_pinned_memory_keeps_it_alive(cupy):
 
 
 def test_memory_comes_from_rmm_when_it_has_a_pool(cupy, monkeypatch):
-    """A stand-in here; the real one is asked by the tests that need a GPU."""
+    """On a stand-in for RMM; tests that need a GPU use the real one."""
 
     class CudaMemoryResource:
         pass
@@ -261,7 +261,7 @@ def test_memory_of_other_libraries_is_copied(cupy):
 
 @pytest.mark.parametrize("number, is_elsewhere", [(0, True), (1, False), (-2, False)])
 def test_memory_of_another_device_is_recognised(cupy, number, is_elsewhere):
-    """CUDA knows of no device of what the system allocated: that is for all of them."""
+    """CUDA names no device for memory that the system allocated; every device may use it."""
     driver = CupyDriver(1)
     driver._runtime.device_of[4096] = number
     memory = types.SimpleNamespace(__cuda_array_interface__={"data": (4096, False)})

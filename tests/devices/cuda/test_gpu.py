@@ -35,7 +35,7 @@ class TestPumped(DeviceSuite):
 
 
 def pumped(total_nbytes=CAPACITY, capacity_nbytes=CAPACITY, seed=0):
-    """Nothing runs until somebody waits."""
+    """Return a device whose work runs only when a test waits."""
     return CudaDevice(EmulatedCuda(total_nbytes, random.Random(seed).randrange), capacity_nbytes)
 
 
@@ -55,7 +55,7 @@ def stream(device):
 
 
 def test_only_an_explicit_wait_runs_queued_work(device, stream):
-    """The driver runs nothing by itself: whatever waited would have run the copies."""
+    """The emulated driver runs work only for a wait, so any hidden wait would show."""
     values, out = noise(100), np.zeros(100, dtype=np.uint8)
     buffer = device.allocate(100, stream)
     stream.to_device(buffer, values)
@@ -91,7 +91,7 @@ def test_streams_are_opened_with_their_priority(device):
 
 
 def test_memory_is_not_freed_before_its_last_use(device):
-    """The driver would refuse: to it, memory that is dropped is free at once."""
+    """The emulated driver refuses early frees: for it, dropped memory is free at once."""
     one, other = device.stream("one"), device.stream("other")
     buffer = device.allocate(CAPACITY, one)
     other.wait(one.record())
@@ -106,7 +106,7 @@ def test_memory_is_not_freed_before_its_last_use(device):
 
 
 def test_memory_freed_on_one_stream_serves_another():
-    """Pools keep memory for the stream it was allocated on, so that is always the same."""
+    """Pools keep memory for the stream of its allocation, so all allocations use one stream."""
     device = pumped(total_nbytes=1000)
     streams = [device.stream(name) for name in ("one", "other")]
     seen = set()
@@ -158,7 +158,7 @@ def test_use_after_free_is_refused(device, stream):
 
 
 def test_memory_dropped_without_a_free_stays_allocated(device, stream):
-    """Work on it may be queued, and nobody knows of what stream."""
+    """Queued work may use the memory, and no record says on which stream."""
     other = device.stream("other")
     buffer = device.allocate(100, stream)
     other.wait(stream.record())
@@ -342,7 +342,7 @@ def test_an_error_of_the_driver_costs_no_budget(device, stream, monkeypatch):
 
 
 def timed(capacity_nbytes=CAPACITY):
-    """The ledger's clock stands at 100 when the device is made."""
+    """Return a device and its ledger, whose clock shows 100 when the device is made."""
     ledger = Ledger(clock=lambda: 100.0)
     driver = EmulatedCuda(2 * capacity_nbytes, random.Random(0).randrange)
     return CudaDevice(driver, capacity_nbytes, ledger), ledger
@@ -384,7 +384,7 @@ def test_ledger_entries_follow_the_order_of_completion():
 
 
 def test_times_are_measured_from_a_recent_zero_point(monkeypatch):
-    """They come as floats that are good for a minute or so."""
+    """CUDA returns floats, which are precise for about a minute only."""
     device, ledger = timed()
     stream = device.stream("copies")
     buffer = device.allocate(10, stream)

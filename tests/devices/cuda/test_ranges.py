@@ -41,7 +41,7 @@ class FakeDomain:
 
 
 class FakeDummyDomain:
-    """What the package hands out while nobody listens."""
+    """The domain that nvtx returns without a profiler."""
 
 
 def fake_nvtx(domain, *, enabled=True):
@@ -152,7 +152,7 @@ def test_real_nvtx_without_a_profiler_has_no_domain():
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_real_nvtx_with_a_profiler_gets_ranges(tmp_path):
-    """A small one, loaded the way that profilers are."""
+    """With a small profiler that is loaded the way real ones are."""
     pytest.importorskip("nvtx")
     source, tool, out = (
         pathlib.Path(__file__).parents[1].joinpath("nvtx_tool.c"),

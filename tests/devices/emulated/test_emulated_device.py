@@ -317,7 +317,7 @@ def test_threads_of_a_closed_device_end():
 
 
 class Time:
-    """A clock that only moves when somebody waits."""
+    """A clock that moves only when a thread waits."""
 
     def __init__(self):
         self.now_s = 100.0

@@ -104,7 +104,7 @@ def test_order_through_events_is_transitive(device, streams):
 
 
 def test_finished_work_orders_nothing_until_it_is_queried(device, streams):
-    """That a copy happens to be over says nothing about the next time."""
+    """A copy that happens to be finished now may not be finished the next time."""
     one, other = streams
     buffer = device.allocate(10, one)
     one.to_device(buffer, noise(10))
@@ -171,7 +171,7 @@ def test_kernel_cannot_write_its_own_input(device, streams):
 
 
 def test_unordered_programs_are_found_or_give_the_same_result():
-    """Whatever is not refused gives the same result in every order that a device may choose."""
+    """A program without a hazard gives the same result in every order a device may choose."""
     outcomes = set()
 
     @settings(derandomize=True, max_examples=600)

@@ -1,4 +1,4 @@
-"""The allocator is told what to keep when the first user comes, and to stop when the last goes."""
+"""The first user of a shuffle raises the allocator's thresholds, and the last one restores them."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def _read(source, extents):
 
 
 def test_extents_locate_the_bytes_in_the_file():
-    """Whatever pages were stitched, moved, given back and taken again on the way."""
+    """After any sequence of building, moving, returning and reusing pages."""
     rng = np.random.default_rng(0)
     source = SharedPages()
     spare = [source.build(1, []) for _ in range(5)]
@@ -354,7 +354,7 @@ def test_closing_the_file_leaves_the_memory_in_use():
 
 
 def test_forked_child_frees_no_pages_of_its_parent():
-    """Not the bytes of shared pages, which it lets go of as it ends."""
+    """The child frees its view of shared pages at exit; their bytes have to stay."""
     pool = HostPool(4 * PAGE_NBYTES, source=SharedPages())
     spare = pool.empty(PAGE_NBYTES)
     buffer = pool.empty(3 * PAGE_NBYTES)

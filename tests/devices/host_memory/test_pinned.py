@@ -1,4 +1,4 @@
-"""Blocks of one size are used again; nothing that two values hold overlaps; the cap holds."""
+"""Blocks of pinned memory are reused, never overlap and stay within the limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 20.0
 
 
 class Pinner:
-    """Counts what it gives, and fails when told to."""
+    """A pinner that counts its blocks and fails when a test says so."""
 
     def __init__(self):
         self.asked = []
@@ -161,7 +161,7 @@ def test_released_pinned_memory_cannot_be_used():
 
 
 def test_idle_blocks_are_served_while_others_are_pinned():
-    """Pinning takes milliseconds: whoever needs none of it does not wait."""
+    """Pinning takes milliseconds, and a request for idle blocks must not wait for it."""
     entered, go_on = threading.Event(), threading.Event()
     slow = False
 

@@ -31,7 +31,7 @@ def test_buffer_has_its_length_is_aligned_and_writable(pool, nbytes):
 
 
 def test_lane_that_gets_no_pages_keeps_its_pages(pool, monkeypatch):
-    """Its run would be let go of again later, and be somebody else's with a buffer in it."""
+    """If it released its pages twice, another lane's buffer would lose its memory."""
     first, second = pool.empty(HALF, "a"), pool.empty(HALF, "a")
     second[:] = 2
 
@@ -244,7 +244,7 @@ def test_memory_of_a_large_buffer_becomes_small_buffers(pool):
 
 
 def test_large_buffer_does_not_wait_for_pages_in_use(pool):
-    """A large buffer takes what is idle, and the rest from the system."""
+    """It takes the idle pages, and the rest from the system."""
     first = pool.empty(PAGE_NBYTES)
     second = pool.empty(PAGE_NBYTES)
     second[:] = 2

@@ -99,7 +99,7 @@ def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
 
 
 def test_buffer_freed_after_trimming_is_returned_at_once():
-    """A result that outlives its shuffle: nobody asks the pool for anything when it is dropped."""
+    """A result may outlive its shuffle, and no later request would return its memory."""
     pool = HostPool(1 << 30)
     kept = pool.empty_alone(4 * PAGE_NBYTES)
     pool.trim()

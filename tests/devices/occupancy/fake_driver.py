@@ -1,4 +1,4 @@
-"""A driver that writes down launches."""
+"""A driver that records launches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Made:
 
 
 class FakeDriver:
-    """Keeps the rules of a CUDA driver about shared memory; counts what it is asked."""
+    """A driver that keeps CUDA's rules about shared memory and counts queries."""
 
     def __init__(self, registers=32, static_nbytes=0, opt_in_nbytes=227 * KIB):
         self.registers = registers
@@ -69,7 +69,7 @@ class FakeDriver:
 
 
 class CountingPlanner:
-    """A planner that keeps what it was asked."""
+    """A planner that records its queries."""
 
     def __init__(self, leave, architecture=SM90):
         self.planner = Planner(architecture, leave)

@@ -1,4 +1,4 @@
-"""Launches through the driver's functions carry what was planned; and CuPy's do."""
+"""Launches through the driver's functions, CuPy's included, carry the planned bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TWO, FOUR = 76928, 45696  # bytes that leave so many blocks of 256 threads on an
 
 
 class Library:
-    """What CuPy looks its functions up in."""
+    """The library in which CuPy looks its functions up."""
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_module_may_be_unloaded_during_a_decision(library, libcuda, launches):
 
 
 def test_functions_once_looked_up_stay_alive(libcuda):
-    """Nobody knows who has their addresses."""
+    """Callers may keep their addresses for as long as the process runs."""
     launches, library = Launches(libcuda), Library()
     is_there = weakref.ref(launches)
     launches.stand_in(library)
@@ -211,7 +211,7 @@ def needs_cupy():
 
 
 def test_launches_of_cupy_kernels_are_shaped(needs_cupy):
-    """The function that raw, elementwise and reduction kernels end in, over a driver of ours."""
+    """On a fake driver, through the function that all CuPy kernels use."""
     done = run(f"""
         launches = cupy_launches()
         assert cupy_launches() is launches

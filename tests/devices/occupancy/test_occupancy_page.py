@@ -72,7 +72,7 @@ def test_table_of_reasons_is_up_to_date():
 
 
 def test_picture_shows_the_example():
-    """Its bars are 432 wide; what they show is what the example computes."""
+    """The bars of the picture are 432 wide and show the computed example."""
     compute = Launch(threads=256, registers=64)
     pack = Launch(threads=256, registers=32, dynamic_nbytes=24 * KIB)
     found = plan_beside(SM90, compute, pack, pending=True)

@@ -1,4 +1,4 @@
-"""Resident blocks and plans, against a search that knows nothing of the product's arithmetic."""
+"""Resident blocks and plans, against a search that shares no arithmetic with the package."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def fit_by_registers(architecture, registers, warps):
 
 
 def brute_force(architecture, threads, registers):
-    """Most blocks resident whatever their shared memory."""
+    """Return the most resident blocks that any amount of shared memory allows."""
     warps = np.ceil(threads / architecture.warp_size).astype(np.int64)
     blocks = np.zeros_like(warps)
     for n in range(1, architecture.blocks_per_sm + 1):

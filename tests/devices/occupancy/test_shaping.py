@@ -1,4 +1,4 @@
-"""Launches inside `shaped` carry what was planned, all others what they ask for."""
+"""Launches inside of `shaped` carry the planned bytes; all others are unchanged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_disabled_hook_changes_nothing(driver):
 
 
 def test_scope_does_not_shape_while_nothing_is_pending(hook, driver):
-    """Asked at each launch: communication comes and goes within one block."""
+    """The hook asks at each launch, because communication may start and end within a scope."""
     pending = iter([False, True, True, False])
     planner = CountingPlanner(2)
     with shaped(planner, lambda: next(pending), hook):
@@ -135,7 +135,7 @@ def test_kernel_limit_is_kept_when_it_suffices(hook, driver):
 
 
 def test_kernel_limit_only_grows(hook, driver):
-    """Its owner has launches of its own that need what it was allowed."""
+    """Other launches of the same kernel may need the higher limit."""
     driver.set_max_dynamic_shared("k", 200 * KIB)
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -145,7 +145,7 @@ def test_kernel_limit_only_grows(hook, driver):
 
 
 def test_launch_is_unchanged_where_the_device_refuses_the_limit():
-    """The table said that it would."""
+    """The table of architectures claims that the device allows it."""
     driver = FakeDriver(opt_in_nbytes=64 * KIB)
     hook = LaunchHook(driver, enabled=True)
     with shaped(Planner(SM90, 2), always, hook):
@@ -160,7 +160,7 @@ def test_launch_is_unchanged_where_the_device_refuses_the_limit():
 
 
 def test_refused_launch_is_repeated_and_not_shaped_again(hook, driver):
-    """The kernel's owner has since set what it is allowed back to what it needs itself."""
+    """The kernel's owner has reset its limit to what its own launches need."""
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         del driver.allowed["k"]

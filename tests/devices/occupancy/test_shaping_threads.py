@@ -64,7 +64,7 @@ def test_threads_shape_their_own_launches():
 
 
 class Door:
-    """A lock that says who has come to it."""
+    """A lock that tells which threads wait for it."""
 
     def __init__(self):
         self.lock = threading.Lock()
