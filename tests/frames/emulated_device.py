@@ -59,7 +59,7 @@ class EmulatedMemory:
         out[:] = self._bytes[start : start + out.nbytes]
 
     def on_device(self):
-        """Its bytes, for what stands in for a kernel."""
+        """Return the bytes of emulated device memory, for functions that stand in for kernels."""
         return self._bytes
 
 

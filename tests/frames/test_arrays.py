@@ -115,7 +115,7 @@ def test_pickled_chunks_are_rechunked(dtype, sent):
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("order", ["C", "F", "reversed", "strided", "broadcast", "read-only"])
 def test_elements_are_restored_in_c_order(order, sent):
-    """Wherever an input chunk's elements lie, the output is a new array in C order."""
+    """In any memory layout of the input chunks, the output is a new array in C order."""
     made = {
         "C": lambda chunk: np.ascontiguousarray(chunk),
         "F": lambda chunk: np.asfortranarray(chunk),
@@ -154,7 +154,7 @@ def test_chunks_of_mixed_types_get_the_first_type_as_in_dask():
 
 
 def test_chunk_of_an_unannounced_shape_is_joined_as_in_dask():
-    """As stock: slices end where the chunk does, and what is left is joined."""
+    """As in Dask, slices end with the chunk, and the rest is joined."""
     old, new = ((4, 4), (6,)), ((8,), (6,))
     inputs = {(0, 0): np.ones((4, 1)), (1, 0): np.zeros((4, 1))}
     (got,) = exchanged(old, new, inputs, sent=True).values()
@@ -230,7 +230,7 @@ def test_damaged_shards_are_refused():
 
 
 def test_layout_is_parsed_again_after_an_interpreter_error(monkeypatch):
-    """As it does, now and then, where two threads parse at once."""
+    """Python sometimes fails when two threads parse at the same time."""
     layout = ChunkLayout(np.dtype("f4"), (3, 5, 7), False)
     read = np.lib.format.read_array_header_1_0
     failures = [SystemError("AST constructor recursion depth mismatch")] * 2

@@ -100,7 +100,7 @@ def test_block_size_does_not_change_gathered_columns(
 
 
 def test_long_columns_are_gathered_block_by_block(monkeypatch):
-    """Or what is read ahead would have left the cache when it is wanted."""
+    """Otherwise rows that were read ahead would leave the cache before they are used."""
     order = []
 
     def kernel(source, rows, out, fill):

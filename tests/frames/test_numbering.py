@@ -1,4 +1,4 @@
-"""Numbers of output partitions against Dask's own."""
+"""Partition numbers of rows equal those of Dask."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_a_partition_without_rows_has_no_objects_to_measure():
 
 
 def shuffled(*parts: pd.DataFrame) -> pd.DataFrame:
-    """What a run makes of all rows of some partitions, the first of which has the meta's types."""
+    """Return what a run makes of all rows of these partitions; the first has the meta's types."""
     adapter = PandasFrames(
         parts[0].iloc[:0].assign(_partitions=np.array([], "int64")), "_partitions", True
     )

@@ -1,4 +1,4 @@
-"""Objects on their way out of a process: how often they are pickled, and what errors say."""
+"""Objects in shards: how often they are pickled, and which errors name them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DASKS = Pickling(dumps, loads)
 
 
 class Counted(Pickling):
-    """Plain pickle that notes what it is given."""
+    """Plain pickling that records its calls."""
 
     def __init__(self):
         self.dumped = []

@@ -1,4 +1,4 @@
-"""The geometry of rechunks, against stock's and against NumPy's slicing."""
+"""The geometry of rechunks, against Dask's splits and NumPy's slicing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dask_gpurt.frames.rechunking import Axis, Rechunking, filled
 
 @st.composite
 def cuttings(draw, length, smallest=1):
-    """A way to cut an axis; with chunks of nothing if the smallest has no length."""
+    """Strategy for cuts of an axis; with empty chunks if the smallest has no length."""
     if smallest:
         inner = st.integers(1, length - 1)
         cuts = draw(st.lists(inner, unique=True, max_size=5)) if length > 1 else []

@@ -1,4 +1,4 @@
-"""What columns become whose type is not the one that was promised: no value is another one."""
+"""Columns whose type differs from the meta are cast without changing a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where bytes of one kind lie in a packed shard."""
+"""Sections locate bytes of one kind in a packed shard."""
 
 from __future__ import annotations
 

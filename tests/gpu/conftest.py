@@ -31,7 +31,7 @@ class Gate:
         self._kernel.compile()
 
     def close(self, stream):
-        """What is queued on this stream from here on waits for `open`."""
+        """Queue a kernel on this stream that waits for `open`."""
         import numpy as np
 
         arguments = (np.uint64(self._is_open.ctypes.data), np.int64(10_000_000_000))

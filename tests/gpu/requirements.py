@@ -1,4 +1,4 @@
-"""What tests of this folder need, and why they are skipped where it is not there."""
+"""The requirements of tests in this folder, and the reasons for skipping them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU passes the suite of devices, and does what only a GPU can be asked."""
+"""A GPU passes the device suite, and tests that only a GPU can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CuPy and RMM call whoever can make room, on a GPU."""
+"""CuPy and RMM on a GPU call back when an allocation fails."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_called_library_functions_exist():
 
 @needs_libraries
 def test_cudf_takes_columns_over_existing_memory():
-    """Nothing reads them, so that memory of the host will do."""
+    """No kernel reads the columns, so host memory suffices."""
     memory = EmulatedMemory(MEMORY_NBYTES)
     tables = CudfTables()
     table = tables.view(memory, COLUMNS)
@@ -195,7 +195,7 @@ class TestNamedIndex(CudfSuite):
 
 @needs_cudf
 class TestOfASeries(CudfSuite):
-    """What Dask makes of a Series without a name: one column, that has a number for a label."""
+    """Frames that Dask makes of an unnamed Series: one column with a number as its label."""
 
     def filled(self, made, rng, rows):
         made[0] = cudf.Series(list(rng.choice(["", "a", "bcd", None], rows)), dtype="str")

@@ -1,4 +1,4 @@
-"""Values of CuPy and cuDF in the store of a worker: taken apart on a GPU, and on a live worker."""
+"""CuPy and cuDF values in the store: serialized on a GPU, and spilled by a live worker."""
 
 from __future__ import annotations
 

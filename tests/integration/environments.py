@@ -84,7 +84,7 @@ def _environment(directory: Path, python: str, versions: Mapping[str, str | None
 
 
 def _copy(entry: Path, library: Path, name: str, found: str, version: str) -> None:
-    """A package, or what says which version of it is installed, as another version."""
+    """Copy a package or its metadata as another version."""
     target = library / (f"{name}-{version}.dist-info" if found else name)
     copytree(entry, target, ignore=ignore_patterns("__pycache__", "tests"))
     if found:

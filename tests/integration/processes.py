@@ -1,4 +1,4 @@
-"""Schedulers, workers and programs as processes of their own, as a user starts them."""
+"""Schedulers, workers and programs in processes of their own, as users start them."""
 
 from __future__ import annotations
 

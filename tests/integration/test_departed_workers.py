@@ -1,4 +1,4 @@
-"""What shuffles moved stays known when the workers that moved it are gone."""
+"""Counters of shuffles outlive the workers that moved the bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shuffled():
 
 
 def told(status):
-    """What there is to lose: counters, and the table of shuffles."""
+    """Return the counters and the table of shuffles."""
     return {name: status["totals"][name] for name in MEANING}, status["shuffles"]
 
 
@@ -33,7 +33,7 @@ def runs_under_way(worker):
 
 
 def untold(worker):
-    """Runs that ended and that no heartbeat has said yet."""
+    """Return ended runs that no heartbeat has reported yet."""
     return worker.extensions["gpurt"]._untold_runs
 
 
@@ -156,7 +156,7 @@ def test_killed_restarted_and_removed_workers_still_count():
 
 
 def amounts(status):
-    """What does not depend on where partitions went."""
+    """Return the numbers that do not depend on where partitions went."""
     names = ("partitions_in", "partitions_out", "shuffle_runs")
     return tuple(status["totals"][name] for name in names)
 

@@ -163,7 +163,7 @@ def two_hosts(monkeypatch):
 
 @pytest.fixture(params=["send", "receive"])
 def works_on_the_host_alone(request, monkeypatch):
-    """UCX that fails with memory of a device at one of the ends; what its peers say of it."""
+    """UCX that fails with device memory at one end; the error text that its peers report."""
     works = getattr(UcxEngine, request.param)
 
     async def of_the_host(engine, peer, number, buffers, deadline_s):

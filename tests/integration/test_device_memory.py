@@ -162,7 +162,7 @@ def test_unusable_gpu_is_left_to_dask(gpu, monkeypatch, caplog):
 
 
 class Column(GpuArray):
-    """A value of cuDF, as far as its name goes."""
+    """A stand-in with the type name of a cuDF value."""
 
 
 Column.__module__ = "cudf.core"

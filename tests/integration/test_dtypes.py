@@ -1,4 +1,4 @@
-"""Every dtype and every index a Dask user has, through a real shuffle, against stock Dask."""
+"""Every dtype and index of Dask users through a real shuffle, against plain Dask."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def side_by_side(columns):
 
 
 def test_column_types_survive_ucx(over_ucx):
-    """At once: to UCX a shard is bytes, and what differs is where in it they lie."""
+    """All columns at once: for UCX a shard is bytes, and columns differ only in their offsets."""
     lazy = collection(side_by_side(LIKE_STOCK)).shuffle("key", npartitions=5)
     assert_same_as_stock(over_ucx, lazy, 1)
     assert_as_sent(over_ucx, side_by_side(AS_SENT))
@@ -238,7 +238,7 @@ def test_nullable_numbers_keep_the_type_of_the_meta(sides):
 
 
 def test_unknown_categories_are_shuffled(sides):
-    """What Dask itself makes of `astype("category")`: meta does not know the categories."""
+    """As from `astype("category")`: the meta does not know the categories."""
     lazy = collection(frames(lambda rng, i: rng.choice(["a", "b"], N)))
     lazy = lazy.assign(value=lazy["value"].astype("category"))
     assert_same_as_stock(sides, lazy.shuffle("key", npartitions=3), 1)
@@ -276,7 +276,7 @@ def lazy_of(frame):
 
 
 def assert_equals_pandas(sides, lazy, expected, *, has_index=True):
-    """Whatever the order of the rows."""
+    """Compare with pandas, ignoring the order of rows."""
     both = [pd.concat(on_our_plane(sides, lazy)), expected]
     both = [frame.sort_values(list(frame.columns)) for frame in both]
     if not has_index:

@@ -1,4 +1,4 @@
-"""Schedulers and workers that are told to end, in processes of their own."""
+"""Schedulers and workers in processes of their own that are told to end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAG = {"DASK_GPURT__ENABLED": "true", "PYTHONPATH": str(Path(__file__).parents[
 
 
 class Lingers(WorkerPlugin):
-    """Of a user: something that never comes to an end by itself."""
+    """A user's plugin whose teardown never ends by itself."""
 
     name = "lingers"
 

@@ -1,4 +1,4 @@
-"""Dask's fine performance metrics of a shuffle: the labels that stock has, and right amounts."""
+"""Dask's fine performance metrics of a shuffle have Dask's labels and right amounts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shuffle(client):
 
 
 def told(client, context):
-    """Sum over the workers of what was told in a context, without the span."""
+    """Sum the metrics of a context over workers, without spans."""
     totals = {}
     for worker in client.cluster.workers.values():
         for name, value in worker.digests_total.items():
@@ -56,7 +56,7 @@ def told(client, context):
 
 @pytest.fixture(scope="module")
 def spilling():
-    """Metrics and counters of a shuffle of ours, all of which went through the disk."""
+    """Metrics and counters of a shuffle that spilled all of its shards."""
     with cluster(**{"gpurt.shuffle.memory": "16 KiB", "gpurt.shuffle.transport": "comm"}) as client:
         dask_gpurt.enable(client)
         shuffle(client)
@@ -122,7 +122,7 @@ def test_no_disk_or_wire_metrics_without_spilling_on_one_host():
 
 
 def scraped(client):
-    """Sums over the workers of what they show Prometheus of shuffles."""
+    """Sum what workers show Prometheus about shuffles."""
     units = {"bytes": "bytes", "count": "count", "time_seconds": "seconds"}
     families = {f"dask_worker_shuffle_{name}": unit for name, unit in units.items()}
     totals = {}

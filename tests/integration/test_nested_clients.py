@@ -1,4 +1,4 @@
-"""A client that a task makes is one more client: the program's client speaks for the cluster."""
+"""Clients that tasks make do not change the settings of the program's client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 def ways():
-    """What a task can do to have a client. Local functions travel by value."""
+    """Return functions by which a task gets a client. Local functions travel by value."""
 
     def by_get_client(address):
         return get_client().submit(pow, 2, 5, pure=False).result()
@@ -140,7 +140,7 @@ class TestOtherClients:
 
 @pytest.mark.parametrize("way", ["by_get_client", "by_address", "in_a_coroutine"])
 def test_client_in_a_task_does_not_change_the_cluster_flag(way):
-    """Where the whole cluster is in one process, the flag is everybody's."""
+    """In a cluster within one process, all clients share the flag."""
     with stock_client(1, n_threads=2) as client, dask.config.set({"gpurt.enabled": True}):
         address = client.scheduler.address
         assert client.submit(ways()[way], address).result(timeout=60) == 32

@@ -1,4 +1,4 @@
-"""Programs on a Python without functions of `os` that one built against an old C library lacks."""
+"""Programs on a Python that lacks functions of `os`, as one built against an old C library."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ PROGRAM = """
 
 
 def outcome(directory, names, *, transport="auto", processes=False, is_old_kernel=False):
-    """What a program that shuffles and spills says at its end; its rows are right."""
+    """Run a program that shuffles and spills; return what it prints. Its rows are checked."""
     site = directory / "site"
     site.mkdir()
     about = {"names": names, "is_old_kernel": is_old_kernel}

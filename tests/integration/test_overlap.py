@@ -1,4 +1,4 @@
-"""Tasks go on while what they handed in is sent, or wait for it where that is asked for."""
+"""Tasks continue while their shards are sent, or wait for delivery where configured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def enable(client, **settings):
 
 
 def shuffled(client):
-    """What comes out of a shuffle of numbers that codecs make smaller."""
+    """Return the result of a shuffle of compressible numbers."""
     lazy = collection([frame(number) for number in range(N_INPUTS)]).shuffle("key", npartitions=4)
     before = dask_gpurt.status(client)["runs"]["gpurt"]
     parts = partitions(client, lazy)
@@ -44,7 +44,7 @@ def shuffled(client):
 
 
 class Handed:
-    """Sees transfer tasks end, and what had not been delivered then."""
+    """Records the ends of transfer tasks and how much was undelivered then."""
 
     def __init__(self, monkeypatch):
         self.undelivered_nbytes = []

@@ -21,7 +21,7 @@ UNSENDABLE = {
 
 
 def answers(directory: Path, n_workers: int, *, is_cell: bool = False, **env: str):
-    """What the program prints: the name of each case, and how it ended."""
+    """Run the program; return the name and outcome of each case."""
     # Of a cell of a notebook there is no file that a worker could import.
     cell = f"exec(compile({PROGRAM.read_text()!r}, '<cell>', 'exec'))"
     command = [sys.executable, *(["-c", cell] if is_cell else [str(PROGRAM)])]

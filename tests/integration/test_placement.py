@@ -49,7 +49,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_operands_of_a_join_are_made_on_one_worker(four, name):
-    """Stock moves about half of it; a bound in between leaves room for who is busy when."""
+    """Dask moves about half of the bytes; the bound in between allows for timing."""
     nbytes, results = {}, {}
     for side, client in (("stock", four.stock), ("enabled", four.enabled)):
         with client.as_current():
@@ -217,7 +217,7 @@ async def test_paused_worker_gets_no_tasks(c, s, a, b):
 
 
 class Large:
-    """Takes no memory, and says it takes a gigabyte."""
+    """A value of no memory whose sizeof is a gigabyte."""
 
     def __sizeof__(self):
         return 10**9
@@ -256,7 +256,7 @@ async def test_task_goes_to_a_worker_that_is_fetching_its_input(c, s, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 3, config=ONE_SECOND_EACH)
 async def test_early_end_of_a_transfer_is_noticed(c, s, a, b, busy):
-    """Here a gigabyte takes no time, and 1,000 seconds by what is known of the way."""
+    """The transfer takes no time, although the link is believed to need 1,000 seconds."""
     placement = Placement(s, "data-aware", clock=lambda: 0.0)
     placement.observe(b.address, {a.address: (1e8, 100)})
     x = c.submit(Large, key="x", workers=[a.address])
@@ -284,7 +284,7 @@ async def test_early_end_of_a_transfer_is_noticed(c, s, a, b, busy):
 
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_device_data_stays_with_workers_that_have_a_device(c, s, host):
-    """The type of a result says where it lies; a worker with the resource says it has a GPU."""
+    """The type of a result says where it is; a worker resource says that it has a GPU."""
     placement = Placement(s, "data-aware")
     async with Worker(s.address, nthreads=1, resources={"GPU": 1}) as gpu:
         placement.add_worker(s.workers[gpu.address])

@@ -1,4 +1,4 @@
-"""What programs are started with does what it says."""
+"""The helpers that start processes do what they promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames and partitionings drawn by hypothesis: the result equals stock's, to the dtype."""
+"""Random frames and partitionings: the result equals Dask's, to the dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rechunks of arrays, against stock Dask."""
+"""Rechunks of arrays, against plain Dask."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_array_dtypes_are_rechunked_as_in_dask(each_way, dtype):
 
 
 def test_byte_order_is_kept(sides):
-    """On purpose unlike stock, whose result is in the machine's order, and not what was planned."""
+    """Unlike Dask, whose result has the byte order of the machine instead of the planned one."""
     lazy = p2p(array((12, 10), (3, 10), SWAPPED), (12, 4))
     got, expected = blocks(sides.enabled, lazy), blocks(sides.stock, lazy)
     for one, other in zip(got, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Shuffles whose tasks may run on some workers only, of which some are not there."""
+"""Shuffles restricted to some workers, of which some are absent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rows(seed=0):
 
 
 def shuffled(seed=0):
-    """Of tasks that no other has: those that two graphs share would share restrictions."""
+    """Return a shuffle with unique tasks: shared tasks would share restrictions."""
     return dd.from_pandas(rows(seed), npartitions=5).shuffle("key", npartitions=6)
 
 

@@ -1,4 +1,4 @@
-"""Shapes and combinations of shuffles, against stock Dask."""
+"""Shapes and combinations of shuffles, against plain Dask."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_shuffle_of_a_shuffle_equals_dask(sides):
 
 
 def test_result_outlives_the_cluster_s_next_shuffle(each_way):
-    """Outputs lie in memory of a pool: the next shuffle must not write over them."""
+    """Outputs are in pool memory, which the next shuffle must not overwrite."""
     with each_way.enabled.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
         kept = each_way.enabled.persist(many([500_000] * 2).shuffle("key", npartitions=4))
         before = kept.map_partitions(pd.util.hash_pandas_object).sum().compute()

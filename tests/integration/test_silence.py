@@ -1,4 +1,4 @@
-"""With the flag off nobody reads a line about this package: the same lines as without it."""
+"""With the flag off, processes print the same lines as without this package."""
 
 from __future__ import annotations
 

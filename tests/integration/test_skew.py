@@ -1,4 +1,4 @@
-"""Hot keys: workers get equal shares as far as partitions allow, and the rows are stock's."""
+"""Hot keys: workers get nearly equal shares, and the rows equal those of Dask."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_zipf_keys_load_workers_evenly_over_ucx(over_ucx: Sides):
 
 
 def test_data_is_skewed_without_a_sketch(four_workers: Sides, monkeypatch):
-    """What the test above is about does happen without a sketch."""
+    """Without the sketch, the skew that other tests expect to vanish is there."""
     monkeypatch.setattr("dask_gpurt.plugins.worker.SKETCHED_ROWS", ROWS + 1)
     # Other data than above: the sketch of a shuffle is kept for when it starts over.
     on_our_plane(four_workers, skewed(100).shuffle("key", npartitions=N_PARTITIONS), 1)

@@ -1,4 +1,4 @@
-"""Every page of distributed's own dashboard while a shuffle of ours goes on."""
+"""Every page of distributed's dashboard works during a shuffle."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def draw(applications, server, variables):
 
 
 async def ask_for(server, routes):
-    """Have requests answered, as those of a browser."""
+    """Answer requests like those of a browser."""
     for route in routes:
         answer = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{server.http_server.port}{route}")
         assert answer.code == 200
@@ -81,7 +81,7 @@ def everything(s, workers):
 
 
 async def during_a_shuffle(c, s, workers, n_outputs, has_moved):
-    """What heartbeats say, and `everything`, while a shuffle waits for its last input partition."""
+    """Return heartbeats and `everything` while a shuffle waits for its last input partition."""
     last_input.clear()
     outputs = c.compute(shuffled(n_outputs))
     try:
@@ -99,7 +99,7 @@ async def during_a_shuffle(c, s, workers, n_outputs, has_moved):
 
 
 def beats(s):
-    """What heartbeats of all workers said of the newest shuffle."""
+    """Return what heartbeats of all workers say about the newest shuffle."""
     known = [*s.extensions["shuffle"].heartbeats.values()]
     return {worker: dict(beat) for worker, beat in known[-1].items()} if known else {}
 

@@ -1,4 +1,4 @@
-"""Clusters that `run` and `demo` start are of use to nobody but their user."""
+"""Clusters started by `run` and `demo` refuse other users of the machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCRIPT = """
 
 
 def ports_of(process: psutil.Process) -> list[int]:
-    """Ports on which a process and its children listen; none of them beyond loopback."""
+    """Return the ports on which a process and its children listen, all of them on loopback."""
     found = set()
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -64,7 +64,7 @@ def assert_keeps_its_key(process: psutil.Process) -> None:
 
 
 def attack(address: str, ports: list[int], marker: Path) -> list[str]:
-    """What another user achieves, in words."""
+    """Run an attack as another user; return its successes in words."""
     scheduler = int(address.rpartition(":")[2])
     assert scheduler in ports
     # A stranger without rights may not read the interpreter; it becomes one once it has started.
@@ -127,7 +127,7 @@ def test_clusters_of_the_demo_resist_strangers(tmp_path: Path) -> None:
 
 
 def test_no_cluster_starts_without_the_certificate_package(tmp_path: Path) -> None:
-    """Nothing is started that everybody could use. The package is one that we require."""
+    """No unprotected cluster may start. The package is a requirement of ours."""
     program = textwrap.dedent(
         """
         import sys

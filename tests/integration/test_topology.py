@@ -1,4 +1,4 @@
-"""Machines and links of real clusters: asked, measured, written, used."""
+"""Machines and links of real clusters are read, measured, written and used."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ async def test_worker_without_a_report_is_named(c, s, a, b):
 
 
 def silent(machines, but):
-    """As if nothing had come yet from any worker but these."""
+    """Pretend that only these workers have reported."""
     machines._ready = but
     machines._reports = {one: report for one, report in machines._reports.items() if one in but}
 
@@ -291,7 +291,7 @@ async def test_workers_outside_of_the_description_are_named(c, s, *workers):
         settings = config.read()
 
     async def told(on_the_device):
-        """What doctor finds, and what status says."""
+        """Return the findings of doctor and the status."""
         device = {"name": "g", "kind": "gpu", "workers": on_the_device}
         hosts = [{"name": "a", "numa": [{"name": "n"}], "devices": [device]}]
         topology = config.TopologySettings("box.yaml", json.dumps({"hosts": hosts}), "off")

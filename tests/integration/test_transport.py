@@ -1,4 +1,4 @@
-"""Which way shuffle bytes take between two workers, and that every way gives the same rows."""
+"""The transport between two workers is chosen well, and every transport gives the same rows."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def no_peer_in_view(monkeypatch):
 
 
 def assert_comms_serve(client, path, reason):
-    """A shuffle is right over Dask's connections, and says why it does not take that path."""
+    """Check that a shuffle over Dask's connections is right and says why `path` is not used."""
     dask_gpurt.enable(client)
     assert_right(shuffled(client))
     names, reasons = paths(client)
@@ -115,7 +115,7 @@ def test_comm_uses_only_the_connections_of_dask(client):
 
 @pytest.fixture
 def nvcomp_alone(monkeypatch):
-    """An emulated device with codecs, and no codecs but those."""
+    """An emulated device whose codecs are the only ones."""
     monkeypatch.setattr(worker, "HOST_CODECS", {})
     with emulated(monkeypatch):
         yield
@@ -323,7 +323,7 @@ def test_tls_cluster_shuffles_within_and_between_hosts(monkeypatch, in_view):
 @pytest.mark.cluster
 @pytest.mark.parametrize("transport", ["auto", "ucx", "comm"])
 def test_runtime_works_on_a_ucxx_cluster(ucx, transport):
-    """Clusters whose own connections are UCX's, beside which ours have to live."""
+    """Our engines have to work beside the UCX connections of the cluster itself."""
     pytest.importorskip("distributed_ucxx", reason="the ucx extra is not installed")
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (

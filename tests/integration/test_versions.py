@@ -179,7 +179,7 @@ class TestSchedulers:
 @pytest.mark.slow
 class TestWorkers:
     def test_workers_with_other_versions_are_told_apart(self, cluster, other_python, tmp_path):
-        """They stay up and are told apart. While they are there, shuffles are stock's."""
+        """They keep running and are named. While they are there, Dask runs the shuffles."""
         there = minor_of(other_python)
         pythons = {
             "another Python": other_python,

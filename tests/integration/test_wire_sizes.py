@@ -1,4 +1,4 @@
-"""What cannot be compressed does not grow on its way, headers and all."""
+"""Incompressible shards do not grow on the wire, headers included."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUE_NBYTES = 4096
 
 
 def random_bytes(rng, rows):
-    """Long ones, so that what says where each ends makes up for nothing."""
+    """Return long random values, whose offsets take few bytes in comparison."""
     values = [rng.bytes(VALUE_NBYTES) for _ in range(rows)]
     return pd.Series(values, dtype=pd.ArrowDtype(pa.binary()))
 
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def frame(kind, rows, number):
-    """Random in all it has, so that nothing makes up for what grows."""
+    """Return a frame of random data only, so that nothing compresses."""
     rng = np.random.default_rng(number)
     if kind == "bytes":
         rows = rows * 8 // VALUE_NBYTES + 8
@@ -61,7 +61,7 @@ def headers(monkeypatch):
 
 
 def shuffled(client, monkeypatch, mode, kind, rows):
-    """What status says of a shuffle between hosts, on links so slow that any codec would pay."""
+    """Return the status of a shuffle between hosts over links so slow that any codec pays."""
     monkeypatch.setattr(CommPath, "bandwidth", 1e6)
     with dask.config.set({"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": mode}):
         dask_gpurt.enable(client)

@@ -1,4 +1,4 @@
-"""A store against a dict, by random operations: the part that does not depend on what is stored."""
+"""A store against a dict, by random operations: the part that is independent of the values."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def replay(trace: Trace, capacity_nbytes: int, chooser: Chooser) -> Moved:
 
 
 class Belady:
-    """Evicts what is used furthest from now; of those never used again, clean ones first."""
+    """Evicts the value with the furthest next use; of those never used again, clean ones first."""
 
     def __init__(self, trace: Trace) -> None:
         self.now = 0

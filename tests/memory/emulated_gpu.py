@@ -103,7 +103,7 @@ def _put_together(header, pieces):
 
 @dask_serialize.register(GpuArray)
 def _for_a_message(array):
-    """distributed would look for other ways to send it."""
+    """Return the value in a form that distributed sends without another serializer."""
     raise NotImplementedError
 
 

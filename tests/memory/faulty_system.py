@@ -45,7 +45,7 @@ class System:
 
 
 class FailingSystem(System):
-    """The n-th call of all fails; those after it do not."""
+    """A system whose n-th call fails, and no other."""
 
     def __init__(self, n: int, code: int) -> None:
         super().__init__(**{name: self._hook(name) for name in CALLS})

@@ -156,7 +156,7 @@ def overlap(client: Client) -> None:
 
 
 def steps(client: Client) -> None:
-    """As in a notebook: each step is held, and none let go."""
+    """Run steps as in a notebook, holding every result."""
     held = [array(240_000, chunks=10_000).persist()]
     for _ in range(4):
         wait(held[-1])
@@ -172,7 +172,7 @@ PROGRAMS: dict[str, Callable[[Client], None]] = {
 
 
 def record(program: Callable[[Client], None]) -> list[Trace]:
-    """Run a program; what happened, by worker."""
+    """Run a program; return the events of each worker."""
     recorder = Recorder()
     with LocalCluster(
         n_workers=2,

@@ -21,7 +21,7 @@ class ListLane:
 
 
 class SteppedLanes:
-    """The four lanes of a store, stepped through in one order: its owner's calls come first."""
+    """The four lanes of a store, stepped in a fixed order: the owner's calls run first."""
 
     def __init__(self):
         self.write, self.read, self.owner, self.later = (ListLane() for _ in range(4))
@@ -72,7 +72,7 @@ class FailingTier:
 
 
 def watched(packing, hazards):
-    """A packing that notes what it does in the wrong order on a device: the store goes on."""
+    """Wrap a packing so that it records hazards on a device instead of failing the store."""
 
     def watch(function):
         def call(*args):

@@ -1,4 +1,4 @@
-"""Host tiers pass the suite of tiers, count what they hold, and refuse what they should."""
+"""Host tiers pass the tier suite, count their bytes, and refuse what does not fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compressible(nbytes, seed=0):
 
 
 def with_zeros_in_the_middle(buffer):
-    """It promises to shrink more than it does: the middle is what is looked at first."""
+    """Return a buffer whose sampled middle compresses better than the rest."""
     middle = buffer.nbytes // 2
     buffer[middle - (128 << 10) : middle + (128 << 10)] = 0
     return buffer
@@ -81,7 +81,7 @@ def test_memory_of_a_read_comes_from_the_given_allocator(tier):
 
 @pytest.mark.parametrize("ends", ["drop", "close"])
 def test_read_in_flight_survives_a_drop(tier, ends):
-    """Its memory is not anybody else's until it ends."""
+    """Its memory is not reused before the read ends."""
     values = [compressible(100_000, 1), compressible(100_000, 2)]
     place = tier.put(flat(*values))
     entered, go_on = threading.Event(), threading.Event()

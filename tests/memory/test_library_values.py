@@ -109,7 +109,7 @@ def setup(tmp_path, monkeypatch):
 
 @pytest.fixture(params=[0, 1, 2])
 def pumped(request, tmp_path, monkeypatch):
-    """Nothing runs on the GPU until somebody waits, in an order that a seed picks."""
+    """Return a GPU that runs work only for a waiting thread, in an order chosen by a seed."""
     setup = Setup(tmp_path, monkeypatch, random.Random(request.param).randrange)
     yield setup
     setup.close()
@@ -129,7 +129,7 @@ def test_library_values_spill_in_order_and_return(pumped):
 
 
 def test_copy_runs_after_the_queued_work_of_the_library(pumped):
-    """A task's result is stored while the kernels that fill it are on their way."""
+    """A task's result may be stored while the kernels that fill it are still queued."""
     gpu = pumped.gpu
     value = gpu.full(3, 200)
     with gpu.computing(gpu.default_stream):
@@ -268,7 +268,7 @@ class Wasteful(GpuArray):
 
 
 def test_allocation_inside_the_store_lock_is_refused(setup):
-    """It holds the lock, and what it is about to write down is not there yet."""
+    """The thread holds the lock, and its change is not recorded yet."""
     setup.gpu.n_refused = 0
     setup.store[0] = setup.gpu.full(0, 600)
     memory = setup.gpu.allocate(100, setup.gpu.default_stream)
@@ -314,7 +314,7 @@ def test_closed_store_makes_no_room(setup, caplog):
 
 
 def test_hooks_removed_below_others_do_nothing(setup):
-    """Two workers of a process: the one that goes first cannot take its hook out of the middle."""
+    """Of two workers in a process, the first to end cannot remove its hook from the middle."""
     other = CallWhenFull(lambda nbytes: False)
     setup.store[0] = setup.gpu.full(0, 600)
     setup.hooks.remove()

@@ -1,4 +1,4 @@
-"""CuPy's arrays are taken apart and put together; real ones, over memory of the host."""
+"""Real CuPy arrays over host memory are serialized and restored."""
 
 from __future__ import annotations
 

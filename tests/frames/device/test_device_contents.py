@@ -1,4 +1,4 @@
-"""Contents of device tables: what is written is read, and nothing that lies is believed."""
+"""Encoded contents of device tables decode to the same columns, or are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COLUMNS = (
 
 
 def changed(number: int, **fields) -> tuple[DeviceColumn, ...]:
-    """COLUMNS with one column that is not as it should be."""
+    """Return COLUMNS with one invalid column."""
     columns = list(COLUMNS)
     columns[number] = dataclasses.replace(columns[number], **fields)
     return tuple(columns)

@@ -104,7 +104,7 @@ class TestIndexed(DeviceSuite):
 
 
 class TestOfASeries(DeviceSuite):
-    """What Dask makes of a Series without a name: one column, that has a number for a label."""
+    """Frames that Dask makes of an unnamed Series: one column with a number as its label."""
 
     def frame(self, rows, seed):
         rng = np.random.default_rng(seed)
@@ -206,7 +206,7 @@ def test_any_bytes_are_a_layout_or_refused(key, n_columns):
 @settings(derandomize=True, max_examples=300)
 @given(st.data())
 def test_a_damaged_shard_is_refused_or_has_its_rows(data):
-    """What a peer says of its columns is checked before anything is made of it."""
+    """Columns described by a peer are checked before anything is built from them."""
     frame = pd.DataFrame({"slot": 0, "a": np.arange(50), "t": ["ab"] * 50})
     adapter = adapter_for(frame)
     opened = adapter.open(frame)

@@ -96,7 +96,7 @@ def replaced(node, target, leaf):
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
 @pytest.mark.parametrize("leaf", [None, -1, 1 << 40, "?", [], b""])
 def test_sealed_wrong_header_changes_nothing(number, leaf):
-    """Whoever seals a wrong header gets an error or another value, and never a crash."""
+    """A wrong header with a right checksum gives an error or another value, and no crash."""
     flat = flatten(DAMAGED[number])
     buffers = copies_of(flat)
     sizes, node = msgpack.unpackb(flat.header[values._PREAMBLE.size :])

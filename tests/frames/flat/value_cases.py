@@ -1,4 +1,4 @@
-"""Values of all kinds, and the comparison of a value with what came back."""
+"""Values of all kinds, and a comparison of values with restored ones."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ FRAMES = {
 
 
 def allocating(function, *args):
-    """What a function returns, and the most it had allocated at once; NumPy's memory counts."""
+    """Return a function's result and its peak allocation, NumPy's memory included."""
     function(*args)  # what is allocated once and for all, is
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""The order in which values leave: whole where they are few, by samples where there are many."""
+"""The eviction order: exact for few values, sampled for many."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def begun(values):
 
 
 def left(order):
-    """Everything, as it would leave."""
+    """Return all values in the order in which they would leave."""
     found = []
     while order.go_on():
         found.append(order.left.pop())

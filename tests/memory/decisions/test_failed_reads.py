@@ -1,4 +1,4 @@
-"""When what cannot be read is given up, and when it is forgotten that it could not be."""
+"""Failed reads: when they are abandoned, and when they are forgotten."""
 
 from __future__ import annotations
 

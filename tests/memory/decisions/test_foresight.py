@@ -1,4 +1,4 @@
-"""When values are used, from the states of tasks."""
+"""Next uses of values, computed from the states of tasks."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_worker_without_a_queue_ranks_by_priority():
 
 
 def test_peer_fetches_inputs_when_it_is_assigned_a_task():
-    """And not when it comes to it."""
+    """It does not wait until it runs the task."""
     graph = Graph(
         here="h8 h9", at_peer="p1 p2", h8=(8, ""), h9=(9, ""), p1=(1, ""), p2=(2, ""), t=(3, "p2")
     )

@@ -53,7 +53,7 @@ class InStep(Informed):
 
 
 def times_belady(name: str, share: float, chooser) -> float:
-    """Bytes moved by all workers of a trace over those that Belady's rule moves."""
+    """Return bytes moved by all workers of a trace, relative to Belady's rule."""
     ours = best = 0
     for trace in load(name):
         capacity = int(share * trace.peak_nbytes())
@@ -83,7 +83,7 @@ def test_next_use_moves_much_less_than_lru(share):
 
 
 def test_scans_of_a_kept_array_read_only_the_excess():
-    """Stock moves all of it in and out on every pass; what is resident stays resident here."""
+    """Dask moves the whole array on every pass; here the resident part stays."""
     for trace in load("scan"):
         held_nbytes = trace.peak_nbytes()
         moved = replay(trace, held_nbytes // 2, informed("next-use")(trace))
@@ -103,14 +103,14 @@ def test_ignoring_slower_peers_moves_far_more_bytes():
 
 
 class MostRecent(NextUse):
-    """Of what has no known use the most recent first, dirty or not."""
+    """Evicts the most recent value without a known use first, dirty or not."""
 
     def rank(self, candidate: Candidate) -> tuple[Any, ...]:
         return super().rank(candidate._replace(made=-candidate.made))
 
 
 class LeastRecent(NextUse):
-    """Of what has no known use the oldest first, clean or not."""
+    """Evicts the oldest value without a known use first, clean or not."""
 
     def rank(self, candidate: Candidate) -> tuple[Any, ...]:
         if not candidate.is_clean:
@@ -189,7 +189,7 @@ def some_programs(count: int, *, n_values: int, largest: int, n_inputs: int):
 
 
 def test_belady_agrees_with_a_case_worked_by_hand():
-    """Room for two of three: 0 and 1 are made, 2 drives out what is used last, and so on."""
+    """Room for two of three values: 2 evicts the one of 0 and 1 that is used last, and so on."""
     trace = program([10, 10, 10], [(0,), (1,), (2,), (0,), (1,), (2,)])
     moved = replay(trace, 20, Belady(trace))
     # 1 is written when 2 comes; read back it drives out 0, which is not used again and is dirty.

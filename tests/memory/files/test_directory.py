@@ -1,4 +1,4 @@
-"""Directories of processes: their own while they live, nobody's afterwards."""
+"""Directories of values belong to living processes and are swept afterwards."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_concurrent_sweeps_remove_a_directory_once(parent):
 
 
 def test_sweep_between_lock_and_owner_record_changes_nothing(parent):
-    """The one moment when nobody can tell whose it is."""
+    """In this moment no sweep can tell who owns the directory."""
     swept = []
 
     def opened(real, path, *args):
@@ -426,7 +426,7 @@ def test_directory_of_a_process_killed_while_writing_is_swept(parent):
 
 @pytest.mark.cluster
 def test_directory_is_swept_when_the_reaper_was_killed_too(parent):
-    """As at the end of a container: whoever starts next sweeps."""
+    """As at the end of a container: the next process sweeps."""
     with writing_to(parent) as writer:
         (reaper,) = psutil.Process(writer.pid).children()
         assert "dask-gpurt-reaper" in reaper.cmdline()
