@@ -1,4 +1,4 @@
-"""Which room may import what, read off the imports; the size of a module; what a test asserts."""
+"""Rules for modules and suites, read off their source: imports, sizes, assertions, names."""
 
 from __future__ import annotations
 

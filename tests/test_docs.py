@@ -1,4 +1,4 @@
-"""The documentation: what is generated is fresh, and what is named is there."""
+"""The documentation: generated parts are fresh, and named things exist."""
 
 from __future__ import annotations
 

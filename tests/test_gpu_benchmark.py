@@ -1,4 +1,4 @@
-"""The benchmark for GPUs, as far as it runs without: what is said is kept, whatever comes after."""
+"""The GPU benchmark, as far as it runs without a GPU: rows are kept even if a section fails."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_tiers_hold_the_budget_and_every_value():
 
 @pytest.fixture
 def broken(monkeypatch, tmp_path):
-    """Sections that end in every way there is, in place of the real ones."""
+    """Replace the sections by ones that fail in every possible way."""
     ways = {
         "fine": "say(Row('one', 1.0, 'GB/s', 0.5, 'this / that', '<= 0.6'))",
         "raises": "say(Row('before', 2.0)); raise OSError('no such device')",
@@ -302,7 +302,7 @@ def test_shaping_cost_is_measured_with_and_without_a_shape(experiment):
 
 
 class RawKernel:
-    """As CuPy's, as far as the benchmark goes; refuses more than it was allowed."""
+    """A stand-in for CuPy's kernel that refuses more shared memory than allowed."""
 
     num_regs, shared_size_bytes, max_threads_per_block = 32, 0, 1024
     max_dynamic_shared_size_bytes = 48 << 10

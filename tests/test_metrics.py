@@ -1,4 +1,4 @@
-"""Counters grow by what was added, from whichever thread."""
+"""Counters sum what all threads add."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_additions_of_many_threads_are_kept():
 
 @pytest.mark.usefixtures("restless")
 def test_snapshot_never_shows_a_partial_addition():
-    """Whoever reads while others write finds amounts that were added together together."""
+    """A snapshot shows amounts that were added together either all or not at all."""
     counters = Counters()
     stop = threading.Event()
 

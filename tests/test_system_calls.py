@@ -1,4 +1,4 @@
-"""Where a Python lacks a system call, the other ways do the same."""
+"""Where Python lacks a system call, the fallback does the same."""
 
 from __future__ import annotations
 

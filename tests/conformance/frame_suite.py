@@ -30,7 +30,7 @@ class FrameSuite:
         raise NotImplementedError
 
     def rows_of(self, frame: Any, slot: int) -> Any:
-        """What the library itself selects: rows of one slot, without the column `slot`."""
+        """Return the rows of one slot as the library selects them, without the column `slot`."""
         raise NotImplementedError
 
     def assert_equal(self, got: Any, expected: Any) -> None:

@@ -151,7 +151,7 @@ def hold(worker: Any, point: str, path: str) -> None:
 
 
 def after(worker: Any, point: str, visit: Callable[[], None]) -> None:
-    """Call `visit` when a task's call is over, well or not, and nobody else knows that yet."""
+    """Call `visit` when a task's call has ended or failed, before its result is known."""
     assert point in METHODS
 
     def make(proceed: Any) -> Any:

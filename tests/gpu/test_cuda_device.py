@@ -84,7 +84,7 @@ def test_blocked_stream_does_not_block_another(device, stream, gate):
 
 
 def test_memory_is_not_reused_before_its_last_use(device, gate):
-    """A pool gives memory back to the stream it was allocated on, which is not who uses it last."""
+    """A pool returns memory to the stream of its allocation, not of its last use."""
     one, other = device.stream("one"), device.stream("other")
     target = device.driver.pin(MIB)
     # The pool gets its memory now: asking CUDA for more may wait for all that runs.

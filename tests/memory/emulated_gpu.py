@@ -103,7 +103,7 @@ def _put_together(header, pieces):
 
 @dask_serialize.register(GpuArray)
 def _for_a_message(array):
-    """Return the value in a form that distributed sends without another serializer."""
+    """Refuse; without this function distributed would try other serializers."""
     raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Snapshots for tests, and how hypothesis makes them."""
+"""Snapshots for tests, and hypothesis strategies for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Lazy(dict):
 
 
 def by_pair(path):
-    """Places between any two of which there is a way of its own, of a function of the two."""
+    """Make places with a path of its own between any two, given by a function of both."""
 
     def place(target):
         ways = Lazy(lambda source: path(source, target))
@@ -38,7 +38,7 @@ def by_pair(path):
 
 
 def by_host(host_of, kind_of, near, far):
-    """Places on hosts: ways on a host of the two, between hosts of the two kinds."""
+    """Make places on hosts: inner paths depend on both workers, outer paths on both host kinds."""
 
     def arriving(kind):
         return Lazy(lambda source: far(kind_of[source], kind))
@@ -59,7 +59,7 @@ def even(nbytes_per_s, latency_s=0.0):
 
 
 def looked_up(workers):
-    """What a snapshot asks of workers."""
+    """Return what a snapshot looks up about workers."""
     known = {one.address: one for one in workers}
     return lambda addresses: [known[one] for one in addresses]
 
@@ -114,7 +114,7 @@ def workers(draw):
 
 @st.composite
 def ways(draw):
-    """Links of any width and latency, in each direction; on few hosts of few kinds, or on none."""
+    """Strategy for links of any width and latency per direction, on few host kinds or none."""
     latency_s = draw(st.floats(0, 0.1))
     rates = st.floats(1e6, 1e12)
     within = {(a, b): Path(latency_s / 9, draw(rates), "k") for a in NAMES for b in NAMES}
@@ -132,7 +132,7 @@ def ways(draw):
 
 @st.composite
 def two_levels(draw):
-    """Hosts that are all alike, with a network that is no quicker than what is within."""
+    """Strategy for equal hosts whose network is not faster than their inner links."""
     slow, quick = sorted([draw(st.floats(1e6, 1e12)), draw(st.floats(1e6, 1e12))])
     late_s, soon_s = sorted([draw(st.floats(0, 0.1)), draw(st.floats(0, 0.1))], reverse=True)
     within, between = Path(soon_s, quick, "k"), Path(late_s, slow, "k")

@@ -21,7 +21,7 @@ from tests.placement.machines import Lazy
 
 
 def fetch_s(one, address, places):
-    """Over the best way from any holder."""
+    """Return the time of the best path from any holder."""
     return min(way(places, holder, address).transfer_s(one.nbytes) for holder in one.holders)
 
 
@@ -76,7 +76,7 @@ def allowed(snapshot, address):
 
 
 def holders(snapshot):
-    """Workers that have an input and may run the task; all that may, if they have none."""
+    """Return the workers that have an input and may run the task; all allowed ones if none has."""
     found = {holder for one in snapshot.task.inputs for holder in one.holders}
     return {one for one in found if allowed(snapshot, one)} or set(
         snapshot.idle if snapshot.valid is None else snapshot.valid
@@ -118,7 +118,7 @@ def candidates(snapshot):
 
 
 def decide(snapshot):
-    """What is chosen, the costs of all that were looked at, and what stock would choose."""
+    """Return the chosen worker, the costs of all candidates, and the choice of Dask."""
     task = snapshot.task
     workers = snapshot.workers(candidates(snapshot))
     having = holders(snapshot)
@@ -150,7 +150,7 @@ def decide(snapshot):
 
 
 def scaled(places, factor):
-    """Places on the same hosts, of which ways carry so many times as much."""
+    """Return places on the same hosts with scaled bandwidths."""
 
     def path(source, target):
         found = way(places, source, target)

@@ -1,4 +1,4 @@
-"""Outputs of contractions are dealt out such that few operands are needed on two hosts."""
+"""Outputs of contractions are assigned to hosts so that few operands cross hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANY = 1e6
 
 
 def shape(n_hosts, rows_nbytes=1, columns_nbytes=1):
-    """Of a grid that only depends on what is sent."""
+    """Return the shape of a grid that depends only on transferred bytes."""
     return grid(n_hosts, Side(MANY, rows_nbytes), Side(MANY, columns_nbytes))
 
 
@@ -26,7 +26,7 @@ def dealt_to(hosts):
 
 
 def operands(kind, number, depth=3):
-    """What all outputs of a row, or of a column, need."""
+    """Return the operands that all outputs of a row or column need."""
     return [Operand((kind, number, k), 1) for k in range(depth)]
 
 

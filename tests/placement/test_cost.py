@@ -21,7 +21,7 @@ from tests.placement.machines import deterministic
 
 
 def ways(**paths):
-    """Paths by pairs such as `a_b`, each a latency and a bandwidth; nothing comes by others."""
+    """Paths by pairs such as `a_b`, each a latency and a bandwidth; other pairs have none."""
     closed = Path(0.0, 1e-300, "k")
     known = {tuple(pair.split("_")): Path(*values, "k") for pair, values in paths.items()}
     return machines.by_pair(lambda a, b: LOCAL if a == b else known.get((a, b), closed))

@@ -1,4 +1,4 @@
-"""What is said of a decision."""
+"""Explanations of decisions are sorted, complete and claim only computed costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a glance tells is what weighing everything comes to."""
+"""Fast paths of the policy agree with the comparison of all candidates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.placement.machines import (
 @deterministic
 @given(tasks(), workers(), ways(), st.floats(0, 1))
 def test_holder_fast_path_agrees_with_the_policy(task, all_workers, places, share):
-    """Whatever the ways are like, whoever is idle, and wherever the output will be joined."""
+    """For any paths, idle workers and joins of the output."""
     holder, *others = all_workers
     holder = holder._replace(occupancy_s=0.0, n_tasks=0, slowness=1.0)
     inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
@@ -51,7 +51,7 @@ def test_holder_fast_path_agrees_with_the_policy(task, all_workers, places, shar
 @deterministic
 @given(tasks(), workers(), two_levels(), st.floats(0, 1.1), st.data())
 def test_holder_fast_path_agrees_with_many_joins(task, workers, places, share, data):
-    """On hosts where nobody gains by a detour."""
+    """On hosts where no detour is faster."""
     holder, *others = workers
     holder = holder._replace(occupancy_s=0.0, slowness=1.0)
     others = [one._replace(n_tasks=1, occupancy_s=max(one.occupancy_s, 1e-6)) for one in others]
@@ -71,7 +71,7 @@ def test_holder_fast_path_agrees_with_many_joins(task, workers, places, share, d
 @deterministic
 @given(st.data())
 def test_largest_input_fast_path_agrees_with_policy_and_dask(data):
-    """Whatever the others have to do: it is never another than going through all would find."""
+    """For any load of the other workers."""
     n = data.draw(st.integers(2, 5))
     few = st.sampled_from([100, 100, 101, 2**30])
     waits = st.sampled_from([0.0] * 12 + [0.001, 0.5])
@@ -116,7 +116,7 @@ def test_largest_input_fast_path_agrees_with_policy_and_dask(data):
 
 
 def test_largest_input_fast_path_applies_to_plain_cases_only():
-    """Of three on hosts alike; and then all that it lacks comes over ways that are the same."""
+    """On three equal hosts, where all missing inputs come over equal paths."""
     alike = Path(0.001, 1e9, "k")
     hosts = dict(zip(NAMES, NAMES, strict=True))
     kinds = dict.fromkeys(NAMES, 0)
@@ -162,7 +162,7 @@ def test_holder_fast_path_excludes_long_waits():
 @deterministic
 @given(tasks(), workers(), ways(), st.floats(1e6, 1e12), st.data())
 def test_cheapest_fast_path_agrees_with_the_policy(task, found, places, rate, data):
-    """To the last bit of each term, whoever has which input and whatever the ways are like."""
+    """Exactly, in each cost term, for any holders and paths."""
     few = st.sampled_from([100, 100, 101]) | sizes
     holders = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7))
     nbytes = [data.draw(few) for _ in holders]

@@ -1,4 +1,4 @@
-"""What is worked out once for all candidates comes to what each of them would, one by one."""
+"""Join costs computed once for all candidates equal those computed for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ nbytes = st.floats(0, 1e9)
 
 @st.composite
 def places(draw):
-    """Ways that are as wide as both of their ends, none like the way back."""
+    """Strategy for asymmetric paths that are as wide as both of their ends."""
     one = st.lists(st.floats(0.1, 10), min_size=len(WORKERS), max_size=len(WORKERS))
     sends, receives, late = (dict(zip(WORKERS, draw(one), strict=True)) for _ in range(3))
 

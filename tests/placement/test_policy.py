@@ -1,4 +1,4 @@
-"""Which worker is chosen: rules that hold for every snapshot, and cases worked out by hand."""
+"""The chosen worker: properties of every snapshot, and cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_faster_link_is_chosen_where_dask_sees_a_tie():
 
 
 def test_worker_that_is_fetching_the_input_is_considered():
-    """A second task that needs `x` goes where a first one is having it fetched."""
+    """A second task that needs `x` goes where a first one has `x` fetched."""
     task = Task("t", [Input("x", 10**9, {"a"}, {"b": 0.5})])
     workers = [Worker("a", 1, occupancy_s=9.0), Worker("b", 1), Worker("c", 1)]
     found = snapshot(task, workers, even(1e8), idle=("c",))
@@ -194,7 +194,7 @@ def test_task_goes_to_the_worker_that_joins_its_output():
 
 
 def test_block_is_not_moved_for_a_thin_edge():
-    """Of a stencil: what is cut off a block is joined elsewhere, where there is nothing to do."""
+    """In a stencil, the edge of a block is joined on another, idle worker."""
     task = Task("t", [Input("x", 10**9, {"a"})], output_nbytes=10**6, joins=[{"b": 10**6}])
     workers = [Worker("a", 1, occupancy_s=60.0), Worker("b", 1)]
     found = snapshot(task, workers, even(1e9))

@@ -1,4 +1,4 @@
-"""Where a root task joins the others that a later task needs together with it."""
+"""Root tasks are placed next to the siblings that a later task needs with them."""
 
 from __future__ import annotations
 

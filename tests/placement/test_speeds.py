@@ -1,4 +1,4 @@
-"""How slow a worker is believed to be, before and after it has shown it."""
+"""Estimates of how slow a worker is, before and after it has ended tasks."""
 
 from __future__ import annotations
 

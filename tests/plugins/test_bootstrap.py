@@ -1,4 +1,4 @@
-"""What crosses to workers, and when a process counts as one like the others."""
+"""The plugin that is sent to workers, and when versions of processes count as equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers that get something else than they expect: one clear error, and nothing has changed."""
+"""Handlers refuse unexpected arguments with one clear error and change nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSION = dask_gpurt.__version__
 
 
 class Hostile:
-    """An object whose text is as long as somebody wants."""
+    """An object with a text of any length."""
 
     def __repr__(self) -> str:
         return "x" * 10**6

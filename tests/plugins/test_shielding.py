@@ -1,4 +1,4 @@
-"""Work that comes to its end whoever is cancelled, and what is done if it does not."""
+"""Shielded work completes although its caller is cancelled, or is abandoned in the end."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_thread_is_waited_for_despite_a_cancellation() -> None:
 
 
 def test_hanging_thread_does_not_block_the_end_of_the_loop() -> None:
-    """The loop waits for threads of its own executor as it ends. This is none of them."""
+    """The loop waits only for threads of its own executor."""
     go_on = threading.Event()
 
     async def main() -> None:

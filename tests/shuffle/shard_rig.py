@@ -122,7 +122,7 @@ class Rig:
 
 
 def in_thread(function, *args):
-    """Run a function in a thread of its own; the result says what came of it."""
+    """Run a function in a thread; return a function that waits for its result."""
     outcome = []
 
     def target():

@@ -1,4 +1,4 @@
-"""What workers say of a run, made into one line."""
+"""Reports of workers about a run are summarised in one line."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_chunks_of_arrays_are_not_hot():
 
 
 def test_workers_without_partitions_do_not_count_as_unloaded():
-    """More workers than partitions: the mean is over those that could have had some."""
+    """With more workers than partitions, the mean is over those that could have some."""
     reports = {"a": [figures().snapshot({0: 10})], "b": [figures().snapshot({})]}
     assert summarised(reports)[0]["skew"] == 1.0
 

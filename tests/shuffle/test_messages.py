@@ -1,4 +1,4 @@
-"""What a sender makes of its shards, and a receiver of what came."""
+"""Messages that senders make of shards, and shards that receivers make of messages."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_every_byte_of_a_partly_encoded_shard_is_checked():
 
 
 def test_allocation_is_bounded_by_the_announced_bytes():
-    """Of an encoded shard memory is made for what comes, and for the shard itself."""
+    """For an encoded shard, memory is allocated for its payload and for its bytes."""
     header = replace(SHARDS[1].header, buffer_nbytes=8, parts=(1 << 62,), table=b"\0" * 18)
     with pytest.raises(ProtocolError, match="contradicts itself"):
         messages.checked(wire.decode(wire.encode([header])), 5000)

@@ -449,7 +449,7 @@ def test_store_without_a_disk_keeps_shards_in_memory(tmp_path):
 
 
 def test_removed_directory_loses_no_shard(tmp_path):
-    """As somebody who tidies up does it."""
+    """As when an administrator cleans up."""
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(spread_shards(3))
     rig.store.make_room()

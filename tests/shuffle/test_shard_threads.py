@@ -27,7 +27,7 @@ from tests.shuffle.shard_rig import (
 
 
 class SlowDisk(SpillFile):
-    """The first write waits until the test says so."""
+    """A spill file whose first write waits for the test."""
 
     begun: threading.Event
     may_end: threading.Event
@@ -196,7 +196,7 @@ def test_store_is_closed_before_the_first_file_is_made(tmp_path, caplog):
 
 @pytest.mark.parametrize("is_spilled", [False, True])
 def test_closing_during_a_read_leaves_the_budget_empty(tmp_path, is_spilled):
-    """The budget outlives the run: what stays in it is missing for every run after this one."""
+    """The budget outlives the run, so a leak would shrink it for all later runs."""
 
     class ClosingFrames(TripleFrames):
         def unpack(self, layout_key, packed):

@@ -33,7 +33,7 @@ row_counts = st.lists(st.integers(0, 3), min_size=N_SLOTS, max_size=N_SLOTS)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Random use of a store, beside a dict of what should be in it."""
+    """Random use of a store beside a dict of its expected contents."""
 
     @initialize(limit_rows=st.sampled_from([0, 3, 8, 1000]))
     def open(self, limit_rows):

@@ -1,4 +1,4 @@
-"""What workers counted is kept once, within bounds, and only if it makes sense."""
+"""Counters of workers are kept once, within bounds, and only if valid."""
 
 from __future__ import annotations
 

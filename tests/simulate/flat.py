@@ -34,7 +34,7 @@ def address(number: int) -> str:
 
 
 def flat(workers: int, *, nthreads: int = 1, speeds: Sequence[float] = ()) -> Machine:
-    """A machine of equal hosts; `speeds` are those of the first workers."""
+    """Make a machine of equal hosts; `speeds` are those of the first workers."""
     models = tuple(
         WorkerModel(address(number), nthreads=nthreads, speed=speed)
         for number, speed in enumerate([*speeds, *[1.0] * (workers - len(speeds))])
@@ -51,5 +51,5 @@ def task(
 
 
 def workload(*tasks: TaskModel, wanted: Sequence[int] = (-1,)) -> Workload:
-    """A workload of which the last task is wanted, if nothing else is said."""
+    """Make a workload; unless given, its last task is wanted."""
     return Workload("test", tasks, tuple(position % len(tasks) for position in wanted))

@@ -1,4 +1,4 @@
-"""Machines: workers on a described topology, and the ways between them."""
+"""Machines: workers on a described topology, and the paths between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""distributed's scheduler in virtual time: what can be worked out by hand, and what goes wrong."""
+"""distributed's scheduler in virtual time: results worked out by hand, and failures."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_work_is_stolen_in_virtual_time():
 
 
 def test_every_task_takes_some_time():
-    """distributed's stealing asserts that what it hears of took some."""
+    """distributed's work stealing asserts that durations are positive."""
     result = simulate(workload(task("none-0", s=0.0), task("none-1", 0, s=0.0)), flat(2))
     assert all(run.stop_s > run.start_s for run in result.tasks)
 

@@ -1,4 +1,4 @@
-"""Links that are shared: who gets how much, and when each is through."""
+"""Shared links: the rate of each transfer, and when it ends."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_trace_that_is_not_an_object_is_refused(text):
 
 
 def test_deeply_nested_trace_is_refused():
-    """Also what can just be read, but not be shown: saying so takes a little more of the stack."""
+    """Also a trace that can be parsed but not printed, since printing needs more stack."""
     for depth in [*range(800, sys.getrecursionlimit()), 100_000]:
         text = json.dumps({"format": "gpurt-trace", "version": 0})
         with pytest.raises(TraceError):

@@ -118,7 +118,7 @@ def test_program_gives_results_of_dask_without_a_traceback(name: str, tmp_path: 
 
 
 def told(folder: Path) -> set[str]:
-    """Whether the runtime was on, as clients of a program told."""
+    """Return whether the runtime was on, as the clients of a program reported."""
     return {path.read_text().strip() for path in folder.glob("*.told")}
 
 

@@ -30,7 +30,7 @@ def workers(found, ip):
 
 @pytest.fixture
 def seen(tmp_path):
-    """Workers on a machine, as the name of its file says."""
+    """Return workers on a machine, by the name of its file."""
 
     def make(name, ip="10.0.0.1", host="box", **given):
         found = machine(name, tmp_path / host, host=host, addresses={CARDS[name]: [ip]}, **given)

@@ -1,4 +1,4 @@
-"""Reports of machines: they arrive as they left, and what is none is refused."""
+"""Machine reports survive serialization, and invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of NVML's answers: of real machines, and of drivers that lack some."""
+"""NVML's answers, of real machines and of drivers that lack some functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transfers a probe makes: bounded, the telling ones first; and what follows from them."""
+"""Transfers that a probe chooses: bounded, the most informative first; and their evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways put together of halves are those that a search through everything finds."""
+"""Paths composed of halves equal those of an exhaustive search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.topology.test_model import load
 
 
 def every_way(topology, source, target):
-    """All ways without a loop, by (width, then latency, links and names)."""
+    """Return all paths without a loop, by width, then latency, links and names."""
     neighbours = {}
     for link in topology.links:
         for here, there in (link.ends, link.ends[::-1]):
@@ -102,7 +102,7 @@ def test_other_hosts_are_crossed_only_where_necessary():
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_equal_nodes_reach_a_host_by_equal_paths(name):
-    """So that one path tells the width and the latency of many."""
+    """So one path gives the width and latency of many."""
     topology = TOPOLOGIES[name]
     found = {}
     for source, target in itertools.permutations(topology.nodes, 2):

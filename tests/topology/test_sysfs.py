@@ -1,4 +1,4 @@
-"""What is read from `/sys`: of real machines, and where files are odd."""
+"""Machines read from `/sys`: real ones, and some with odd files."""
 
 from __future__ import annotations
 

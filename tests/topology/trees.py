@@ -100,7 +100,7 @@ class RecordedNvml:
         self._gpus = [one["address"] for one in facts["pci"] if one.get("gpu")]
 
     def _links(self, address):
-        """By link: address and kind of what is at its other end."""
+        """Return the address and kind of the far end, by link."""
         found = []
         for peer, count in self._facts.get("switches", {}).items():
             found += [(peer, 2 if peer else 0xFF)] * count

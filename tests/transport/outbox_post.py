@@ -19,7 +19,7 @@ class Item:
 
 
 class Refused(Exception):
-    """What a peer that cannot be reached makes of a message."""
+    """The error of a send to an unreachable peer."""
 
 
 class WatchedCondition(threading.Condition):

@@ -1,4 +1,4 @@
-"""The kernel is asked of the connection that took a message, whoever made it."""
+"""The kernel's readings of the connection that carried a message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESSAGE_NBYTES = 1 << 20
 
 
 def looked(host=HOST, not_ports=()):
-    """Readings that have looked once, and know what connections had carried before."""
+    """Return readings that know how much each connection had carried before."""
     readings = HostReadings(host, not_ports)
     assert readings.after(MESSAGE_NBYTES) is None
     return readings
@@ -217,7 +217,7 @@ def test_no_search_where_it_tells_nothing(monkeypatch, connect):
 
 
 def test_no_search_that_would_change_a_socket_timeout(connect):
-    """A socket that is made of a descriptor gets the default timeout, whoever's it is."""
+    """A socket made from a descriptor would get the default timeout."""
     connection = connect()
     readings = looked()
     connection.carry()

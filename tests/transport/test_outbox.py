@@ -124,7 +124,7 @@ def test_each_peer_has_a_size_of_its_own():
 
 
 def test_order_of_shards_for_a_peer_is_kept():
-    """Of each producer; what two producers put at once may come in either order."""
+    """Per producer; concurrent puts of two producers may come in either order."""
 
     async def scenario():
         post = Post(limit_nbytes=200, message_nbytes=50)
@@ -262,7 +262,7 @@ def test_flush_waits_for_queued_and_in_flight_shards():
 
 
 def test_flush_does_not_depend_on_wake_ups_of_producers():
-    """It may run before the loop hears of what was put last."""
+    """It may run before the loop learns of the last put."""
 
     async def scenario():
         post = Post()
@@ -336,7 +336,7 @@ def test_put_after_closing_is_dropped():
 
 
 def test_put_right_before_closing_is_dropped():
-    """The wake-up of a producer comes when there is nothing left to send."""
+    """The producer's wake-up finds nothing left to send."""
 
     async def scenario():
         post = Post()
@@ -363,7 +363,7 @@ def test_closing_ends_a_flush():
 
 
 def test_closing_is_not_a_failure():
-    """Producers that are let go by it look at their run, which knows why it was closed."""
+    """Released producers ask their run, which knows why it was closed."""
 
     async def scenario():
         post = Post()

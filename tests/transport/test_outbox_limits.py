@@ -96,7 +96,7 @@ def test_failure_is_raised_in_waiting_producers():
 
 
 def test_failure_does_not_keep_shards_alive():
-    """Whoever logs or keeps the error has its frames, and all that these hold."""
+    """A logged or stored error keeps its frames and all objects in them."""
 
     async def scenario():
         post = Post()

@@ -1,4 +1,4 @@
-"""The bandwidth of a link, as the kernel says it."""
+"""The bandwidth of a link, read from the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of one process read by another, and what happens when either is not what it says."""
+"""Memory of a process that another one reads, and failures of either."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def fetched(borrower, token, places, nbytes=NBYTES):
 
 
 class HeldReads:
-    """Reads of a peer's memory stop in the middle, each in its thread, until they are let go."""
+    """Blocks reads of a peer's memory, each in its thread, until the test releases them."""
 
     def __init__(self, monkeypatch):
         self._preadv = os.preadv
@@ -234,7 +234,7 @@ def not_memory(tmp_path):
 
 @pytest.mark.parametrize("what", ["another lender", "a file", "a pipe", "a socket", "nothing"])
 def test_only_signed_memory_is_accepted(tmp_path, what):
-    """As in two containers, where the same numbers stand for something else."""
+    """In two containers, the same process numbers can mean different processes."""
     lender, _ = lent()
     other, _ = lent()
     reader, writer = os.pipe()

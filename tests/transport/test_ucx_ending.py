@@ -96,7 +96,7 @@ def test_hanging_peer_delays_no_call_beyond_the_deadline(options, is_back):
 @needs_ucxx
 @pytest.mark.cluster
 def test_process_with_a_hanging_peer_ends_cleanly():
-    """That test in a process of its own: what UCX still holds is not to crash it at its end."""
+    """The test above in a process of its own, which must not crash at its end."""
     test = test_hanging_peer_delays_no_call_beyond_the_deadline.__name__
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"{__file__}::{test}", "-k", "good and shared"]

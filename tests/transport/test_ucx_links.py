@@ -114,7 +114,7 @@ def test_an_engine_can_talk_to_itself():
 
 @needs_ucxx
 def test_device_memory_is_sent_and_filled_in_place():
-    """Emulated: it shows itself as a GPU's does, and can be had in no other way."""
+    """Emulated memory has the interface of a GPU's and no other access."""
 
     async def scenario():
         async with engine_here() as engine, engine_here() as other:
@@ -206,7 +206,7 @@ def test_noise_on_the_port_is_ignored():
 
 @needs_ucxx
 def test_ucx_shared_memory_queues_are_off_by_default(monkeypatch):
-    """Peers that are killed block them, for everybody."""
+    """A killed peer would block these queues for all processes."""
     queues = {"posix", "sysv", "xpmem"}
 
     async def scenario():

@@ -1,4 +1,4 @@
-"""What engines say to each other: exact bytes, exact lengths, nothing taken on trust."""
+"""Messages between engines: exact bytes, exact lengths, all fields checked."""
 
 from __future__ import annotations
 

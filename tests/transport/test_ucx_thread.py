@@ -1,4 +1,4 @@
-"""The thread that owns UCX, without an event loop: what it does by itself, and how it ends."""
+"""The thread that owns UCX, without an event loop: its calls and its end."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def ucx_thread(options=None):
 
 
 def asked(thread, method, *args):
-    """What the thread answers to a call of its switchboard."""
+    """Return the thread's answer to a call of its switchboard."""
     future = Future()
     assert thread.call(lambda: method(*args, future))
     return future
 
 
 def until(condition):
-    """Wait for a state of the thread that nothing tells of."""
+    """Poll for a state of the thread, which sends no notification."""
     give_up = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < give_up
@@ -124,7 +124,7 @@ def test_closed_engine_refuses_calls_and_leaves_its_thread():
     ],
 )
 def test_engine_reports_exhausted_process_limits(monkeypatch, what, error):
-    """And says so, whatever it is; the next time there may be some."""
+    """A later engine may start once the process has room again."""
 
     async def scenario():
         options = {"TLS": "tcp", "TCP_MAX_POLL": str(len(what))}  # of no other test
@@ -214,7 +214,7 @@ def test_error_of_a_call_is_raised_in_its_caller(monkeypatch):
 
 @over_both
 def test_link_is_closed_after_its_incoming_messages(options):
-    """UCX would write by way of freed memory otherwise, and crash now and then."""
+    """Otherwise UCX would write into freed memory and crash sometimes."""
     with ucx_thread(options) as (here, board), ucx_thread(options) as (there, other_board):
         asked(there, other_board.connect, board.descriptor).result(PATIENCE_S)
         there_token, here_token = other_board.descriptor.token, board.descriptor.token

@@ -26,13 +26,13 @@ def content(number: int, sizes: list[int]) -> list[np.ndarray]:
 
 
 async def open_door(engine: UcxEngine) -> UcxEngine:
-    """Have an engine let in whoever knows its key, for as long as a test may take."""
+    """Let an engine accept all peers with its key for the time of a test."""
     await engine.invite("0" * 32, 600)
     return engine
 
 
 async def exchange(engine: UcxEngine, token: str, what: str, number: int, sizes: list[int]):
-    """Send or receive a message; what comes has to be its content."""
+    """Send or receive a message and check its content."""
     if what == "send":
         await engine.send(token, number, content(number, sizes), PATIENCE_S)
         return

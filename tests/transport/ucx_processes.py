@@ -115,7 +115,7 @@ def run(scenario):
 
 
 async def until(condition):
-    """Wait for a state of the thread that nothing tells of."""
+    """Poll for a state of the thread, which sends no notification."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)

@@ -41,7 +41,7 @@ def check(clone: pathlib.Path) -> None:
 
 
 def _sources(installed: pathlib.Path) -> list[pathlib.Path]:
-    """What the tests that are run are tests of."""
+    """Return the sources that the selected tests test."""
     return [
         *(installed / "shuffle").glob("*.py"),
         *installed.glob("*worker*.py"),

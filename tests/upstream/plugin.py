@@ -189,7 +189,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def left_to_stock(spec: ShuffleSpec[Any]) -> bool:
-    """Whether stock's data plane has a run that ours could have had."""
+    """Return whether Dask's data plane has a run that ours could have had."""
     if isinstance(spec, _rechunk.ArrayRechunkSpec):
         # Chunks of any kind are carried.
         return not isinstance(spec, ArraySpec)

@@ -1,4 +1,4 @@
-"""Dask's own tests on a cluster: which of them are lost, and a few that run in every build."""
+"""Dask's own tests on a cluster: which are lost, and a sample that runs in every build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as left to stock, and as a module that nothing was seen of."""
+"""Runs that count as left to Dask, and modules without an observed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates that are written for stock's run, in ours."""
+"""Gates written for Dask's run work in ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Dask takes a value of a device for."""
+"""Dask's size of a value on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a worker may have a GPU, and which values Dask says are on one."""
+"""Which workers may manage a GPU, and which values count as being on one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_cupy_arrays_of_another_gpu_are_refused(monkeypatch, number, is_refused)
 
 
 def test_dask_serializers_restore_a_device_value():
-    """What `take_apart` and `put_together` of the packing are."""
+    """The packing uses them as `take_apart` and `put_together`."""
     gpu = Gpu(100)
     array = gpu.full(7, 10)
     header, pieces = cuda.cuda_dumps(array)

@@ -1,4 +1,4 @@
-"""What leaves memory in the last moment is handed over, too: lanes do not stop for that."""
+"""Values that are spilled during the handback are handed over too, while lanes keep working."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class OnDisk:
         assert set(self.store.cold()) == set(values)
 
     def settle(self):
-        """Have what was decided done, and what that leads to."""
+        """Carry out all decided moves and those that follow."""
         self.lane.submit(int).result()
         while self.owner.calls:
             self.owner.step()

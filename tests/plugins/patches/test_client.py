@@ -1,4 +1,4 @@
-"""Contracts: what a process knows of the workers and schedulers that it has."""
+"""Contracts: what a process knows about its workers and schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is replaced of distributed's connections, and that large messages leave the loop free."""
+"""Patches of distributed's connections keep the loop free during large messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reads(nobody_else):
 
 
 class QuickPeer:
-    """A stream with everything at hand, so that no read of it ever waits."""
+    """A stream that has all of its bytes, so that no read waits."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -66,7 +66,7 @@ class QuickPeer:
 
 
 async def received(read, n):
-    """A buffer and the lengths in which it was read; rounds of the loop meanwhile."""
+    """Return a buffer, the lengths of its reads, and the rounds of the loop during them."""
     data = np.random.default_rng(n).bytes(n)
     peer = QuickPeer(data)
     rounds = 0
@@ -231,7 +231,7 @@ class Batches:
 
 
 class Reader:
-    """What `ShortTurns` knows of a worker."""
+    """The part of a worker that `ShortTurns` uses."""
 
     def __init__(self, comm):
         self.batched_stream = SimpleNamespace(comm=comm)

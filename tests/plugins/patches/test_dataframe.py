@@ -1,4 +1,4 @@
-"""What is replaced in dask.dataframe while shuffles run, and that it is put back."""
+"""Patches of dask.dataframe are active while shuffles run, and are removed."""
 
 from __future__ import annotations
 

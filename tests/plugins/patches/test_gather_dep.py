@@ -1,4 +1,4 @@
-"""Values that do not fit where they are sent: asked for again, and in the end an error."""
+"""Values that do not fit on the receiving worker: retried, and an error in the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contracts with what is done about lost values on the scheduler."""
+"""Contracts with distributed for the handling of lost values on the scheduler."""
 
 from __future__ import annotations
 

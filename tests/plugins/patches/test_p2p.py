@@ -1,4 +1,4 @@
-"""Contracts with the private parts of dask and distributed: what must still be there, and work."""
+"""Contracts with private parts of dask and distributed that shuffles use."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_output_partitions_are_known_in_the_order_of_their_tasks(sides, monkeypa
 
 
 def test_dask_selects_p2p_when_there_is_a_client(sides):
-    """dask-cudf sets no method of its own: its shuffles are ours without a change."""
+    """dask-cudf sets no method of its own, so its shuffles run here unchanged."""
     frame = dd.from_pandas(pd.DataFrame({"key": range(10), "x": 1}), npartitions=4)
     with sides.enabled.as_current():
         assert get_default_shuffle_method() == "p2p"

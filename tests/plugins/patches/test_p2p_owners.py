@@ -1,4 +1,4 @@
-"""Contracts with how distributed gives out output partitions, and who may have them here."""
+"""Contracts with how distributed assigns output partitions, and the owners chosen here."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_allowed_workers_equal_those_of_the_scheduler(scheduler: Scheduler, name
 
 
 class Plugin:
-    """Of distributed, what is asked here."""
+    """The part of distributed's plugin that is used here."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -103,7 +103,7 @@ class Plugin:
 
 
 def stage(**restrictions: Any) -> tuple[Plugin, Any, OutputOwners]:
-    """A plugin, a barrier, and what was replaced."""
+    """Return a plugin, a barrier and the patch."""
     barrier = SimpleNamespace(annotations=None, **{**UNRESTRICTED, **restrictions})
     plugin = Plugin()
     scheduler: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Contracts with how distributed has a shuffle start over, and which tasks do so here."""
+"""Contracts with how distributed restarts a shuffle, and which tasks restart here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_distributed_has_the_replaced_functions() -> None:
-    """What a release does to a run, and who hears that a task is to run again."""
+    """How a release affects a run, and which handler learns that a task runs again."""
     assert '"reschedule": self._reschedule' in inspect.getsource(Scheduler.__init__)
     assert parameters(Scheduler._reschedule) == ["self", "key", "worker", "stimulus_id"]
     transition = inspect.getsource(ShuffleSchedulerPlugin.transition)

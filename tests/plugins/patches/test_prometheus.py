@@ -1,4 +1,4 @@
-"""What is registered with Prometheus, beside what distributed registers there."""
+"""Metrics registered with Prometheus, beside those of distributed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_metric_names_have_the_prefix_of_dask(registry):
 
 
 def test_dask_shows_no_shuffle_metrics(client):
-    """Once it does, ours have to go."""
+    """Once Dask shows them, ours have to be removed."""
     server = next(iter(client.cluster.workers.values()))
     told = ("p2p", None, "background-comms", "send", "bytes")
     server.digest_metric(told, 5)

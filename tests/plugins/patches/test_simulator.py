@@ -1,4 +1,4 @@
-"""Contracts of a simulation with the private parts of dask and distributed."""
+"""Contracts of a simulation with private parts of dask and distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that make little of much begin with what is in memory; all others keep their order."""
+"""Reductions whose inputs are in memory run first; all other tasks keep their order."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_pass_over_the_data_reads_nothing_that_is_in_memory() -> None:
 
 
 async def _settled(last: str, dask_worker: Any) -> tuple[int, float]:
-    """Values that are not in memory, and reads so far, once all tasks are there and none moves."""
+    """Return spilled values and the number of reads, once all tasks are there and settled."""
     store = dask_worker.data
     while last not in dask_worker.state.tasks or store.residency.is_writing or _is_reading(store):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Contracts with distributed's decisions about where tasks go, and with taking ours back."""
+"""Contracts with distributed's placement decisions, and the removal of the patches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_idle_workers_are_a_sorted_dict_by_address(s, a, b, c):
 
 
 def test_three_decisions_place_every_runnable_task():
-    """Nobody else picks a worker for a task, so that nothing goes around placement."""
+    """No other function of the scheduler chooses a worker for a task."""
     source = inspect.getsource(SchedulerState)
     callers = re.findall(r"def (_transition_\w+)|self\.(decide_worker_\w+)\(", source)
     found, current = {}, None
@@ -56,7 +56,7 @@ def test_three_decisions_place_every_runnable_task():
 
 
 def test_free_slots_are_filled_as_in_dask():
-    """What is replaced is this, but for a task that had better stay in the queue."""
+    """The patch copies this function, except that a task may stay in the queue."""
     assert parameters(Scheduler.stimulus_queue_slots_maybe_opened) == ["self", "stimulus_id"]
     source = inspect.getsource(Scheduler.stimulus_queue_slots_maybe_opened)
     code = [line.strip() for line in source.split('"""')[2].splitlines()]
@@ -101,7 +101,7 @@ def test_stealing_asks_for_a_thief_and_accepts_none():
 
 @gen_cluster(client=True, nthreads=[("", 2)] * 6)
 async def test_dask_chooses_the_least_busy_worker(c, s, *workers):
-    """So that it can be found without looking at a thousand others."""
+    """The fast path relies on this to skip a thousand other workers."""
     asked = []
 
     def load(ws):
@@ -182,7 +182,7 @@ async def test_dask_balances_on_request_when_stealing_is_enabled(s, a, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_each_replaced_decision_is_asked_for(c, s, a, b):
-    """Also the one that stock does not tell which task it is for."""
+    """Also the decision that Dask makes without naming the task."""
     asked = []
 
     class Spy(Placement):
@@ -217,7 +217,7 @@ async def test_root_tasks_are_placed_without_queueing(c, s, a, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_unqueueable_root_task_gets_a_worker(c, s, a, b):
-    """As those of shuffles cannot."""
+    """Root tasks of shuffles cannot be queued."""
 
     class Never(Placement):
         def place_root(self, ts, stock):

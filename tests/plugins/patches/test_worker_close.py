@@ -1,4 +1,4 @@
-"""Names that the end of a worker needs, and workers that are cancelled while they close."""
+"""Names used when a worker closes, and workers that are cancelled while they close."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_cancelled_close_still_ends(told_by: str) -> None:
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_waiting_for_a_close_may_be_cancelled(c, s, a, b):
-    """The one that closes goes on."""
+    """The close itself continues."""
     await dask_gpurt.enable(c)
     lingers = linger(a)
     task = asyncio.create_task(a.close())
@@ -108,7 +108,7 @@ def _attachment(worker: Worker) -> Any:
 
 
 def _hold_writes(attachment: Any) -> tuple[asyncio.Event, threading.Event]:
-    """Keep what writes values busy, as a slow disk does."""
+    """Block the writes of values, as a slow disk does."""
     loop = asyncio.get_running_loop()
     begun, go_on = asyncio.Event(), threading.Event()
 
@@ -122,7 +122,7 @@ def _hold_writes(attachment: Any) -> tuple[asyncio.Event, threading.Event]:
 
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_plugin_teardown_does_not_wait_on_a_closing_worker(c, s, a):
-    """Otherwise a cancellation at that moment would stop Dask half way."""
+    """Otherwise a cancellation at that moment would stop Dask's close half way."""
     await dask_gpurt.enable(c)
     attachment = _attachment(a)
     begun, go_on = _hold_writes(attachment)

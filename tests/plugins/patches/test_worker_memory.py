@@ -1,4 +1,4 @@
-"""Contracts with what managed memory touches of distributed."""
+"""Contracts with the parts of distributed that managed memory uses."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_worker_tasks_have_the_expected_states_and_fields():
 
 
 def test_users_of_a_value_are_found():
-    """Until it begins, nothing but its key tells of a task that has left the queue."""
+    """A task that left the queue is known by its key only until it starts."""
     states = ["waiting", "ready", "constrained", "executing", "memory"]
     users = [SimpleNamespace(key=state, state=state) for state in states]
     worker = SimpleNamespace(state=SimpleNamespace(tasks={"x": SimpleNamespace(dependents=users)}))
@@ -175,7 +175,7 @@ def test_freed_value_is_reported_to_the_scheduler():
 
 
 def test_scheduler_tells_the_next_use_seen_from_the_worker():
-    """What waits for a peer comes after as much of this worker's work as the peer does first."""
+    """Tasks that wait for a peer rank behind as many own tasks as the peer runs first."""
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         LocalCluster(processes=False, **options) as cluster,

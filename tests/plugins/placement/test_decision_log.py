@@ -1,4 +1,4 @@
-"""What is kept of decisions."""
+"""The log of placement decisions."""
 
 from __future__ import annotations
 

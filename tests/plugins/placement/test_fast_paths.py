@@ -1,4 +1,4 @@
-"""Cheap rules choose the workers that weighing all candidates would choose."""
+"""Fast paths choose the workers that a comparison of all candidates would choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decisions had workers fetch, and what the links into their hosts carry for it."""
+"""Transfers that decisions caused, and the load of the links into their hosts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def arrivals(clock):
 
 
 def fetches(arrivals, target, *sources, plain):
-    """A decision has a worker fetch a gigabyte from each of others, one way or the other."""
+    """Record a decision by which a worker fetches a gigabyte from each of the others."""
     holders = [one.address for one in sources]
     keys = [f"x-{number}-{target.address}" for number in range(len(sources))]
     if plain:

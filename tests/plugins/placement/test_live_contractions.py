@@ -1,4 +1,4 @@
-"""Which tasks of real graphs are products, and what dealing their outputs out to hosts saves."""
+"""Products in real graphs are recognised, and grids of hosts save transfers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def crossing_nbytes(result):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Answers about products and operands; those that there were."""
+    """Record questions about products and operands; return those with an answer."""
     answers = []
 
     def noting(stock):

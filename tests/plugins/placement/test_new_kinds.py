@@ -1,4 +1,4 @@
-"""Where tasks go of whose kind none has ended: nobody knows what it is worth to move anything."""
+"""Tasks of a kind that has never ended, so that no duration is known."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_tasks_that_need_the_same_two_blocks_are_spread(placed):
 
 
 def test_tasks_with_a_thin_edge_stay_at_the_block(placed):
-    """Also if there are many; what they take may be nothing, and the block is all there is."""
+    """Also many tasks: they may take no time, and the block is nearly all of their bytes."""
     block, edge = (
         task("('load-0', 0)", s=0.1, nbytes=500 * MB, source=True),
         task("('load-1', 0)", s=0.1, nbytes=MB, source=True),

@@ -1,4 +1,4 @@
-"""One worker that becomes slow, or is gone, in the middle of a simulated computation."""
+"""A worker that becomes slow or is removed during a simulated computation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def data_aware(scheduler, topology=None):
 
 
 def pairs(count: int, *, s: float, nbytes: int):
-    """Sources, what is made of each, and of each two of those: most of it is made near its data."""
+    """Workload of sources, results of each, and results of pairs; most is made near its data."""
     sources = [task(f"('load-0', {n})", s=s, nbytes=nbytes, source=True) for n in range(count)]
     made = [task(f"('make-0', {n})", n, s=s, nbytes=nbytes) for n in range(count)]
     joined = [
@@ -86,7 +86,7 @@ def test_tasks_queued_on_a_slow_worker_are_stolen_at_once(monkeypatch):
 
 
 def test_known_slow_worker_gets_no_task_better_run_elsewhere():
-    """Two tasks have told: the last ones in the queue wait for others, who have two ahead each."""
+    """Two tasks have shown it: the last queued tasks wait for the other workers."""
     machine = pcie_gpus()
     install = partial(data_aware, topology=machine.network.topology)
     model = merge_small(Scale(side=8, block_nbytes=500_000_000, load_rate=5e9, rate=100e9))
@@ -157,7 +157,7 @@ def test_slow_workers_are_checked_only_beside_idle_ones(monkeypatch):
 
 @pytest.mark.parametrize("ends_well", [True, False])
 def test_expensive_checks_are_spaced_out(monkeypatch, ends_well):
-    """Stock goes through all that waits for a slow worker, also where none of it may be moved."""
+    """Dask scans all tasks of a slow worker, even if none may move."""
     loop = Timers()
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
 

@@ -1,4 +1,4 @@
-"""Tasks that need and make next to nothing: stock places them, unless that keeps them waiting."""
+"""Tasks with tiny inputs and outputs: Dask places them, unless they would queue."""
 
 from __future__ import annotations
 

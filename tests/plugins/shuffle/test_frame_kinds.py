@@ -1,4 +1,4 @@
-"""Which frames can be carried: decided by names, without the library that made them."""
+"""Supported kinds of frames, decided by type names without importing their library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUMBERS = np.dtype("i8")
 
 
 def cudf_frame(*dtypes, index=(NUMBERS,)):
-    """What an empty frame of cuDF says of itself."""
+    """Return a stand-in with the type name and metadata of an empty cuDF frame."""
     frame = type("DataFrame", (), {"__module__": "cudf.core.dataframe"})()
     frame.dtypes = pd.Series(dict(zip("abcdef", dtypes, strict=False)), dtype=object)
     frame.index = Index(*index)

@@ -110,7 +110,7 @@ PLACED_NBYTES = 100_000
     ids=["elsewhere", "cut otherwise", "other bytes", "one more", "another order"],
 )
 def test_damaged_memory_places_are_not_read(damaged):
-    """They may well be inside of the memory that was lent, and lead to other rows."""
+    """They may point inside of the shared memory, to other rows."""
 
     async def test(links):
         peer = Peer(PLACED_NBYTES)

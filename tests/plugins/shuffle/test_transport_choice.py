@@ -125,7 +125,7 @@ def test_error_of_a_run_is_raised_unchanged():
 
 
 class Deaf:
-    """Has an engine over which nothing arrives, and takes what comes another way."""
+    """A peer whose UCX engine receives nothing, but which takes other transports."""
 
     def __init__(self, engine, is_silent):
         self._engine = engine
@@ -144,7 +144,7 @@ class Deaf:
 
 
 def noting(taken):
-    """Makes messages that UCX does not send at once, and notes for which path."""
+    """Return a function that composes messages and records the transport of each."""
 
     async def compose(path):
         taken.append(path.name)
@@ -154,7 +154,7 @@ def noting(taken):
 
 
 def with_links_to_the_deaf(test, *, is_silent):
-    """Run a coroutine function with links of a worker, and what calls a peer that is deaf."""
+    """Run a coroutine function with a worker's links and a call to a deaf peer."""
 
     async def with_engine(links):
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
@@ -257,7 +257,7 @@ def test_unshareable_memory_is_a_missing_transport(monkeypatch):
 
 
 def asked_of(answer):
-    """What a peer with this answer is asked for, and the codecs that come of it."""
+    """Return the request for a peer with this answer, and the resulting codecs."""
     asked = []
 
     async def test(links):

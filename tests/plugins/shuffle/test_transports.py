@@ -1,4 +1,4 @@
-"""A path over UCX knows what its link carries once the kernel has said so a few times."""
+"""A UCX transport learns its bandwidth from several readings of the kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask_gpurt.shuffle.messages import Message
 
 
 class Engine:
-    """Sends whatever it is given."""
+    """An engine that sends every message."""
 
     token = "sender"
 

@@ -1,4 +1,4 @@
-"""Traces of what a live cluster computed."""
+"""Traces recorded on a live cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that are asked together: who fails or is silent, and what the others say."""
+"""Broadcasts to workers of which some fail or stay silent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SILENT = asyncio.Event()
 
 
 class Cluster:
-    """Stands in for a scheduler: what each worker answers at once, if it does."""
+    """A stand-in for a scheduler, with the immediate answer of each worker, if any."""
 
     def __init__(self, **answers):
         self.answers = answers

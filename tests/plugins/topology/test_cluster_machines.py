@@ -1,4 +1,4 @@
-"""Machines and links as a scheduler learns of them, of workers that answer, lie or are silent."""
+"""A scheduler learns machines and links from workers that answer, lie or stay silent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def address(host, port=1):
 
 
 class Cluster:
-    """Stands in for a scheduler: workers, and what they answer."""
+    """A stand-in for a scheduler: workers and their answers."""
 
     def __init__(self, n_hosts, per_host=1):
         self.workers = {
@@ -86,7 +86,7 @@ async def machines(cluster, probe="auto", name=None):
 
 
 async def settled(found):
-    """Once whatever it began by itself has ended."""
+    """Wait for all tasks that it started by itself."""
     found.workers_changed()
     await found._probing
 
