@@ -216,7 +216,7 @@ def test_invalid_memory_is_refused(value):
         config.read()
 
 
-# ------------------------------------------------------------------ keys that nothing reads
+# ------------------------------------------------------------------ unknown keys
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_misspelt_environment_variable_is_named(warnings):
     assert "did you mean gpurt.shuffle.message-size?" in message
 
 
-# ------------------------------------------------------------------ on the way to a cluster
+# ------------------------------------------------------------------ serialization
 
 
 def test_settings_survive_serialization():

@@ -8,8 +8,6 @@ import yaml
 from dask_gpurt import config
 from tests.config_cases import DEFAULTS, leaves, schema_leaves
 
-# ------------------------------------------------------------------ defaults and schema
-
 
 def _schema_sections(section):
     yield section

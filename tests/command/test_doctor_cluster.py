@@ -20,8 +20,6 @@ from tests.command.findings import found
 from tests.conftest import Sides
 from tests.integration.comparing import collection, partitions
 
-# ------------------------------------------------------------------ a live cluster
-
 
 @pytest.mark.cluster
 def test_status_shows_an_enabled_cluster(

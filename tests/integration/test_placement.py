@@ -213,7 +213,7 @@ async def test_paused_worker_gets_no_tasks(c, s, a, b):
     assert {ws.address for ws in s.tasks[y.key].who_has} == {b.address}
 
 
-# ------------------------------------------------------------------ what is on its way
+# ------------------------------------------------------------------ transfers in flight
 
 
 class Large:

@@ -297,7 +297,7 @@ def test_path_forgotten_repeatedly_is_an_error(client, monkeypatch):
     assert "does not keep a link" in str(raised.value.__cause__)
 
 
-# ------------------------------------------------------------------ what clusters themselves speak
+# ------------------------------------------------------------------ protocols of the cluster
 
 
 @pytest.mark.cluster

@@ -16,8 +16,6 @@ from dask_gpurt.memory.store import HOME
 from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.device_setup import DEVICE, Setup, noise
 
-# ------------------------------------------------------------------ against a dict
-
 
 class Arrays(AgainstADict):
     """Random operations in random orders of lanes and streams; values equal those of a dict."""

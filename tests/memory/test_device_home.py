@@ -28,7 +28,7 @@ def test_device_values_use_no_tier_that_reads_into_host_memory():
     assert setup.levels(key) == before == ["pinned"]
 
 
-# ------------------------------------------------------------------ the way down and back
+# ------------------------------------------------------------------ spilling and reading back
 
 
 @pytest.mark.parametrize("compressed", [None, 200])

@@ -115,7 +115,7 @@ def pumped(request, tmp_path, monkeypatch):
     setup.close()
 
 
-# ------------------------------------------------------------------ the way down and back
+# ------------------------------------------------------------------ spilling and reading back
 
 
 def test_library_values_spill_in_order_and_return(pumped):

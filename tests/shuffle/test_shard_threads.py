@@ -23,8 +23,6 @@ from tests.shuffle.shard_rig import (
     spread_shards,
 )
 
-# ------------------------------------------------------------------ at the same time
-
 
 class SlowDisk(SpillFile):
     """A spill file whose first write waits for the test."""

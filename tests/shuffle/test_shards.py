@@ -204,7 +204,7 @@ def test_shards_for_slots_of_another_worker_are_refused(tmp_path, first_slot, co
     assert read_slot(rig.store, 9) == make_rows(0, 9, 1)
 
 
-# ------------------------------------------------------------------ letting go
+# ------------------------------------------------------------------ releasing
 
 
 def test_reading_a_released_slot_is_refused(rig):

@@ -262,7 +262,7 @@ def test_a_cluster_without_workers_has_no_hosts():
     assert description.parse(discover([]).as_text()).hosts == ()
 
 
-# ---------------------------------------------------------------------- what is not said
+# ---------------------------------------------------------------------- no finding
 
 
 def test_unknown_speeds_are_assumed_and_marked(seen):

@@ -9,8 +9,6 @@ import pytest
 from dask_gpurt.errors import ExchangeError
 from tests.transport.outbox_post import Item, Post, Refused, run, settle
 
-# ------------------------------------------------------------------ failure
-
 
 def test_failure_is_raised_by_put_and_flush_from_then_on():
     async def scenario():

@@ -10,8 +10,6 @@ import pytest
 
 from tests.transport.outbox_post import PATIENCE_S, Item, Post, Refused, flat, run
 
-# ------------------------------------------------------------------ back-pressure
-
 
 def test_producer_waits_while_too_much_is_queued():
     async def scenario():

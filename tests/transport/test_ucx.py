@@ -20,8 +20,6 @@ from tests.transport.ucx_processes import (
     until,
 )
 
-# ------------------------------------------------------------------ messages
-
 
 @needs_ucxx
 @pytest.mark.cluster

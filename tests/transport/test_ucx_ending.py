@@ -28,8 +28,6 @@ from tests.transport.ucx_processes import (
     until,
 )
 
-# -------------------------------------------------------------------- ending
-
 
 @needs_ucxx
 @pytest.mark.cluster

@@ -25,8 +25,6 @@ from tests.transport.ucx_processes import (
     until,
 )
 
-# --------------------------------------------------------------------- links
-
 
 @needs_ucxx
 @pytest.mark.cluster

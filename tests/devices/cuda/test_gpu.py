@@ -51,7 +51,7 @@ def stream(device):
     return device.stream("only")
 
 
-# ------------------------------------------------------------------ what calls do at once
+# ------------------------------------------------------------------ immediate effects of calls
 
 
 def test_only_an_explicit_wait_runs_queued_work(device, stream):
@@ -471,7 +471,7 @@ def test_missing_cuda_is_explained():
         CupyDriver()
 
 
-# ------------------------------------------------------------------ under the store
+# ------------------------------------------------------------------ below the store
 
 
 def test_values_of_a_full_device_spill_to_the_host_and_return():

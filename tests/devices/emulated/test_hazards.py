@@ -24,8 +24,6 @@ from tests.conformance.device_suite import (
     run_program,
 )
 
-# ------------------------------------------------------------------ hazards
-
 
 def test_read_of_memory_being_written_by_another_stream_is_found(device, streams):
     one, other = streams

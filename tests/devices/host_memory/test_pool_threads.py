@@ -11,8 +11,6 @@ from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, SharedPages
 from dask_gpurt.devices.host_memory.pool import HostPool
 from tests.devices.host_memory.pool_pages import HALF, MANY, PATIENCE_S, Walk, pages_of
 
-# ------------------------------------------------------------------ threads and garbage
-
 
 def test_threads_use_one_pool_at_once(pool):
     def work(number):

@@ -28,7 +28,7 @@ from tests.devices.occupancy.fake_driver import (
     launch,
 )
 
-# ------------------------------------------------------------------ what launches carry
+# ------------------------------------------------------------------ shared memory of launches
 
 
 def test_shaped_launch_changes_only_its_shared_memory(hook, driver):
@@ -207,7 +207,7 @@ def test_reloaded_kernel_is_queried_again(hook, driver):
     assert driver.carried == [TWO, TWO, 0, 16]
 
 
-# ------------------------------------------------------------------ what fails costs the shape only
+# ------------------------------------------------------------------ failures leave launches as is
 
 
 def test_failing_planner_leaves_the_launch_unchanged(hook, driver):
@@ -282,7 +282,7 @@ def test_equal_planners_decide_once(hook, driver):
     assert len(hook.decisions()) == 1
 
 
-# ------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------ cost of the hook
 
 
 def test_decided_launch_asks_only_whether_work_is_pending(hook, driver):

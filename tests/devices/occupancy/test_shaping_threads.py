@@ -17,8 +17,6 @@ from dask_gpurt.devices.occupancy.shaping import (
 )
 from tests.devices.occupancy.fake_driver import TWO, CountingPlanner, FakeDriver, always, launch
 
-# ------------------------------------------------------------------ threads and coroutines
-
 
 def test_a_thread_that_starts_inside_is_unshaped(hook, driver):
     with shaped(Planner(SM90, 2), always, hook), ThreadPoolExecutor(1) as pool:

@@ -17,8 +17,6 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
-# ------------------------------------------------------------------ arrays
-
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_array_is_restored_equal(name):

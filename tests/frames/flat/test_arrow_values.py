@@ -16,8 +16,6 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
-# ------------------------------------------------------------------ Arrow
-
 
 @pytest.mark.parametrize("name", ARROW)
 @pytest.mark.parametrize("first", [0, 3, 8, 11])

@@ -27,9 +27,6 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
-# ------------------------------------------------------------------ damage
-
-
 DAMAGED = [
     ARRAYS["Fortran"],
     ARRAYS["rows repeated"],

@@ -21,8 +21,6 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
-# ------------------------------------------------------------------ columns and indexes
-
 
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize("rows", [slice(None), slice(0), slice(1, -1), slice(None, None, 2)])

@@ -24,9 +24,6 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
-# ------------------------------------------------------------------ anything else
-
-
 OTHERS = {
     "nothing": None,
     "number": 5,

@@ -229,7 +229,7 @@ def test_trying_direct_io_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------ trying again
+# ------------------------------------------------------------------ retries
 
 
 def test_waits_double_up_to_a_minute():

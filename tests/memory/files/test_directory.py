@@ -267,7 +267,7 @@ def test_no_locks_are_taken_when_disabled_in_dask(parent, monkeypatch):
     mine.remove()
 
 
-# ------------------------------------------------------------------ whose it is
+# ------------------------------------------------------------------ owners of directories
 
 ELSEWHERE = [
     {"host": "another", "boot": "another"},

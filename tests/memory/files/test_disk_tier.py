@@ -64,7 +64,7 @@ class TestDiskInMemory(DiskSuite):
         shutil.rmtree(self.parent, ignore_errors=True)
 
 
-# ------------------------------------------------------------------ what is on the disk
+# ------------------------------------------------------------------ files
 
 
 def test_no_directory_is_made_before_the_first_value(parent):
@@ -124,7 +124,7 @@ def test_large_buffers_are_freed_one_by_one(parent):
     tier.close()
 
 
-# ------------------------------------------------------------------ how it gets there
+# ------------------------------------------------------------------ writing
 
 
 def test_only_large_values_bypass_the_page_cache(parent, has_direct):
@@ -337,7 +337,7 @@ def test_file_names_do_not_contain_keys(parent):
     tier.close()
 
 
-# ------------------------------------------------------------------ a look before it is needed
+# ------------------------------------------------------------------ check before the first value
 
 
 def test_check_reports_the_directory(parent, has_direct):

@@ -155,7 +155,7 @@ def test_closed_connection_is_noticed(reads):
     asyncio.run(exchange())
 
 
-# ------------------------------------------------------------------ let go of
+# ------------------------------------------------------------------ released memory
 
 
 @pytest.mark.parametrize("is_let_go_of", [False, True])
@@ -189,7 +189,7 @@ def test_failed_message_is_kept_until_it_is_released(is_let_go_of):
     run()
 
 
-# ------------------------------------------------------------------ taken back
+# ------------------------------------------------------------------ retracted messages
 
 
 def test_patch_stays_until_its_last_worker_removes_it(reads):

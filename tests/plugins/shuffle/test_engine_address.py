@@ -12,9 +12,6 @@ from dask_gpurt.errors import (
 )
 from tests.plugins.shuffle.links_rig import OPEN, compose, resolving, with_links
 
-# ------------------------------------------------------------------ where peers reach our engine
-
-
 NAMED = {"address": "tcp://worker-3:4567", "ip": "worker-3"}
 
 

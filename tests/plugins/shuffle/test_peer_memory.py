@@ -172,7 +172,7 @@ def test_abandoned_read_ends_by_itself(monkeypatch):
         may_go_on.set()
 
 
-# ------------------------------------------------------------------ where peers reach our engine
+# ------------------------------------------------------------------ damaged messages
 
 
 @pytest.mark.parametrize("n_damaged", [1, 2, 3])

@@ -121,7 +121,7 @@ def test_error_of_a_run_is_raised_unchanged():
     with_links(test)
 
 
-# ------------------------------------------------------------------ a way that leads nowhere
+# ------------------------------------------------------------------ a silent transport
 
 
 class Deaf:
@@ -214,7 +214,7 @@ def test_ucx_link_is_renewed_once_and_then_given_up(monkeypatch):
     with_links_to_the_deaf(test, is_silent=True)
 
 
-# ------------------------------------------------------------------ before anything is sent
+# ------------------------------------------------------------------ before the first message
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_unshareable_memory_is_a_missing_transport(monkeypatch):
     assert links.lacks()["shared"] == "no files in memory here (Function not implemented)"
 
 
-# ------------------------------------------------------------------ codecs of devices
+# ------------------------------------------------------------------ device codecs
 
 
 def asked_of(answer):

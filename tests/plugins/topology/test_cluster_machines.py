@@ -146,7 +146,7 @@ def test_description_shared_by_clients_is_read_once():
     assert not found.is_described
 
 
-# ---------------------------------------------------------------------- probed by itself
+# ---------------------------------------------------------------------- automatic probes
 
 
 def test_links_are_measured_where_placement_uses_them():
@@ -346,7 +346,7 @@ def test_closing_ends_a_probe():
     run(go())
 
 
-# ---------------------------------------------------------------------- asked for
+# ---------------------------------------------------------------------- requested probes
 
 
 def test_machines_are_asked_once_and_forgotten_on_departure():
