@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from dask_gpurt.errors import TierFullError, ValueRefusedError, will_pass
-from dask_gpurt.memory.decisions.failed_reads import Shortage, is_short
+from dask_gpurt.memory.decisions.failed_reads import FailedReads, is_short
 from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
 from dask_gpurt.memory.decisions.residency import Residency, Value
 from dask_gpurt.memory.tiers import Lane, Lanes, Packing, Tier
@@ -52,7 +52,7 @@ class Carrier:
         packings: Sequence[Packing],
         lanes: Lanes,
         lock: threading.RLock,  # type: ignore[valid-type]
-        shortage: Shortage,
+        failed_reads: FailedReads,
         *,
         decide: Callable[[], None],
         lost: Callable[[Value], None],
@@ -62,7 +62,7 @@ class Carrier:
         self._packings = packings
         self._lanes = lanes
         self._lock = lock
-        self._shortage = shortage
+        self._failed_reads = failed_reads
         self._ended = threading.Condition(lock)
         self._decide = decide
         self._lost = lost
@@ -82,7 +82,7 @@ class Carrier:
 
     # ------------------------------------------------------------------ with the lock held
 
-    def found(self, value: Value, level: int, place: Any) -> None:
+    def add_copy(self, value: Value, level: int, place: Any) -> None:
         """A tier has a copy that nobody here put there."""
         self._places[value.serial, level] = place
 
@@ -137,14 +137,14 @@ class Carrier:
                 self._residency.put_cancelled(move)
                 return
             # Held by this frame alone: who waits for its room goes on when this returns.
-            is_home = self._is_home(move.source)
-            source = self.objects.get(move.key) if is_home else None
+            in_memory = self._is_home(move.source)
+            source = self.objects.get(move.key) if in_memory else None
             place = self._places.get((move.serial, move.source))
             # What cannot be taken apart cannot be for any other tier either.
-            tiers = self._residency.chains[value.home] if is_home else (move.target,)
+            tiers = self._residency.chains[value.top_level] if in_memory else (move.target,)
         tier = self._tiers[move.target]
         try:
-            if is_home:
+            if in_memory:
                 flat = self._packings[move.source].flatten(source)
             else:
                 flat = self._tiers[move.source].get(place)
@@ -193,7 +193,7 @@ class Carrier:
         with self._lock:
             self._residency.put_failed(move, refused, is_full=is_full)
 
-    def make_room(self, home: int, nbytes: int) -> bool:
+    def make_room(self, top_level: int, nbytes: int) -> bool:
         """Have values leave a home before this returns, for an allocation that found no room there.
 
         Copies that wait in a lane are made here and now, and those that others are making are
@@ -209,13 +209,13 @@ class Carrier:
         # it over that, and what is decided could contradict what is being written down.
         if self._lock._is_owned() or self._is_closed:  # type: ignore[attr-defined]
             return False
-        level = self._residency.levels[home]
-        n_left = self._n_left[home]
-        while self._n_left[home] == n_left:
+        level = self._residency.levels[top_level]
+        n_left = self._n_left[top_level]
+        while self._n_left[top_level] == n_left:
             with self._lock:
-                self._residency.shed(home, nbytes - level.leaving_nbytes)
+                self._residency.evict_now(top_level, nbytes - level.leaving_nbytes)
                 self.begin(self._residency.take_moves())
-                waiting = [move for move in self._due if move.source == home]
+                waiting = [move for move in self._due if move.source == top_level]
             if not waiting:
                 break
             # Those that fail are not tried again: there is another tier for the value, or none.
@@ -226,11 +226,11 @@ class Carrier:
             if threading.get_ident() not in self._under_way.values():
                 self._ended.wait_for(
                     lambda: (
-                        self._n_left[home] > n_left
-                        or not any(move.source == home for move in self._under_way)
+                        self._n_left[top_level] > n_left
+                        or not any(move.source == top_level for move in self._under_way)
                     )
                 )
-            return self._n_left[home] > n_left
+            return self._n_left[top_level] > n_left
 
     # ------------------------------------------------------------------ up
 
@@ -252,9 +252,9 @@ class Carrier:
             except Exception as error:
                 if will_pass(error):
                     with self._lock:
-                        value = self._residency.load_put_off(move)
+                        value = self._residency.load_deferred(move)
                         if value is not None:
-                            self._shortage.add(value, _told(error))
+                            self._failed_reads.add(value, _told(error))
                     # In a moment: what is short is not there at once. What ends before then has
                     # it decided as well.
                     self._lanes.owner(partial(self._lanes.later, self._decide))
@@ -265,9 +265,9 @@ class Carrier:
                 return  # what it was read from may be gone, and that is no loss
             value = self._residency.values.get(move.key)
             if not problem:
-                if self._residency.loaded(move) and value is not None:
+                if self._residency.load_done(move) and value is not None:
                     self.objects[move.key] = found
-                    self._shortage.read(value)
+                    self._failed_reads.remove(value)
                 lost = False
             else:
                 lost = not self._residency.load_failed(move)
@@ -298,10 +298,10 @@ class Carrier:
                 level = min(value.copies)
                 place = self._places[value.serial, level]
             try:
-                found = self._restore(value.home, level, place)
+                found = self._restore(value.top_level, level, place)
                 with self._lock:
-                    self._shortage.read(value)
-                    value.refused.discard(value.home)
+                    self._failed_reads.remove(value)
+                    value.refused.discard(value.top_level)
                 return found
             except NotRestoredError as error:
                 _note(error, key)
@@ -309,17 +309,17 @@ class Carrier:
             except Exception as error:
                 with self._lock:
                     if will_pass(error):
-                        self._shortage.add(value, _told(error))
+                        self._failed_reads.add(value, _told(error))
                         raise
                     if self._is_closed or self._residency.values.get(key) is not value:
                         continue
-                    if level not in value.copies or self._residency.lose(value, level):
+                    if level not in value.copies or self._residency.drop_copy(value, level):
                         self.begin(self._residency.take_moves())
                         continue
                 self._lose(value, _told(error))
                 raise KeyError(key) from error
 
-    def _restore(self, home: int, level: int, place: Any) -> Any:
+    def _restore(self, top_level: int, level: int, place: Any) -> Any:
         """Read a value from a tier, which sees to it that this is what was put there.
 
         Raises
@@ -329,10 +329,10 @@ class Carrier:
         """
         flat = self._tiers[level].get(place)
         try:
-            return self._packings[home].restore(flat.header, flat.buffers)
+            return self._packings[top_level].restore(flat.header, flat.buffers)
         except BaseException as error:
             # On a device there is no room but for what has left it, which takes a while.
-            if will_pass(error) and (home or is_short(error, flat.nbytes)):
+            if will_pass(error) and (top_level or is_short(error, flat.nbytes)):
                 raise
             raise NotRestoredError from error
 

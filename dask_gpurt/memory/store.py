@@ -20,15 +20,15 @@ from typing import Any, NoReturn
 
 from dask_gpurt.memory.carrier import Carrier, NotRestoredError
 from dask_gpurt.memory.decisions.admission import Admission, Claim
-from dask_gpurt.memory.decisions.failed_reads import PutOff, Shortage
+from dask_gpurt.memory.decisions.failed_reads import FailedRead, FailedReads
 from dask_gpurt.memory.decisions.residency import Level, Priority, Residency, Value
 from dask_gpurt.memory.files.inherited import Inherited
-from dask_gpurt.memory.send_buffers import Loans
-from dask_gpurt.memory.store_report import explained, reported, spilled
+from dask_gpurt.memory.send_buffers import SendBuffers
+from dask_gpurt.memory.store_report import explained, reported, spilled_nbytes
 from dask_gpurt.memory.tiers import Lanes, Packing, Tier
 
 #: Where objects of the host live.
-HOME = 0
+HOST = 0
 
 #: Told which inputs of a task were lost, once it may begin.
 Tell = Callable[[set[Hashable]], None]
@@ -63,31 +63,31 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         packings: Sequence[Packing],
         lanes: Lanes,
         *,
-        home_of: Callable[[Any], int] = lambda value: HOME,
+        top_level_of: Callable[[Any], int] = lambda value: HOST,
         upcoming: Callable[[], Iterable[Hashable]] = tuple,
         on_lost: Callable[[Hashable], None] = lambda key: None,
     ) -> None:
         self.residency = residency
         self.admission = Admission(residency)
         self._packings = packings
-        self._home_of = home_of
+        self._top_level_of = top_level_of
         self._lanes = lanes
         self._upcoming = upcoming
         self._on_lost = on_lost
         self._lock = threading.RLock()
-        self._shortage = Shortage()
+        self._failed_reads = FailedReads()
         self._carrier = Carrier(
             residency,
             tiers,
             packings,
             lanes,
             self._lock,
-            self._shortage,
+            self._failed_reads,
             decide=self.decide,
             lost=self._lose,
         )
         self._objects = self._carrier.objects
-        self._loans = Loans()
+        self._send_buffers = SendBuffers()
         #: Whom to tell that a claim is ready.
         self._tell: dict[Claim, Tell] = {}
         self._is_deciding = False
@@ -101,16 +101,16 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     # ------------------------------------------------------------------ a mapping
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
-        home = self._home_of(value)
+        top_level = self._top_level_of(value)
         nbytes = self.measured.pop(key, None)
-        if nbytes is None or home != HOME:
-            nbytes = self._packings[home].sizeof(value)
+        if nbytes is None or top_level != HOST:
+            nbytes = self._packings[top_level].sizeof(value)
         with self._lock:
             if key in self.residency.values:
                 self._remove(key)
             self._objects[key] = value
-            self.residency.insert(key, nbytes, home)
-            short = self.residency.levels[home].shortage_nbytes()
+            self.residency.insert(key, nbytes, top_level)
+            short = self.residency.levels[top_level].shortage_nbytes()
         if short:
             self.decide()
 
@@ -120,8 +120,8 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             if key in self._objects:
                 self._count("memory-read", found.nbytes)
                 return self._objects[key]
-            if found.serial in self._loans:
-                return self._loans[found.serial]
+            if found.serial in self._send_buffers:
+                return self._send_buffers[found.serial]
         # Whoever did not claim the key waits for it here; the object is not kept.
         try:
             return self._carrier.read_through(key)
@@ -160,7 +160,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         output_nbytes: int,
         priority: Priority,
         tell: Tell,
-        home: int = HOME,
+        top_level: int = HOST,
     ) -> tuple[Claim, bool]:
         """A task wants to run: its inputs at home, and room for its output. From the owner.
 
@@ -175,7 +175,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         later, by the owner, with those keys that were lost.
         """
         with self._lock:
-            claim = self.admission.ask(name, keys, output_nbytes, priority, home)
+            claim = self.admission.ask(name, keys, output_nbytes, priority, top_level)
             if claim.is_ready and not self._is_under_pressure():
                 return claim, True
             self._tell[claim] = tell
@@ -189,8 +189,8 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             self.admission.end(claim)
             is_pressed = self._is_under_pressure()
             if claim.values and is_pressed:
-                self.residency.rest(claim.values)
-                self._lanes.later(lambda: self._rested(claim))
+                self.residency.defer_eviction(claim.values)
+                self._lanes.later(lambda: self._allow_eviction(claim))
             waits = self.admission.n_waiting
         if waits or is_pressed:
             self.decide()
@@ -203,12 +203,12 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         if waits:
             self.decide()
 
-    def _rested(self, claim: Claim) -> None:
+    def _allow_eviction(self, claim: Claim) -> None:
         with self._lock:
-            self.residency.rested(claim.values)
+            self.residency.allow_eviction(claim.values)
         self.decide()
 
-    def lend(self, key: Hashable) -> int | None:
+    def read_for_send(self, key: Hashable) -> int | None:
         """Have a value at hand for a message, without bringing it home. May read: not the owner.
 
         Returns
@@ -226,22 +226,22 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             value = self.residency.values.get(key)
             if value is None:
                 return None
-            if self._loans.again(value.serial):
+            if self._send_buffers.acquire(value.serial):
                 return value.serial
         try:
             found = self._carrier.read_through(key)
         except KeyError:
             return None
         with self._lock:
-            if not self._loans.again(value.serial):
-                level = self.residency.levels[value.home]
-                self._loans.add(value.serial, found, value.nbytes, level)
+            if not self._send_buffers.acquire(value.serial):
+                level = self.residency.levels[value.top_level]
+                self._send_buffers.add(value.serial, found, value.nbytes, level)
         return value.serial
 
-    def take_back(self, serial: int) -> None:
+    def end_send(self, serial: int) -> None:
         """A message that a value was lent for is through."""
         with self._lock:
-            self._loans.take_back(serial)
+            self._send_buffers.release(serial)
 
     # ------------------------------------------------------------------ deciding
 
@@ -260,7 +260,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
                 return
             ready = self.admission.due()
             moves = self.residency.due()
-            if self.has_cold:
+            if self.has_spilled:
                 self.residency.load_ahead(self._upcoming())
                 moves += self.residency.take_moves()
             told = [(self._tell[claim], claim) for claim in ready if claim in self._tell]
@@ -270,9 +270,9 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
                 tell(claim.lost)
 
     def _is_under_pressure(self) -> bool:
-        return self.has_cold or any(map(Level.shortage_nbytes, self.residency.levels))
+        return self.has_spilled or any(map(Level.shortage_nbytes, self.residency.levels))
 
-    def is_cold(self, key: Hashable) -> bool:
+    def is_spilled(self, key: Hashable) -> bool:
         """Whether a value is here, but not in memory."""
         with self._lock:
             return key in self.residency.values and key not in self._objects
@@ -280,65 +280,65 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     @property
     def managed_nbytes(self) -> int:
         """Memory that values take, or will once tasks and reads under way have ended."""
-        level = self.residency.levels[HOME]
+        level = self.residency.levels[HOST]
         return level.used_nbytes + level.reserved_nbytes
 
-    def fit(self, room_nbytes: int, home: int = HOME) -> None:
+    def set_capacity(self, room_nbytes: int, top_level: int = HOST) -> None:
         """So much memory may values take at a home from here on."""
         with self._lock:
-            self.residency.levels[home].capacity_nbytes = room_nbytes
+            self.residency.levels[top_level].capacity_nbytes = room_nbytes
 
-    def make_room(self, home: int, nbytes: int) -> bool:
+    def make_room(self, top_level: int, nbytes: int) -> bool:
         """Have values leave a home at once; see `Carrier.make_room`. What `on_full` calls."""
-        return self._carrier.make_room(home, nbytes)
+        return self._carrier.make_room(top_level, nbytes)
 
-    def hurry(self) -> bool:
+    def force_progress(self) -> bool:
         """Let the first task that waits begin although it does not fit; False if none waits."""
         with self._lock:
-            return self.admission.hurry()
+            return self.admission.force_progress()
 
     def retry(self, now_s: float = math.inf) -> None:
         """Tiers that could not be written to may be tried again, if it is time."""
         with self._lock:
             self.residency.retry(now_s)
 
-    def put_off(self, now_s: float) -> list[PutOff]:
+    def failed_reads(self, now_s: float) -> list[FailedRead]:
         """What cannot be read for want of memory, and since when; longest first."""
         with self._lock:
-            return self._shortage.look(now_s)
+            return self._failed_reads.poll(now_s)
 
-    def give_in(self, put_off: Iterable[PutOff]) -> None:
+    def abandon_reads(self, failed: Iterable[FailedRead]) -> None:
         """Whoever waits for these reads goes on, if nothing else does that could make room.
 
         Tasks read for themselves, and fail if they cannot; messages learn it by `is_given_up`.
         """
         with self._lock:
-            if not self.admission.stands_still:
+            if not self.admission.is_stalled:
                 return
-            for one in put_off:
-                one.is_over = True
-                self.admission.give_up(one.value)
+            for one in failed:
+                one.is_abandoned = True
+                self.admission.abandon(one.value)
         self.decide()
 
-    def is_given_up(self, key: Hashable) -> bool:
+    def is_abandoned(self, key: Hashable) -> bool:
         """Whether to wait no longer for a value that could not be read."""
         with self._lock:
             value = self.residency.values.get(key)
-            return value is not None and self._shortage.is_over(value)
+            return value is not None and self._failed_reads.pop_abandoned(value)
 
-    def cold(self) -> dict[Hashable, int]:
+    def spilled(self) -> dict[Hashable, int]:
         """Serial numbers of the values that are not in memory, by key."""
         with self._lock:
             values = self.residency.values.items()
             return {key: value.serial for key, value in values if key not in self._objects}
 
-    def left_at(self, level: int) -> dict[Hashable, int]:
+    def copies_at(self, level: int) -> dict[Hashable, int]:
         """Serial numbers of the values that a tier has a copy of, by key."""
         with self._lock:
             values = self.residency.values.items()
             return {key: value.serial for key, value in values if level in value.copies}
 
-    def leave_at(self, level: int, key: Hashable, serial: int) -> None:
+    def add_copy_at(self, level: int, key: Hashable, serial: int) -> None:
         """A tier has a copy of a value now that nobody here put there: others below are not needed.
 
         Nothing is done about a value that is gone or on its way, or is at home on a device, whose
@@ -348,13 +348,13 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             value = self.residency.values.get(key)
             if value is None or value.serial != serial or value.moving:
                 return
-            if value.home != HOME or level in value.copies:
+            if value.top_level != HOST or level in value.copies:
                 return
-            others = [other for other in value.copies if other != value.home]
-            self.residency.found(value, level)
-            self._carrier.found(value, level, Inherited(key, value.nbytes))
+            others = [other for other in value.copies if other != value.top_level]
+            self.residency.add_copy(value, level)
+            self._carrier.add_copy(value, level, Inherited(key, value.nbytes))
             for other in others:
-                self.residency.lose(value, other)
+                self.residency.drop_copy(value, other)
             self._carrier.begin(self.residency.take_moves())
 
     def contents(self) -> tuple[dict[Hashable, Any], dict[Hashable, int]]:
@@ -363,14 +363,14 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             serials = {key: value.serial for key, value in self.residency.values.items()}
             return dict(self._objects), serials
 
-    def give_up(self, key: Hashable) -> None:
+    def mark_lost(self, key: Hashable) -> None:
         """A value is of no use to anybody: have it computed again."""
         value = self.residency.values.get(key)
         if value is not None:
             self._lose(value)
 
     def adopt(
-        self, objects: Mapping[Hashable, Any], cold: Mapping[Hashable, int], level: int
+        self, objects: Mapping[Hashable, Any], spilled: Mapping[Hashable, int], level: int
     ) -> None:
         """Take over what another store has: objects, and values that stay where they are.
 
@@ -381,14 +381,14 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             them.
         """
         with self._lock:
-            for key, nbytes in cold.items():
+            for key, nbytes in spilled.items():
                 value = self.residency.insert(key, nbytes, level=level)
-                self._carrier.found(value, level, Inherited(key, nbytes))
+                self._carrier.add_copy(value, level, Inherited(key, nbytes))
             for key, found in objects.items():
                 self[key] = found
 
     @property
-    def has_cold(self) -> bool:
+    def has_spilled(self) -> bool:
         """Whether some value is not in memory."""
         return len(self._objects) < len(self.residency.values)
 
@@ -399,7 +399,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
 
     def _lose(self, value: Value) -> None:
         with self._lock:
-            self.admission.lost(value.key)
+            self.admission.mark_lost(value.key)
             if self.residency.values.get(value.key) is value:
                 self._remove(value.key)
         self._lanes.owner(lambda: self._on_lost(value.key))
@@ -439,7 +439,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     def spilled_total(self) -> tuple[int, int]:
         """Bytes of values that are not in memory: in memory they would take, and as kept."""
         with self._lock:
-            return spilled(self.residency) if self.has_cold else (0, 0)
+            return spilled_nbytes(self.residency) if self.has_spilled else (0, 0)
 
     @property
     def fast(self) -> Mapping[Hashable, Any]:
@@ -449,7 +449,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     def evict(self) -> int:
         """Dask's protocol for stores that can evict: begin to, if nothing is under way."""
         with self._lock:
-            leaving_nbytes = self.residency.shed(HOME, 1)
+            leaving_nbytes = self.residency.evict_now(HOST, 1)
             self._carrier.begin(self.residency.take_moves())
         return leaving_nbytes or -1
 

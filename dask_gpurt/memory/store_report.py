@@ -26,7 +26,7 @@ def explained(residency: Residency, key: Hashable) -> dict[str, Any]:
     names = [level.name for level in residency.levels]
     return {
         "reason": _reason(residency, value),
-        "home": names[value.home],
+        "home": names[value.top_level],
         "nbytes": value.nbytes,
         "levels": {names[level]: nbytes for level, nbytes in sorted(value.copies.items())},
         "moving": type(value.moving).__name__.lower() if value.moving else None,
@@ -40,22 +40,24 @@ def explained(residency: Residency, key: Hashable) -> dict[str, Any]:
 def _reason(residency: Residency, value: Value) -> str:
     """One sentence on why a value is where it is."""
     names = [level.name for level in residency.levels]
-    home = names[value.home]
+    top_level = names[value.top_level]
     if isinstance(value.moving, Load):
         return f"it is being read back from {names[value.moving.source]}"
-    if not value.is_home:
-        return f"{home} was needed for others; it comes back when a task takes it"
+    if not value.in_memory:
+        return f"{top_level} was needed for others; it comes back when a task takes it"
     if value.pins:
-        return f"tasks that run, or are about to, take it ({value.pins}), so it stays in {home}"
+        return (
+            f"tasks that run, or are about to, take it ({value.pins}), so it stays in {top_level}"
+        )
     if isinstance(value.moving, Put):
-        return f"it is being copied to {names[value.moving.target]}, to leave {home}"
-    if value.refused.issuperset(residency.chains[value.home]):
-        return f"nothing below {home} takes a value of this kind"
+        return f"it is being copied to {names[value.moving.target]}, to leave {top_level}"
+    if value.refused.issuperset(residency.chains[value.top_level]):
+        return f"nothing below {top_level} takes a value of this kind"
     if value.nbytes < SMALL_NBYTES:
-        return f"it is small, and what is small leaves {home} last"
-    if value.rests:
+        return f"it is small, and what is small leaves {top_level} last"
+    if value.eviction_deferred:
         return "a task that took it has just ended, and it may not be wanted any more"
-    return f"there is room for it in {home}"
+    return f"there is room for it in {top_level}"
 
 
 def reported(
@@ -81,11 +83,11 @@ def reported(
     }
 
 
-def spilled(residency: Residency) -> tuple[int, int]:
+def spilled_nbytes(residency: Residency) -> tuple[int, int]:
     """Bytes of values that are not at home: what they would take there, and as they are kept."""
     memory = kept = 0
     for value in residency.values.values():
-        if not value.is_home:
+        if not value.in_memory:
             memory += value.nbytes
             kept += value.copies[max(value.copies)]
     return memory, kept

@@ -27,7 +27,7 @@ from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.memory import gpu_sizeof
-from dask_gpurt.plugins.memory.gc_freeze import SetApart
+from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
 from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
@@ -390,7 +390,7 @@ class Attachment:
         self._detaching: asyncio.Task[None] | None = None
         self._counting = Counting(worker, state)
         # At the end: everything that the runtime needs is imported.
-        self._set_apart = SetApart(worker)
+        self._set_apart = GcFreeze(worker)
 
     def task_left(self, key: Any, state: str) -> None:
         self._gathering.task_ended()

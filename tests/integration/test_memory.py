@@ -113,7 +113,7 @@ def test_a_value_on_disk_is_sent_without_coming_home():
         cold = next(key for store in stores(client) for key in store.disk)
         (part,) = [p for p in parts if p.key == cold]
         assert (part.result() == part.result()[0]).all()
-        assert any(store.is_cold(cold) for store in stores(client))
+        assert any(store.is_spilled(cold) for store in stores(client))
 
 
 def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
@@ -122,8 +122,8 @@ def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
         wait(parts)
         (worker,) = client.cluster.workers.values()
         store = worker.data
-        cold = next(part for part in parts if store.is_cold(part.key))
-        at_home = next(part for part in parts if not store.is_cold(part.key))
+        cold = next(part for part in parts if store.is_spilled(part.key))
+        at_home = next(part for part in parts if not store.is_spilled(part.key))
         reading, go_on = threading.Event(), threading.Event()
         readers = []
         read = DiskTier.get
@@ -141,7 +141,7 @@ def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
                 assert reading.wait(60)
                 for _ in parts:
                     client.cluster.loop.add_callback(store.evict)
-                until(lambda: store.is_cold(at_home.key))
+                until(lambda: store.is_spilled(at_home.key))
             finally:
                 go_on.set()
             values = gathered.result(60)

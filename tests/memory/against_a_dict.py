@@ -33,10 +33,10 @@ class AgainstADict(RuleBasedStateMachine):
             with pytest.raises(KeyError):
                 del self.setup.store[key]
 
-    def ask(self, keys, nbytes, home):
+    def ask(self, keys, nbytes, top_level):
         """A task claims inputs and room."""
         told = []
-        claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append, home)
+        claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append, top_level)
         self.claims.append((claim, told, ready))
 
     @precondition(lambda self: self.claims)
@@ -51,15 +51,15 @@ class AgainstADict(RuleBasedStateMachine):
 
     def borrow(self, key):
         """A message wants a value."""
-        found = self.setup.store.lend(key)
+        found = self.setup.store.read_for_send(key)
         assert (found is not None) == (key in self.model)
         if found is not None:
             self.borrowed.append(found)
 
     @precondition(lambda self: self.borrowed)
     @rule()
-    def take_back(self):
-        self.setup.store.take_back(self.borrowed.pop())
+    def end_send(self):
+        self.setup.store.end_send(self.borrowed.pop())
 
     @rule(keys=st.lists(KEYS, max_size=4))
     def look_ahead(self, keys):
@@ -91,6 +91,6 @@ class AgainstADict(RuleBasedStateMachine):
         for claim, *_ in self.claims:
             store.end(claim)
         for loan in self.borrowed:
-            store.take_back(loan)
+            store.end_send(loan)
         store.decide()
         self.setup.settle()

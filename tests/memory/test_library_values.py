@@ -24,7 +24,7 @@ from dask_gpurt.memory.decisions.residency import Level, Residency
 from dask_gpurt.memory.device_values import LibraryCopies, library_packing
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.host_tiers import PinnedTier
-from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
 from dask_gpurt.plugins.patches.worker_memory import (
     is_on_device,
@@ -50,7 +50,7 @@ class Setup:
         self.disk = DiskTier(str(directory))
         self.residency = Residency(
             [Level("memory"), Level("device", 1000), Level("pinned", 1000), Level("disk")],
-            {HOME: (3,), DEVICE: (2, 3)},
+            {HOST: (3,), DEVICE: (2, 3)},
             POLICIES["lru"],
         )
         host = Packing(lambda value: value.nbytes, flatten, restore)
@@ -65,7 +65,7 @@ class Setup:
             [PinnedTier(self.pool), self.disk],
             [host, watched(self.packing, self.hazards)],
             Lanes(self.write, self.read, self.owner, self.later),
-            home_of=lambda value: DEVICE if is_on_device(value) else HOME,
+            top_level_of=lambda value: DEVICE if is_on_device(value) else HOST,
             on_lost=self.lost.append,
         )
         self.hooks = CallWhenFull(lambda nbytes: self.store.make_room(DEVICE, nbytes))
@@ -185,7 +185,7 @@ def test_whoever_allocates_has_others_leave(setup):
     for key in range(4):
         setup.store[key] = setup.gpu.full(key, 250)
     memory = setup.allocate(200)
-    assert [key for key in setup.store if setup.store.is_cold(key)] == [0]
+    assert [key for key in setup.store if setup.store.is_spilled(key)] == [0]
     del memory
     setup.assert_right(range(4))
 

@@ -37,11 +37,11 @@ class Claim:
     values: tuple[Value, ...]
     output_nbytes: int
     priority: Priority
-    home: int
+    top_level: int
     is_admitted: bool = False
     is_ready: bool = False
     lost: set[Hashable] = field(default_factory=set)
-    given_up: set[Hashable] = field(default_factory=set)
+    abandoned: set[Hashable] = field(default_factory=set)
 
 
 class Admission:
@@ -53,8 +53,8 @@ class Admission:
         self._loading: list[Claim] = []
         self.running: set[Claim] = set()
         #: Of those, the ones that wait for others to end, or seem to.
-        self._waiting_inside: set[Claim] = set()
-        self._in_a_hurry = False
+        self._waiting_on_others: set[Claim] = set()
+        self._is_forced = False
         #: Claims that were admitted although they did not fit.
         self.overcommitted = 0
 
@@ -68,7 +68,7 @@ class Admission:
         keys: Collection[Hashable],
         output_nbytes: int = 0,
         priority: Priority = (),
-        home: int = 0,
+        top_level: int = 0,
     ) -> Claim:
         """A task wants to begin; at once if nobody waits, it fits, and all it takes is at home.
 
@@ -76,8 +76,8 @@ class Admission:
         """
         known = self._residency.values
         values = tuple(known[key] for key in keys if key in known)
-        claim = Claim(name, values, output_nbytes, priority, home)
-        if not self._waiting and self._fits_as_it_is(claim):
+        claim = Claim(name, values, output_nbytes, priority, top_level)
+        if not self._waiting and self._fits_at_once(claim):
             self._begin(claim)
             claim.is_ready = True
             return claim
@@ -94,33 +94,33 @@ class Admission:
             return
         claim.is_admitted = False
         self.running.discard(claim)
-        self._waiting_inside.discard(claim)
+        self._waiting_on_others.discard(claim)
         if claim in self._loading:
             self._loading.remove(claim)
-        self._residency.levels[claim.home].reserved_nbytes -= claim.output_nbytes
+        self._residency.levels[claim.top_level].reserved_nbytes -= claim.output_nbytes
         for value in claim.values:
             self._residency.unpin(value)
 
-    def lost(self, key: Hashable) -> None:
+    def mark_lost(self, key: Hashable) -> None:
         """A value cannot be read any more: claims that wait for it are ready, to learn of it."""
         for claim in (*self._waiting, *self._loading):
             if any(value.key == key for value in claim.values):
                 claim.lost.add(key)
 
     @property
-    def stands_still(self) -> bool:
+    def is_stalled(self) -> bool:
         """Whether nothing runs or is written that could leave room for others.
 
         What may wait for others itself does not count.
         """
-        is_running = any(claim.is_ready for claim in self.running - self._waiting_inside)
+        is_running = any(claim.is_ready for claim in self.running - self._waiting_on_others)
         return not is_running and not self._residency.is_writing
 
-    def give_up(self, value: Value) -> None:
+    def abandon(self, value: Value) -> None:
         """There is no room to read a value: claims that wait for it are ready without it."""
         for claim in self._loading:
-            if value in claim.values and not value.is_home:
-                claim.given_up.add(value.key)
+            if value in claim.values and not value.in_memory:
+                claim.abandoned.add(value.key)
 
     def due(self) -> list[Claim]:
         """Claims that became ready: admitted, with every input at home."""
@@ -137,50 +137,50 @@ class Admission:
     def _begin(self, claim: Claim) -> None:
         claim.is_admitted = True
         self.running.add(claim)
-        self._residency.levels[claim.home].reserved_nbytes += claim.output_nbytes
+        self._residency.levels[claim.top_level].reserved_nbytes += claim.output_nbytes
         for value in claim.values:
             self._residency.pin(value)
 
-    def _fits_as_it_is(self, claim: Claim) -> bool:
+    def _fits_at_once(self, claim: Claim) -> bool:
         # Where everything fits, which is mostly so, this is all that is asked.
-        level = self._residency.levels[claim.home]
+        level = self._residency.levels[claim.top_level]
         if level.shortage_nbytes(claim.output_nbytes + level.leaving_nbytes):
             return False
-        return all(value.is_home for value in claim.values)
+        return all(value.in_memory for value in claim.values)
 
     def _missing(self, claim: Claim) -> bool:
         missing = False
-        for value in self._there(claim.values):
-            if value.is_home or value.home in value.refused:
+        for value in self._still_known(claim.values):
+            if value.in_memory or value.top_level in value.refused:
                 continue
-            if value.key not in claim.lost | claim.given_up:
+            if value.key not in claim.lost | claim.abandoned:
                 self._residency.load(value)
                 missing = True
         return missing
 
     def _admit(self, claim: Claim) -> bool:
-        needs: dict[int, int] = {claim.home: claim.output_nbytes}
-        for value in self._there(claim.values):
-            if not value.is_home and not _is_loading(value):
-                needs[value.home] = needs.get(value.home, 0) + value.nbytes
+        needs: dict[int, int] = {claim.top_level: claim.output_nbytes}
+        for value in self._still_known(claim.values):
+            if not value.in_memory and not _is_loading(value):
+                needs[value.top_level] = needs.get(value.top_level, 0) + value.nbytes
         fits = True
-        for home, nbytes in needs.items():
-            level = self._residency.levels[home]
+        for top_level, nbytes in needs.items():
+            level = self._residency.levels[top_level]
             if not nbytes or not level.shortage_nbytes(nbytes + level.leaving_nbytes):
                 continue
             spare = frozenset(value.key for value in claim.values)
-            self._residency.relieve(home, nbytes, spare=spare)
+            self._residency.make_room(top_level, nbytes, spare=spare)
             # Room that a copy under way will make is not there yet.
             fits &= not level.shortage_nbytes(nbytes + level.leaving_nbytes)
-        is_running = len(self.running) > len(self._waiting_inside)
-        stands_still = not is_running and not self._residency.is_writing
-        if not fits and (stands_still or self._in_a_hurry):
-            self._in_a_hurry = False
+        is_running = len(self.running) > len(self._waiting_on_others)
+        is_stalled = not is_running and not self._residency.is_writing
+        if not fits and (is_stalled or self._is_forced):
+            self._is_forced = False
             self.overcommitted += 1
             return True
         return fits
 
-    def hurry(self) -> bool:
+    def force_progress(self) -> bool:
         """Admit the first claim next time whether or not it fits; False if none waits.
 
         What runs seems to wait for it. As long as it does, the next claim is admitted as soon as
@@ -188,20 +188,22 @@ class Admission:
         """
         if not self._waiting:
             return False
-        self._in_a_hurry = True
-        self._waiting_inside = set(self.running)
+        self._is_forced = True
+        self._waiting_on_others = set(self.running)
         return True
 
     def may_wait(self, claim: Claim) -> None:
         """What runs may wait for others to end: these begin beside it, one after the other."""
         if claim in self.running:
-            self._waiting_inside.add(claim)
+            self._waiting_on_others.add(claim)
 
-    def _there(self, values: Iterable[Value]) -> Iterable[Value]:
+    def _still_known(self, values: Iterable[Value]) -> Iterable[Value]:
         # A key may have been released, or made anew, since the claim was made.
         known = self._residency.values
         return (value for value in values if known.get(value.key) is value)
 
 
 def _is_loading(value: Value) -> bool:
-    return value.moving is not None and not value.is_home and value.moving.target == value.home
+    return (
+        value.moving is not None and not value.in_memory and value.moving.target == value.top_level
+    )

@@ -37,7 +37,7 @@ class Backoff:
 
 
 @dataclass
-class Complaints:
+class LogThrottle:
     """What was said when, so that a reason is not said over and over."""
 
     said_s: dict[str, float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ T = TypeVar("T")
 RANKED_AT_ONCE = 2048
 
 
-class Order(Generic[T]):
+class EvictionOrder(Generic[T]):
     """Values of a level in the order in which they would leave, last first.
 
     Ranking everything at every eviction would cost more than the eviction where there are many
@@ -27,7 +27,7 @@ class Order(Generic[T]):
     """
 
     def __init__(self, rank: Callable[[T], Any]) -> None:
-        self.left: list[T] = []
+        self.ranked: list[T] = []
         self._rank = rank
         self._members: dict[T, None] = {}
         #: Not ranked yet, the next one last.
@@ -52,9 +52,9 @@ class Order(Generic[T]):
         """One of them has another rank now."""
         self._changes += 1
 
-    def begin(self) -> None:
+    def refresh(self) -> None:
         """Find an order if there is none, or the one there was does not hold any more."""
-        if self.left and not self._is_outdated():
+        if self.ranked and not self._is_outdated():
             return
         # Another sample each time: the first of one would soon be used up.
         self._turn += 1
@@ -62,20 +62,20 @@ class Order(Generic[T]):
         self._batches.reverse()
         self._changes = 0
         self._is_new = False
-        self.left, self._late = [], []
-        self.go_on()
+        self.ranked, self._late = [], []
+        self.rank_more()
 
     def _is_outdated(self) -> bool:
         return self._is_new or self._changes * 16 > min(len(self._members), RANKED_AT_ONCE)
 
-    def go_on(self) -> bool:
+    def rank_more(self) -> bool:
         """Rank some more, where all that were ranked are through; False if there are none."""
-        if not self.left:
+        if not self.ranked:
             if not self._batches and self._late:
                 self._batches, self._late = [self._late], []
-            while self._batches and not self.left:
-                self.left = sorted(self._batches.pop(), key=self._rank)
-        return bool(self.left)
+            while self._batches and not self.ranked:
+                self.ranked = sorted(self._batches.pop(), key=self._rank)
+        return bool(self.ranked)
 
 
 def _samples(values: Sequence[T], turn: int) -> list[Sequence[T]]:

@@ -27,7 +27,7 @@ Use = tuple[float, ...]
 
 #: Tasks that can run, or wait only for tasks that can, come before all others.
 _REACHABLE = 0
-_HELD_BACK = 1
+_UNASSIGNED = 1
 #: Tasks whose inputs are followed for one outlook: 25 ms on the scheduler's event loop. Beyond,
 #: only what is known of a task's inputs counts. Depth first finds roots early, so little is lost.
 _MAX_TASKS = 5_000
@@ -59,13 +59,13 @@ class Outlook(Generic[Task]):
         self,
         priority: Callable[[Task], tuple[float, ...]],
         waits_for: Callable[[Task], Iterable[Task]],
-        is_held_back: Callable[[Task], bool],
+        is_unassigned: Callable[[Task], bool],
         turn_at_peer: Callable[[Task], int | None] = lambda task: None,
         queue: Sequence[tuple[float, ...]] = (),
     ) -> None:
         self._priority = priority
         self._waits_for = waits_for
-        self._is_held_back = is_held_back
+        self._is_held_back = is_unassigned
         self._turn_at_peer = turn_at_peer
         self._queue = queue
         self._not_before: dict[Task, Use] = {}
@@ -108,7 +108,7 @@ class Outlook(Generic[Task]):
     def _turn(self, task: Task) -> Use:
         """When a task would run, were it not for its inputs."""
         if self._is_held_back(task):
-            return (_HELD_BACK, *self._priority(task))
+            return (_UNASSIGNED, *self._priority(task))
         own = reachable(self._priority(task))
         n_before = self._turn_at_peer(task)
         if n_before is None or not self._queue:

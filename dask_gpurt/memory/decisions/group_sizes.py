@@ -24,10 +24,10 @@ class _Group:
     mean: float
     deviation: float
     largest: int
-    home: int
+    top_level: int
 
 
-class Sizes:
+class GroupSizes:
     """Sizes learnt from outputs, per group of tasks.
 
     Parameters
@@ -46,7 +46,7 @@ class Sizes:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def learn(self, group: str, nbytes: int, home: int = 0) -> None:
+    def learn(self, group: str, nbytes: int, top_level: int = 0) -> None:
         """Take in that a task of this group made an output of `nbytes`, and which home it has.
 
         What was learnt of outputs with another home is forgotten.
@@ -59,8 +59,8 @@ class Sizes:
         if nbytes < 0:
             raise ValueError(f"an output of {nbytes} bytes")
         known = self._groups.get(group)
-        if known is None or known.home != home:
-            self._groups[group] = _Group(nbytes, 0.0, nbytes, home)
+        if known is None or known.top_level != top_level:
+            self._groups[group] = _Group(nbytes, 0.0, nbytes, top_level)
             if len(self._groups) > self._max_groups:
                 self._groups.popitem(last=False)
             return
@@ -70,10 +70,10 @@ class Sizes:
         known.deviation += _GAIN * (abs(off) - known.deviation)
         known.largest = max(known.largest, nbytes)
 
-    def home(self, group: str) -> int:
+    def top_level(self, group: str) -> int:
         """Where the next output of a group will be; 0 if none was seen yet."""
         known = self._groups.get(group)
-        return 0 if known is None else known.home
+        return 0 if known is None else known.top_level
 
     def expected(self, group: str) -> int | None:
         """Bytes to reserve for the next output of a group; None if none was seen yet.

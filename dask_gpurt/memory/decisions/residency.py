@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dask_gpurt.memory.decisions.backoff import Backoff
-from dask_gpurt.memory.decisions.eviction_order import Order
+from dask_gpurt.memory.decisions.eviction_order import EvictionOrder
 from dask_gpurt.memory.decisions.eviction_policy import Candidate, EvictionPolicy
 from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
 
@@ -45,7 +45,7 @@ class Value:
 
     key: Hashable
     serial: int
-    home: int
+    top_level: int
     nbytes: int
     last_used: int
     #: Level to the bytes this value takes there. Never empty.
@@ -54,14 +54,14 @@ class Value:
     #: Who needs the object where it is: running tasks, messages that are being sent.
     pins: int = 0
     #: Just used. If nobody else is known to want it, its release is probably on the way.
-    rests: bool = False
+    eviction_deferred: bool = False
     #: Levels that cannot take it, whatever their room; its home, if it cannot be made again.
     refused: set[int] = field(default_factory=set)
 
     @property
-    def is_home(self) -> bool:
+    def in_memory(self) -> bool:
         """Whether the object is there."""
-        return self.home in self.copies
+        return self.top_level in self.copies
 
 
 @dataclass(eq=False, slots=True)
@@ -147,23 +147,25 @@ class Residency:
         self._loads = 0
         self._done: list[Move] = []
         #: Of each level: of what is large, and of what is small and leaves after that.
-        self._orders = [(Order(self._rank), Order(self._rank)) for _ in levels]
+        self._orders = [(EvictionOrder(self._rank), EvictionOrder(self._rank)) for _ in levels]
 
     # ------------------------------------------------------------------ what happened
 
-    def insert(self, key: Hashable, nbytes: int, home: int = 0, level: int | None = None) -> Value:
+    def insert(
+        self, key: Hashable, nbytes: int, top_level: int = 0, level: int | None = None
+    ) -> Value:
         """A new value is at home, or in a tier alone; then `nbytes` may be unknown, which is 0.
 
         A value of the same key must have been removed before.
         """
         assert key not in self.values
         self._serial += 1
-        value = Value(key, self._serial, home, nbytes, self._tick())
+        value = Value(key, self._serial, top_level, nbytes, self._tick())
         self.values[key] = value
-        self._add(value, home if level is None else level, nbytes)
+        self._add(value, top_level if level is None else level, nbytes)
         return value
 
-    def found(self, value: Value, level: int) -> None:
+    def add_copy(self, value: Value, level: int) -> None:
         """A tier has a copy that nobody here put there."""
         self._add(value, level, value.nbytes)
 
@@ -196,7 +198,7 @@ class Residency:
         self.levels[move.target].has_room()
         self.levels[move.source].leaving_nbytes -= value.copies[move.source]
         # Wanted again meanwhile: the copy was not in vain, it stays as a clean one.
-        if move.source != value.home or not value.pins:
+        if move.source != value.top_level or not value.pins:
             self._drop(value, move.source)
         return True
 
@@ -227,7 +229,7 @@ class Residency:
         value.refused.update(refused)
         self.levels[move.source].leaving_nbytes -= value.copies[move.source]
 
-    def loaded(self, move: Load) -> bool:
+    def load_done(self, move: Load) -> bool:
         """A value was read; False if it is of no use any more."""
         value = self._load_ended(move)
         if value is None:
@@ -236,7 +238,7 @@ class Residency:
         value.last_used = self._tick()
         return True
 
-    def load_put_off(self, move: Load) -> Value | None:
+    def load_deferred(self, move: Load) -> Value | None:
         """A value, if it still is one, was not read for want of memory; its copy is as good."""
         return self._load_ended(move)
 
@@ -249,7 +251,7 @@ class Residency:
     def load_failed(self, move: Load) -> bool:
         """A copy could not be read and is let go of; False if the value has no other."""
         value = self._load_ended(move)
-        return value is None or self.lose(value, move.source)
+        return value is None or self.drop_copy(value, move.source)
 
     def _load_ended(self, move: Load) -> Value | None:
         self._loads -= 1
@@ -259,7 +261,7 @@ class Residency:
             self.levels[move.target].reserved_nbytes -= value.nbytes
         return value
 
-    def lose(self, value: Value, level: int) -> bool:
+    def drop_copy(self, value: Value, level: int) -> bool:
         """A copy is of no use; False if the value has no other."""
         if len(value.copies) == 1:
             return False
@@ -275,21 +277,21 @@ class Residency:
         """The object must stay. Eviction that is under way is not stopped; its copy stays clean."""
         value.pins += 1
         value.last_used = self._tick()
-        self._order(value, value.home).changed()
+        self._order(value, value.top_level).changed()
 
     def unpin(self, value: Value) -> None:
         value.pins -= 1
 
-    def rest(self, values: Iterable[Value]) -> None:
+    def defer_eviction(self, values: Iterable[Value]) -> None:
         """Inputs of a task that just ended: not worth a write until `rested` says so."""
         for value in values:
-            value.rests = True
-            self._order(value, value.home).changed()
+            value.eviction_deferred = True
+            self._order(value, value.top_level).changed()
 
-    def rested(self, values: Iterable[Value]) -> None:
+    def allow_eviction(self, values: Iterable[Value]) -> None:
         for value in values:
-            value.rests = False
-            self._order(value, value.home).changed()
+            value.eviction_deferred = False
+            self._order(value, value.top_level).changed()
 
     # ------------------------------------------------------------------ what to do
 
@@ -297,7 +299,7 @@ class Residency:
         """Moves to make now, because levels are above their marks."""
         for number in range(len(self.levels)):
             if self.levels[number].shortage_nbytes():
-                self.relieve(number, mark=LOW_WATER)
+                self.make_room(number, mark=LOW_WATER)
         return self.take_moves()
 
     @property
@@ -312,15 +314,15 @@ class Residency:
 
     def load(self, value: Value) -> bool:
         """Decide to bring a value home; False if that cannot begin now."""
-        if value.is_home or isinstance(value.moving, Load):
+        if value.in_memory or isinstance(value.moving, Load):
             return True
         if value.moving is not None:
             return False
         # The fastest copy: levels are numbered from the top.
-        move = Load(value.key, value.serial, min(value.copies), value.home)
+        move = Load(value.key, value.serial, min(value.copies), value.top_level)
         value.moving = move
         self._loads += 1
-        self.levels[value.home].reserved_nbytes += value.nbytes
+        self.levels[value.top_level].reserved_nbytes += value.nbytes
         self._done.append(move)
         return True
 
@@ -334,23 +336,23 @@ class Residency:
             value = self.values.get(key)
             if value is None or value.pins:
                 continue
-            level = self.levels[value.home]
+            level = self.levels[value.top_level]
             if ahead_nbytes and level.capacity_nbytes is not None:
                 if ahead_nbytes + value.nbytes > AHEAD_SHARE * level.capacity_nbytes:
                     return
             ahead_nbytes += value.nbytes
-            if value.is_home or value.moving is not None or value.home in value.refused:
+            if value.in_memory or value.moving is not None or value.top_level in value.refused:
                 continue
             if self._loads >= MAX_MOVES:
                 return
             use = self.next_use(key)
-            self.relieve(value.home, value.nbytes, later_than=use)
+            self.make_room(value.top_level, value.nbytes, later_than=use)
             # Room that a write will make is not there yet: the next call sees it.
             if level.shortage_nbytes(value.nbytes + level.leaving_nbytes):
                 return
             self.load(value)
 
-    def relieve(
+    def make_room(
         self,
         number: int,
         want_nbytes: int = 0,
@@ -377,7 +379,7 @@ class Residency:
             # its room is needed, and may be used before.
             if len(value.copies) > 1 and not level.shortage_nbytes(want_nbytes):
                 break
-            if later_than is not None and value.is_home:
+            if later_than is not None and value.in_memory:
                 use = self.next_use(value.key)
                 if use is not None and use <= later_than:
                     break
@@ -389,7 +391,7 @@ class Residency:
                 if n_passed == MAX_PASSED:
                     break
 
-    def shed(self, number: int, nbytes: int) -> int:
+    def evict_now(self, number: int, nbytes: int) -> int:
         """Decide what leaves a level now, whatever its mark says; returns how many bytes will.
 
         Stops at `nbytes`. Whoever asks carries it out at once, so there is no limit to the moves.
@@ -407,11 +409,11 @@ class Residency:
     # ------------------------------------------------------------------ inside
 
     def _evict(self, value: Value, number: int, *, is_limited: bool = True) -> bool:
-        if number != value.home and value.is_home:
+        if number != value.top_level and value.in_memory:
             # A clean copy: to write it elsewhere would cost more than making it again.
             self._drop(value, number)
             return True
-        below = self._way_down(value, number)
+        below = self._tier_below(value, number)
         if below is None:
             return False
         if below in value.copies:
@@ -426,30 +428,30 @@ class Residency:
         self._done.append(move)
         return True
 
-    def _way_down(self, value: Value, number: int) -> int | None:
+    def _tier_below(self, value: Value, number: int) -> int | None:
         """Tier below that has the value already, or else the first that may take it."""
         copy = next((tier for tier in value.copies if tier > number), None)
         if copy is not None:
             return copy
-        for tier in self.chains[value.home]:
+        for tier in self.chains[value.top_level]:
             blocked = self.levels[tier].is_blocked or tier in value.refused
             if tier > number and not blocked:
                 return tier
         return None
 
     def _may_leave(self, value: Value, number: int) -> bool:
-        if number == value.home:
+        if number == value.top_level:
             return not value.pins and not isinstance(value.moving, Put)
         # What is being read must stay; so must what is the source of a copy further down.
         return value.moving is None
 
     def _victims(self, number: int, spare: frozenset[Hashable]) -> Iterator[Value]:
         for order in self._orders[number]:
-            order.begin()
+            order.refresh()
             seen: dict[Value, None] = {}
             try:
-                while order.go_on():
-                    value = order.left.pop()
+                while order.rank_more():
+                    value = order.ranked.pop()
                     if number not in value.copies or self.values.get(value.key) is not value:
                         continue
                     if value in seen:
@@ -459,9 +461,9 @@ class Residency:
                     if value.key not in spare and self._may_leave(value, number):
                         yield value
             finally:
-                order.left.extend(reversed(seen))
+                order.ranked.extend(reversed(seen))
 
-    def _order(self, value: Value, number: int) -> Order[Value]:
+    def _order(self, value: Value, number: int) -> EvictionOrder[Value]:
         return self._orders[number][value.nbytes < SMALL_NBYTES]
 
     def _rank(self, value: Value) -> tuple[Any, ...]:
@@ -472,7 +474,7 @@ class Residency:
             is_clean=len(value.copies) > 1,
             made=value.serial,
         )
-        is_worth_it = candidate.is_clean or not value.rests
+        is_worth_it = candidate.is_clean or not value.eviction_deferred
         return (is_worth_it, self.policy.rank(candidate))
 
     def _current(self, move: Put | Load) -> Value | None:

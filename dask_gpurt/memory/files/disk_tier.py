@@ -23,7 +23,7 @@ from typing import Any
 
 from dask_gpurt.errors import TierFullError, ValueRefusedError
 from dask_gpurt.frames.flat.values import Flat
-from dask_gpurt.memory.decisions.backoff import Backoff, Complaints
+from dask_gpurt.memory.decisions.backoff import Backoff, LogThrottle
 from dask_gpurt.memory.files.block_io import empty_blocks
 from dask_gpurt.memory.files.directory import ValueDirectory
 from dask_gpurt.memory.files.value_file import CODERS, Bytes
@@ -89,7 +89,7 @@ class DiskTier:
         self._n_writing = 0
         self._closed = False
         self._backoff = Backoff()
-        self._complaints = Complaints()
+        self._log_throttle = LogThrottle()
 
     @property
     def used_nbytes(self) -> int:
@@ -201,7 +201,7 @@ class DiskTier:
         reason = error.strerror or str(error)
         with self._lock:
             self._backoff = self._backoff.after_failure(now_s)
-            is_due = self._complaints.is_due(reason, now_s)
+            is_due = self._log_throttle.is_due(reason, now_s)
         if is_due:
             logger.error(
                 "cannot write to %s (%s); values stay in memory, and it is tried again later. "

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 
-class SetApart:
+class GcFreeze:
     """Objects of one worker's process that collections pass by, from now on until `end`."""
 
     def __init__(self, worker: Worker) -> None:

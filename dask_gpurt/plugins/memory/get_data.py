@@ -26,7 +26,7 @@ class _NotNow(Exception):
     """A value cannot be read for want of memory or descriptors."""
 
 
-class Messages:
+class DataServer:
     """What one worker sends of its store, until `close`.
 
     Parameters
@@ -83,7 +83,7 @@ class Messages:
             return {"status": "busy"}
         finally:
             for loan in loans:
-                self._store.take_back(loan)
+                self._store.end_send(loan)
 
     async def _at_hand(self, keys: Collection[Any], loans: list[int]) -> Collection[Any]:
         """Those of these keys that need no reading any more. What was read is added to the loans.
@@ -118,7 +118,9 @@ class Messages:
         began_s = loop.time()
         try:
             reading = asyncio.wrap_future(
-                self._reads.submit(self._store.lend, key, priority=Priority.HIGH, path="lend")
+                self._reads.submit(
+                    self._store.read_for_send, key, priority=Priority.HIGH, path="lend"
+                )
             )
         except RuntimeError:
             return None  # the lane is closed
@@ -129,7 +131,7 @@ class Messages:
         try:
             loan = reading.result()
         except (MemoryError, OSError) as error:
-            if self._store.is_given_up(key):
+            if self._store.is_abandoned(key):
                 raise MemoryError(f"{key!r} cannot be read: {error}") from error
             raise _NotNow from error
         except NotRestoredError as error:
@@ -147,5 +149,5 @@ class Messages:
         return {
             key: value.nbytes
             for key, value in values
-            if value and not value.is_home and value.serial not in lent
+            if value and not value.in_memory and value.serial not in lent
         }

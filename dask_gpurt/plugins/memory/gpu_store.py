@@ -40,7 +40,7 @@ _NO_GPU = ("", "-1", "nodevfiles", "none", "void")
 
 
 @dataclass(frozen=True)
-class Facts:
+class GpuFacts:
     """What can be known of a GPU without using it.
 
     Attributes
@@ -58,7 +58,7 @@ class Facts:
     visible: str | None
 
 
-def why_none(facts: Facts) -> str | None:
+def why_no_gpu(facts: GpuFacts) -> str | None:
     """Why no value of this process can be on a GPU; None if some may be."""
     if not facts.has_cupy:
         return "CuPy is not installed"
@@ -69,9 +69,9 @@ def why_none(facts: Facts) -> str | None:
     return None
 
 
-def local_facts() -> Facts:
+def local_facts() -> GpuFacts:
     """Those of this process. Imports nothing."""
-    return Facts(
+    return GpuFacts(
         has_cupy=find_spec("cupy") is not None,
         has_driver=any(map(os.path.exists, _DRIVERS)),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),

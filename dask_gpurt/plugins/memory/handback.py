@@ -25,16 +25,16 @@ logger = logging.getLogger("dask_gpurt.memory")
 _MAX_ROUNDS = 8
 
 #: Keys to the serial numbers of the values that were handed over under them.
-Given = dict[Hashable, int]
+Returned = dict[Hashable, int]
 
 
-async def return_cold(
+async def return_spilled(
     store: TieredStore,
     stock: MutableMapping[Any, Any],
     lane: Lane,
     inherited_level: int,
     is_over: Callable[[], bool] = lambda: False,
-) -> Given:
+) -> Returned:
     """Hand over what is not in memory, until next to all that is left is.
 
     Parameters
@@ -46,9 +46,9 @@ async def return_cold(
     is_over
         Whether nobody has a use for the rest, because the worker closes.
     """
-    given = store.left_at(inherited_level)
+    given = store.copies_at(inherited_level)
     for _ in range(_MAX_ROUNDS):
-        rest = {key: n for key, n in store.cold().items() if given.get(key) != n}
+        rest = {key: n for key, n in store.spilled().items() if given.get(key) != n}
         if not rest:
             break
         for key, serial in rest.items():
@@ -72,7 +72,7 @@ def _return(
     try:
         worker_memory.put_on_disk(stock, key, store[key])
         if key in worker_memory.on_disk(stock):
-            store.leave_at(inherited_level, key, serial)
+            store.add_copy_at(inherited_level, key, serial)
     except Exception:
         # Released meanwhile, or lost, of which the store tells by itself. Or memory or descriptors
         # are short, and in the end there may be some.
@@ -80,7 +80,7 @@ def _return(
     return True
 
 
-def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Given) -> None:
+def return_in_memory(store: TieredStore, stock: MutableMapping[Any, Any], given: Returned) -> None:
     """Hand over what is in memory, and take back what was released meanwhile.
 
     What leaves memory while this goes on is handed over all the same. Moves no bytes of ours but
@@ -105,6 +105,6 @@ def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Give
                 key,
                 error,
             )
-            store.give_up(key)
+            store.mark_lost(key)
             if key in stock:  # a value before it
                 del stock[key]

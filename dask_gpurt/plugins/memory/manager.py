@@ -24,21 +24,21 @@ from dask_gpurt.devices.host_memory import malloc
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import COMPUTE, Entry, Ledger
 from dask_gpurt.memory.decisions.admission import Claim
-from dask_gpurt.memory.decisions.backoff import Complaints
+from dask_gpurt.memory.decisions.backoff import LogThrottle
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
 from dask_gpurt.memory.decisions.foresight import reachable
-from dask_gpurt.memory.decisions.group_sizes import Sizes
+from dask_gpurt.memory.decisions.group_sizes import GroupSizes
 from dask_gpurt.memory.decisions.residency import Residency, Value
-from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes
-from dask_gpurt.plugins.memory.get_data import Messages
+from dask_gpurt.plugins.memory.get_data import DataServer
 from dask_gpurt.plugins.memory.gpu_budget import shards_on_device_nbytes
 from dask_gpurt.plugins.memory.gpu_store import is_on_device
-from dask_gpurt.plugins.memory.handback import Given, return_cold, return_rest
+from dask_gpurt.plugins.memory.handback import Returned, return_in_memory, return_spilled
 from dask_gpurt.plugins.memory.store_levels import DEVICE, StoreLevels
 from dask_gpurt.plugins.patches import worker_memory
 from dask_gpurt.plugins.patches.p2p import context_meter, event_loop
-from dask_gpurt.plugins.patches.task_order import AtHand
+from dask_gpurt.plugins.patches.task_order import TaskOrder
 from dask_gpurt.plugins.shielding import in_a_thread
 from dask_gpurt.plugins.shuffle.fine_metrics import amount
 
@@ -87,7 +87,7 @@ def obstacle(worker: Worker, settings: MemorySettings) -> str | None:
     return f"the worker has a store of its own kind ({kind.__module__}.{kind.__qualname__})"
 
 
-class Besides(Protocol):
+class MemoryOwners(Protocol):
     """What else of ours is on a worker: shards and memory that is kept warm, and the ledger."""
 
     ledger: Ledger
@@ -115,19 +115,19 @@ class ManagedMemory:
         self,
         worker: Worker,
         settings: MemorySettings,
-        besides: Besides,
+        besides: MemoryOwners,
     ) -> None:
         self._worker = worker
         self._besides = besides
         self._loop = event_loop(worker)
         self._stock: Any = worker.data
-        self._sizes = Sizes()
+        self._sizes = GroupSizes()
         self._hints: dict[Hashable, Any] = {}
         self._asking: asyncio.Task[None] | None = None
         self._ask_from_s = 0.0
         self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
         self._relieved_at = self._moved_at = self._loop.time()
-        self._complaints = Complaints()
+        self._log_throttle = LogThrottle()
         self._relief: Future[None] | None = None
         #: Looks in a row at which the process took too much.
         self._n_over = 0
@@ -161,13 +161,13 @@ class ManagedMemory:
                 self._on_loop,
                 self._later,
             ),
-            home_of=self._home_of,
+            top_level_of=self._top_level_of,
             upcoming=self._soon,
             on_lost=partial(worker_memory.recompute, worker),
         )
-        self._at_hand = AtHand(worker, self._is_cold)
+        self._at_hand = TaskOrder(worker, self._is_spilled)
         self.store.adopt(*worker_memory.take_over(self._stock), level=levels.inherited_level)
-        self._messages = Messages(worker, self.store, self._reads, self._tell)
+        self._messages = DataServer(worker, self.store, self._reads, self._tell)
         self._swap = worker_memory.StoreSwap(
             worker,
             self.store,
@@ -180,10 +180,10 @@ class ManagedMemory:
         if not worker_memory.is_monitored(worker):
             self._looking = asyncio.create_task(self._look(), name="gpurt-memory-monitor")
 
-    def _home_of(self, value: Any) -> int:
+    def _top_level_of(self, value: Any) -> int:
         device = self._device
         if device is None or device.problem or not is_on_device(value):
-            return HOME
+            return HOST
         device.begin(lambda: _submit(self._writes, self._open_device, "open"))
         return DEVICE
 
@@ -220,11 +220,11 @@ class ManagedMemory:
             self._sizes.expected(group) or 0,
             task.priority or (),
             begin,
-            self._sizes.home(group),
+            self._sizes.top_level(group),
         )
         self._claims[key] = claim
-        cold = [value for value in claim.values if not value.is_home]
-        _meter("memory-read", [value for value in claim.values if value.is_home])
+        cold = [value for value in claim.values if not value.in_memory]
+        _meter("memory-read", [value for value in claim.values if value.in_memory])
         try:
             if not is_ready:
                 # The seconds that a task waits are its own; those of the lanes are told apart.
@@ -244,7 +244,7 @@ class ManagedMemory:
         ran = worker_memory.ran(event)
         if ran is not None:
             value, nbytes, took_s = ran
-            self._sizes.learn(group, nbytes, self._home_of(value))
+            self._sizes.learn(group, nbytes, self._top_level_of(value))
             self._at_hand.learn(group, sum(one.nbytes for one in claim.values), nbytes)
             # By Dask, in the task's thread. To do so again would hold up the loop.
             self.store.measured[key] = nbytes
@@ -270,16 +270,16 @@ class ManagedMemory:
 
     def _next_use(self, key: Hashable) -> Any:
         users = worker_memory.local_users(self._worker, key, self._at_hand.leaving)
-        first = self._at_hand.use(users, is_home=not self._is_cold(key))
+        first = self._at_hand.use(users, in_memory=not self._is_spilled(key))
         here = reachable(first) if first is not None else None
         hint = self._hints.get(key)
         if here is None or hint is None:
             return hint if here is None else here
         return min(here, hint)
 
-    def _is_cold(self, key: Hashable) -> bool:
+    def _is_spilled(self, key: Hashable) -> bool:
         value = self.store.residency.values.get(key)
-        return value is not None and not value.is_home
+        return value is not None and not value.in_memory
 
     def _soon(self) -> Iterable[Hashable]:
         # Looking into the queue costs a pass over it, so what was seen serves for some tasks.
@@ -356,26 +356,26 @@ class ManagedMemory:
                 unmanaged_nbytes = max(0, int(median(self._unmanaged)))
                 room = min(room, self._spill_nbytes - unmanaged_nbytes)
         room -= shards_nbytes + pinned_nbytes
-        self.store.fit(max(room, int(LEAST_SHARE * self._target_nbytes)))
+        self.store.set_capacity(max(room, int(LEAST_SHARE * self._target_nbytes)))
         self._fit_device()
         self.store.retry(now)
         self._look_at_reads(now)
-        if now - self._moved_at > PATIENCE_S and self.store.hurry():
+        if now - self._moved_at > PATIENCE_S and self.store.force_progress():
             self._moved_at = now
         self.store.decide()
         if self._n_over >= SAMPLES:
             self._let_go(process_nbytes)
         is_asking = self._asking is not None and not self._asking.done()
-        if self.store.has_cold and not is_asking and now >= self._ask_from_s:
+        if self.store.has_spilled and not is_asking and now >= self._ask_from_s:
             self._asking = asyncio.create_task(self._ask_ahead(), name="gpurt-next-uses")
 
     def _look_at_reads(self, now: float) -> None:
         """Nobody waits without a word, or for ever, for what there is no memory to read."""
-        put_off = self.store.put_off(now)
+        put_off = self.store.failed_reads(now)
         if not put_off:
             return
         longest = put_off[0]
-        if longest.waited_s(now) > WARN_S and self._complaints.is_due("no memory to read", now):
+        if longest.waited_s(now) > WARN_S and self._log_throttle.is_due("no memory to read", now):
             logger.warning(
                 "no memory to read %d values, such as %r; what needs them waits: %s",
                 len(put_off),
@@ -383,20 +383,20 @@ class ManagedMemory:
                 longest.reason,
             )
         if now - self._moved_at > PATIENCE_S:
-            self.store.give_in([one for one in put_off if one.waited_s(now) > PATIENCE_S])
+            self.store.abandon_reads([one for one in put_off if one.waited_s(now) > PATIENCE_S])
 
     def _fit_device(self) -> None:
         """Shards of shuffles take from the room of values on a device too."""
         if self._device is not None and (room := self._device.room_nbytes) is not None:
             left = max(room - shards_on_device_nbytes(), int(LEAST_SHARE * room))
-            self.store.fit(left, DEVICE)
+            self.store.set_capacity(left, DEVICE)
 
     def _let_go(self, process_nbytes: int) -> None:
         """The process has taken too much for a while, whatever values say of their sizes.
 
         Values may be larger than they say, so they go one by one until it is enough.
         """
-        if self.store.residency.levels[HOME].members:
+        if self.store.residency.levels[HOST].members:
             self.store.evict()
         elif self._n_over == SAMPLES:
             worker_memory.warn_of_unmanaged(process_nbytes)
@@ -429,10 +429,10 @@ class ManagedMemory:
         written is waited for, so that nobody writes any more when Dask removes the worker's
         directory.
         """
-        given: Given = {}
+        given: Returned = {}
         if not self._is_closed and not worker_memory.is_closing(self._worker):
             level = self._levels.inherited_level
-            given = await return_cold(
+            given = await return_spilled(
                 self.store,
                 self._stock,
                 self._writes,
@@ -448,7 +448,7 @@ class ManagedMemory:
         self._tell_io()
         if not was_closed and not worker_memory.is_closing(self._worker):
             self._levels.inherited.close()
-            return_rest(self.store, self._stock, given)
+            return_in_memory(self.store, self._stock, given)
             self._swap.remove(self._stock)
             self._at_hand.remove()
             self.store.forget()

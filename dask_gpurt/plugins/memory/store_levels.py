@@ -23,7 +23,7 @@ from dask_gpurt.memory.files.directory import sweep
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.files.inherited import InheritedTier
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
-from dask_gpurt.memory.store import HOME
+from dask_gpurt.memory.store import HOST
 from dask_gpurt.memory.tiers import Packing, Tier
 from dask_gpurt.plugins.memory import gpu_store
 from dask_gpurt.plugins.memory.gpu_store import StoreDevice
@@ -80,7 +80,7 @@ class StoreLevels:
         self.tiers: list[Tier] = []
         self.device: StoreDevice | None = None
         self.pinned: PinnedPool | None = None
-        if gpu_store.why_none(gpu_store.local_facts()) is None:
+        if gpu_store.why_no_gpu(gpu_store.local_facts()) is None:
             self.device = StoreDevice(settings, packing)
             self.packings.append(self.device.packing)
             # How much it may hold is known once it is open.
@@ -118,8 +118,8 @@ class StoreLevels:
         """Home to the tiers below it."""
         below = tuple(range(len(self.packings), len(self.levels)))
         if self.device is None:
-            return {HOME: below}
-        return {HOME: below[1:], DEVICE: below}
+            return {HOST: below}
+        return {HOST: below[1:], DEVICE: below}
 
     @property
     def pinned_nbytes(self) -> int:

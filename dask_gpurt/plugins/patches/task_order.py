@@ -61,7 +61,7 @@ class _Ready(HeapSet[Any]):
         return chosen
 
 
-class AtHand:
+class TaskOrder:
     """The order of one worker's tasks, until `remove`. On the event loop, but for `use`.
 
     Parameters
@@ -70,9 +70,9 @@ class AtHand:
         Whether a value is here, but would have to be read before a task could use it.
     """
 
-    def __init__(self, worker: Worker, is_cold: Callable[[Hashable], bool]) -> None:
+    def __init__(self, worker: Worker, is_spilled: Callable[[Hashable], bool]) -> None:
         self._state = worker.state
-        self._is_cold = is_cold
+        self._is_spilled = is_spilled
         #: Names of tasks that make little of much.
         self._makes_little: set[str] = set()
         #: Tasks of one name and graph whose inputs were at hand when the queue was looked through.
@@ -101,13 +101,13 @@ class AtHand:
         else:
             self._makes_little.discard(name)
 
-    def use(self, users: Iterable[Any], *, is_home: bool) -> tuple[float, ...] | None:
+    def use(self, users: Iterable[Any], *, in_memory: bool) -> tuple[float, ...] | None:
         """Priority of the first of some tasks to take a value; None if there is none."""
         first = min(users, key=_priority, default=None)
         if first is None:
             return None
         priority = _priority(first)
-        if is_home and first.prefix in self._makes_little:
+        if in_memory and first.prefix in self._makes_little:
             return (*priority[:_OF_GRAPH], priority[_OF_GRAPH] - _EARLIER)
         return priority
 
@@ -140,7 +140,7 @@ class AtHand:
         return None
 
     def _is_at_hand(self, task: Any) -> bool:
-        return not any(self._is_cold(dependency.key) for dependency in task.dependencies)
+        return not any(self._is_spilled(dependency.key) for dependency in task.dependencies)
 
 
 def _kind(task: Any) -> tuple[str, tuple[float, ...]]:

@@ -457,7 +457,7 @@ def next_uses(scheduler: Scheduler, keys: list[Any], address: str) -> list[Any]:
     outlook: Outlook[Any] = Outlook(
         priority=lambda task: task.priority,
         waits_for=lambda task: task.waiting_on or (),
-        is_held_back=lambda task: task.state in ("queued", "no-worker"),
+        is_unassigned=lambda task: task.state in ("queued", "no-worker"),
         turn_at_peer=turn_at_peer,
         queue=queue(here) if here is not None else (),
     )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
-from dask_gpurt.memory.decisions.backoff import FIRST_S, LONGEST_S, SILENCE_S, Backoff, Complaints
+from dask_gpurt.memory.decisions.backoff import FIRST_S, LONGEST_S, SILENCE_S, Backoff, LogThrottle
 from dask_gpurt.memory.files import block_io, value_file
 from dask_gpurt.memory.files.block_io import (
     Bounces,
@@ -248,7 +248,7 @@ def test_waits_double_up_to_a_minute():
 
 
 def test_a_reason_is_said_now_and_then():
-    complaints = Complaints()
+    complaints = LogThrottle()
     assert complaints.is_due("full", 0.0)
     assert not complaints.is_due("full", SILENCE_S - 1)
     assert complaints.is_due("broken", SILENCE_S - 1)

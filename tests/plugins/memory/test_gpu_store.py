@@ -13,7 +13,7 @@ import pytest
 from distributed.protocol import cuda
 
 from dask_gpurt.errors import ValueRefusedError
-from dask_gpurt.plugins.memory.gpu_store import Facts, local_facts, take_apart, why_none
+from dask_gpurt.plugins.memory.gpu_store import GpuFacts, local_facts, take_apart, why_no_gpu
 from dask_gpurt.plugins.patches.worker_memory import is_on_device
 from tests.memory.emulated_gpu import Gpu
 
@@ -21,18 +21,18 @@ from tests.memory.emulated_gpu import Gpu
 @pytest.mark.parametrize(
     "facts, why",
     [
-        (Facts(True, True, None), None),
-        (Facts(True, True, "0"), None),
-        (Facts(True, True, "GPU-8932f937"), None),
-        (Facts(False, True, None), "CuPy is not installed"),
-        (Facts(True, False, None), "there is no NVIDIA driver"),
-        (Facts(True, True, ""), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
-        (Facts(True, True, " -1 "), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
-        (Facts(True, True, "NoDevFiles"), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+        (GpuFacts(True, True, None), None),
+        (GpuFacts(True, True, "0"), None),
+        (GpuFacts(True, True, "GPU-8932f937"), None),
+        (GpuFacts(False, True, None), "CuPy is not installed"),
+        (GpuFacts(True, False, None), "there is no NVIDIA driver"),
+        (GpuFacts(True, True, ""), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+        (GpuFacts(True, True, " -1 "), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+        (GpuFacts(True, True, "NoDevFiles"), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
     ],
 )
 def test_a_worker_may_have_values_on_a_gpu(facts, why):
-    assert why_none(facts) == why
+    assert why_no_gpu(facts) == why
 
 
 def test_facts_are_those_of_the_process(monkeypatch):

@@ -20,7 +20,7 @@ from dask_gpurt.plugins.patches.task_order import (
     LOOKED_AT_PER_TASK,
     MAX_LOOKED_AT,
     TASKS_BETWEEN,
-    AtHand,
+    TaskOrder,
 )
 from tests.failure.gates import Gate, pass_gate
 from tests.integration.test_memory import cluster, stores
@@ -57,7 +57,7 @@ class Queue:
         for task in tasks:
             ready.add(task)
         self.state = SimpleNamespace(ready=ready, executed_count=0)
-        self.at_hand = AtHand(SimpleNamespace(state=self.state), cold.__contains__)  # type: ignore[arg-type]
+        self.at_hand = TaskOrder(SimpleNamespace(state=self.state), cold.__contains__)  # type: ignore[arg-type]
         self.at_hand.learn("total", LEAST_NBYTES, 8)
 
     def pop(self) -> Task:
@@ -153,7 +153,7 @@ def test_no_more_is_looked_at_where_very_many_are_queued() -> None:
             asked += 1
             return True
 
-    queue.at_hand._is_cold = Cold().__contains__
+    queue.at_hand._is_spilled = Cold().__contains__
     assert [queue.pop().number for _ in range(n_popped)] == list(range(n_popped))
     # The first ones, and besides those of each look.
     n_looks = -(-n_popped * LOOKED_AT_PER_TASK // MAX_LOOKED_AT)
@@ -176,14 +176,14 @@ def test_eviction_sees_the_same_order() -> None:
     queue = Queue(cold=set())
     first, second = totals(2)
     use = queue.at_hand.use
-    assert use([second, first], is_home=False) == first.priority
-    at_home = use([second], is_home=True)
+    assert use([second, first], in_memory=False) == first.priority
+    at_home = use([second], in_memory=True)
     assert at_home is not None
     assert at_home < first.priority
-    assert use([Task("other", 1)], is_home=True) == (0, 1, 1, -1)
+    assert use([Task("other", 1)], in_memory=True) == (0, 1, 1, -1)
     # Never before what another graph has that was submitted earlier.
     assert at_home > (0, 0, 10**9, 0)
-    assert use([], is_home=True) is None
+    assert use([], in_memory=True) is None
 
 
 def test_the_queue_is_given_back() -> None:
@@ -230,7 +230,7 @@ async def _settled(last: str, dask_worker: Any) -> tuple[int, float]:
     store = dask_worker.data
     while last not in dask_worker.state.tasks or store.residency.is_writing or _is_reading(store):
         await asyncio.sleep(0)
-    return len(store.cold()), store.io().get(("disk-read", "count"), 0)
+    return len(store.spilled()), store.io().get(("disk-read", "count"), 0)
 
 
 def _is_reading(store: Any) -> bool:
