@@ -175,7 +175,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         later, by the owner, with those keys that were lost.
         """
         with self._lock:
-            claim = self.admission.ask(name, keys, output_nbytes, priority, top_level)
+            claim = self.admission.request(name, keys, output_nbytes, priority, top_level)
             if claim.is_ready and not self._is_under_pressure():
                 return claim, True
             self._tell[claim] = tell

@@ -1,12 +1,14 @@
-"""Who may run: tasks claim their inputs and room for their output before they begin.
+"""Admission of tasks: each claims its inputs and room for its output before it begins.
 
-A claim is admitted once what it lacks fits: its cold inputs and its expected output. Then its
-inputs are brought home and stay there until it ends. Claims are admitted in the order of their
-priority, one after the other, so that a large one is not passed over for ever by small ones; when
-nothing else runs and nothing can be freed, the first is admitted although it does not fit. So a
-worker slows down to one task at a time before it runs out of memory, and never stands still.
+A claim is admitted once its spilled inputs and its expected output fit. Its inputs are then loaded
+and stay in memory until the claim ends.
 
-Decides only, over `memory.decisions.residency`; not thread-safe, like it.
+Claims are admitted one after the other in the order of their priority, so that small ones cannot
+overtake a large one for ever. If nothing else runs and nothing can be freed, the first claim is
+admitted although it does not fit. So a worker that runs short of memory slows down to one task at
+a time, and never stalls.
+
+This module only decides, on top of `memory.decisions.residency`. Neither is thread-safe.
 """
 
 from __future__ import annotations
@@ -19,18 +21,20 @@ from dask_gpurt.memory.decisions.residency import Priority, Residency, Value
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """What one task needs.
+    """The memory that one task needs.
 
     Attributes
     ----------
     output_nbytes
-        What its result is expected to take at `home`.
+        Expected size of its result at `top_level`.
     is_admitted
-        Whether room was given to it.
+        Whether room is reserved for it.
+    is_ready
+        Whether its task may begin.
     lost
-        Inputs that turned out not to be readable any more.
-    given_up
-        Inputs that there is no room for: its task begins without them at home.
+        Inputs that can no longer be read.
+    abandoned
+        Inputs that there is no room to load: the task begins without them in memory.
     """
 
     name: Hashable
@@ -45,24 +49,24 @@ class Claim:
 
 
 class Admission:
-    """Claims over a residency."""
+    """The claims on one residency."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._waiting: list[Claim] = []
         self._loading: list[Claim] = []
         self.running: set[Claim] = set()
-        #: Of those, the ones that wait for others to end, or seem to.
+        #: Running claims that wait, or seem to wait, for other tasks to end.
         self._waiting_on_others: set[Claim] = set()
         self._is_forced = False
-        #: Claims that were admitted although they did not fit.
+        #: Number of claims that were admitted although they did not fit.
         self.overcommitted = 0
 
     @property
     def n_waiting(self) -> int:
         return len(self._waiting)
 
-    def ask(
+    def request(
         self,
         name: Hashable,
         keys: Collection[Hashable],
@@ -70,9 +74,10 @@ class Admission:
         priority: Priority = (),
         top_level: int = 0,
     ) -> Claim:
-        """A task wants to begin; at once if nobody waits, it fits, and all it takes is at home.
+        """Make a claim for a task that wants to begin.
 
-        Keys that are not known are left out of account.
+        The claim is ready at once if no other waits, it fits, and all its inputs are in memory.
+        Unknown keys are ignored.
         """
         known = self._residency.values
         values = tuple(known[key] for key in keys if key in known)
@@ -87,7 +92,7 @@ class Admission:
         return claim
 
     def end(self, claim: Claim) -> None:
-        """A task ended, or does not want to begin any more."""
+        """Release a claim: its task ended, or will not begin."""
         if claim in self._waiting:
             self._waiting.remove(claim)
         if not claim.is_admitted:
@@ -102,28 +107,28 @@ class Admission:
             self._residency.unpin(value)
 
     def mark_lost(self, key: Hashable) -> None:
-        """A value cannot be read any more: claims that wait for it are ready, to learn of it."""
+        """Stop claims from waiting for a value that can no longer be read."""
         for claim in (*self._waiting, *self._loading):
             if any(value.key == key for value in claim.values):
                 claim.lost.add(key)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether nothing runs or is written that could leave room for others.
+        """Whether no running task and no write in flight could free memory.
 
-        What may wait for others itself does not count.
+        Tasks that may wait for other tasks do not count as running.
         """
         is_running = any(claim.is_ready for claim in self.running - self._waiting_on_others)
         return not is_running and not self._residency.is_writing
 
     def abandon(self, value: Value) -> None:
-        """There is no room to read a value: claims that wait for it are ready without it."""
+        """Let claims become ready without a value that there is no room to read."""
         for claim in self._loading:
             if value in claim.values and not value.in_memory:
                 claim.abandoned.add(value.key)
 
     def due(self) -> list[Claim]:
-        """Claims that became ready: admitted, with every input at home."""
+        """Admit what fits, and return the claims that became ready: all inputs are in memory."""
         while self._waiting and self._admit(self._waiting[0]):
             claim = self._waiting.pop(0)
             self._begin(claim)
@@ -142,7 +147,7 @@ class Admission:
             self._residency.pin(value)
 
     def _fits_at_once(self, claim: Claim) -> bool:
-        # Where everything fits, which is mostly so, this is all that is asked.
+        # Fast path: usually everything fits, and then this is the only check.
         level = self._residency.levels[claim.top_level]
         if level.shortage_nbytes(claim.output_nbytes + level.leaving_nbytes):
             return False
@@ -170,7 +175,7 @@ class Admission:
                 continue
             spare = frozenset(value.key for value in claim.values)
             self._residency.make_room(top_level, nbytes, spare=spare)
-            # Room that a copy under way will make is not there yet.
+            # A write in flight has not freed its room yet.
             fits &= not level.shortage_nbytes(nbytes + level.leaving_nbytes)
         is_running = len(self.running) > len(self._waiting_on_others)
         is_stalled = not is_running and not self._residency.is_writing
@@ -181,10 +186,10 @@ class Admission:
         return fits
 
     def force_progress(self) -> bool:
-        """Admit the first claim next time whether or not it fits; False if none waits.
+        """Have the first claim admitted even if it does not fit; return False if none waits.
 
-        What runs seems to wait for it. As long as it does, the next claim is admitted as soon as
-        the one before has ended: a task may wait for very many.
+        The running tasks seem to wait for it. While they do, the next claim is admitted as soon as
+        the previous one has ended, because a task may wait for many others.
         """
         if not self._waiting:
             return False
@@ -193,12 +198,12 @@ class Admission:
         return True
 
     def may_wait(self, claim: Claim) -> None:
-        """What runs may wait for others to end: these begin beside it, one after the other."""
+        """Note that a running task may wait for others: these are admitted one after the other."""
         if claim in self.running:
             self._waiting_on_others.add(claim)
 
     def _still_known(self, values: Iterable[Value]) -> Iterable[Value]:
-        # A key may have been released, or made anew, since the claim was made.
+        # A key may have been released or replaced since the claim was made.
         known = self._residency.values
         return (value for value in values if known.get(value.key) is value)
 

@@ -52,7 +52,7 @@ def test_to_look_at_them_imports_no_library_of_a_gpu():
         "before = set(sys.modules)\n"
         "from dask_gpurt.plugins.memory import gpu_store, manager\n"
         "from dask_gpurt.plugins.patches import worker_memory\n"
-        "gpu_store.why_none(gpu_store.local_facts())\n"
+        "gpu_store.why_no_gpu(gpu_store.local_facts())\n"
         "assert not worker_memory.is_on_device([1])\n"
         "print(sorted({'cupy', 'rmm', 'cudf', 'numba'} & set(sys.modules) - before))\n"
     )
