@@ -199,7 +199,7 @@ def test_cudf_that_spills_keeps_its_values_and_others_leave(gpu, monkeypatch, ca
         (finding,) = [one for one in cluster_findings(found) if "cuDF" in one.text]
         assert finding.level == "note"
         assert all(client.gather(client.map(is_right, values, range(8), pure=False)))
-    assert "cannot put" not in caplog.text
+    assert "cannot spill" not in caplog.text
 
 
 def test_room_for_an_output_is_claimed_where_it_will_be(gpu):
