@@ -104,7 +104,7 @@ def test_status_and_explain_tell_of_the_device(gpu):
         assert {one["home"] for one in where} == {"device"}
         assert {"device", "pinned"} <= {level for one in where for level in one["levels"]}
         cold = next(one for one in where if "device" not in one["levels"])
-        assert "device was needed for others" in cold["reason"]
+        assert "device was needed for other values" in cold["reason"]
 
 
 def test_disabled_a_worker_has_every_value_and_the_gpu_its_allocator(gpu):

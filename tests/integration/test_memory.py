@@ -555,7 +555,7 @@ def test_a_value_can_be_asked_for_where_it_is_and_why():
         ((worker, one),) = said.items()
         assert worker == client.cluster.workers[address].address
         assert list(one["levels"]) == ["disk"]
-        assert one["reason"].startswith("memory was needed for others")
+        assert one["reason"].startswith("memory was needed for other values")
         assert one["nbytes"] >= 4 * MIB
         assert dask_gpurt.explain(client, "never-heard-of")["memory"] == {}
         dask_gpurt.disable(client)

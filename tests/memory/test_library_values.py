@@ -95,7 +95,7 @@ class Setup:
     def close(self):
         self.hooks.remove()
         self.store.close()
-        self.store.forget()
+        self.store.release_objects()
         self.store.clear()
         gc.collect()
         if self.gpu.is_pumped:

@@ -463,24 +463,24 @@ def test_explain_says_why_in_a_sentence():
     filled(setup, "a", nbytes=150_000)
     assert reason("a") == "there is room for it in memory"
     claim, _ = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
-    assert reason("a") == "tasks that run, or are about to, take it (1), so it stays in memory"
+    assert reason("a") == "running or starting tasks use it (1), so it stays in memory"
     setup.store.end(claim)
     setup.store["b"] = b"b" * 150_000
     assert reason("b") == "there is room for it in memory"
     setup.owner.step()
     assert reason("a") == "it is being copied to tier 0, to leave memory"
     setup.settle()
-    assert reason("a") == "memory was needed for others; it comes back when a task takes it"
+    assert reason("a") == "memory was needed for other values; it is loaded when a task needs it"
     claim, _ = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
     while not setup.read.calls:
         setup.lanes[0].step()
     assert reason("a") == "it is being read back from tier 0"
     setup.settle()
     setup.store.end(claim)
-    assert reason("a").startswith("a task that took it has just ended")
+    assert reason("a").startswith("a task that used it has just ended")
     setup.settle()
     filled(setup, "c", nbytes=10)
-    assert reason("c") == "it is small, and what is small leaves memory last"
+    assert reason("c") == "it is small, and small values leave memory last"
     setup.store["event"] = threading.Event()
     setup.residency.levels[0].capacity_nbytes = 0
     setup.store.decide()

@@ -451,7 +451,7 @@ class ManagedMemory:
             return_in_memory(self.store, self._stock, given)
             self._swap.remove(self._stock)
             self._at_hand.remove()
-            self.store.forget()
+            self.store.release_objects()
         if self._device is not None:
             self._device.close()
         self.store.close()
