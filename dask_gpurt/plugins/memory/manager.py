@@ -411,7 +411,7 @@ class ManagedMemory:
 
     async def report(self) -> dict[str, Any]:
         """For `status` and `doctor`."""
-        disk = await asyncio.to_thread(self._levels.disk.look)
+        disk = await asyncio.to_thread(self._levels.disk.probe)
         device = self._device.report() if self._device is not None else None
         return {**self.store.report(), "disk": disk, "device": device}
 

@@ -14,7 +14,7 @@ from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.memory.decisions.backoff import FIRST_S, LONGEST_S, SILENCE_S, Backoff, LogThrottle
 from dask_gpurt.memory.files import block_io, value_file
 from dask_gpurt.memory.files.block_io import (
-    Bounces,
+    BouncePool,
     empty_blocks,
     is_aligned,
     read_into,
@@ -203,7 +203,7 @@ def test_a_file_that_ends_early_is_an_end_of_file(fd):
 
 
 def test_bounce_buffers_are_used_again():
-    bounces = Bounces()
+    bounces = BouncePool()
     taken = [bounces.take() for _ in range(3)]
     assert len({id(bounce) for bounce in taken}) == 3
     assert all(is_aligned(bounce) for bounce in taken)

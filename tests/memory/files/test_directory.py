@@ -447,7 +447,7 @@ def test_a_reaper_outlives_what_ends_a_group_of_processes(parent, number):
     os.kill(shell.pid, number)
     assert os.getpgid(shell.pid) != os.getpgid(0)
     # As if this process had ended.
-    shell.end()
+    shell.close()
     assert inside(parent) == []
 
 
