@@ -222,10 +222,10 @@ def test_trying_direct_io_leaves_nothing_behind(tmp_path):
     def broken(real, *args):
         raise OSError(5, "Input/output error")
 
-    assert not block_io.takes_direct(System(open=without_direct), path)
-    assert not block_io.takes_direct(System(pwrite=late), path)
+    assert not block_io.supports_direct(System(open=without_direct), path)
+    assert not block_io.supports_direct(System(pwrite=late), path)
     with pytest.raises(OSError, match="Input/output"):
-        block_io.takes_direct(System(pwrite=broken), path)
+        block_io.supports_direct(System(pwrite=broken), path)
     assert not list(tmp_path.iterdir())
 
 
