@@ -271,10 +271,10 @@ def test_worker_that_had_nothing_to_do_is_as_patient_as_any(tmp_path: Path) -> N
     with open_small(tmp_path, n_workers=1) as client, Gate() as gate:
         (worker,) = client.cluster.workers.values()
         memory = worker.plugins["gpurt"]._attachment._memory
-        memory._moved_at = before = memory._loop.time() - 3600.0
+        memory._progress_at = before = memory._loop.time() - 3600.0
         running = client.submit(pass_gate, gate.path)
         gate.wait_for()
-        assert memory._moved_at > before + 3000.0
+        assert memory._progress_at > before + 3000.0
         gate.open()
         running.result(DEADLINE_S)
 

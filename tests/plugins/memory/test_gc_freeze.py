@@ -38,12 +38,12 @@ def is_collected(reference):
 def test_what_was_there_is_passed_by_and_what_comes_is_not():
     before = Cycle()
     old = weakref.ref(before)
-    apart = GcFreeze(OWN_PROCESS)
+    frozen = GcFreeze(OWN_PROCESS)
     new = weakref.ref(Cycle())
     del before
     assert is_collected(new)
     assert not is_collected(old)
-    apart.end()
+    frozen.close()
     assert is_collected(old)
 
 
@@ -61,13 +61,13 @@ def test_what_was_garbage_already_is_collected():
     ],
 )
 def test_objects_of_a_user_are_not_set_apart(worker):
-    GcFreeze(worker).end()
+    GcFreeze(worker).close()
     assert not gc.get_freeze_count()
 
 
 def test_what_somebody_else_set_apart_stays_so():
     gc.freeze()
-    GcFreeze(OWN_PROCESS).end()
+    GcFreeze(OWN_PROCESS).close()
     assert gc.get_freeze_count()
 
 

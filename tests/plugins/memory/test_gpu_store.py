@@ -10,10 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from dask.sizeof import sizeof
 from distributed.protocol import cuda
 
+from dask_gpurt.devices.array import DeviceArray
+from dask_gpurt.devices.emulated.emulated_device import HostDevice
 from dask_gpurt.errors import ValueRefusedError
-from dask_gpurt.plugins.memory.gpu_store import GpuFacts, local_facts, take_apart, why_no_gpu
+from dask_gpurt.plugins.memory.gpu_store import (
+    GpuFacts,
+    local_facts,
+    register_sizeof,
+    take_apart,
+    why_no_gpu,
+)
 from dask_gpurt.plugins.patches.worker_memory import is_on_device
 from tests.memory.emulated_gpu import Gpu
 
@@ -104,3 +113,11 @@ def test_dask_takes_a_value_apart_and_puts_it_together():
     assert type(again) is type(array)
     assert again.memory is array.memory
     gpu.host.close()
+
+
+def test_dask_counts_what_an_array_takes_on_its_device():
+    register_sizeof()
+    device = HostDevice(1 << 20, choose=lambda n: 0)
+    array = DeviceArray.from_host(np.zeros((100, 1000)), device, device.stream("one"))
+    assert sizeof(array) == 800_000
+    assert sizeof([array]) >= 800_000

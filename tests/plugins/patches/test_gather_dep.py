@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_asked_for_again_when_a_task_has_ended(
         running.result(DEADLINE_S)
     told = [record for record in caplog.records if record.name == gather_dep.logger.name]
     assert [record.levelname for record in told] == ["WARNING"]
-    assert "asked for again: no room for 1000" in told[0].getMessage()
+    assert "requested again: no room for 1000" in told[0].getMessage()
 
 
 @pytest.mark.cluster

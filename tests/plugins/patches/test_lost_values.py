@@ -51,7 +51,7 @@ def test_handlers_are_given_back(cluster):
         "report-key",
         "variable-future-received-confirm",
     }
-    lost.remove()
+    lost.uninstall()
     assert scheduler.stream_handlers == before
 
 

@@ -82,9 +82,9 @@ def test_when_a_worker_sends_no_more(client, is_paused, peer):
         found = []
         for count in range(5):
             dask_worker.transfer_outgoing_count = 0
-            said = worker_memory.sends_no_more(dask_worker, Comm(), count)
+            said = worker_memory.would_answer_busy(dask_worker, Comm(), count)
             dask_worker.transfer_outgoing_count = count
-            assert worker_memory.sends_no_more(dask_worker, Comm(), 0) == said
+            assert worker_memory.would_answer_busy(dask_worker, Comm(), 0) == said
             try:
                 is_busy = await dask_worker.get_data(Comm(), []) == {"status": "busy"}
             except Written:
