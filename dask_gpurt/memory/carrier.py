@@ -1,8 +1,8 @@
 """The data mover of the store: the only module that touches the objects and the tiers.
 
 It carries out the moves that `memory.decisions.residency` and `memory.store` decided. Most writes
-and reads run in lanes. Two kinds of threads cannot wait for a lane and do them themselves: those
-that read a spilled value, and those whose allocation found no room.
+and reads run in lanes. Two kinds of threads do their own, because they cannot wait for a lane:
+threads that read a spilled value, and threads whose allocation found no room.
 
 The lock guards the bookkeeping. It is never held over I/O, a copy or a call into user code.
 """
@@ -138,7 +138,7 @@ class Carrier:
             if value is None or value.serial != move.serial:
                 self._residency.put_cancelled(move)
                 return
-            # No other frame keeps these: a thread that waits for the room goes on after this one.
+            # Only this frame may hold them: `make_room` counts on the memory once it returns.
             is_top = self._is_top_level(move.source)
             source = self.objects.get(move.key) if is_top else None
             place = self._places.get((move.serial, move.source))
@@ -160,7 +160,7 @@ class Carrier:
             self._tiers[move.target].drop(place)
 
     def _flattened(self, move: Put, source: Any, place: Any, tiers: Collection[int]) -> Flat | None:
-        """Return the bytes to copy; None, after the residency has been told, if that failed.
+        """Return the bytes to copy; report a failure to the residency, and return None.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class Carrier:
         return None
 
     def _written(self, move: Put, flat: Flat) -> Any:
-        """Return the place of a new copy; None, after the residency has been told, if it failed."""
+        """Return the place of a new copy; report a failure to the residency, and return None."""
         try:
             return self._tiers[move.target].put(flat)
         except ValueRefusedError:

@@ -29,7 +29,7 @@ from dask_gpurt.errors import (
 from dask_gpurt.frames.flat.values import Flat
 
 #: Values are compressed in pieces of this size. A piece stays in the processor's cache until it is
-#: copied to its place, temporary memory is bounded, and a poor result ends the work early.
+#: copied to its place. Temporary memory is bounded, and a poor result ends the work early.
 _PIECE_NBYTES = 1 << 20
 #: Length of the sample, from the middle of each buffer, that predicts how well a value compresses.
 _SAMPLE_NBYTES = 64 << 10

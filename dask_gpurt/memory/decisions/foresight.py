@@ -6,13 +6,13 @@ from it in three ways that matter here:
 - The scheduler queues root tasks until a worker is idle, and an idle worker has run everything
   else that it could. So a task that needs a queued root runs after all tasks that do not, whatever
   its priority. Without this rule, the pieces of a task-based shuffle look as if they were used at
-  once, and evict the values that really are: over twice the bytes for a merge with little memory
-  (`tests/memory/decisions/test_oracle.py`).
+  once, and evict the values that really are. A merge with little memory then moves over twice the
+  bytes (`tests/memory/decisions/test_oracle.py`).
 - Graphs that are submitted soon after one another are numbered alike, each from zero. So a task
   may have an earlier priority than its own inputs. Here a task always comes after its inputs.
 - Workers do not keep the same pace. A worker that waits for a peer's output continues with its
   other tasks, beyond the priority of that output, until the peer makes it. So the position in the
-  peer's queue predicts the time, not the priority: 8 % of the bytes for the same merge.
+  peer's queue predicts the time, not the priority. This saves 8 % of the bytes of the same merge.
 
 A use is a tuple that compares: the smaller, the sooner.
 """

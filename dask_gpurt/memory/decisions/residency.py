@@ -1,9 +1,9 @@
 """Placement of values in levels: where each value is, and which moves come next.
 
 A value lives as an object in its *top level*: host memory, or a device. Below are tiers that keep
-bytes. If an object is loaded back, its copy below stays until the value is released or the tier
-needs the room: such a *clean* value is evicted for free. Adapters report what happened, and
-`due()` returns what to do now: `Put` a copy into a tier, `Load` a value, `Drop` a copy.
+bytes. After a load, the copy below stays until the value is released or the tier needs the room.
+Such a *clean* value is evicted for free. Adapters report what happened, and `due()` returns what
+to do now: `Put` a copy into a tier, `Load` a value, `Drop` a copy.
 
 Nothing here reads a clock, takes a lock or touches bytes; `memory.store` does that.
 `memory.decisions.admission` decides which task may run, and `memory.decisions.eviction_policy`

@@ -1,13 +1,13 @@
 """Freeze of long-lived objects, so that full garbage collections skip them.
 
 A full collection visits every object. Dask, pandas, pyarrow and similar libraries have 120,000,
-which takes 60 to 120 ms with the interpreter lock held: the event loop stands still, whichever
-thread collects. Python runs full collections now and then, and Dask runs one whenever the process
-is above `pause`. Objects that exist when the runtime starts hardly ever become garbage. Once they
-are frozen, a full collection takes a few milliseconds.
+which takes 60 to 120 ms. The collecting thread holds the interpreter lock, so the event loop stands
+still. Python runs full collections now and then, and Dask runs one whenever the process is above
+`pause`. Objects that exist when the runtime starts hardly ever become garbage. Once they are
+frozen, a full collection takes a few milliseconds.
 
-Nothing is frozen in a process that the worker shares, or if the worker already has values: there,
-users' objects exist, and those that become garbage must be found.
+Nothing is frozen in a process that the worker shares, or if the worker already has values. Objects
+of users exist there, and those that become garbage must be found.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 First, spilled values move from our files to Dask's, one at a time, off the event loop and while
 tasks run. Each of our files is removed before the next value is written, so at most one value is
-on disk twice. Last, the values in memory are handed over by reference in one step of the event
-loop: at any time the worker has either the one store or the other.
+on disk twice. Last, the values in memory are handed over by reference, in one step of the event
+loop. So at any time the worker has either the one store or the other.
 `plugins.patches.worker_memory` swaps the stores.
 """
 

@@ -1,8 +1,8 @@
 """Managed memory of one worker: installs our store in place of the worker's, and drives it.
 
 This module creates the tiers that the settings ask for. It has tasks claim room before they run,
-and values read off the event loop before they are sent. It passes on to the store what the worker
-and the scheduler know about the next uses of values, and how much room unmanaged memory leaves.
+and values read off the event loop before they are sent. It tells the store when the worker and the
+scheduler expect the next uses of values, and how much room unmanaged memory leaves.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ the other half, because each read evicts an input that the same pass needs later
 begins with the inputs in memory has used them before their room is needed.
 
 The order changes only among tasks of one prefix and one graph, and only while the next task would
-wait for the disk. The worker learns which prefixes are reductions from finished tasks. Eviction
-must see the same order (`TaskOrder.use`): otherwise it would make room for the next task by
-evicting the inputs of tasks that run before it.
+wait for the disk. The worker learns from finished tasks which prefixes are reductions. Eviction
+must see the same order (`TaskOrder.use`). Otherwise, making room for the next task would evict the
+inputs of tasks that run before it.
 
 | what | why | taken back by |
 |---|---|---|
