@@ -1,4 +1,4 @@
-"""A store against a dict, by random operations: the part that does not depend on what is stored."""
+"""A state machine that compares a store with a dict, whatever the type of the values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ KEYS = st.integers(0, 8)
 
 
 class AgainstADict(RuleBasedStateMachine):
-    """Deleting, tasks, messages, lanes and tiers that fail; a subclass puts, gets and compares.
+    """Rules for deletions, tasks, messages, lanes and failing tiers.
 
-    A subclass sets `setup`, whose `store` is tried, before any rule runs.
+    A subclass adds rules that insert, read and compare values. It sets `setup`, which has the
+    `store` under test, before any rule runs.
     """
 
     def __init__(self):
@@ -34,7 +35,7 @@ class AgainstADict(RuleBasedStateMachine):
                 del self.setup.store[key]
 
     def ask(self, keys, nbytes, top_level):
-        """A task claims inputs and room."""
+        """Have a task claim inputs and room."""
         told = []
         claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append, top_level)
         self.claims.append((claim, told, ready))
@@ -50,7 +51,7 @@ class AgainstADict(RuleBasedStateMachine):
         self.setup.store.end(claim)
 
     def borrow(self, key):
-        """A message wants a value."""
+        """Read a value for a message."""
         found = self.setup.store.read_for_send(key)
         assert (found is not None) == (key in self.model)
         if found is not None:
@@ -83,7 +84,7 @@ class AgainstADict(RuleBasedStateMachine):
         self.setup.store.retry()
 
     def settle(self):
-        """Nothing fails any more, every task and message ends, and every lane is done."""
+        """Repair the tiers, end all tasks and messages, and run all lanes to their end."""
         store = self.setup.store
         for tier in self.setup.tiers:
             tier.mend()

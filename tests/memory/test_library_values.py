@@ -39,7 +39,7 @@ PATIENCE_S = 30.0
 
 
 class Setup:
-    """A store with a GPU of 1000 bytes, and its lanes."""
+    """A store over a GPU of 1000 bytes, and its lanes."""
 
     def __init__(self, directory, monkeypatch, choose=None):
         self.gpu = Gpu(1000, choose)
@@ -229,7 +229,7 @@ def test_two_threads_find_no_room_at_the_same_time(setup):
     ]
     threads[0].start()
     assert copying.wait(PATIENCE_S)
-    # The copy stands still until the second one waits for it; it holds nothing that one needs.
+    # The copy pauses until the second thread waits for it, and holds no lock that thread needs.
     threads[1].start()
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -262,7 +262,7 @@ def test_a_copy_that_needs_room_itself_fails_and_waits_for_nobody(setup):
 
 
 class Wasteful(GpuArray):
-    """An array that allocates as it dies, as a destructor may."""
+    """An array whose destructor allocates."""
 
     def __del__(self):
         try:
@@ -282,7 +282,7 @@ def test_a_thread_in_the_middle_of_the_books_is_refused(setup):
     assert setup.gpu.n_refused == 1
     assert setup.levels(0) == ["device"]
     assert setup.residency.levels[DEVICE].used_nbytes == 600
-    # Elsewhere the same thread is heard.
+    # Without the lock, the same thread can make room.
     setup.allocate(900)
     assert setup.levels(0) == ["pinned"]
 
@@ -361,7 +361,7 @@ def test_whatever_fails_no_value_is_wrong_and_no_memory_is_lost(
             setup.settle()
     assert left[0] < 0, "nothing failed: the test is too short"
     monkeypatch.undo()
-    # What is further down is whole, whatever becomes of it on its way back.
+    # The copy below is intact, whatever happens on its way back.
     assert not setup.lost
     setup.assert_right(range(4))
     for key in list(setup.store):

@@ -1,4 +1,4 @@
-"""The order in which values leave: whole where they are few, by samples where there are many."""
+"""The order of eviction: exact for few values, by samples for many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_gpurt.memory.decisions.eviction_order import RANKED_AT_ONCE, EvictionO
 
 
 class Ranks:
-    """Numbers are their own ranks; counts how often that is asked."""
+    """A rank function that returns its argument and counts its calls."""
 
     def __init__(self):
         self.asked = 0
@@ -31,7 +31,7 @@ def begun(values):
 
 
 def left(order):
-    """Everything, as it would leave."""
+    """Return all values in the order of eviction."""
     found = []
     while order.rank_more():
         found.append(order.ranked.pop())

@@ -1,4 +1,4 @@
-"""What collections of garbage pass by, and what they do not."""
+"""Which objects garbage collections skip while the runtime is on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a worker may have a GPU, and which values Dask says are on one."""
+"""The GPU level of a store: when there is one, its values, and their sizes."""
 
 from __future__ import annotations
 

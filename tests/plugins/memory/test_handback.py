@@ -1,4 +1,4 @@
-"""What leaves memory in the last moment is handed over, too: lanes do not stop for that."""
+"""Return of all values to Dask's store, including those that are spilled meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.memory.test_store import Setup, filled, flatten, restore, sizeof
 
 
 class Stock(dict):
-    """A store that takes its time: our lanes go on while it takes a value."""
+    """A slow store: our lanes continue while it accepts a value."""
 
     def __init__(self, meanwhile):
         super().__init__()
@@ -120,7 +120,7 @@ def test_what_cannot_be_read_until_the_end_is_lost(caplog):
 
 
 class OnDisk:
-    """A store that keeps `room_nbytes` in memory, of a worker that had Dask's own with a disk."""
+    """A store of `room_nbytes` of memory that took over Dask's own store with a disk."""
 
     INHERITED = 2
 
@@ -149,14 +149,14 @@ class OnDisk:
         assert set(self.store.spilled()) == set(values)
 
     def settle(self):
-        """Have what was decided done, and what that leads to."""
+        """Run all moves that were decided, and those that follow from them."""
         self.lane.submit(int).result()
         while self.owner.calls:
             self.owner.step()
             self.lane.submit(int).result()
 
     def give_back(self, meanwhile=lambda key: None):
-        """As a worker does, with something done just before each value is handed over."""
+        """Hand over as a worker does, with a call just before each value."""
         put_on_disk = worker_memory.put_on_disk
 
         def watched(stock, key, value):
@@ -188,7 +188,7 @@ def test_one_value_at_a_time_is_on_disk_twice(tmp_path):
         given = setup.give_back(lambda key: taken.append(stored_nbytes(tmp_path)))
         assert set(given) == set(values)
         assert max(taken) < before_nbytes + 20_000
-        # Whoever wants one meanwhile finds it where it is by now.
+        # A reader finds the value meanwhile, in one store or the other.
         assert {key: setup.store[key] for key in values} == values
         return_in_memory(setup.store, setup.stock, given)
         assert set(setup.stock.disk) == set(values)

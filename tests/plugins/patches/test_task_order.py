@@ -1,4 +1,4 @@
-"""Tasks that make little of much begin with what is in memory; all others keep their order."""
+"""Reductions whose inputs are in memory run first; all other tasks keep their order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Task:
 
 
 class Queue:
-    """A worker's, whose tasks `total` are known to make little of much."""
+    """A worker's queue, whose tasks `total` are known to be reductions."""
 
     def __init__(self, *tasks: Task, spilled: set[str]) -> None:
         self.spilled = spilled
@@ -82,7 +82,7 @@ def test_distributed_has_what_we_replace() -> None:
     assert state.ready.key(TaskState("x", priority=(1, 2))) == (1, 2)
     assert "return self.ready.pop()" in inspect.getsource(WorkerState._next_ready_task)
     assert {"prefix", "priority", "dependencies"} <= set(TaskState.__slots__)
-    # What of a priority is the graph's.
+    # The leading elements of a priority belong to the graph.
     assert "generation,\n                    internal_priority[ts.key],\n" in inspect.getsource(
         Scheduler._set_priorities
     )
@@ -157,7 +157,7 @@ def test_no_more_is_looked_at_where_very_many_are_queued() -> None:
 
     queue.task_order._is_spilled = Spilled().__contains__
     assert [queue.pop().number for _ in range(n_popped)] == list(range(n_popped))
-    # The first ones, and besides those of each look.
+    # One input for each task, and those of each scan.
     n_scans = -(-n_popped * SCANNED_PER_TASK // MAX_SCANNED)
     assert asked <= n_popped + n_scans * MAX_SCANNED
 
@@ -183,7 +183,7 @@ def test_eviction_sees_the_same_order() -> None:
     assert at_home is not None
     assert at_home < first.priority
     assert use([Task("other", 1)], in_memory=True) == (0, 1, 1, -1)
-    # Never before what another graph has that was submitted earlier.
+    # Never before tasks of a graph that was submitted earlier.
     assert at_home > (0, 0, 10**9, 0)
     assert use([], in_memory=True) is None
 
@@ -211,7 +211,7 @@ def test_a_pass_reads_nothing_that_is_in_memory() -> None:
         (store,) = stores(client)
         blocks = client.map(full, range(16))
         wait(blocks)
-        # So that it is known how little these tasks make.
+        # So that the worker learns that these tasks are reductions.
         assert client.submit(total, blocks[0]).result() == 0
         with Gate() as gate:
             busy = client.submit(pass_gate, gate.path)
@@ -228,7 +228,7 @@ def test_a_pass_reads_nothing_that_is_in_memory() -> None:
 
 
 async def _settled(last: str, dask_worker: Any) -> tuple[int, float]:
-    """Values that are not in memory, and reads so far, once all tasks are there and none moves."""
+    """Return the spilled values and the reads so far, once all tasks are there and none moves."""
     store = dask_worker.data
     while last not in dask_worker.state.tasks or store.residency.is_writing or _is_reading(store):
         await asyncio.sleep(0)
