@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dask_gpurt.devices.device import Device, OnFull
 
 
-def overcome(
+def wait_or_make_room(
     device: Device,
     nbytes: int,
     used_nbytes: int,

@@ -123,4 +123,4 @@ class DeviceArray:
 
     def __del__(self) -> None:
         if hasattr(self, "_uses"):
-            self.device.bury(self.buffer, self._stream, [self.ready, *self._uses])
+            self.device.free_later(self.buffer, self._stream, [self.ready, *self._uses])

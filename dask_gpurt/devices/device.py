@@ -167,7 +167,7 @@ class Device(Protocol):
         The name is what ledgers and messages call it.
         """
 
-    def bury(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
+    def free_later(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
         """Free memory on a stream, after some events; for destructors.
 
         Takes no lock, raises nothing, and happens with the next call to the device.

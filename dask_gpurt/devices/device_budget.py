@@ -17,17 +17,17 @@ from typing import TypeVar
 M = TypeVar("M")
 
 
-class DeviceRoom:
+class DeviceBudget:
     """Memory of one device, up to a mark. Safe to use from any thread.
 
     Parameters
     ----------
-    mark_nbytes
+    limit_nbytes
         Most that may be handed out at a time.
     """
 
-    def __init__(self, mark_nbytes: int) -> None:
-        self.mark_nbytes = mark_nbytes
+    def __init__(self, limit_nbytes: int) -> None:
+        self.limit_nbytes = limit_nbytes
         self._lock = threading.Lock()
         self._used_nbytes = 0
         # A deque: memory dies wherever the garbage collector runs, so nothing that happens then may
@@ -44,7 +44,7 @@ class DeviceRoom:
         """
         with self._lock:
             self._count_freed()
-            if self._used_nbytes + nbytes > self.mark_nbytes:
+            if self._used_nbytes + nbytes > self.limit_nbytes:
                 return None
             self._used_nbytes += nbytes
         try:

@@ -70,7 +70,7 @@ class Use:
     def conflicts_with(self, other: Use) -> bool:
         return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
 
-    def stands_for(self, other: Use) -> bool:
+    def covers(self, other: Use) -> bool:
         """Whether what conflicts with `other` always conflicts with this."""
         return (
             (self.writes or not other.writes)
@@ -106,7 +106,7 @@ class Uses:
             old
             for old in self._uses
             if not host.is_after(old.stream, old.number)
-            and not (use.stands_for(old) and clock.is_after(old.stream, old.number))
+            and not (use.covers(old) and clock.is_after(old.stream, old.number))
         ]
         self._uses.append(use)
 

@@ -56,7 +56,7 @@ from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.reconciling import (
     casts_between,
     with_casts,
-    with_missing_as_promised,
+    with_missing_like_meta,
 )
 from dask_gpurt.frames.sections import Section, arrow_sections
 
@@ -358,7 +358,7 @@ class PandasFrames:
         frames = [self._concatenate_alike(run, empty) for run in runs_of_one_shape(pieces)]
         if len(frames) == 1:
             return frames[0]
-        frames = with_missing_as_promised(frames, self._result_meta.dtypes)
+        frames = with_missing_like_meta(frames, self._result_meta.dtypes)
         return self._reconciled(pd.concat(with_common_categories(frames)), None)
 
     def _concatenate_alike(self, pieces: list[Piece], empty: Empty) -> pd.DataFrame:

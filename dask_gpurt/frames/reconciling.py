@@ -44,7 +44,7 @@ def with_casts(frame: pd.DataFrame, casts: dict[int, Any]) -> pd.DataFrame:
     return frame
 
 
-def with_missing_as_promised(
+def with_missing_like_meta(
     frames: Sequence[pd.DataFrame], expected: pd.Series
 ) -> list[pd.DataFrame]:
     """Frames to be put together, where objects that are all missing have the type of the others.

@@ -16,7 +16,7 @@ import weakref
 
 import numpy as np
 
-from dask_gpurt.devices.emulated.emulated_device import POISON, HostDevice
+from dask_gpurt.devices.emulated.emulated_device import POISON, EmulatedDevice
 
 
 class Memory:
@@ -28,7 +28,7 @@ class Memory:
         self._stream = stream
 
     def __del__(self):
-        self.driver.host.bury(self.buffer, self._stream, [])
+        self.driver.host.free_later(self.buffer, self._stream, [])
 
 
 class LazyArray:
@@ -83,14 +83,14 @@ class EmulatedCuda:
     total_nbytes
         Memory there is; less than the budget of the device above makes it refuse.
     choose
-        As of `HostDevice`: which stream goes on.
+        As of `EmulatedDevice`: which stream goes on.
     """
 
     name = "emulated"
 
     def __init__(self, total_nbytes, choose=None):
         self.total_nbytes = total_nbytes
-        self.host = HostDevice(total_nbytes, choose=choose)
+        self.host = EmulatedDevice(total_nbytes, choose=choose)
         self.is_pumped = choose is not None
         self.n_allocations = 0
         self.default_stream = self.host.stream("default")

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import WAITING, Entry, Ledger, Overlap, Sum, overlap
@@ -150,7 +150,7 @@ N_ROUNDS, STEP_S = 8, 0.1
 def pipeline(*, overlapped):
     """Rounds of a copy and a kernel that take the same time each."""
     ledger = Ledger()
-    device = HostDevice(1 << 20, rates={Engine.IN: Rate(1e12, STEP_S)}, ledger=ledger)
+    device = EmulatedDevice(1 << 20, rates={Engine.IN: Rate(1e12, STEP_S)}, ledger=ledger)
     copies, compute = device.stream("copies", Priority.HIGH), device.stream("compute")
     try:
         for _ in range(N_ROUNDS):

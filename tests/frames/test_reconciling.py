@@ -12,7 +12,7 @@ import pytest
 from dask.dataframe.utils import UNKNOWN_CATEGORIES
 
 from dask_gpurt.frames import reconciling
-from dask_gpurt.frames.reconciling import casts_between, with_casts, with_missing_as_promised
+from dask_gpurt.frames.reconciling import casts_between, with_casts, with_missing_like_meta
 
 BIG = 2**60 + 1
 MOMENT = pd.Timestamp("2020-01-01 12:30")
@@ -57,7 +57,7 @@ def test_a_piece_that_is_all_missing_changes_no_type_and_no_value(dtype, value):
     some, none = pd.DataFrame({"x": pd.Series([value], dtype=dtype)}), objects(None, None)
     expected = some.iloc[:0].dtypes
     for frames in ([some, none.to_frame("x")], [none.to_frame("x"), some]):
-        joined = pd.concat(with_missing_as_promised(frames, expected))["x"]
+        joined = pd.concat(with_missing_like_meta(frames, expected))["x"]
         assert joined.dtype == some["x"].dtype
         assert joined.dropna().tolist() == some["x"].tolist()
         assert joined.isna().sum() == 2
@@ -74,7 +74,7 @@ def test_so_it_is_where_there_is_nothing_else(dtype, value):
 @pytest.mark.parametrize("dtype", ["int8", "uint64"])
 def test_missing_ones_among_plain_integers_make_them_float(dtype):
     frames = [pd.DataFrame({"x": np.ones(2, dtype)}), pd.DataFrame({"x": objects(None)})]
-    joined = pd.concat(with_missing_as_promised(frames, frames[0].dtypes))
+    joined = pd.concat(with_missing_like_meta(frames, frames[0].dtypes))
     assert joined["x"].dtype == np.float64
     assert reconciled(objects(None), dtype).dtype == np.float64
 
@@ -90,7 +90,7 @@ def test_a_meta_need_not_know_the_categories():
     some = pd.DataFrame({"x": pd.Categorical(["b"], ["a", "b"])})
     frames = [pd.DataFrame({"x": objects(None)}), some]
     meta = pd.DataFrame({"x": pd.Series(dtype=unknown)})
-    for frame in with_missing_as_promised(frames, meta.dtypes):
+    for frame in with_missing_like_meta(frames, meta.dtypes):
         assert frame["x"].cat.categories.tolist() == ["a", "b"]
 
 

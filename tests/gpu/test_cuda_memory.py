@@ -51,7 +51,7 @@ def test_arrays_that_find_no_room_make_others_leave(pool):
             cupy.empty(32 * MIB, cupy.uint8)
         assert held == []
     finally:
-        hooks.remove()
+        hooks.uninstall()
     assert cupy.cuda.get_allocator() == pool.malloc
 
 
@@ -82,6 +82,6 @@ def test_rmm_that_finds_no_room_makes_others_leave():
             rmm.DeviceBuffer(size=32 * MIB)
         del buffer
     finally:
-        hooks.remove()
+        hooks.uninstall()
         held.clear()
         rmm.mr.set_per_device_resource(0, before)

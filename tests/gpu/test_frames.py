@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dask_gpurt.devices.device_budget import DeviceRoom
+from dask_gpurt.devices.device_budget import DeviceBudget
 from dask_gpurt.frames.adapter import Packed, Piece, Selection, on_host
 from dask_gpurt.frames.arrays import Arrays
 from dask_gpurt.frames.device.device_frames import DeviceFrames
@@ -261,9 +261,9 @@ class TestMemory:
             memory.copy_to_host(out, 991)
 
     def test_more_than_the_device_has_is_no_room(self, kind):
-        room = DeviceRoom(1 << 60)
-        assert room.take(partial(self.made, kind), 1 << 50) is None
-        assert room.used_nbytes == 0
+        budget = DeviceBudget(1 << 60)
+        assert budget.take(partial(self.made, kind), 1 << 50) is None
+        assert budget.used_nbytes == 0
 
 
 @needs_gpu

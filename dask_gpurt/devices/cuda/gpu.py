@@ -24,21 +24,23 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from dask_gpurt.devices.allocation_retry import overcome
+from dask_gpurt.devices.allocation_retry import wait_or_make_room
+from dask_gpurt.devices.base import (
+    BaseDevice,
+    BaseStream,
+    Span,
+    require_copy,
+    require_whole,
+    source_bytes,
+    target_bytes,
+)
 from dask_gpurt.devices.cuda.driver import Driver
-from dask_gpurt.devices.cuda.kernel_times import DeviceTimes, taken_done
-from dask_gpurt.devices.device import Buffer, Event, HostMemory, OnFull, Priority, Stream
+from dask_gpurt.devices.cuda.kernel_times import DeviceTimes, pop_done
+from dask_gpurt.devices.device import Buffer, Event, HostMemory, Priority, Stream
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
 from dask_gpurt.devices.ledger import Ledger
 from dask_gpurt.devices.ordering import HazardError
-from dask_gpurt.devices.spans import (
-    Span,
-    bytes_of,
-    require_apart,
-    require_same_length,
-    require_writable,
-)
 
 #: So much may wait for its end before all of it is looked at: each look costs up to a microsecond.
 _FEW_WAITING = 64
@@ -84,7 +86,7 @@ class CudaBuffer(Span[_Allocation]):
         self.allocation.device._free(self, stream)
 
 
-class CudaStream:
+class CudaStream(BaseStream):
     """Made by `CudaDevice.stream`.
 
     Attributes
@@ -94,7 +96,7 @@ class CudaStream:
     """
 
     def __init__(self, device: CudaDevice, name: str, priority: Priority, handle: Any) -> None:
-        self.device = device
+        self.device: CudaDevice = device
         self.name = name
         self.priority = priority
         self.handle = handle
@@ -104,19 +106,16 @@ class CudaStream:
         self.held: list[Bytes] = []
 
     def to_device(self, target: Buffer, source: HostMemory) -> None:
-        (into,) = self.device._own([target])
-        data = bytes_of(source)
-        require_same_length(into.nbytes, data.nbytes)
+        (into,) = self.device._own_memory([target])
+        data = source_bytes(source, into)
         if self._takes_work(data.nbytes):
             with self._timed(Engine.IN, data.nbytes):
                 self.device.driver.copy_in(self.handle, into.allocation.memory, into.start, data)
             self.device._hold(self, data)
 
     def to_host(self, target: HostMemory, source: Buffer) -> None:
-        (out_of,) = self.device._own([source])
-        data = bytes_of(target)
-        require_same_length(data.nbytes, out_of.nbytes)
-        require_writable(data)
+        (out_of,) = self.device._own_memory([source])
+        data = target_bytes(target, out_of)
         if self._takes_work(data.nbytes):
             memory = out_of.allocation.memory
             with self._timed(Engine.OUT, data.nbytes):
@@ -124,9 +123,8 @@ class CudaStream:
             self.device._hold(self, data)
 
     def on_device(self, target: Buffer, source: Buffer) -> None:
-        into, out_of = self.device._own([target, source])
-        require_same_length(into.nbytes, out_of.nbytes)
-        require_apart(into, out_of)
+        into, out_of = self.device._own_memory([target, source])
+        require_copy(into, out_of)
         if self._takes_work(into.nbytes):
             with self._timed(Engine.COMPUTE, into.nbytes):
                 self.device.driver.copy_on(
@@ -144,7 +142,7 @@ class CudaStream:
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
     ) -> None:
-        buffers = self.device._own([*reads, *writes])
+        buffers = self.device._own_memory([*reads, *writes])
         if not self._takes_work():
             return
         driver = self.device.driver
@@ -159,15 +157,6 @@ class CudaStream:
             traceback.clear_frames(error.__traceback__)
             arrays.clear()
 
-    def record(self) -> CudaEvent:
-        return self.device._record(self)
-
-    def wait(self, event: Event) -> None:
-        self.device._make_wait(self, event)
-
-    def synchronize(self) -> None:
-        self.record().synchronize()
-
     def _timed(self, engine: Engine, nbytes: int = 0) -> AbstractContextManager[None]:
         times = self.device.times
         if times is None:
@@ -181,7 +170,7 @@ class CudaStream:
         return self.error is None and nbytes > 0
 
 
-class CudaDevice:
+class CudaDevice(BaseDevice):
     """A GPU.
 
     Parameters
@@ -204,9 +193,9 @@ class CudaDevice:
     name = "cuda"
 
     def __init__(self, driver: Driver, capacity_nbytes: int, ledger: Ledger | None = None) -> None:
+        super().__init__(threading.Lock())
         self.driver = driver
         self.capacity_nbytes = capacity_nbytes
-        self._lock = threading.Lock()
         self._is_closed = False
         #: All memory is allocated on this: pools give memory back to the stream it was allocated
         #: on, so what one stream freed would be of no use to another.
@@ -223,10 +212,6 @@ class CudaDevice:
         self._held: deque[tuple[list[Bytes], Any]] = deque()
         #: All that waits is looked at when there is so much of it.
         self._most_waiting = _FEW_WAITING
-        self._on_full: OnFull | None = None
-        # A deque: arrays die wherever the garbage collector runs, so nothing that happens then may
-        # take the lock.
-        self._dead: deque[tuple[Any, Any, list[Any]]] = deque()
 
     # ------------------------------------------------------------------ memory
 
@@ -236,12 +221,8 @@ class CudaDevice:
             self._tidy()
             return self._used_nbytes
 
-    def on_full(self, callback: OnFull | None) -> None:
-        with self._lock:
-            self._on_full = callback
-
     def allocate(self, nbytes: int, stream: Stream) -> CudaBuffer:
-        mine = self._own_stream(stream)
+        mine = self._own(stream, CudaStream, "a stream")
         while True:
             with self._lock:
                 self._require_open()
@@ -269,7 +250,7 @@ class CudaDevice:
             wait = None
             if soon is not None and (problem is not None or missing_nbytes <= freeing_nbytes):
                 wait = partial(self.driver.wait_for, soon)
-            overcome(self, nbytes, used_nbytes, wait, callback, problem)
+            wait_or_make_room(self, nbytes, used_nbytes, wait, callback, problem)
 
     def _allocated(self, nbytes: int, stream: CudaStream) -> CudaBuffer:
         allocation = _Allocation(self, self.driver.allocate(max(1, nbytes), self._memory), nbytes)
@@ -283,9 +264,8 @@ class CudaDevice:
             self._used_nbytes -= nbytes
 
     def _free(self, buffer: CudaBuffer, stream: Stream) -> None:
-        mine = self._own_stream(stream)
-        if buffer.nbytes != buffer.allocation.nbytes:
-            raise ValueError("a part of a buffer cannot be freed")
+        mine = self._own(stream, CudaStream, "a stream")
+        require_whole(buffer)
         with self._lock:
             self._require_open()
             if buffer.allocation.is_freed:
@@ -300,25 +280,18 @@ class CudaDevice:
         self._allocations.remove(allocation)
         self._freeing.append((allocation, self.driver.record(stream.handle)))
 
-    def bury(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
-        """Free memory on a stream, after some events; for destructors.
-
-        Takes no lock, raises nothing, and happens with the next call to the device.
-        """
-        self._dead.append((buffer, stream, list(events)))
-
     def _tidy(self, is_brief: bool = False) -> None:
-        """Let go of what is not used any more, as `taken_done` finds it. The lock is held."""
+        """Let go of what is not used any more, as `pop_done` finds it. The lock is held."""
         while self._dead and not self._is_closed:
             buffer, stream, events = self._dead.popleft()
             for event in events:
                 self.driver.make_wait(stream.handle, event.handle)
             if not buffer.allocation.is_freed:
                 self._queue_free(buffer.allocation, stream)
-        for allocation in taken_done(self.driver, self._freeing, is_brief):
+        for allocation in pop_done(self.driver, self._freeing, is_brief):
             allocation.memory = None
             self._used_nbytes -= allocation.nbytes
-        for held in taken_done(self.driver, self._held, is_brief):
+        for held in pop_done(self.driver, self._held, is_brief):
             held.clear()
         if self.times is not None:
             self.times.collect(is_brief)
@@ -374,12 +347,11 @@ class CudaDevice:
             return event
 
     def _make_wait(self, stream: CudaStream, event: Event) -> None:
-        if not isinstance(event, CudaEvent) or event.device is not self:
-            raise ValueError("an event of another device")
+        mine = self._own(event, CudaEvent, "an event")
         with self._lock:
             self._require_open()
-            self.driver.make_wait(stream.handle, event.handle)
-            stream.error = stream.error or event.error
+            self.driver.make_wait(stream.handle, mine.handle)
+            stream.error = stream.error or mine.error
             self._tidy_briefly()
 
     def _hold(self, stream: CudaStream, data: Bytes) -> None:
@@ -395,17 +367,8 @@ class CudaDevice:
         if self._is_closed:
             raise RuntimeError(f"device {self.name!r} is closed")
 
-    def _own(self, buffers: Iterable[Buffer]) -> list[CudaBuffer]:
-        mine = []
-        for buffer in buffers:
-            if not isinstance(buffer, CudaBuffer) or buffer.allocation.device is not self:
-                raise ValueError("memory of another device")
-            if buffer.allocation.is_freed:
-                raise HazardError("memory is used that was freed before")
-            mine.append(buffer)
+    def _own_memory(self, buffers: Iterable[Buffer]) -> list[CudaBuffer]:
+        mine = [self._own(buffer, CudaBuffer, "memory") for buffer in buffers]
+        if any(buffer.allocation.is_freed for buffer in mine):
+            raise HazardError("memory is used that was freed before")
         return mine
-
-    def _own_stream(self, stream: Stream) -> CudaStream:
-        if not isinstance(stream, CudaStream) or stream.device is not self:
-            raise ValueError("a stream of another device")
-        return stream

@@ -33,7 +33,7 @@ class _Piece(NamedTuple):
     ended: Any
 
 
-def taken_done(driver: Driver, waiting: deque[tuple[T, Any]], is_brief: bool) -> Iterator[T]:
+def pop_done(driver: Driver, waiting: deque[tuple[T, Any]], is_brief: bool) -> Iterator[T]:
     """What waits for an event that is done, oldest first, and no longer does.
 
     Parameters
@@ -84,8 +84,8 @@ class DeviceTimes:
         self._pieces.append((_Piece(lane, path, nbytes, began, ended), ended))
 
     def collect(self, is_brief: bool = False) -> None:
-        """Enter what is done by now, as `taken_done` finds it; by one thread at a time."""
-        for piece in taken_done(self._driver, self._pieces, is_brief):
+        """Enter what is done by now, as `pop_done` finds it; by one thread at a time."""
+        for piece in pop_done(self._driver, self._pieces, is_brief):
             since_s = self._driver.seconds_between(self._zero, piece.began)
             start_s = self._zero_s + since_s
             took_s = self._driver.seconds_between(piece.began, piece.ended)

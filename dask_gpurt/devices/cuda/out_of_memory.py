@@ -20,7 +20,7 @@ from dask_gpurt.devices.device import OnFull
 
 
 class CallWhenFull:
-    """A callback for allocations without room, until `remove`.
+    """A callback for allocations without room, until `uninstall`.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class CallWhenFull:
     def installed(self) -> list[str]:
         return list(self._removals)
 
-    def remove(self) -> None:
+    def uninstall(self) -> None:
         """Put back what was there; what somebody else has put on top since stays.
 
         Nobody is asked any more, even where the hook cannot be taken out from below another.

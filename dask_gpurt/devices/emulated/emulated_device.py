@@ -15,15 +15,22 @@ costs that is not pinned. Times are those of this machine, unless rates are give
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from dask_gpurt.devices.allocation_retry import overcome
-from dask_gpurt.devices.device import Buffer, Event, HostMemory, OnFull, Priority, Stream
+from dask_gpurt.devices.allocation_retry import wait_or_make_room
+from dask_gpurt.devices.base import (
+    BaseDevice,
+    BaseStream,
+    Span,
+    require_copy,
+    require_whole,
+    source_bytes,
+    target_bytes,
+)
+from dask_gpurt.devices.device import Buffer, Event, HostMemory, Priority, Stream
 from dask_gpurt.devices.emulated.engines import (
     Engines,
     PumpedEngines,
@@ -35,22 +42,15 @@ from dask_gpurt.devices.emulated.queues import Engine, Queue, Signal, Work
 from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
 from dask_gpurt.devices.ledger import Ledger
 from dask_gpurt.devices.ordering import Clock, HazardError, Use, Uses
-from dask_gpurt.devices.spans import (
-    Span,
-    bytes_of,
-    require_apart,
-    require_same_length,
-    require_writable,
-)
 
 #: What is in memory of a pumped device that has no content yet.
 POISON = 0xA5
 
 
-class HostEvent:
-    """Made by `HostStream.record`."""
+class EmulatedEvent:
+    """Made by `EmulatedStream.record`."""
 
-    def __init__(self, device: HostDevice, clock: Clock) -> None:
+    def __init__(self, device: EmulatedDevice, clock: Clock) -> None:
         self.device = device
         #: What is over once this is done.
         self.clock = clock
@@ -66,15 +66,15 @@ class HostEvent:
 class _Allocation:
     """What the buffers of one allocation share."""
 
-    def __init__(self, device: HostDevice, memory: Bytes) -> None:
+    def __init__(self, device: EmulatedDevice, memory: Bytes) -> None:
         self.device = device
         self.memory: Bytes | None = memory
         self.nbytes = memory.nbytes
         self.uses = Uses()
 
 
-class HostBuffer(Span[_Allocation]):
-    """Memory of a `HostDevice`, or a part of it."""
+class EmulatedBuffer(Span[_Allocation]):
+    """Memory of a `EmulatedDevice`, or a part of it."""
 
     def free(self, stream: Stream) -> None:
         self.allocation.device._free(self, stream)
@@ -86,11 +86,11 @@ class HostBuffer(Span[_Allocation]):
         return memory[self.start : self.start + self.nbytes]
 
 
-class HostStream:
-    """Made by `HostDevice.stream`."""
+class EmulatedStream(BaseStream):
+    """Made by `EmulatedDevice.stream`."""
 
-    def __init__(self, device: HostDevice, key: str, queue: Queue) -> None:
-        self.device = device
+    def __init__(self, device: EmulatedDevice, key: str, queue: Queue) -> None:
+        self.device: EmulatedDevice = device
         #: Its name among clocks: no other stream has it.
         self.key = key
         self.queue = queue
@@ -106,24 +106,20 @@ class HostStream:
         return self.queue.priority
 
     def to_device(self, target: Buffer, source: HostMemory) -> None:
-        (into,) = self.device._own([target])
-        data = bytes_of(source)
-        require_same_length(into.nbytes, data.nbytes)
+        (into,) = self.device._own_memory([target])
+        data = source_bytes(source, into)
         work = Work(lambda: np.copyto(into.memory(), data), Engine.IN, data.nbytes)
         self.device._queue(self, "a copy to the device", work, (), [into])
 
     def to_host(self, target: HostMemory, source: Buffer) -> None:
-        (out_of,) = self.device._own([source])
-        data = bytes_of(target)
-        require_same_length(data.nbytes, out_of.nbytes)
-        require_writable(data)
+        (out_of,) = self.device._own_memory([source])
+        data = target_bytes(target, out_of)
         work = Work(lambda: np.copyto(data, out_of.memory()), Engine.OUT, data.nbytes)
         self.device._queue(self, "a copy to the host", work, [out_of], (), data)
 
     def on_device(self, target: Buffer, source: Buffer) -> None:
-        into, out_of = self.device._own([target, source])
-        require_same_length(into.nbytes, out_of.nbytes)
-        require_apart(into, out_of)
+        into, out_of = self.device._own_memory([target, source])
+        require_copy(into, out_of)
         work = Work(lambda: np.copyto(into.memory(), out_of.memory()), Engine.COMPUTE, into.nbytes)
         self.device._queue(self, "a copy on the device", work, [out_of], [into])
 
@@ -133,7 +129,7 @@ class HostStream:
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
     ) -> None:
-        sources, targets = self.device._own(reads), self.device._own(writes)
+        sources, targets = self.device._own_memory(reads), self.device._own_memory(writes)
 
         def run() -> None:
             arrays = [source.memory() for source in sources]
@@ -144,17 +140,8 @@ class HostStream:
         name = f"kernel {getattr(kernel, '__name__', repr(kernel))}"
         self.device._queue(self, name, Work(run, Engine.COMPUTE), sources, targets)
 
-    def record(self) -> HostEvent:
-        return self.device._record(self)
 
-    def wait(self, event: Event) -> None:
-        self.device._make_wait(self, event)
-
-    def synchronize(self) -> None:
-        self.record().synchronize()
-
-
-class HostDevice:
+class EmulatedDevice(BaseDevice):
     """A device emulated in host memory.
 
     Parameters
@@ -192,17 +179,13 @@ class HostDevice:
         else:
             self._engines = PumpedEngines(runner, choose)
         self._is_pumped = choose is not None
-        self._lock = self._engines.changed
+        super().__init__(self._engines.changed)
         self._n_streams = 0
         self._used_nbytes = 0
         #: Memory whose freeing is queued, and when that is done.
         self._freeing: dict[_Allocation, Signal] = {}
-        self._on_full: OnFull | None = None
         #: What the host has waited for.
         self._seen = Clock()
-        # A deque: arrays die wherever the garbage collector runs, so nothing that happens then may
-        # take the lock.
-        self._dead: deque[tuple[Any, Any, list[Any]]] = deque()
         self._late: HazardError | None = None
 
     # ------------------------------------------------------------------ memory
@@ -210,15 +193,11 @@ class HostDevice:
     @property
     def used_nbytes(self) -> int:
         with self._lock:
-            self._bury()
+            self._free_dead()
             return self._used_nbytes
 
-    def on_full(self, callback: OnFull | None) -> None:
-        with self._lock:
-            self._on_full = callback
-
-    def allocate(self, nbytes: int, stream: Stream) -> HostBuffer:
-        mine = self._own_stream(stream)
+    def allocate(self, nbytes: int, stream: Stream) -> EmulatedBuffer:
+        mine = self._own(stream, EmulatedStream, "a stream")
         while True:
             with self._lock:
                 self._begin()
@@ -232,9 +211,9 @@ class HostDevice:
             wait = None
             if soon is not None and missing_nbytes <= freeing_nbytes:
                 wait = partial(self._until, soon)
-            overcome(self, nbytes, used_nbytes, wait, callback)
+            wait_or_make_room(self, nbytes, used_nbytes, wait, callback)
 
-    def _allocated(self, nbytes: int, stream: HostStream) -> HostBuffer:
+    def _allocated(self, nbytes: int, stream: EmulatedStream) -> EmulatedBuffer:
         memory = np.empty(nbytes, dtype=np.uint8)
         if self._is_pumped:
             memory.fill(POISON)
@@ -243,17 +222,16 @@ class HostDevice:
             self._use(stream, "its allocation", 0, nbytes), stream.clock, self._seen
         )
         self._used_nbytes += nbytes
-        return HostBuffer(allocation, 0, nbytes)
+        return EmulatedBuffer(allocation, 0, nbytes)
 
-    def _free(self, buffer: HostBuffer, stream: Stream) -> None:
-        mine = self._own_stream(stream)
-        if buffer.nbytes != buffer.allocation.nbytes:
-            raise ValueError("a part of a buffer cannot be freed")
+    def _free(self, buffer: EmulatedBuffer, stream: Stream) -> None:
+        mine = self._own(stream, EmulatedStream, "a stream")
+        require_whole(buffer)
         with self._lock:
             self._begin()
             self._queue_free(buffer.allocation, mine)
 
-    def _queue_free(self, allocation: _Allocation, stream: HostStream) -> None:
+    def _queue_free(self, allocation: _Allocation, stream: EmulatedStream) -> None:
         def release() -> None:
             with self._lock:
                 if self._is_pumped and allocation.memory is not None:
@@ -267,15 +245,7 @@ class HostDevice:
         signal = self._freeing[allocation] = Signal()
         self._engines.submit(stream.queue, Work(release, records=signal, always=True))
 
-    def bury(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
-        """Free memory on a stream, after some events; for destructors.
-
-        Takes no lock, raises nothing, and happens with the next call to the device. A hazard that
-        is found then is raised by that call.
-        """
-        self._dead.append((buffer, stream, list(events)))
-
-    def _bury(self) -> None:
+    def _free_dead(self) -> None:
         while self._dead and not self._engines.is_closed:
             buffer, stream, events = self._dead.popleft()
             for event in events:
@@ -287,11 +257,11 @@ class HostDevice:
 
     # ------------------------------------------------------------------ work
 
-    def stream(self, name: str, priority: Priority = Priority.NORMAL) -> HostStream:
+    def stream(self, name: str, priority: Priority = Priority.NORMAL) -> EmulatedStream:
         with self._lock:
             self._n_streams += 1
             key = f"{name} ({self._n_streams})"
-            return HostStream(self, key, self._engines.open(name, priority))
+            return EmulatedStream(self, key, self._engines.open(name, priority))
 
     def pump(self, n_steps: int | None = None) -> int:
         """Let streams do so many steps, or everything that is queued; how many they did.
@@ -316,13 +286,13 @@ class HostDevice:
     def _begin(self) -> None:
         """What every call does first; the lock is held."""
         self._engines.require_open()
-        self._bury()
+        self._free_dead()
         if self._late is not None:
             late, self._late = self._late, None
             raise late
 
     def _use(
-        self, stream: HostStream, what: str, start: int, stop: int, writes: bool = True
+        self, stream: EmulatedStream, what: str, start: int, stop: int, writes: bool = True
     ) -> Use:
         """The next thing that a stream does."""
         stream.clock.merge(self._seen)
@@ -331,11 +301,11 @@ class HostDevice:
 
     def _queue(
         self,
-        stream: HostStream,
+        stream: EmulatedStream,
         what: str,
         work: Work,
-        reads: Sequence[HostBuffer],
-        writes: Sequence[HostBuffer],
+        reads: Sequence[EmulatedBuffer],
+        writes: Sequence[EmulatedBuffer],
         undefined: Bytes | None = None,
     ) -> None:
         with self._lock:
@@ -356,26 +326,25 @@ class HostDevice:
                 undefined.fill(POISON)
             self._engines.submit(stream.queue, work)
 
-    def _record(self, stream: HostStream) -> HostEvent:
+    def _record(self, stream: EmulatedStream) -> EmulatedEvent:
         with self._lock:
             self._begin()
             stream.clock.merge(self._seen)
-            event = HostEvent(self, stream.clock.copy())
+            event = EmulatedEvent(self, stream.clock.copy())
             self._engines.submit(stream.queue, Work(records=event.signal))
             return event
 
-    def _make_wait(self, stream: HostStream, event: Event) -> None:
-        if not isinstance(event, HostEvent) or event.device is not self:
-            raise ValueError("an event of another device")
+    def _make_wait(self, stream: EmulatedStream, event: Event) -> None:
+        mine = self._own(event, EmulatedEvent, "an event")
         with self._lock:
             self._begin()
-            self._queue_wait(stream, event)
+            self._queue_wait(stream, mine)
 
-    def _queue_wait(self, stream: HostStream, event: HostEvent) -> None:
+    def _queue_wait(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
         stream.clock.merge(event.clock)
         self._engines.submit(stream.queue, Work(needs=event.signal))
 
-    def _has_seen(self, event: HostEvent) -> bool:
+    def _has_seen(self, event: EmulatedEvent) -> bool:
         with self._lock:
             if event.signal.is_done:
                 self._seen.merge(event.clock)
@@ -384,23 +353,13 @@ class HostDevice:
     def _until(self, signal: Signal) -> None:
         self._engines.until(lambda: signal.is_done)
 
-    def _wait_for(self, event: HostEvent) -> None:
+    def _wait_for(self, event: EmulatedEvent) -> None:
         self._until(event.signal)
         with self._lock:
-            self._bury()
+            self._free_dead()
             self._seen.merge(event.clock)
         if event.signal.error is not None:
             raise event.signal.error
 
-    def _own(self, buffers: Iterable[Buffer]) -> list[HostBuffer]:
-        mine = []
-        for buffer in buffers:
-            if not isinstance(buffer, HostBuffer) or buffer.allocation.device is not self:
-                raise ValueError("memory of another device")
-            mine.append(buffer)
-        return mine
-
-    def _own_stream(self, stream: Stream) -> HostStream:
-        if not isinstance(stream, HostStream) or stream.device is not self:
-            raise ValueError("a stream of another device")
-        return stream
+    def _own_memory(self, buffers: Iterable[Buffer]) -> list[EmulatedBuffer]:
+        return [self._own(buffer, EmulatedBuffer, "memory") for buffer in buffers]

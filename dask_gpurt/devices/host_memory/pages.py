@@ -132,7 +132,7 @@ class PrivatePages:
     def close(self) -> None:
         """Let go of whatever pages are shared by."""
 
-    def part_from_parent(self) -> bool:
+    def reset_after_fork(self) -> bool:
         """In a forked child: whether pages from before the fork are the parent's as well."""
         return False
 
@@ -218,7 +218,7 @@ class SharedPages(PrivatePages):
         if fd >= 0:
             os.close(fd)
 
-    def part_from_parent(self) -> bool:
+    def reset_after_fork(self) -> bool:
         """In a forked child: what it wrote to these pages, or gave back, the parent would lose."""
         self.close()
         return True

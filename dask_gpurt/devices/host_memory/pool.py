@@ -92,7 +92,7 @@ class HostPool:
         # A deque: buffers die in whatever thread lets go of them last, even inside `empty` when
         # the garbage collector runs there, so nothing that happens then may take the lock.
         self._dead: deque[_Run] = deque()
-        self._is_cold = False
+        self._is_trimmed = False
         self._spare: list[int] = []
         self._used_pages = 0
         _pools.add(self)
@@ -137,7 +137,7 @@ class HostPool:
         return np.asarray(_Lease(run, run.address, nbytes, self._die))
 
     def _new_run(self, n_pages: int) -> _Run:
-        self._is_cold = False
+        self._is_trimmed = False
         run = _Run(self._pages.build(n_pages, self._spare), n_pages)
         self._used_pages += n_pages
         return run
@@ -171,7 +171,7 @@ class HostPool:
         Until the next buffer is asked for: then pages are kept warm again.
         """
         with self._lock:
-            self._is_cold = True
+            self._is_trimmed = True
             self._collect()
             while self._spare:
                 self._pages.give_back(self._spare.pop())
@@ -183,11 +183,11 @@ class HostPool:
         with self._lock:
             self._pages.close()
 
-    def part_from_parent(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a forked child: leave to the parent what both have."""
         # The thread that held it in the parent is not there to release it.
         self._lock = threading.Lock()
-        if self._pages.part_from_parent():
+        if self._pages.reset_after_fork():
             self._spare.clear()
             self._filling.clear()
 
@@ -211,7 +211,7 @@ class HostPool:
         # While the pool is in use, the next request collects. Otherwise nobody would: results that
         # outlived their shuffle would stay resident after they were dropped. The lock is only
         # tried, since whoever lets go of the buffer may be holding it.
-        if self._is_cold and self._lock.acquire(blocking=False):
+        if self._is_trimmed and self._lock.acquire(blocking=False):
             try:
                 self._collect()
             finally:
@@ -230,30 +230,30 @@ class HostPool:
             self._used_pages -= run.n_pages
             for number in range(run.n_pages):
                 address = run.address + number * PAGE_NBYTES
-                if len(self._spare) < self._keep_pages and not self._is_cold:
+                if len(self._spare) < self._keep_pages and not self._is_trimmed:
                     self._spare.append(address)
                 else:
                     self._pages.give_back(address)
 
 
-def _part_from_parent() -> None:
+def _reset_after_fork() -> None:
     for pool in list(_pools):
-        pool.part_from_parent()
+        pool.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_part_from_parent)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class Tenant:
     """One user of pools, who leaves all the lanes it fills at once.
 
-    What it had begun may end later, in any thread: a lane that is filled after `leave` is left
+    What it had begun may end later, in any thread: a lane that is filled after `close` is closed
     again at once. Otherwise the page would stay taken with nobody there to let go of it.
     """
 
     def __init__(self) -> None:
         self._lanes: set[tuple[HostPool, Hashable]] = set()
-        self._has_left = False
+        self._is_closed = False
 
     def empty(self, pool: HostPool, nbytes: int, lane: Hashable) -> Buffer:
         """Uninitialised bytes from a pool, in a lane that is this tenant's alone."""
@@ -261,13 +261,13 @@ class Tenant:
         self._lanes.add((pool, lane))
         buffer = pool.empty(nbytes, lane)
         # Asked afterwards: whoever leaves later than this finds the lane among the others.
-        if self._has_left:
+        if self._is_closed:
             pool.close_lane(lane)
         return buffer
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Nothing more will be asked for: let go of the pages that are being filled."""
-        self._has_left = True
+        self._is_closed = True
         while self._lanes:
             pool, lane = self._lanes.pop()
             pool.close_lane(lane)

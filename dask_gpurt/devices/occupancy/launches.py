@@ -95,7 +95,7 @@ class Launches:
             "cuModuleUnload": _UNLOAD(self._unloaded),
         }
 
-    def stand_in(self, library: Any) -> None:
+    def intercept(self, library: Any) -> None:
         """From here on, who looks into this library finds these functions."""
         for name, function in self._in_front.items():
             setattr(library, name, function)
@@ -236,7 +236,7 @@ def _attached() -> Launches:
             super().__init__(name, *arguments, **keywords)
             if name == LIBRARY:
                 launches = Launches(self)
-                launches.stand_in(self)
+                launches.intercept(self)
                 found.append(launches)
 
     ctypes.CDLL = Library  # type: ignore[misc]

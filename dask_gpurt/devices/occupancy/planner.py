@@ -22,7 +22,7 @@ from dask_gpurt.devices.occupancy.resident_blocks import (
     Limit,
     Occupancy,
     occupancy,
-    short_of,
+    shortages,
 )
 
 
@@ -196,15 +196,15 @@ def plan_beside(
     if now.blocks == 0 or occupancy(architecture, other).blocks == 0:
         return Refusal(Reason.DOES_NOT_RUN, now.blocks)
     ended = 1 if on_turnover else 0
-    if not short_of(architecture, launch, now.blocks - ended, other):
+    if not shortages(architecture, launch, now.blocks - ended, other):
         return Refusal(Reason.FITS_ALREADY, now.blocks)
-    limits = short_of(architecture, launch, 1 - ended, other)
+    limits = shortages(architecture, launch, 1 - ended, other)
     for blocks in range(now.blocks - 1, 0, -1):
         found = _exactly(architecture, launch, now, blocks, opt_in)
         if isinstance(found, Refusal):
             continue
         shaped = replace(launch, dynamic_nbytes=found.dynamic_nbytes)
-        limits = short_of(architecture, shaped, blocks - ended, other)
+        limits = shortages(architecture, shaped, blocks - ended, other)
         if not limits:
             return found
     return Refusal(Reason.NO_ROOM, now.blocks, limits)

@@ -157,7 +157,7 @@ def occupancy(architecture: Architecture, launch: Launch) -> Occupancy:
     )
 
 
-def short_of(
+def shortages(
     architecture: Architecture, launch: Launch, blocks: int, other: Launch
 ) -> frozenset[Limit]:
     """What there is not enough of for a block of `other` beside so many of `launch`.

@@ -111,8 +111,8 @@ def test_it_can_be_taken_back(cupy, pool):
     before = cupy.allocator
     hooks = CallWhenFull(lambda nbytes: True)
     assert cupy.allocator != before
-    hooks.remove()
-    hooks.remove()
+    hooks.uninstall()
+    hooks.uninstall()
     assert cupy.allocator == before
     assert hooks.installed == []
 
@@ -120,7 +120,7 @@ def test_it_can_be_taken_back(cupy, pool):
 def test_what_others_put_on_top_is_left(cupy):
     hooks = CallWhenFull(lambda nbytes: True)
     cupy.allocator = theirs = lambda nbytes: nbytes
-    hooks.remove()
+    hooks.uninstall()
     assert cupy.allocator is theirs
 
 
@@ -199,7 +199,7 @@ def test_rmm_asks_for_room(rmm_pool, monkeypatch):
     with pytest.raises(MemoryError):
         resource.allocate(2048)
     assert asked == [1024, 2048]
-    hooks.remove()
+    hooks.uninstall()
     assert rmm.mr.get_per_device_resource(0) is pool
 
 
@@ -215,4 +215,4 @@ def test_cupy_that_allocates_from_rmm_is_hooked_once(rmm_pool, cupy, monkeypatch
         assert hooks.installed == ["rmm"]
         assert hooks.left == {"cupy": "allocates from RMM"}
     finally:
-        hooks.remove()
+        hooks.uninstall()

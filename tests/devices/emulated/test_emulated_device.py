@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.emulated.emulated_device import POISON, HostDevice
+from dask_gpurt.devices.emulated.emulated_device import POISON, EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import Entry, Ledger
@@ -37,23 +37,23 @@ from tests.conformance.device_suite import (
 
 class TestThreaded(DeviceSuite):
     def make_device(self, capacity_nbytes, seed=0):
-        return HostDevice(capacity_nbytes)
+        return EmulatedDevice(capacity_nbytes)
 
 
 class TestPumped(DeviceSuite):
     n_programs = 300
 
     def make_device(self, capacity_nbytes, seed=0):
-        return HostDevice(capacity_nbytes, choose=random.Random(seed).randrange)
+        return EmulatedDevice(capacity_nbytes, choose=random.Random(seed).randrange)
 
 
 def pumped(seed=0):
-    return HostDevice(CAPACITY, choose=random.Random(seed).randrange)
+    return EmulatedDevice(CAPACITY, choose=random.Random(seed).randrange)
 
 
 @pytest.fixture(params=["threaded", "pumped"])
 def device(request):
-    device = pumped() if request.param == "pumped" else HostDevice(CAPACITY)
+    device = pumped() if request.param == "pumped" else EmulatedDevice(CAPACITY)
     yield device
     device.close()
 
@@ -216,7 +216,7 @@ def test_programs_out_of_order_are_found_or_do_no_harm():
     @settings(derandomize=True, max_examples=600)
     @given(programs(n_most=12), st.integers(0, 2**32))
     def check(steps, seed):
-        device = HostDevice(N_BUFFERS * LENGTH, choose=random.Random(seed).randrange)
+        device = EmulatedDevice(N_BUFFERS * LENGTH, choose=random.Random(seed).randrange)
         try:
             got = run_program(device, steps, in_order=False)
         except HazardError:
@@ -373,7 +373,7 @@ def test_a_seed_is_an_order():
 
 
 def test_waiting_pumps_no_more_than_it_takes():
-    device = HostDevice(CAPACITY, choose=lambda n: 0)
+    device = EmulatedDevice(CAPACITY, choose=lambda n: 0)
     one, other = device.stream("one"), device.stream("other")
     ran = []
     one.launch(lambda: ran.append("one"))
@@ -405,7 +405,7 @@ def test_room_that_is_about_to_be_freed_is_pumped_for():
 
 def test_a_device_with_threads_is_not_pumped():
     with pytest.raises(RuntimeError, match="not pumped"):
-        HostDevice(CAPACITY).pump()
+        EmulatedDevice(CAPACITY).pump()
 
 
 # ------------------------------------------------------------------ threads
@@ -424,7 +424,7 @@ class Gate:
 
 @pytest.fixture
 def threaded():
-    device = HostDevice(CAPACITY)
+    device = EmulatedDevice(CAPACITY)
     yield device
     device.close()
 
@@ -469,7 +469,7 @@ def test_an_urgent_kernel_begins_within_one_step(n_waiting):
             gate()
         time.wait(seconds)
 
-    device = HostDevice(
+    device = EmulatedDevice(
         CAPACITY, rates={Engine.COMPUTE: Rate(1e9, step_s)}, ledger=ledger, clock=time, wait=wait
     )
     compute = device.stream("compute")
@@ -492,7 +492,7 @@ def test_an_urgent_kernel_begins_within_one_step(n_waiting):
 def test_an_urgent_copy_does_not():
     """As on a GPU, where urgency means nothing to the engines that copy."""
     ledger, gate = Ledger(), Gate()
-    device = HostDevice(CAPACITY, rates={Engine.IN: Rate(1.0)}, ledger=ledger, wait=gate)
+    device = EmulatedDevice(CAPACITY, rates={Engine.IN: Rate(1.0)}, ledger=ledger, wait=gate)
     priorities = {"first": Priority.NORMAL, "second": Priority.LOW, "third": Priority.HIGH}
     streams = [device.stream(name, priority) for name, priority in priorities.items()]
     buffers = [device.allocate(10, stream) for stream in streams]
@@ -508,7 +508,7 @@ def test_an_urgent_copy_does_not():
 
 
 def test_closing_drops_what_has_not_begun():
-    device = HostDevice(CAPACITY)
+    device = EmulatedDevice(CAPACITY)
     stream = device.stream("only")
     gate, ran, heard = Gate(), [], []
     stream.launch(gate)
@@ -538,7 +538,7 @@ def test_threads_of_a_closed_device_end():
         # Not all: threads of earlier tests may be ending.
         return sum(thread.name.startswith(f"{device.name} ") for thread in threading.enumerate())
 
-    class Counted(HostDevice):
+    class Counted(EmulatedDevice):
         name = "counted"
 
     device = Counted(CAPACITY)
@@ -570,7 +570,7 @@ class Time:
 
 def test_rates_are_kept_and_work_is_entered():
     time, ledger = Time(), Ledger()
-    device = HostDevice(
+    device = EmulatedDevice(
         CAPACITY,
         choose=lambda n: 0,
         rates={Engine.IN: Rate(100.0, 0.5), Engine.OUT: Rate(50.0)},
@@ -593,7 +593,7 @@ def test_rates_are_kept_and_work_is_entered():
 
 def test_no_rate_is_faster_than_the_machine():
     time = Time()
-    device = HostDevice(
+    device = EmulatedDevice(
         CAPACITY, choose=lambda n: 0, rates={Engine.COMPUTE: Rate(1e9)}, clock=time, wait=time.wait
     )
     stream = device.stream("only")

@@ -252,7 +252,7 @@ def test_a_tenant_leaves_all_its_lanes_and_nobody_elses(pool):
     one, other, pools = Tenant(), Tenant(), (pool, HostPool(1 << 30))
     buffers = [one.empty(each, HALF, lane) for each in pools for lane in "ab"]
     theirs = other.empty(pool, HALF, "a")
-    one.leave()
+    one.close()
     del buffers
     assert [each.used_nbytes for each in pools] == [PAGE_NBYTES, 0]
     assert _address(other.empty(pool, HALF, "a")) == _address(theirs) + HALF
@@ -264,10 +264,10 @@ def test_what_a_tenant_asks_for_while_it_leaves_keeps_no_page(pool, monkeypatch,
 
     def leave_meanwhile(nbytes, lane):
         if when == "before":
-            tenant.leave()
+            tenant.close()
         buffer = empty(nbytes, lane)
         if when == "after":
-            tenant.leave()
+            tenant.close()
         return buffer
 
     monkeypatch.setattr(pool, "empty", leave_meanwhile)

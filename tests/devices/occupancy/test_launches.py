@@ -47,7 +47,7 @@ def launches(libcuda):
 @pytest.fixture
 def library(launches):
     library = Library()
-    launches.stand_in(library)
+    launches.intercept(library)
     return library
 
 
@@ -153,7 +153,7 @@ def test_functions_that_were_looked_up_stay_until_the_process_ends(libcuda):
     """Nobody knows who has their addresses."""
     launches, library = Launches(libcuda), Library()
     is_there = weakref.ref(launches)
-    launches.stand_in(library)
+    launches.intercept(library)
     del launches, library
     gc.collect()
     assert is_there() is not None

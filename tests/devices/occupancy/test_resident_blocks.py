@@ -17,7 +17,7 @@ from dask_gpurt.devices.occupancy.resident_blocks import (
     Limit,
     charged_nbytes,
     occupancy,
-    short_of,
+    shortages,
 )
 
 KIB = 1 << 10
@@ -321,12 +321,12 @@ def test_what_is_planned_for_fits_and_with_one_more_it_would_not(
     if isinstance(found, Plan):
         shaped = replace(launch, dynamic_nbytes=found.dynamic_nbytes)
         assert occupancy(architecture, shaped).blocks == found.blocks
-        assert not short_of(architecture, shaped, found.blocks - ended, other)
+        assert not shortages(architecture, shaped, found.blocks - ended, other)
         for blocks in range(found.blocks + 1, found.unshaped_blocks):
             gentler = plan(architecture, launch, blocks, pending=True)
             if isinstance(gentler, Plan):
                 gentler = replace(launch, dynamic_nbytes=gentler.dynamic_nbytes)
-                assert short_of(architecture, gentler, blocks - ended, other)
+                assert shortages(architecture, gentler, blocks - ended, other)
 
 
 # ------------------------------------------------------------------ refusals
