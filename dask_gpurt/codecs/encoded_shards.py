@@ -133,20 +133,12 @@ def encode_shard(
     position = raw_from = 0
 
     def close_raw(end: int) -> None:
-        nbytes = end - raw_from
-        if not nbytes:
-            return
-        table.append(Entry(RAW, 1, nbytes, nbytes))
-        if nbytes < _VIEWED_NBYTES:
-            pieces.append(buffer[raw_from:end])
-            return
-        close_encoded()
-        parts.append(buffer[raw_from:end])
-
-    def close_encoded() -> None:
-        if pieces:
-            parts.append(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
-            pieces.clear()
+        if nbytes := end - raw_from:
+            table.append(Entry(RAW, 1, nbytes, nbytes))
+            if nbytes >= _VIEWED_NBYTES:
+                _flush(pieces, parts)
+            target = pieces if nbytes < _VIEWED_NBYTES else parts
+            target.append(buffer[raw_from:end])
 
     for section, choice in zip(sections, choices, strict=True):
         if section.offset != position:
@@ -168,8 +160,15 @@ def encode_shard(
     if not table:
         return Encoded((buffer,), ())
     close_raw(position)
-    close_encoded()
+    _flush(pieces, parts)
     return Encoded(tuple(parts), tuple(table))
+
+
+def _flush(pieces: list[Bytes], parts: list[Bytes]) -> None:
+    """Append the pieces to the parts as one buffer, and clear them."""
+    if pieces:
+        parts.append(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        pieces.clear()
 
 
 def decode_shard(
@@ -196,13 +195,9 @@ def decode_shard(
         Parts, table and `out` do not belong together, or bytes are damaged.
     """
     arrays = [np.frombuffer(part, dtype=np.uint8) for part in parts if len(part)]
-    wire_nbytes = sum(array.nbytes for array in arrays)
-    if not table:
-        table = [Entry(RAW, 1, out.nbytes, out.nbytes)] if out.nbytes else []
-    if sum(entry.raw_nbytes for entry in table) != out.nbytes:
-        raise ProtocolError(f"the table of a shard does not describe its {out.nbytes} bytes")
-    if sum(entry.wire_nbytes for entry in table) != wire_nbytes:
-        raise ProtocolError(f"the table of a shard does not describe {wire_nbytes} bytes that came")
+    if not table and out.nbytes:
+        table = [Entry(RAW, 1, out.nbytes, out.nbytes)]
+    _require_lengths(table, out.nbytes, sum(array.nbytes for array in arrays))
     arrays.reverse()
     current = np.empty(0, dtype=np.uint8)
     position = 0
@@ -223,6 +218,13 @@ def decode_shard(
         if codec is None:
             raise ProtocolError(f"unknown codec {entry.codec}")
         codec.decode_into(payload, target, entry.itemsize)
+
+
+def _require_lengths(table: Sequence[Entry], raw_nbytes: int, wire_nbytes: int) -> None:
+    if sum(entry.raw_nbytes for entry in table) != raw_nbytes:
+        raise ProtocolError(f"the table of a shard does not describe its {raw_nbytes} bytes")
+    if sum(entry.wire_nbytes for entry in table) != wire_nbytes:
+        raise ProtocolError(f"the table of a shard does not describe {wire_nbytes} bytes that came")
 
 
 def unencoded(buffer: Bytes, table: Sequence[Entry]) -> list[Bytes]:

@@ -144,37 +144,7 @@ def decide(
     section, itemsize, nbytes, link, bandwidth, slowdown
         As in `Decision`.
     """
-    codec, choice = RAW, "none"
-    shrinking = [t for t in trials if t.ratio > 1 and mode in ("auto", t.coder)]
-    if mode == "none":
-        reason = "compression is switched off"
-    elif mode != "auto":
-        reason = f"no codec with {mode} makes it smaller"
-        if shrinking:
-            best = max(shrinking, key=lambda t: t.ratio)
-            codec, choice = best.codec, best.name
-            reason = f"{mode} was asked for, and this is its smallest form"
-    elif not bandwidth:
-        reason = "the link has not been measured yet"
-    else:
-        reason = "no codec makes it smaller"
-        if shrinking:
-            none_s = nbytes / bandwidth
-            # Where the link is what takes longest, several may predict the same: then the one
-            # that leaves most of the processor to others.
-            best = min(
-                shrinking,
-                key=lambda t: (
-                    t.predicted_s(nbytes, bandwidth, slowdown),
-                    1 / t.encode_rate + 1 / t.decode_rate,
-                ),
-            )
-            best_s = best.predicted_s(nbytes, bandwidth, slowdown)
-            if best_s < none_s:
-                codec, choice = best.codec, best.name
-                reason = f"predicted to take {best_s / none_s:.0%} of the time that raw bytes take"
-            else:
-                reason = "every codec that makes it smaller takes longer than the link saves"
+    chosen, reason = _choose(mode, trials, nbytes, bandwidth, slowdown)
     return Decision(
         section=section,
         itemsize=itemsize,
@@ -182,8 +152,40 @@ def decide(
         link=link,
         bandwidth=bandwidth,
         trials=trials,
-        codec=codec,
-        choice=choice,
+        codec=RAW if chosen is None else chosen.codec,
+        choice="none" if chosen is None else chosen.name,
         reason=reason,
         slowdown=slowdown,
     )
+
+
+def _choose(
+    mode: Mode, trials: Sequence[Trial], nbytes: int, bandwidth: float | None, slowdown: float
+) -> tuple[Trial | None, str]:
+    """Return the trial of the codec to use, or None, and the reason."""
+    if mode == "none":
+        return None, "compression is switched off"
+    shrinking = [t for t in trials if t.ratio > 1 and mode in ("auto", t.coder)]
+    if mode != "auto":
+        if not shrinking:
+            return None, f"no codec with {mode} makes it smaller"
+        best = max(shrinking, key=lambda t: t.ratio)
+        return best, f"{mode} was asked for, and this is its smallest form"
+    if not bandwidth:
+        return None, "the link has not been measured yet"
+    if not shrinking:
+        return None, "no codec makes it smaller"
+    # Where the link is the slowest stage, several codecs may predict the same time. Then the one
+    # that takes the least processor time wins.
+    best = min(
+        shrinking,
+        key=lambda t: (
+            t.predicted_s(nbytes, bandwidth, slowdown),
+            1 / t.encode_rate + 1 / t.decode_rate,
+        ),
+    )
+    none_s = nbytes / bandwidth
+    best_s = best.predicted_s(nbytes, bandwidth, slowdown)
+    if best_s < none_s:
+        return best, f"predicted to take {best_s / none_s:.0%} of the time that raw bytes take"
+    return None, "every codec that makes it smaller takes longer than the link saves"

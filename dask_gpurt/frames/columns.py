@@ -97,28 +97,55 @@ def _plain_dtype(text: Any) -> str:
 
 
 def _is_consistent(layout: Layout) -> bool:
-    """Whether the fields of a layout fit one another, as those that `decompose` makes do."""
-    kinds = "".join(np.dtype(part).kind for part in layout.parts)
+    """Return whether the fields of a layout fit one another, as those from `decompose` do."""
     if (layout.arrow, layout.objects) != (layout.kind == "arrow", layout.kind == "objects"):
         return False
-    if layout.kind == "plain":
-        return len(kinds) == 1
-    if layout.kind == "wall":
-        dtype = _dtype_named(layout.detail)
-        return layout.parts == ("<i8",) and isinstance(dtype, (pd.DatetimeTZDtype, pd.PeriodDtype))
-    if layout.kind == "masked":
-        dtype = getattr(_dtype_named(layout.detail), "numpy_dtype", None)
-        return layout.parts[1:] == ("|b1",) and dtype == np.dtype(layout.parts[0])
-    if layout.kind == "categorical":
-        return kinds == "i" and [type(one) for one in layout.detail] == [bool, bool, bytes]
-    if layout.kind == "interval":
-        parts = tuple(part for child in layout.children for part in child.parts)
-        is_closed = layout.detail in (("left",), ("right",), ("both",), ("neither",))
-        ends = {child.kind for child in layout.children}
-        return is_closed and parts == layout.parts and ends <= {"plain", "wall"} and len(parts) == 2
-    if layout.kind == "arrow" and not (len(layout.detail) > 1 and layout.detail[0] in _ARROW):
-        return False
-    return not kinds
+    return _HAS_FITTING_FIELDS[layout.kind](layout)
+
+
+def _fits_plain(layout: Layout) -> bool:
+    return len(layout.parts) == 1
+
+
+def _fits_wall(layout: Layout) -> bool:
+    dtype = _dtype_named(layout.detail)
+    return layout.parts == ("<i8",) and isinstance(dtype, (pd.DatetimeTZDtype, pd.PeriodDtype))
+
+
+def _fits_masked(layout: Layout) -> bool:
+    dtype = getattr(_dtype_named(layout.detail), "numpy_dtype", None)
+    return layout.parts[1:] == ("|b1",) and dtype == np.dtype(layout.parts[0])
+
+
+def _fits_categorical(layout: Layout) -> bool:
+    has_codes = [np.dtype(part).kind for part in layout.parts] == ["i"]
+    return has_codes and [type(one) for one in layout.detail] == [bool, bool, bytes]
+
+
+def _fits_interval(layout: Layout) -> bool:
+    parts = tuple(part for child in layout.children for part in child.parts)
+    is_closed = layout.detail in (("left",), ("right",), ("both",), ("neither",))
+    ends = {child.kind for child in layout.children}
+    return is_closed and parts == layout.parts and ends <= {"plain", "wall"} and len(parts) == 2
+
+
+def _fits_arrow(layout: Layout) -> bool:
+    return not layout.parts and len(layout.detail) > 1 and layout.detail[0] in _ARROW
+
+
+def _fits_objects(layout: Layout) -> bool:
+    return not layout.parts
+
+
+_HAS_FITTING_FIELDS = {
+    "plain": _fits_plain,
+    "wall": _fits_wall,
+    "masked": _fits_masked,
+    "categorical": _fits_categorical,
+    "interval": _fits_interval,
+    "arrow": _fits_arrow,
+    "objects": _fits_objects,
+}
 
 
 def _dtype_named(detail: tuple[Any, ...]) -> Any:
@@ -171,22 +198,9 @@ def decompose(
     if isinstance(dtype, pd.CategoricalDtype):
         return _decompose_categorical(values, expected, pickling, what)
     if isinstance(dtype, (pd.DatetimeTZDtype, pd.PeriodDtype)):
-        name = str(dtype)
-        # A zone that its name does not bring back (dateutil's files, for one) goes as objects.
-        if _same_dtype(name, dtype):
-            return Column(Layout("wall", ("<i8",), detail=(name,)), [values.asi8])
-        return _decompose_objects(values)
+        return _decompose_wall(values)
     if isinstance(dtype, pd.IntervalDtype):
-        ends = [decompose(np_or_extension(end)) for end in (values.left, values.right)]
-        if any(end.layout.arrow or end.layout.objects for end in ends):
-            return _decompose_objects(values)
-        layout = Layout(
-            "interval",
-            tuple(part for end in ends for part in end.layout.parts),
-            detail=(dtype.closed,),
-            children=tuple(end.layout for end in ends),
-        )
-        return Column(layout, [part for end in ends for part in end.parts])
+        return _decompose_interval(values)
     if is_masked(values):
         data, mask = values._data, values._mask
         layout = Layout("masked", (data.dtype.str, mask.dtype.str), detail=(str(dtype),))
@@ -220,6 +234,28 @@ def _decompose_numpy(values: Any) -> Column:
     if values.dtype.kind in "biufcmM":
         return Column(Layout("plain", (values.dtype.str,)), [values])
     return _decompose_objects(values)
+
+
+def _decompose_wall(values: Any) -> Column:
+    name = str(values.dtype)
+    # Some zones do not survive a round trip through their names, such as dateutil's files. Columns
+    # of such a zone travel as objects.
+    if not _same_dtype(name, values.dtype):
+        return _decompose_objects(values)
+    return Column(Layout("wall", ("<i8",), detail=(name,)), [values.asi8])
+
+
+def _decompose_interval(values: Any) -> Column:
+    ends = [decompose(np_or_extension(end)) for end in (values.left, values.right)]
+    if any(end.layout.arrow or end.layout.objects for end in ends):
+        return _decompose_objects(values)
+    layout = Layout(
+        "interval",
+        tuple(part for end in ends for part in end.layout.parts),
+        detail=(values.dtype.closed,),
+        children=tuple(end.layout for end in ends),
+    )
+    return Column(layout, [part for end in ends for part in end.parts])
 
 
 def _decompose_objects(values: Any) -> Column:

@@ -364,19 +364,7 @@ class PandasFrames:
     def _concatenate_alike(self, pieces: list[Piece], empty: Empty) -> pd.DataFrame:
         """One output partition out of pieces that only differ in their categories."""
         layout: FrameLayout = pieces[0].body.layout
-        parts: dict[tuple[int, int], Part] = {}
-        blocks: list[tuple[Any, npt.NDArray[np.intp]]] = []
-        for number, group in enumerate(layout.groups):
-            views = [piece.body.regions[number][:, piece.start : piece.stop] for piece in pieces]
-            n_rows = sum(view.shape[1] for view in views)
-            out = empty(len(group.members) * n_rows * group.dtype.itemsize)
-            joined = out.view(group.dtype).reshape(len(group.members), n_rows)
-            np.concatenate(views, axis=1, out=joined)
-            if group.n_plain:
-                placement = np.array([m[0] for m in group.members[: group.n_plain]], dtype=np.intp)
-                blocks.append((joined[: group.n_plain], placement))
-            for position in range(group.n_plain, len(group.members)):
-                parts[group.members[position]] = joined[position]
+        parts, blocks = _join_groups(layout, pieces, empty)
         arrow = {
             number: join_arrow(
                 layout.name(number, self._names), [p.body.batch.column(j) for p in pieces], pieces
@@ -406,13 +394,9 @@ class PandasFrames:
                     values = values.reshape(1, -1)
                 blocks.append((values, np.array([number], dtype=np.intp)))
         n_columns = len(layout.columns)
-        levels = [column(n_columns + level) for level in range(len(layout.index))]
-        names = layout.index_names
-        if len(levels) > 1:
-            index: pd.Index = pd.MultiIndex.from_arrays(levels, names=names)
-        else:
-            # The type is spelled out: pandas would look into objects and guess.
-            index = pd.Index(levels[0], dtype=levels[0].dtype, name=names[0], copy=False)
+        index = _index_of(
+            [column(n_columns + level) for level in range(len(layout.index))], layout.index_names
+        )
         frame = frame_of_blocks(blocks, index, self._result_meta.columns)
         return self._reconciled(frame, layout.shape)
 
@@ -424,6 +408,40 @@ class PandasFrames:
             if shape is not None:
                 self._casts[shape] = casts
         return with_casts(frame, casts) if casts else frame
+
+
+def _join_groups(
+    layout: FrameLayout, pieces: list[Piece], empty: Empty
+) -> tuple[dict[tuple[int, int], Part], list[tuple[Any, npt.NDArray[np.intp]]]]:
+    """Join the fixed-width parts of pieces of one layout.
+
+    Returns
+    -------
+    parts, blocks
+        The parts of columns that need composing, by column and part; and for each group, the
+        block of its plain columns with their positions.
+    """
+    parts: dict[tuple[int, int], Part] = {}
+    blocks: list[tuple[Any, npt.NDArray[np.intp]]] = []
+    for number, group in enumerate(layout.groups):
+        views = [piece.body.regions[number][:, piece.start : piece.stop] for piece in pieces]
+        n_rows = sum(view.shape[1] for view in views)
+        out = empty(len(group.members) * n_rows * group.dtype.itemsize)
+        joined = out.view(group.dtype).reshape(len(group.members), n_rows)
+        np.concatenate(views, axis=1, out=joined)
+        if group.n_plain:
+            placement = np.array([m[0] for m in group.members[: group.n_plain]], dtype=np.intp)
+            blocks.append((joined[: group.n_plain], placement))
+        for position in range(group.n_plain, len(group.members)):
+            parts[group.members[position]] = joined[position]
+    return parts, blocks
+
+
+def _index_of(levels: list[Any], names: Sequence[Any]) -> pd.Index:
+    if len(levels) > 1:
+        return pd.MultiIndex.from_arrays(levels, names=names)
+    # The explicit type keeps pandas from inferring one from the objects.
+    return pd.Index(levels[0], dtype=levels[0].dtype, name=names[0], copy=False)
 
 
 def _column_arrays(frame: pd.DataFrame) -> Iterator[Any]:

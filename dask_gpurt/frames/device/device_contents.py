@@ -151,6 +151,12 @@ def decode(contents: bytes, n_rows: int, memory_nbytes: int) -> tuple[DeviceColu
     return columns
 
 
+def _type_name(number: int, zeros: bytes) -> str:
+    if number >= len(TYPES) or zeros != b"\0\0\0":
+        raise ValueError(f"device column of unknown type {number}")
+    return TYPES[number]
+
+
 class _Reading:
     """A walk through contents."""
 
@@ -166,23 +172,24 @@ class _Reading:
             raise ValueError("contents of a device table with columns missing, or too deep")
         self.n_read += 1
         number, zeros, scale, n_children, rows, n_missing, offset, nbytes, mask = fields
-        if number >= len(TYPES) or zeros != b"\0\0\0":
-            raise ValueError(f"device column of unknown type {number}")
-        name = TYPES[number]
-        if rows > _MOST_ROWS or n_missing > rows or (n_rows is not None and rows != n_rows):
+        name = _type_name(number, zeros)
+        if rows > _MOST_ROWS or n_missing > rows or n_rows not in (None, rows):
             raise ValueError(f"device column of {rows} rows, {n_missing} of them missing")
         if scale and not name.startswith("DECIMAL"):
             raise ValueError(f"device column of type {name} with a scale")
-        if mask == -1 and n_missing:
-            raise ValueError("device column with missing values and no mask")
         self._check_place(offset, nbytes)
-        if mask != -1:
-            self._check_place(mask, mask_nbytes(rows))
+        self._check_mask(mask, rows, n_missing)
         if nbytes < rows * _ITEMSIZES[name]:
             raise ValueError(f"{rows} values of type {name} in {nbytes} bytes")
         children = self._children(name, rows, n_children, nbytes, depth)
         place = None if mask == -1 else mask
         return DeviceColumn(name, rows, n_missing, offset, nbytes, place, scale, children)
+
+    def _check_mask(self, mask: int, n_rows: int, n_missing: int) -> None:
+        if mask != -1:
+            self._check_place(mask, mask_nbytes(n_rows))
+        elif n_missing:
+            raise ValueError("device column with missing values and no mask")
 
     def _check_place(self, offset: int, nbytes: int) -> None:
         if offset < 0 or offset % ALIGNMENT or offset + nbytes > self._memory_nbytes:
