@@ -1,15 +1,15 @@
-"""A device emulated in host memory: a budget, streams, copies that really copy, and no luck.
+"""A device emulated in host memory: a budget, streams, real copies, and detection of hazards.
 
-It works in one of two ways. *Threaded*: an engine for each direction of copies and one that
-computes are threads, and work goes on while the host does something else. *Pumped*: nothing runs
-until `pump` or until somebody waits, and then in an order that the caller chooses among all that
-streams and events allow. Pumped memory that has no defined content yet (fresh, freed, or the
-target of a copy to the host that has not run) is full of `POISON`.
+The device is *threaded* or *pumped*. A threaded device has three threads: one for copies in each
+direction and one for kernels. They run while the host does other work. A pumped device runs nothing
+until `pump` or until the host waits. It then runs work in an order that the caller chooses, among
+the orders that streams and events allow. It fills memory without defined content with `POISON`:
+fresh memory, freed memory, and targets of copies to the host that have not run.
 
-In both, work that no event orders is a `HazardError` as soon as it is queued (`devices.ordering`).
+Both raise a `HazardError` as soon as work is queued that no event orders (`devices.ordering`).
 
-What this does not emulate: the speed of a kernel, more than one kernel at a time, what memory
-costs that is not pinned. Times are those of this machine, unless rates are given.
+The device does not emulate the speed of kernels, concurrent kernels, or the cost of unpinned
+memory. Times are those of this machine, unless rates are given.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
 from dask_gpurt.devices.ledger import Ledger
 from dask_gpurt.devices.ordering import Clock, HazardError, Use, Uses
 
-#: What is in memory of a pumped device that has no content yet.
+#: Content of a pumped device's undefined memory.
 POISON = 0xA5
 
 
 class EmulatedEvent:
-    """Made by `EmulatedStream.record`."""
+    """An event of an `EmulatedStream`."""
 
     def __init__(self, device: EmulatedDevice, clock: Clock) -> None:
         self.device = device
-        #: What is over once this is done.
+        #: The work that is finished once the event is done.
         self.clock = clock
         self.signal = Signal()
 
@@ -64,7 +64,7 @@ class EmulatedEvent:
 
 
 class _Allocation:
-    """What the buffers of one allocation share."""
+    """State that all buffers of one allocation share."""
 
     def __init__(self, device: EmulatedDevice, memory: Bytes) -> None:
         self.device = device
@@ -74,27 +74,27 @@ class _Allocation:
 
 
 class EmulatedBuffer(Span[_Allocation]):
-    """Memory of a `EmulatedDevice`, or a part of it."""
+    """Memory of an `EmulatedDevice`, or part of it."""
 
     def free(self, stream: Stream) -> None:
         self.allocation.device._free(self, stream)
 
     def memory(self) -> Bytes:
-        """Its bytes, while work on it runs."""
+        """Return the bytes, for running work."""
         memory = self.allocation.memory
         assert memory is not None, "work on memory that is free is refused"
         return memory[self.start : self.start + self.nbytes]
 
 
 class EmulatedStream(BaseStream):
-    """Made by `EmulatedDevice.stream`."""
+    """A stream of an `EmulatedDevice`."""
 
     def __init__(self, device: EmulatedDevice, key: str, queue: Queue) -> None:
         self.device: EmulatedDevice = device
-        #: Its name among clocks: no other stream has it.
+        #: Unique name of the stream in clocks.
         self.key = key
         self.queue = queue
-        #: What the next piece of work comes after.
+        #: The clock of the next piece of work.
         self.clock = Clock()
 
     @property
@@ -147,17 +147,17 @@ class EmulatedDevice(BaseDevice):
     Parameters
     ----------
     capacity_nbytes
-        Most that can be allocated at a time.
+        Most bytes that can be allocated at the same time.
     choose
-        Makes this a pumped device. Called with the number of streams that could do something now,
-        the one that was opened first being 0; returns which of them does. The method `randrange`
-        of a random generator makes a seed of it.
+        Makes this a pumped device. It gets the number of streams that can run work now, and returns
+        which of them does, counted in the order of opening. Pass `random.Random(seed).randrange`
+        for a random order.
     rates
-        Of the engines; those not given go as fast as they can.
+        Speed of the engines. Engines without a rate run as fast as they can.
     ledger
-        Where to enter what was done.
+        Gets an entry for each piece of work.
     clock, wait
-        Seconds, and how to let so many pass: what rates are kept by, and the ledger's times.
+        Return the time in seconds, and sleep for some seconds. Rates and the ledger use them.
     """
 
     name = "host"
@@ -182,10 +182,11 @@ class EmulatedDevice(BaseDevice):
         super().__init__(self._engines.changed)
         self._n_streams = 0
         self._used_nbytes = 0
-        #: Memory whose freeing is queued, and when that is done.
+        #: Queued frees, with the signals that complete them.
         self._freeing: dict[_Allocation, Signal] = {}
-        #: What the host has waited for.
+        #: The work that the host has waited for.
         self._seen = Clock()
+        #: A hazard found by `_free_dead`. The next call to the device raises it.
         self._late: HazardError | None = None
 
     # ------------------------------------------------------------------ memory
@@ -264,15 +265,15 @@ class EmulatedDevice(BaseDevice):
             return EmulatedStream(self, key, self._engines.open(name, priority))
 
     def pump(self, n_steps: int | None = None) -> int:
-        """Let streams do so many steps, or everything that is queued; how many they did.
+        """Run up to `n_steps` pieces of queued work, or all of it; return how many ran.
 
         Raises
         ------
         RuntimeError
-            This is not a pumped device.
+            This device is not pumped.
         """
         if not isinstance(self._engines, PumpedEngines):
-            raise RuntimeError("a device with threads of its own is not pumped")
+            raise RuntimeError("a threaded device is not pumped")
         with self._lock:
             self._begin()
             n_done = 0
@@ -284,7 +285,7 @@ class EmulatedDevice(BaseDevice):
         self._engines.close()
 
     def _begin(self) -> None:
-        """What every call does first; the lock is held."""
+        """Do what every call does first. The caller holds the lock."""
         self._engines.require_open()
         self._free_dead()
         if self._late is not None:
@@ -294,7 +295,7 @@ class EmulatedDevice(BaseDevice):
     def _use(
         self, stream: EmulatedStream, what: str, start: int, stop: int, writes: bool = True
     ) -> Use:
-        """The next thing that a stream does."""
+        """Count one more piece of work of a stream and return its use of a buffer."""
         stream.clock.merge(self._seen)
         number = stream.clock.tick(stream.key)
         return Use(what, stream.key, number, start, stop, writes)
