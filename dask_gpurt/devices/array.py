@@ -105,7 +105,7 @@ class DeviceArray:
         if out is None:
             out = np.empty(self.shape, self.dtype)
         elif out.dtype != self.dtype or out.shape != self.shape:
-            raise ValueError(f"{self.dtype}{self.shape} into {out.dtype}{out.shape}")
+            raise ValueError(f"cannot copy {self.dtype}{self.shape} into {out.dtype}{out.shape}")
         stream.wait(self.ready)
         stream.to_host(out, self.buffer)
         event = stream.record()

@@ -47,7 +47,7 @@ class Span(Generic[A]):
 
     def part(self, start: int, nbytes: int) -> Self:
         if not 0 <= start <= start + nbytes <= self.nbytes:
-            raise IndexError(f"{nbytes} bytes from {start} of {self.nbytes}")
+            raise IndexError(f"{nbytes} bytes at {start} exceed a buffer of {self.nbytes}")
         return type(self)(self.allocation, self.start + start, nbytes)
 
     def overlaps(self, other: Span[Any]) -> bool:
@@ -99,7 +99,7 @@ class BaseDevice:
     def _own(self, thing: Any, kind: type[T], what: str) -> T:
         """Return a buffer, stream or event of this device; raise ValueError for any other."""
         if not isinstance(thing, kind) or getattr(thing, "device", None) is not self:
-            raise ValueError(f"{what} of another device")
+            raise ValueError(f"{what} belongs to another device")
         return thing
 
 
@@ -152,4 +152,4 @@ def _bytes_of(memory: HostMemory) -> Bytes:
 
 def _require_same_length(target_nbytes: int, source_nbytes: int) -> None:
     if target_nbytes != source_nbytes:
-        raise ValueError(f"a copy of {source_nbytes} bytes into {target_nbytes}")
+        raise ValueError(f"cannot copy {source_nbytes} bytes into {target_nbytes}")

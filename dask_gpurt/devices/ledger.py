@@ -99,7 +99,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much work of several lanes overlapped.
+    """The overlap of the work of several lanes.
 
     Attributes
     ----------

@@ -54,7 +54,7 @@ class Blocks:
             The value has fewer bytes.
         """
         if not 0 <= start <= start + nbytes <= self.nbytes:
-            raise IndexError(f"{nbytes} bytes from {start} of {self.nbytes}")
+            raise IndexError(f"{nbytes} bytes at {start} exceed a value of {self.nbytes}")
         while nbytes:
             block_nbytes = self.blocks[0].nbytes
             number, offset = divmod(start, block_nbytes)
@@ -122,8 +122,8 @@ class PinnedPool:
         with self._lock:
             if (self._n_used + n_blocks) * self.block_nbytes > self.capacity_nbytes:
                 raise MemoryError(
-                    f"{n_blocks} blocks of {self.block_nbytes} bytes wanted; {self._n_used} are "
-                    f"used of {self.capacity_nbytes // self.block_nbytes}"
+                    f"no room for {n_blocks} blocks of {self.block_nbytes} bytes: {self._n_used} "
+                    f"are used of {self.capacity_nbytes // self.block_nbytes}"
                 )
             # Count the blocks before they exist, so that threads that pin at the same time stay
             # within the capacity: idle blocks are always used first.

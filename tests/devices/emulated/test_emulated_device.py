@@ -388,7 +388,7 @@ def test_a_kernel_that_waits_for_its_own_stream_does_not_hang():
     device = pumped()
     stream = device.stream("only")
     stream.launch(lambda: stream.synchronize())
-    with pytest.raises(HazardError, match="no work that is queued"):
+    with pytest.raises(HazardError, match="no queued work completes"):
         stream.synchronize()
 
 

@@ -389,7 +389,7 @@ def test_granules_too_coarse_for_a_number():
 
 @pytest.mark.parametrize("leave", [0, -1])
 def test_leaving_none_is_a_mistake(leave):
-    with pytest.raises(ValueError, match="has to be resident"):
+    with pytest.raises(ValueError, match="at least one must run"):
         plan(SM90, Launch(128, 32), leave, pending=True)
 
 
