@@ -205,7 +205,7 @@ def body_of(arrays, chunk, index=(0,)):
 def test_pieces_that_do_not_fit_are_refused():
     arrays = Arrays(Rechunking(((20,),), ((5, 15),)), concatenate3)
     body = body_of(arrays, np.arange(20.0))
-    with pytest.raises(ValueError, match="2 pieces came of 1"):
+    with pytest.raises(ValueError, match="2 pieces came instead of 1"):
         arrays.concatenate((0,), [Piece(body, 0, 5), Piece(body, 5, 20)])
     with pytest.raises(ValueError, match="4 elements came"):
         arrays.concatenate((0,), [Piece(body, 0, 4)])

@@ -92,10 +92,10 @@ def test_layouts_name_the_library():
     arrays, opened, packed = cut(no_room)
     assert ChunkLayout.from_key(opened.layout_key).library == ARRAY
     host = Arrays(Rechunking(OLD, NEW), concatenate3)
-    with pytest.raises(ValueError, match="not known here"):
+    with pytest.raises(ValueError, match="does not know arrays"):
         host.unpack(opened.layout_key, packed)
     key = ChunkLayout(np.dtype("f8"), (40,), False).key
-    with pytest.raises(ValueError, match="host in the memory of a device"):
+    with pytest.raises(ValueError, match="host array arrived in device memory"):
         arrays.unpack(key, Packed(EmulatedMemory(320), 40))
 
 

@@ -824,7 +824,7 @@ def test_buffers_that_are_not_those_of_the_header_are_a_value_error(number):
         [buffers[0][:-1], *buffers[1:]],
         [np.append(buffers[0], np.uint8(0)), *buffers[1:]],
     ):
-        with pytest.raises(ValueError, match="lengths"):
+        with pytest.raises(ValueError, match="length"):
             restore(flat.header, wrong)
 
 
