@@ -109,7 +109,7 @@ class Packed:
 
 
 def on_host(packed: Packed, empty: Empty = fresh) -> Packed:
-    """Return the same shard in host memory; a shard that is there already is returned unchanged."""
+    """Return the shard in host memory. A shard in host memory is returned unchanged."""
     if not packed.is_on_device:
         return packed
     buffer = empty(packed.buffer.nbytes)

@@ -129,7 +129,7 @@ class ChunkLayout:
 
     @property
     def says_it_all(self) -> bool:
-        """Whether the dtype survives encoding and decoding."""
+        """True if the dtype survives encoding and decoding."""
         if self.dtype.metadata is not None:
             return False
         if self.dtype.isbuiltin == 1:

@@ -144,7 +144,7 @@ def test_without_nvcomp_or_a_device_there_are_none(monkeypatch, error):
     monkeypatch.setattr(nvcomp, "_library", missing)
     nvcomp._usable.cache_clear()
     assert nvcomp.usable() == {}
-    with pytest.raises(ProtocolError, match="no nvcomp lz4 here"):
+    with pytest.raises(ProtocolError, match="has no nvcomp lz4"):
         NVCOMP_CODECS[128].decode_into(payload, np.empty(1000, np.uint8), 1)
 
 

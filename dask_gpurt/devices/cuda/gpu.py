@@ -150,7 +150,7 @@ class CudaStream(BaseStream):
             with self._timed(Engine.COMPUTE), driver.computing(self.handle):
                 kernel(*arrays)
         except Exception as error:
-            # Raised only where somebody waits, as on every device. The caller of `launch` may not
+            # Calls that wait raise the error, as on every device. The caller of `launch` may not
             # even know the kernel.
             self.error = error
             # The traceback would keep the memory alive as long as the stream.
@@ -330,7 +330,7 @@ class CudaDevice(BaseDevice):
             self._is_closed = True
             streams = self._streams
         for stream in streams:
-            # Callers that waited already got the error of a failed device. Here, nobody waits.
+            # Earlier calls that waited have raised the error of a failed device.
             with contextlib.suppress(Exception):
                 self.driver.wait_for(self.driver.record(stream.handle))
         with self._lock, contextlib.suppress(Exception):
