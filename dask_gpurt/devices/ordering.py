@@ -2,8 +2,8 @@
 
 On a GPU, two streams that use the same memory without an event between them nearly always work. The
 emulated device keeps vector clocks, as race detectors do. It reports such a pair when the second
-piece of work is queued, independent of the order in which the two run. It also reports memory that is
-freed while another stream may still use it, and uses of freed memory.
+piece of work is queued, independent of the order in which the two run. It also reports memory that
+is freed while another stream may still use it, and uses of freed memory.
 
 The clocks are logical. This module starts no threads; the caller holds a lock.
 """
