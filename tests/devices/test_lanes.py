@@ -1,4 +1,4 @@
-"""Lanes do what is urgent first, each on its own threads, and end without losing anybody."""
+"""Lanes run urgent work first, on their own threads, and complete every future at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE_S = 20.0
 
 
 class Gate:
-    """Work that waits to be let through."""
+    """Work that waits until the test opens the gate."""
 
     def __init__(self):
         self.entered, self.open = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ def test_results_and_errors_come_back():
 
 
 def out_of_threads(monkeypatch):
-    """From now on the process may have no more of them."""
+    """From now on, the process cannot start more threads."""
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -99,7 +99,7 @@ def test_one_thread_keeps_the_order(gate):
 
 
 def test_the_urgent_overtakes_all_that_waits(gate):
-    """Its start is delayed by what runs, and by nothing else."""
+    """Only running work delays its start."""
     lane, _ = closed_in(gate)
     ran = []
     order = [Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.LOW, Priority.HIGH]
@@ -154,7 +154,7 @@ def test_lanes_work_at_once():
 
 
 def n_threads():
-    """Of the lane of the next test: threads of earlier tests may be ending."""
+    """Return the number of threads of one lane: threads of earlier tests may be ending."""
     return sum(thread.name.startswith("gpurt counted") for thread in threading.enumerate())
 
 
@@ -177,7 +177,7 @@ def test_an_idle_thread_is_used_before_another_is_started():
         for _ in range(5):
             lane.submit(int).result(PATIENCE_S)
             deadline_s = time.monotonic() + PATIENCE_S
-            # It goes idle just after it has told of the result.
+            # The thread becomes idle just after it sets the result.
             while lane._n_idle == 0:
                 assert time.monotonic() < deadline_s
         assert len(lane._threads) == 1
@@ -225,7 +225,7 @@ def test_work_may_close_its_own_lane():
 
 
 def test_who_hears_of_a_cancellation_may_use_the_lane(gate):
-    """The lane is not locked while it tells."""
+    """Callbacks of cancellation run without the lane's lock."""
     lane, _ = closed_in(gate)
     refused, told = [], threading.Event()
 
@@ -243,7 +243,7 @@ def test_who_hears_of_a_cancellation_may_use_the_lane(gate):
 
 
 class Value:
-    """Something whose end can be seen."""
+    """An object whose deletion the test can observe."""
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -261,7 +261,7 @@ def test_an_idle_lane_keeps_nothing_alive(fails):
             future = lane.submit(work, value)
             wait([future], PATIENCE_S)
             del value, future
-            # The thread lets go just after it has told of the result.
+            # The thread drops its references just after it sets the result.
             assert gone.wait(PATIENCE_S)
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""What the CUDA device asks of CuPy, call by call: of a stand-in, which has CuPy's signatures."""
+"""The driver's calls to CuPy, one by one, on a fake with CuPy's signatures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Runtime:
-    """`cupy.cuda.runtime`: copies are made at once, between addresses of the host."""
+    """A fake `cupy.cuda.runtime`. Copies run at once, between host addresses."""
 
     CUDARuntimeError = CUDARuntimeError
     memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
@@ -51,7 +51,7 @@ class Runtime:
 
 
 class Cuda:
-    """`cupy.cuda`; refuses handles that are made or used on the wrong device."""
+    """A fake `cupy.cuda`. It refuses handles created or used on the wrong device."""
 
     def __init__(self):
         self.runtime = runtime = Runtime()
@@ -210,7 +210,7 @@ def test_pinned_memory_is_an_array_that_keeps_it(cupy):
 
 
 def test_memory_comes_from_rmm_once_it_has_a_pool(cupy, monkeypatch):
-    """A stand-in here; the real one is asked by the tests that need a GPU."""
+    """On a fake; the tests that need a GPU use the real RMM."""
 
     class CudaMemoryResource:
         pass
@@ -261,7 +261,7 @@ def test_memory_of_other_libraries_is_copied(cupy):
 
 @pytest.mark.parametrize("number, is_elsewhere", [(0, True), (1, False), (-2, False)])
 def test_memory_of_another_device_is_told(cupy, number, is_elsewhere):
-    """CUDA knows of no device of what the system allocated: that is for all of them."""
+    """CUDA knows no device of system memory, which all devices can use."""
     driver = CupyDriver(1)
     driver._runtime.device_of[4096] = number
     memory = types.SimpleNamespace(__cuda_array_interface__={"data": (4096, False)})
@@ -309,7 +309,7 @@ SIGNATURES = {
 
 
 def names_of(signature):
-    """Names of parameters, of CuPy's signatures with types and defaults."""
+    """Return the parameter names of CuPy's signatures, which have types and defaults."""
     inside = signature[signature.index("(") + 1 : signature.index(")")]
     words = [one.partition("=")[0].split() for one in inside.split(",") if one.strip()]
     return ", ".join(one[-1] for one in words)
@@ -334,7 +334,7 @@ def _found(module, name):
 
 
 class HostMemory:
-    """As `cupy.cuda.PinnedMemory`, of plain memory."""
+    """A fake `cupy.cuda.PinnedMemory` of plain memory."""
 
     def __init__(self, size):
         self._bytes = ctypes.create_string_buffer(size)

@@ -1,4 +1,4 @@
-"""The logic of the CUDA device passes the suite over a driver that is emulated."""
+"""The logic of the CUDA device passes the conformance suite over an emulated driver."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TestPumped(DeviceSuite):
 
 
 def pumped(total_nbytes=CAPACITY, capacity_nbytes=CAPACITY, seed=0):
-    """Nothing runs until somebody waits."""
+    """Return a device that runs nothing until the host waits."""
     return CudaDevice(EmulatedCuda(total_nbytes, random.Random(seed).randrange), capacity_nbytes)
 
 
@@ -55,7 +55,7 @@ def stream(device):
 
 
 def test_nothing_waits_but_who_is_told_to(device, stream):
-    """The driver runs nothing by itself: whatever waited would have run the copies."""
+    """The driver runs nothing by itself. If a call waited, the copies would have run."""
     values, out = noise(100), np.zeros(100, dtype=np.uint8)
     buffer = device.allocate(100, stream)
     stream.to_device(buffer, values)
@@ -91,7 +91,7 @@ def test_streams_are_opened_with_their_priority(device):
 
 
 def test_memory_is_not_let_go_of_before_its_last_use(device):
-    """The driver would refuse: to it, memory that is dropped is free at once."""
+    """The driver refuses work on dropped memory, which it treats as free."""
     one, other = device.stream("one"), device.stream("other")
     buffer = device.allocate(CAPACITY, one)
     other.wait(one.record())
@@ -106,7 +106,7 @@ def test_memory_is_not_let_go_of_before_its_last_use(device):
 
 
 def test_what_one_stream_freed_serves_another():
-    """Pools keep memory for the stream it was allocated on, so that is always the same."""
+    """Pools keep memory for the stream that allocated it, so all streams allocate on one."""
     device = pumped(total_nbytes=1000)
     streams = [device.stream(name) for name in ("one", "other")]
     seen = set()
@@ -126,7 +126,7 @@ def test_what_one_stream_freed_serves_another():
 
 
 def test_memory_that_is_let_go_of_too_early_is_found_by_the_driver(device, monkeypatch):
-    """So the test before this one, and the suite, could fail."""
+    """This proves that the test before this one, and the suite, can fail."""
 
     def at_once(allocation, stream):
         allocation.memory = None
@@ -158,7 +158,7 @@ def test_what_was_freed_is_refused(device, stream):
 
 
 def test_memory_that_is_dropped_instead_of_freed_stays(device, stream):
-    """Work on it may be queued, and nobody knows of what stream."""
+    """Work on the memory may be queued on an unknown stream."""
     other = device.stream("other")
     buffer = device.allocate(100, stream)
     other.wait(stream.record())
@@ -185,7 +185,7 @@ def test_an_array_that_dies_frees_its_memory_after_its_uses(device, stream):
 
 
 def test_host_memory_of_a_copy_lives_until_it_ran(device, stream):
-    """CUDA keeps nothing alive; the driver fails a copy whose end is gone."""
+    """CUDA keeps no host memory alive. The driver fails a copy whose host memory is gone."""
     buffer = device.allocate(10, stream)
     stream.to_device(buffer, noise(10))
     stream.record()
@@ -231,7 +231,7 @@ def test_whatever_is_called_next_lets_go_of_what_is_over(call):
     assert alive() is None
     assert not device._dead
     assert [entry.nbytes for entry in ledger.entries()] == [10, 10]
-    # To free it, its stream has to get there first.
+    # To free the memory, its stream must reach the free first.
     stream.synchronize()
     stream.record()
     assert freed() is None
@@ -266,7 +266,7 @@ def test_what_is_done_does_not_pile_up_behind_what_is_not(monkeypatch):
 
 
 def test_many_that_wait_are_not_looked_at_one_by_one(device, stream, monkeypatch):
-    """A launch must not take the longer the more is queued before it."""
+    """The cost of a launch must not grow with the queued work."""
     buffer = device.allocate(10, stream)
     for _ in range(1000):
         stream.to_device(buffer, noise(10))
@@ -279,7 +279,7 @@ def test_many_that_wait_are_not_looked_at_one_by_one(device, stream, monkeypatch
 
 
 def test_an_event_of_another_thread_does_not_let_go_of_it(device, stream, monkeypatch):
-    """Two threads share a stream, and one records in the midst of the other's call."""
+    """Two threads share a stream, and one records an event during the other's call."""
     buffer = device.allocate(10, stream)
     queue = device.driver.copy_in
 
@@ -342,7 +342,7 @@ def test_an_error_of_the_driver_costs_no_budget(device, stream, monkeypatch):
 
 
 def timed(capacity_nbytes=CAPACITY):
-    """The ledger's clock stands at 100 when the device is made."""
+    """Return a device whose ledger clock shows 100 when the device is created."""
     ledger = Ledger(clock=lambda: 100.0)
     driver = EmulatedCuda(2 * capacity_nbytes, random.Random(0).randrange)
     return CudaDevice(driver, capacity_nbytes, ledger), ledger
@@ -360,7 +360,7 @@ def test_what_was_done_is_entered_with_its_time_on_the_device():
     assert ledger.entries() == [], "nothing of it has run"
     stream.synchronize()
     assert device.used_nbytes == 100
-    # The first tick is the zero point; each piece lies between two of its own.
+    # The first tick is the zero point. Each piece lies between two ticks of its own.
     assert ledger.entries() == [
         Entry("copies", "host to device", 100, 101.0, 102.0),
         Entry("copies", "device", 0, 103.0, 104.0),
@@ -384,7 +384,7 @@ def test_pieces_are_entered_as_they_end_and_not_as_they_were_queued():
 
 
 def test_times_are_told_from_a_zero_point_that_is_near(monkeypatch):
-    """They come as floats that are good for a minute or so."""
+    """CUDA returns times as floats that are accurate for about a minute."""
     device, ledger = timed()
     stream = device.stream("copies")
     buffer = device.allocate(10, stream)

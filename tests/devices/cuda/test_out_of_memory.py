@@ -1,4 +1,4 @@
-"""Allocations without room reach the callback, through the real libraries where they are."""
+"""Failed allocations reach the callback, through the real libraries where they are installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_gpurt.devices.cuda.out_of_memory import CallWhenFull, cudf_spills
 
 
 class Pool:
-    """Memory of 1000 bytes, of which `free` gives back; refuses as CuPy and RMM do."""
+    """A pool of 1000 bytes. `free` returns some. It fails as CuPy and RMM do."""
 
     def __init__(self):
         self.used_nbytes = 0
@@ -27,7 +27,7 @@ class Pool:
 
 
 class FakeCupy(types.ModuleType):
-    """`cupy`, as far as allocators go."""
+    """A fake `cupy` with allocators only."""
 
     def __init__(self, pool):
         super().__init__("cupy")
@@ -158,7 +158,7 @@ def test_cudf_that_does_not_spill_is_no_reason(monkeypatch):
 
 @pytest.fixture
 def rmm_pool():
-    """A pool of RMM's on host memory, as the resource of the first device."""
+    """An RMM pool on host memory, as the resource of the first device."""
     rmm = pytest.importorskip("rmm", reason="RMM is not installed")
     kept = {}
 

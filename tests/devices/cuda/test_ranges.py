@@ -1,4 +1,4 @@
-"""Ranges for a profiler: named by lane and phase, closed in order, and nothing without one."""
+"""Profiler ranges: named by lane and phase, closed in order, and free without a profiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_gpurt.devices.cuda.ranges import Ranges, listening_domain, range_
 
 
 class FakeDomain:
-    """The methods of a domain that are used; what was opened and closed, by thread."""
+    """A fake domain that records opened and closed ranges, by thread."""
 
     def __init__(self, name=None):
         self.name = name
@@ -41,7 +41,7 @@ class FakeDomain:
 
 
 class FakeDummyDomain:
-    """What the package hands out while nobody listens."""
+    """A fake of the object that `nvtx` returns without a listening profiler."""
 
 
 def fake_nvtx(domain, *, enabled=True):
@@ -54,7 +54,7 @@ def fake_nvtx(domain, *, enabled=True):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """As in a process that has opened no range."""
+    """Restore the state of a process that has opened no range."""
     monkeypatch.setattr(ranges, "_ranges", None)
 
 
@@ -118,7 +118,7 @@ def test_nothing_happens_where_nobody_listens(monkeypatch, module):
     assert listening_domain() is None
     with range_("compute", "task") as value:
         assert value is None
-    # The same object each time: nothing is made.
+    # The same object each time, so no allocation.
     assert range_("compute", "task") is range_("copy", "read")
 
 
@@ -152,7 +152,7 @@ def test_the_real_package_without_a_profiler():
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_real_package_with_a_profiler(tmp_path):
-    """A small one, loaded the way that profilers are."""
+    """A small profiler, loaded as real profilers are."""
     pytest.importorskip("nvtx")
     source, tool, out = (
         pathlib.Path(__file__).parents[1].joinpath("nvtx_tool.c"),

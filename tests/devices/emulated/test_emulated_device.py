@@ -1,4 +1,4 @@
-"""The emulated device passes the suite, in both ways it works, and finds what is out of order."""
+"""The emulated device passes the suite, threaded and pumped, and finds missing order."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_an_event_covers_only_what_came_before_it(device, streams):
 
 
 def test_order_is_passed_on(device, streams):
-    """One, then other, then third: third need not know of one."""
+    """One, then other, then third: third need not know one."""
     one, other = streams
     third = device.stream("third")
     buffer = device.allocate(10, one)
@@ -143,7 +143,7 @@ def test_order_is_passed_on(device, streams):
 
 
 def test_being_done_is_no_order_until_somebody_looked(device, streams):
-    """That a copy happens to be over says nothing about the next time."""
+    """A copy that happens to be done proves nothing about the next run."""
     one, other = streams
     buffer = device.allocate(10, one)
     one.to_device(buffer, noise(10))
@@ -190,7 +190,7 @@ def test_what_was_freed_is_not_used(device, streams, use):
 
 
 def test_what_is_refused_leaves_nothing_behind(device, streams):
-    """A kernel that may use the one buffer and not the other has used neither."""
+    """A kernel that may use only one of two buffers has used neither."""
     one, other = streams
     mine = device.allocate(10, one)
     other.wait(one.record())
@@ -210,7 +210,7 @@ def test_a_kernel_cannot_write_what_it_reads(device, streams):
 
 
 def test_programs_out_of_order_are_found_or_do_no_harm():
-    """Whatever is not refused gives the same result in every order that a device may choose."""
+    """All accepted programs give the same result in every order that a device may choose."""
     outcomes = set()
 
     @settings(derandomize=True, max_examples=600)
@@ -229,7 +229,7 @@ def test_programs_out_of_order_are_found_or_do_no_harm():
     assert outcomes == {"found", "harmless"}
 
 
-# What later uses stand for is forgotten; what they do not stand for must not be.
+# A use covered by a later one is forgotten. Other uses must not be forgotten.
 
 
 def test_a_read_does_not_hide_the_write_before_it(device, streams):
@@ -339,7 +339,7 @@ def test_fresh_and_freed_memory_is_poisoned():
 
 
 def orders_of(seed):
-    """In which order two streams, of which the second waits in its midst, get things done."""
+    """Return the orders in which two streams run if the second waits in the middle."""
     device = pumped(seed)
     one, other = device.stream("one"), device.stream("other")
     done = []
@@ -412,7 +412,7 @@ def test_a_device_with_threads_is_not_pumped():
 
 
 class Gate:
-    """A kernel that waits to be let through."""
+    """A kernel that waits until the test opens the gate."""
 
     def __init__(self):
         self.entered, self.open = threading.Event(), threading.Event()
@@ -442,7 +442,7 @@ def test_copies_go_on_while_a_kernel_runs(threaded):
 
 
 def test_an_urgent_kernel_overtakes_those_that_wait(threaded):
-    """Its start is delayed by one kernel at most."""
+    """At most one kernel runs before it."""
     compute = threaded.stream("compute")
     urgent = threaded.stream("communication", Priority.HIGH)
     ran = []
@@ -460,7 +460,7 @@ def test_an_urgent_kernel_overtakes_those_that_wait(threaded):
 
 @pytest.mark.parametrize("n_waiting", [0, 1, 100])
 def test_an_urgent_kernel_begins_within_one_step(n_waiting):
-    """However many wait that came before it. By a clock that only steps move."""
+    """The number of earlier waiting kernels does not matter. Only steps move the clock."""
     time, ledger, gate = Time(), Ledger(), Gate()
     step_s = 1.0
 
@@ -490,7 +490,7 @@ def test_an_urgent_kernel_begins_within_one_step(n_waiting):
 
 
 def test_an_urgent_copy_does_not():
-    """As on a GPU, where urgency means nothing to the engines that copy."""
+    """As on a GPU, whose copy engines ignore priorities."""
     ledger, gate = Ledger(), Gate()
     device = EmulatedDevice(CAPACITY, rates={Engine.IN: Rate(1.0)}, ledger=ledger, wait=gate)
     priorities = {"first": Priority.NORMAL, "second": Priority.LOW, "third": Priority.HIGH}
@@ -535,7 +535,7 @@ def test_closing_drops_what_has_not_begun():
 
 def test_threads_of_a_closed_device_end():
     def n_threads():
-        # Not all: threads of earlier tests may be ending.
+        # Only new threads: threads of earlier tests may still be ending.
         return sum(thread.name.startswith(f"{device.name} ") for thread in threading.enumerate())
 
     class Counted(EmulatedDevice):
@@ -556,7 +556,7 @@ def test_threads_of_a_closed_device_end():
 
 
 class Time:
-    """A clock that only moves when somebody waits."""
+    """A clock that moves only when the device waits."""
 
     def __init__(self):
         self.now_s = 100.0

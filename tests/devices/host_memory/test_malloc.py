@@ -1,4 +1,4 @@
-"""The allocator is told what to keep when the first user comes, and to stop when the last goes."""
+"""The allocator keeps pages from the first user on, until the last user is done."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class FakeMallopt:
         return 1
 
     def taken(self):
-        """What was called since the last time."""
+        """Return the calls since the last `taken`."""
         calls, self.calls = self.calls, []
         return calls
 
 
 @pytest.fixture
 def mallopt(monkeypatch):
-    """In an environment that sets no thresholds, and with trims among the calls."""
+    """Calls of `mallopt` and of trims, in an environment without thresholds."""
     for name in ALL_THAT_COUNTS:
         monkeypatch.delenv(name, raising=False)
     mallopt = FakeMallopt()
@@ -140,7 +140,7 @@ def test_the_environments_values_fit_into_a_c_int_too(mallopt, monkeypatch):
 
 
 class OtherLibrary:
-    """A C library without the functions that only glibc has."""
+    """A C library without the functions of glibc."""
 
     def __getattr__(self, name):
         raise AttributeError(name)
@@ -168,7 +168,7 @@ def test_trimming_without_glibc_is_no_error(monkeypatch, load):
 
 
 class GlibcLike:
-    """A C library that writes down what is asked of it."""
+    """A C library that records calls."""
 
     def __init__(self, calls):
         self._calls = calls
@@ -217,7 +217,7 @@ print(before, faults())
 
 
 def test_memory_is_used_again_after_the_last_user_as_before_the_first():
-    """Mapped afresh, 20 times 8 MiB are more than 40000 faults."""
+    """If they were mapped again, 20 times 8 MiB would cost more than 40000 page faults."""
     environment = {key: on for key, on in os.environ.items() if key not in ALL_THAT_COUNTS}
     ran = subprocess.run(
         [sys.executable, "-c", FAULTS], capture_output=True, check=True, env=environment

@@ -1,4 +1,4 @@
-"""Blocks of one size are used again; nothing that two values hold overlaps; the cap holds."""
+"""Blocks of one size are reused, two values never overlap, and the capacity holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 20.0
 
 
 class Pinner:
-    """Counts what it gives, and fails when told to."""
+    """A fake `pin` that counts calls and fails on request."""
 
     def __init__(self):
         self.asked = []
@@ -87,7 +87,7 @@ def test_no_allocations_after_the_warm_up():
     held = {}
     for number in range(2000):
         values = noise(int(rng.integers(0, 2000)), number)
-        # The last of several blocks is never full: ten values of 2000 bytes fit for certain.
+        # The last of several blocks is never full, so ten values of 2000 bytes always fit.
         if len(held) == 9:
             oldest = min(held)
             blocks, expected = held.pop(oldest)
@@ -161,7 +161,7 @@ def test_memory_given_back_cannot_be_used():
 
 
 def test_idle_blocks_are_served_while_others_are_pinned():
-    """Pinning takes milliseconds: whoever needs none of it does not wait."""
+    """Pinning takes milliseconds. Requests that idle blocks satisfy must not wait for it."""
     entered, go_on = threading.Event(), threading.Event()
     slow = False
 

@@ -1,4 +1,4 @@
-"""Buffers never share a byte, and their memory comes back with the last view of them."""
+"""Buffers never share a byte, and their memory returns to the pool with their last view."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = 64 * PAGE_NBYTES
 
 @pytest.fixture(params=[PrivatePages, SharedPages])
 def pool(request):
-    """Keeps whatever comes back to it."""
+    """A pool that keeps all returned pages."""
     pool = HostPool(MANY, lane_pages=1, source=request.param())
     yield pool
     pool.trim()
@@ -31,7 +31,7 @@ def _address(buffer):
 
 
 def _pages(pool):
-    """Pages in use, and pages that are idle."""
+    """Return the numbers of used and idle pages."""
     report = pool_report(pool)
     return report["used_nbytes"] / PAGE_NBYTES, report["idle_nbytes"] / PAGE_NBYTES
 
@@ -55,7 +55,7 @@ def test_a_buffer_is_as_long_as_asked_aligned_and_writable(pool, nbytes):
 
 
 def test_a_lane_that_gets_no_pages_keeps_what_it_has(pool, monkeypatch):
-    """Its run would be let go of again later, and be somebody else's with a buffer in it."""
+    """Otherwise, the lane's run would be released twice, and reused while a buffer is in it."""
     first, second = pool.empty(HALF, "a"), pool.empty(HALF, "a")
     second[:] = 2
 
@@ -97,7 +97,7 @@ def test_more_than_the_system_has_is_a_memory_error(pool):
 
 
 class Walk:
-    """Random use of a pool. Every live buffer is full of a number of its own."""
+    """Random use of a pool. Every live buffer is filled with its own number."""
 
     def __init__(self, pool, seed, lanes):
         self.pool = pool
@@ -303,7 +303,7 @@ def test_memory_of_a_large_buffer_becomes_small_buffers(pool):
 
 
 def test_the_pages_of_what_died_first_are_not_waited_for(pool):
-    """A large buffer takes what is idle, and the rest from the system."""
+    """A large buffer takes idle pages, and gets the rest from the system."""
     first = pool.empty(PAGE_NBYTES)
     second = pool.empty(PAGE_NBYTES)
     second[:] = 2
@@ -415,7 +415,7 @@ def test_a_buffer_may_die_in_another_thread(pool):
 
 
 def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
-    """Garbage is collected wherever Python likes, in the midst of `empty` as well."""
+    """The garbage collector may run at any point, even inside `empty`."""
     source = pool._pages
     build = source.build
 
@@ -447,7 +447,7 @@ def test_a_lane_that_goes_on_gets_more_pages_at_a_time():
     buffers = [pool.empty(PAGE_NBYTES * 5 // 8, lane="a")]
     assert _pages(pool) == (1, 0)
     buffers += [pool.empty(PAGE_NBYTES * 5 // 8, lane="a") for _ in range(6)]
-    # Six of them fill all but a quarter of a page of the four that came next.
+    # Six of them fill the next four pages except for a quarter of a page.
     assert _pages(pool) == (5, 0)
     buffers.append(pool.empty(PAGE_NBYTES * 5 // 8, lane="a"))
     assert _pages(pool) == (9, 0)
@@ -469,7 +469,7 @@ def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
 
 
 def test_what_dies_after_trimming_goes_back_at_once():
-    """A result that outlives its shuffle: nobody asks the pool for anything when it is dropped."""
+    """A result may outlive its shuffle. The pool gets no request when it dies."""
     pool = HostPool(1 << 30)
     kept = pool.empty_alone(4 * PAGE_NBYTES)
     pool.trim()
@@ -497,7 +497,7 @@ def test_a_buffer_that_dies_while_the_lock_is_held_is_not_waited_for():
 
 
 def test_a_file_of_pages_is_closed_beside_nobody_who_uses_it():
-    """Its number may be another file's a moment later, and pages are punched out of files."""
+    """The file's number may be reused at once, and the pool punches holes into the file."""
     seen = []
 
     class Source(SharedPages):

@@ -1,4 +1,4 @@
-"""Launches through the driver's functions carry what was planned; and CuPy's do."""
+"""Launches through the driver's functions request the planned shared memory, CuPy's included."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.devices.fake_libcuda import (
     FakeLibcuda,
 )
 
-TWO, FOUR = 76928, 45696  # bytes that leave so many blocks of 256 threads on an sm_90
+TWO, FOUR = 76928, 45696  # bytes that leave 2 and 4 blocks of 256 threads on an sm_90
 
 
 class Library:
-    """What CuPy looks its functions up in."""
+    """The library object in which CuPy looks up functions."""
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_an_unloaded_kernel_is_asked_about_again(library, libcuda, launches):
 
 
 def test_a_module_may_die_in_the_midst_of_a_decision(library, libcuda, launches):
-    """As when the garbage collector runs there."""
+    """The garbage collector may unload a module there."""
 
     def plan_and_unload(asked):
         library.cuModuleUnload(2)
@@ -150,7 +150,7 @@ def test_a_module_may_die_in_the_midst_of_a_decision(library, libcuda, launches)
 
 
 def test_functions_that_were_looked_up_stay_until_the_process_ends(libcuda):
-    """Nobody knows who has their addresses."""
+    """Callers may keep the addresses."""
     launches, library = Launches(libcuda), Library()
     is_there = weakref.ref(launches)
     launches.intercept(library)
@@ -185,7 +185,7 @@ def test_the_numbers_are_the_drivers():
 
 
 def run(source):
-    """Each in a process of its own: CuPy looks its functions up once."""
+    """Run code in a new process, because CuPy looks its functions up once."""
     head = """
         import ctypes
         import cupy
@@ -213,7 +213,7 @@ def needs_cupy():
 
 
 def test_cupys_own_launches_are_shaped(needs_cupy):
-    """The function that raw, elementwise and reduction kernels end in, over a driver of ours."""
+    """Raw, elementwise and reduction kernels end in this function, here over a fake driver."""
     done = run(f"""
         launches = cupy_launches()
         assert cupy_launches() is launches

@@ -1,4 +1,4 @@
-"""Launches inside `shaped` carry what was planned, all others what they ask for."""
+"""Launches inside `shaped` request what was planned; others request what they need."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from dask_gpurt.devices.occupancy.shaping import (
 
 KIB = 1 << 10
 GRID, BLOCK = (1000, 1, 1), (16, 8, 2)  # 256 threads
-TWO, FOUR = 76928, 45696  # bytes that leave so many blocks on an sm_90
+TWO, FOUR = 76928, 45696  # bytes that leave 2 and 4 blocks on an sm_90
 
 
 @dataclass(frozen=True)
 class Made:
-    """A launch as it reached the driver."""
+    """A launch that reached the driver."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -40,7 +40,7 @@ class Made:
 
 
 class FakeDriver:
-    """Keeps the rules of a CUDA driver about shared memory; counts what it is asked."""
+    """A driver with CUDA's rules about shared memory that counts calls."""
 
     def __init__(self, registers=32, static_nbytes=0, opt_in_nbytes=227 * KIB):
         self.registers = registers
@@ -80,7 +80,7 @@ class FakeDriver:
 
 
 class CountingPlanner:
-    """A planner that keeps what it was asked."""
+    """A planner that records calls."""
 
     def __init__(self, leave, architecture=SM90):
         self.planner = Planner(architecture, leave)
@@ -145,7 +145,7 @@ def test_a_hook_that_is_switched_off_changes_nothing(driver):
 
 
 def test_unshaped_while_nothing_is_pending(hook, driver):
-    """Asked at each launch: communication comes and goes within one block."""
+    """Each launch asks, because communication starts and ends within one `with` block."""
     pending = iter([False, True, True, False])
     planner = CountingPlanner(2)
     with shaped(planner, lambda: next(pending), hook):
@@ -158,7 +158,7 @@ def test_unshaped_while_nothing_is_pending(hook, driver):
 
 
 def test_a_launchs_own_shared_memory_is_never_made_less(hook, driver):
-    """The plan for it is to do nothing; and a planner that asks for less is not followed."""
+    """The plan leaves it unchanged, and a planner that asks for less is ignored."""
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook, shared_nbytes=48 * KIB)
     less = Plan(16, 16, 4, 8, 0, needs_opt_in=False)
@@ -216,7 +216,7 @@ def test_a_kernel_that_needs_no_more_is_left_alone(hook, driver):
 
 
 def test_what_a_kernel_is_allowed_only_grows(hook, driver):
-    """Its owner has launches of its own that need what it was allowed."""
+    """The kernel's owner may have launches that need the allowance."""
     driver.set_max_dynamic_shared("k", 200 * KIB)
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -226,7 +226,7 @@ def test_what_a_kernel_is_allowed_only_grows(hook, driver):
 
 
 def test_a_device_that_does_not_allow_it_runs_the_launch_as_it_was():
-    """The table said that it would."""
+    """The table promised that it would."""
     driver = FakeDriver(opt_in_nbytes=64 * KIB)
     hook = LaunchHook(driver, enabled=True)
     with shaped(Planner(SM90, 2), always, hook):
@@ -241,7 +241,7 @@ def test_a_device_that_does_not_allow_it_runs_the_launch_as_it_was():
 
 
 def test_a_refused_launch_is_made_again_as_it_was_and_not_tried_again(hook, driver):
-    """The kernel's owner has since set what it is allowed back to what it needs itself."""
+    """Meanwhile, the kernel's owner has reset the allowance to its own need."""
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         del driver.allowed["k"]
@@ -263,7 +263,7 @@ def test_a_launch_that_is_refused_as_it_was_says_so(hook, driver):
 
 
 def test_another_error_of_a_launch_is_not_taken_for_a_refusal(hook, driver, monkeypatch):
-    """The launch may have been made: a second one would do its work twice."""
+    """The launch may have run. A second launch would repeat its work."""
     tried = []
 
     def lost(*arguments):
@@ -374,7 +374,7 @@ def test_a_thread_that_starts_inside_is_unshaped(hook, driver):
 
 
 def test_threads_shape_their_own_launches():
-    """Each with a number of its own, all inside at the same time."""
+    """All threads are inside at the same time, each with its own number."""
     leaves = [1, 2, 3, 4, 6, 7]
     driver = FakeDriver()
     hook = LaunchHook(driver, enabled=True)
@@ -403,14 +403,14 @@ def test_threads_shape_their_own_launches():
         planned = plan(SM90, Launch(256, 32), leave, pending=True).dynamic_nbytes
         assert carried[number] == {planned: 50}
     assert carried["outside"] == {0: 50}
-    # One question for each number of blocks, and what the kernel is allowed only grew.
+    # One question for each number of blocks. The allowance only grew.
     assert driver.asked == {"shared by all": len(leaves)}
     assert driver.allowances == sorted(driver.allowances)
     assert driver.refused == []
 
 
 class Door:
-    """A lock that says who has come to it."""
+    """A lock that tells which threads have reached it."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -425,12 +425,12 @@ class Door:
 
 
 def test_a_kernel_that_many_threads_meet_at_once_is_decided_once(driver, monkeypatch):
-    """The first is kept inside until all the others have found nothing decided."""
+    """The first thread stays inside until all others have found no decision."""
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
     n_threads = 4
     door = Door()
-    # Entering takes the lock too, so the door is put in once all have.
+    # Entering takes the lock too, so install the door after all threads have entered.
     entered = threading.Barrier(
         n_threads, timeout=60, action=lambda: monkeypatch.setattr(hook, "_lock", door)
     )
