@@ -1,4 +1,4 @@
-"""What is learnt of sections, and when it is learnt again."""
+"""What the chooser learns about sections, and when it samples again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.codecs.sampling import middle, try_codecs
 
 
 class Clock:
-    """Moves only when told to."""
+    """A clock that tests move."""
 
     def __init__(self):
         self.now = 0.0
@@ -30,7 +30,7 @@ class Clock:
 
 @dataclass
 class ScriptedCodec:
-    """Keeps the first of `ratio` bytes, at rates of its own on a clock of the test."""
+    """A codec that keeps the first of `ratio` bytes, at fixed rates on the test's clock."""
 
     clock: Clock
     id: int = 9
@@ -96,7 +96,7 @@ def test_a_codec_that_another_one_beats_gets_only_a_short_look(clock, codec):
 
 
 def test_a_column_with_an_odd_stretch_still_gets_a_codec():
-    """A short look tells codecs apart, not whether one pays."""
+    """The short sample compares codecs. It does not decide whether one pays."""
     column = np.arange(100_000) % 50
     column[49_000:51_000] = np.random.default_rng(0).integers(0, 2**62, 2000)
     trials = try_codecs(column.view(np.uint8), 8, HOST_CODECS.values(), time.perf_counter)
@@ -195,7 +195,7 @@ def test_only_so_many_layouts_are_remembered(chooser):
 
 
 def encoded_until(chooser, done):
-    """Encodes shard after shard; how many it took."""
+    """Encode shard after shard until a condition holds; return their number."""
     for count in range(1, 2000):
         encoded = chooser.encode(b"key", SECTIONS, BUFFER, "link", 500e6)
         if done(encoded):
@@ -206,14 +206,14 @@ def encoded_until(chooser, done):
 def test_codecs_that_are_held_up_are_left_alone_until_that_is_forgotten(chooser, codec):
     assert chooser.encode(b"key", SECTIONS, BUFFER, "link", 500e6).table
     assert chooser.slowdown == pytest.approx(1)
-    # Samples stand: only whole shards show that everything takes five times as long.
+    # The samples are unchanged: only whole shards show that everything takes five times as long.
     codec.encode_rate /= 5
     assert 1 < encoded_until(chooser, lambda encoded: not encoded.table) < 20
     assert chooser.slowdown > 2
     (decision, *_) = chooser.explain()
     assert decision.slowdown > 1
     assert decision.candidates[0].encode_rate == pytest.approx(1e9 / decision.slowdown)
-    # Nothing is seen of codecs that are not used, so they get another chance.
+    # Unused codecs give no measurements, so they get another chance.
     codec.encode_rate *= 5
     assert encoded_until(chooser, lambda encoded: encoded.table) < 100
     encoded_until(chooser, lambda encoded: chooser.slowdown < 1.01)
@@ -235,7 +235,7 @@ def test_modes(mode, clock, codec):
 
 
 def test_threads_share_what_is_learnt(chooser, codec):
-    # Threads advance one clock: no rate may depend on it.
+    # All threads advance one clock, so rates must not depend on it.
     codec.encode_rate = codec.decode_rate = 1e15
     gate = threading.Barrier(4)
     answers = []
@@ -251,8 +251,8 @@ def test_threads_share_what_is_learnt(chooser, codec):
     for thread in threads:
         thread.join()
     assert answers == [[9, 9]] * 200
-    # At worst every thread met both sections first; a sample is a look and two more.
-    # Later samples are for whoever comes first.
+    # At worst, every thread samples both sections first: a short sample and two longer ones each.
+    # Later, only one thread samples.
     assert len(codec.encoded) <= 3 * 2 * (4 + 2)
 
 
@@ -262,7 +262,7 @@ def test_real_codecs_end_to_end():
     buffer = np.concatenate([keys, noise]).view(np.uint8)
     sections = joined([("keys", 0, keys.nbytes, 8), ("noise", keys.nbytes, noise.nbytes, 8)])
     chooser = Chooser("auto")
-    # A link so slow that no machine's rates matter.
+    # The link is so slow that the rates of the machine do not matter.
     choices = chooser.choose(b"key", sections, buffer, "link", 1e3)
     assert choices[0] != RAW
     assert choices[1] == RAW
@@ -271,7 +271,7 @@ def test_real_codecs_end_to_end():
     out = np.empty_like(buffer)
     decode_shard(encoded.parts, encoded.table, out)
     np.testing.assert_array_equal(out, buffer)
-    # And one so fast that nothing can pay.
+    # The link is so fast that nothing can pay.
     assert chooser.choose(b"key", sections, buffer, "memory", 1e15) == [RAW, RAW]
 
 

@@ -1,4 +1,4 @@
-"""Whole shards: cut in sections, encoded, and back."""
+"""Whole shards are cut in sections, encoded, and decoded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ deterministic = settings(derandomize=True, max_examples=200)
 
 
 def shard(*columns):
-    """Buffer and sections of these columns, one after the other."""
+    """Return the buffer and the sections of these columns, one after the other."""
     sections, offset = [], 0
     for number, column in enumerate(columns):
         sections.append(Section(f"c{number}", offset, column.nbytes, column.itemsize))
@@ -69,7 +69,7 @@ def test_shards_come_back(case):
     buffer, sections, choices = case
     encoded = encode_shard(buffer, sections, choices)
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes), buffer)
-    # One buffer with everything is as good as the parts.
+    # One buffer with all parts works too.
     whole = np.concatenate(encoded.parts).tobytes()
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes, [whole]), buffer)
     assert encoded.nbytes <= buffer.nbytes

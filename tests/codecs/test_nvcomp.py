@@ -1,4 +1,4 @@
-"""The codecs of nvCOMP, with its library emulated; `tests/gpu` has the real one."""
+"""The codecs of nvCOMP over an emulated library. `tests/gpu` uses the real one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NBYTES = struct.Struct("<Q")
 
 
 class Array:
-    """An array that knows where it is."""
+    """An array that knows whether it is on the device."""
 
     def __init__(self, data, is_on_device=False):
         self.data = np.array(data)
@@ -35,7 +35,7 @@ class Array:
 
 
 class Codec:
-    """The calls of nvCOMP's codec that we make."""
+    """The calls of nvCOMP's codec that we use."""
 
     n_made = 0
 
@@ -82,7 +82,7 @@ class Library:
 
 @contextlib.contextmanager
 def emulated(monkeypatch):
-    """This process uses a device and has nvCOMP for it."""
+    """Make this process use a device and have nvCOMP."""
     monkeypatch.setattr(nvcomp, "_library", Library)
     monkeypatch.setattr(nvcomp, "_of_thread", threading.local())
     monkeypatch.setitem(sys.modules, "cupy", sys.modules.get("cupy"))

@@ -18,7 +18,7 @@ trials = st.lists(
         codec=st.integers(1, 255),
         name=st.sampled_from(["a", "b", "c"]),
         coder=st.sampled_from(["none", "lz4", "zstd"]),
-        # Of lengths, as they are: not of floats next to one.
+        # Computed from real lengths, as in practice, not from floats next to one.
         ratio=st.integers(100, 101_000).map(lambda wire_nbytes: 100_000 / wire_nbytes),
         encode_rate=rates,
         decode_rate=rates,
@@ -119,7 +119,7 @@ def test_a_link_that_is_not_known_gets_raw_bytes(bandwidth):
 
 
 def test_what_takes_as_long_as_raw_bytes_is_left_alone():
-    """Also where the share of the time would be rounded to a little less than all of it."""
+    """Even if the share of the time is rounded to slightly less than one."""
     for nbytes in range(1, 2000, 7):
         tie = Trial(1, "one", "lz4", ratio=2.0, encode_rate=7e6, decode_rate=1e9)
         assert decided([tie], 7e6, nbytes=nbytes).codec == RAW

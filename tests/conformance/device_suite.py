@@ -1,6 +1,6 @@
-"""The suite that every device has to pass. Subclass it and say how to make one.
+"""The suite that every device must pass. Subclass it and implement `make_device`.
 
-What it queues is in order: what a device makes of work that is not is its own business.
+All work in it is ordered. How a device handles missing order is tested with that device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def noise(nbytes, seed=0):
 
 
 def read(stream, buffer):
-    """What is in memory of the device after all that the stream was told."""
+    """Return the content of device memory after all queued work of the stream."""
     out = np.zeros(buffer.nbytes, dtype=np.uint8)
     stream.to_host(out, buffer)
     stream.synchronize()
@@ -46,7 +46,7 @@ N_STREAMS, N_BUFFERS, LENGTH = 3, 3, 32
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that a program queues; which of the fields count depends on `kind`."""
+    """A step of a program. Its `kind` decides which fields count."""
 
     kind: str
     stream: int
@@ -54,7 +54,7 @@ class Step:
     source: int
     start: int
     nbytes: int
-    #: For programs whose streams wait for each other at random: for which.
+    #: In programs with random waits: the stream to wait for.
     waits: tuple[int, ...]
 
 
@@ -74,19 +74,19 @@ def programs(n_most=25):
 
 @dataclass
 class Touched:
-    """Events of those who used a buffer last."""
+    """Events of the last uses of a buffer."""
 
     written: object = None
     read: list = field(default_factory=list)
 
 
 def run_program(device, steps, *, in_order=True):
-    """What a program copies to the host, and what it leaves on the device.
+    """Run a program; return what it copies to the host and what it leaves on the device.
 
     Parameters
     ----------
     in_order
-        Wait for whatever a step has to come after. Else for what the step says.
+        Wait for all work that a step must come after. Otherwise, wait for what the step names.
     """
     streams = [device.stream(f"s{n}", list(Priority)[n % 3]) for n in range(N_STREAMS)]
     events = [stream.record() for stream in streams]
@@ -147,7 +147,7 @@ def run_program(device, steps, *, in_order=True):
 
 
 def expected_of(steps):
-    """The same, one step after the other."""
+    """Return the result of the steps in sequence."""
     buffers = [noise(LENGTH, n) for n in range(N_BUFFERS)]
     copied = []
     for number, step in enumerate(steps):
@@ -178,13 +178,12 @@ def assert_same(got, expected):
 
 
 class DeviceSuite:
-    """Say in a subclass how to make a device."""
+    """Implement `make_device` in a subclass."""
 
     n_programs = 100
 
     def make_device(self, capacity_nbytes, seed=0):
-        """Devices that may do their work in more than one order do it in one that depends on
-        the seed."""
+        """Return a device. If it can run work in several orders, the seed selects one."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -298,7 +297,7 @@ class DeviceSuite:
         assert device.stream("copies").priority == Priority.NORMAL
 
     def test_an_event_orders_two_streams(self, device):
-        """There and back, several times."""
+        """In both directions, several times."""
         one, other = device.stream("one"), device.stream("other", Priority.HIGH)
         buffer = self.filled(device, one, np.ones(10, dtype=np.uint8))
         for _ in range(3):
@@ -439,7 +438,7 @@ class DeviceSuite:
         assert device.used_nbytes == 0
 
     def test_who_can_make_room_is_asked(self, device, stream):
-        """As the store does: a value is copied to the host, and its memory freed."""
+        """As in the store: the callback copies a value to the host and frees its memory."""
         values = [noise(CAPACITY // 2, n) for n in range(3)]
         held = {n: self.filled(device, stream, values[n]) for n in range(2)}
         asked, evicted = [], {}

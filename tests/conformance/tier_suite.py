@@ -1,7 +1,7 @@
-"""The suite that every tier has to pass. Subclass it and say how to make one.
+"""The suite that every tier must pass. Subclass it and implement `make_tier`.
 
-Values here are such that a tier that compresses is glad of them. One that may refuse a value for
-other reasons than room says so by `is_choosy`.
+The values here are compressible enough for any tier that compresses. A tier that may refuse values
+for other reasons than room sets `is_choosy`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ deterministic = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
-#: Lengths of the buffers of a value.
+#: Lengths of a value's buffers.
 VALUES: dict[str, tuple[int, ...]] = {
     "no buffers": (),
     "nothing in its buffer": (0,),
@@ -46,7 +46,7 @@ VALUES: dict[str, tuple[int, ...]] = {
 
 
 def half_noise(nbytes: int, seed: int) -> np.ndarray:
-    """Bytes that are different everywhere, and still compress."""
+    """Return bytes that differ everywhere, but still compress."""
     rng = np.random.default_rng([nbytes, seed])
     data = np.zeros(nbytes, np.uint8)
     data[::4] = rng.integers(0, 256, len(data[::4]), dtype=np.uint8)
@@ -74,7 +74,7 @@ def assert_same(got: Flat, expected: Flat) -> None:
 
 
 def in_threads(*functions: Any) -> None:
-    """Run functions at the same time; raises what one of them raised."""
+    """Run functions at the same time; raise the error of one of them."""
     errors: list[BaseException] = []
     together = threading.Barrier(len(functions))
 
@@ -96,13 +96,13 @@ def in_threads(*functions: Any) -> None:
 
 
 class TierSuite:
-    """Override `make_tier`."""
+    """Implement `make_tier` in a subclass."""
 
-    #: Whether it may refuse a value that there is room for.
+    #: The tier may refuse a value for which it has room.
     is_choosy = False
 
     def make_tier(self, capacity_nbytes: int | None = None) -> Any:
-        """A tier with nothing in it. Without a capacity it has room for 256 MiB at least."""
+        """Return an empty tier. Without a capacity, it has room for at least 256 MiB."""
         raise NotImplementedError
 
     @pytest.fixture

@@ -29,7 +29,7 @@ DTYPES = [
     np.dtype([("a", "i4"), ("b", ">f8", (2,)), ("c", "U2")]),
     np.dtype([("a", "i1"), ("b", "f8")]),
 ]
-#: Types that their NumPy description does not bring back, or that are not plain memory.
+#: Types that do not survive their NumPy description, or that are not plain memory.
 PICKLED = [
     "O",
     "V0",
@@ -57,7 +57,7 @@ def values(dtype, shape, seed=0):
 
 
 def exchanged(old, new, inputs, *, sent):
-    """Output chunks of input chunks, all through shards of about a third of the pieces each."""
+    """Return the output chunks, through shards of about a third of the pieces each."""
     arrays = Arrays(Rechunking(old, new), concatenate3)
     pieces = {}
     for index in sorted(inputs, key=arrays.rechunking.number):
@@ -115,7 +115,7 @@ def test_round_trip_of_what_is_pickled(dtype, sent):
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("order", ["C", "F", "reversed", "strided", "broadcast", "read-only"])
 def test_orders(order, sent):
-    """Wherever an input chunk's elements lie, the output is a new array in C order."""
+    """The output is a new array in C order, for any memory order of the input chunks."""
     made = {
         "C": lambda chunk: np.ascontiguousarray(chunk),
         "F": lambda chunk: np.asfortranarray(chunk),
@@ -154,7 +154,7 @@ def test_chunks_of_different_types_become_the_first_one_s_as_with_stock():
 
 
 def test_chunk_of_another_shape_than_announced():
-    """As stock: slices end where the chunk does, and what is left is joined."""
+    """As in stock Dask: slices end with the chunk, and the remaining parts are joined."""
     old, new = ((4, 4), (6,)), ((8,), (6,))
     inputs = {(0, 0): np.ones((4, 1)), (1, 0): np.zeros((4, 1))}
     (got,) = exchanged(old, new, inputs, sent=True).values()
@@ -230,7 +230,7 @@ def test_damaged_shards_are_refused():
 
 
 def test_a_layout_is_read_again_where_the_interpreter_failed(monkeypatch):
-    """As it does, now and then, where two threads parse at once."""
+    """As may happen if two threads parse at the same time."""
     layout = ChunkLayout(np.dtype("f4"), (3, 5, 7), False)
     read = np.lib.format.read_array_header_1_0
     failures = [SystemError("AST constructor recursion depth mismatch")] * 2

@@ -1,4 +1,4 @@
-"""The inner loops of a sending task against plain NumPy."""
+"""The inner loops of a sending task agree with plain NumPy."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_columns_are_gathered_alike_whatever_the_blocks(
 
 
 def test_long_columns_are_gathered_a_block_after_the_other(monkeypatch):
-    """Or what is read ahead would have left the cache when it is wanted."""
+    """Otherwise, data that is read ahead would leave the cache before its use."""
     order = []
 
     def kernel(source, rows, out, fill):

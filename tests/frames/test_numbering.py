@@ -1,4 +1,4 @@
-"""Numbers of output partitions against Dask's own."""
+"""Partition numbers agree with Dask's own."""
 
 from __future__ import annotations
 
@@ -145,14 +145,14 @@ def test_a_frame_that_is_hashed_whole_has_been_cast():
 
 def test_agreement_is_found_out():
     assert agrees_with(partitioning_index)
-    # As a pandas would number that tells zeros, or NaNs, apart in another way.
+    # A pandas that distinguishes zeros or NaNs in another way would number like this.
     assert not agrees_with(lambda frame, n: partitioning_index(frame.fillna(0.0), n))
     assert not agrees_with(lambda frame, n: partitioning_index(frame, n).astype(np.int64))
 
 
 @pytest.mark.filterwarnings("error")
 def test_floats_of_every_kind_meet_as_they_do_in_dask():
-    """Signalling NaNs, as R has them for missing values, zeros of both signs, the least numbers."""
+    """Signalling NaNs (R's missing values), zeros of both signs, and the smallest numbers."""
     bits = [
         0x7FF00000000007A2,
         0xFFF0000000000001,

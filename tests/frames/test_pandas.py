@@ -1,4 +1,4 @@
-"""The pandas adapter: the conformance suite over several kinds of frames, and pandas' own."""
+"""The pandas adapter: the conformance suite over several kinds of frames, and more tests."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TestManyShapesOfOneColumn:
         assert adapter.concatenate([Piece(body, 0, 1)]).to_dict("list") == {"a": [2], "b": ["y"]}
 
     def test_without_pandas_block_constructor(self, monkeypatch):
-        """pandas before version 3 has none: columns are put together one by one."""
+        """pandas before version 3 has none, so columns are composed one by one."""
         monkeypatch.setattr(joining, "create_dataframe_from_blocks", None)
         suite = TestMixed()
         suite.test_pieces_keep_their_order_and_their_bounds()
@@ -145,7 +145,7 @@ def test_objects_count_as_what_they_take():
     rows = np.arange(100, 300)
     here, away = opened.gather([Selection(rows, False), Selection(rows, True)])
     assert here.nbytes == pytest.approx(away.buffer.nbytes, rel=0.02)
-    # The buffer is kept with what was made of it.
+    # The buffer stays in memory beside the restored objects.
     unpacked = adapter.unpack(opened.layout_key, away)
     assert unpacked.nbytes == away.buffer.nbytes + away.pickle_nbytes
 
@@ -175,7 +175,7 @@ def test_a_partition_without_rows_has_no_objects_to_measure():
 
 
 def shuffled(*parts: pd.DataFrame) -> pd.DataFrame:
-    """What a run makes of all rows of some partitions, the first of which has the meta's types."""
+    """Return the result of a run over all rows of some partitions. The first gives the meta."""
     adapter = PandasFrames(
         parts[0].iloc[:0].assign(_partitions=np.array([], "int64")), "_partitions", True
     )
@@ -235,7 +235,7 @@ UNLIKE = {
     ("plain", "nullable"), [("i8", "Int64"), ("f4", "Float32"), ("?", "boolean")]
 )
 def test_nullable_values_of_which_none_is_missing_get_the_type_that_was_promised(plain, nullable):
-    """With stock, the type is that of the partition that arrived first."""
+    """In stock Dask, the partition that arrives first determines the type."""
     meta = pd.DataFrame({"a": pd.Series([], dtype=plain)})
     whole = pd.DataFrame({"a": pd.array([1, 0], nullable)})
     missing = pd.DataFrame({"a": pd.array([1, None], nullable)})
@@ -267,7 +267,7 @@ def test_dictionaries_that_are_too_many_for_their_indices_together(index):
 
 
 def test_values_for_which_an_arrow_type_has_no_place_keep_their_own():
-    """Stock refuses them."""
+    """Stock Dask raises an error for them."""
     parts = arrow(1, dtype=pa.int64()), arrow(1.5, dtype=pa.float64())
     assert shuffled(*parts)["a"].tolist() == [1.0, 1.5]
 

@@ -1,4 +1,4 @@
-"""Objects on their way out of a process: how often they are pickled, and what errors say."""
+"""Objects that leave a process: how often they are pickled, and the errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DASKS = Pickling(dumps, loads)
 
 
 class Counted(Pickling):
-    """Plain pickle that notes what it is given."""
+    """A plain pickle that records its inputs."""
 
     def __init__(self):
         self.dumped = []
@@ -107,7 +107,7 @@ def test_one_object_that_cannot_be_pickled_is_found_wherever_it_is(place):
 
 def test_the_error_names_the_column_among_several():
     locked = [[j] for j in range(N_ROWS)]
-    # Not one of the sample.
+    # Not part of the sample.
     locked[1] = [threading.Lock()]
     _, partition = opened(["text"] * N_ROWS, w=column(locked))
     gathered(partition, N_ROWS, leaves=False)

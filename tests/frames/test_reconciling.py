@@ -1,4 +1,4 @@
-"""What columns become whose type is not the one that was promised: no value is another one."""
+"""Columns of another type than the promised one are converted without a change of values."""
 
 from __future__ import annotations
 
@@ -151,5 +151,5 @@ def test_what_it_has_a_place_for_becomes_what_was_promised(column, expected):
     assert found.dtype == expected
     assert found.isna().tolist() == column.isna().tolist()
     pairs = zip(found.dropna(), column.dropna(), strict=True)
-    # Of lists, arrays come out.
+    # Lists come back as arrays.
     assert all(np.all(one == other) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""Where bytes of one kind lie in a packed shard."""
+"""Sections of a packed shard: the places of bytes of one kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU passes the suite of devices, and does what only a GPU can be asked."""
+"""A GPU passes the device suite, and tests that only a GPU can run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_urgent_streams_come_first(device):
 
 
 def test_copies_of_pinned_memory_and_kernels_wait_for_nobody(device, stream, gate):
-    """All of it is queued behind a gate that is still closed when the last call returns."""
+    """All work is queued behind a gate that is still closed when the last call returns."""
     source, target = device.driver.pin(MIB), device.driver.pin(MIB)
     source[:] = noise(MIB)
     target[:] = 0
@@ -84,10 +84,10 @@ def test_another_stream_goes_on_meanwhile(device, stream, gate):
 
 
 def test_memory_is_not_used_again_before_its_last_use(device, gate):
-    """A pool gives memory back to the stream it was allocated on, which is not who uses it last."""
+    """A pool returns memory to the stream that allocated it, which may not be the last user."""
     one, other = device.stream("one"), device.stream("other")
     target = device.driver.pin(MIB)
-    # The pool gets its memory now: asking CUDA for more may wait for all that runs.
+    # Let the pool grow now: requesting memory from CUDA later may wait for running work.
     for warm in [device.allocate(MIB, one) for _ in range(2)]:
         warm.free(one)
     one.synchronize()

@@ -1,6 +1,6 @@
-"""CuPy's kernels carry what was planned on a GPU, and compute what they did; plans are right there.
+"""On a GPU, CuPy's kernels request the planned memory and compute the same, and plans are right.
 
-Each in a process of its own: CuPy is attached to before it calls the driver.
+Each test runs in a new process, because CuPy must be intercepted before it calls the driver.
 """
 
 from __future__ import annotations

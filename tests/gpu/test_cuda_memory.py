@@ -1,4 +1,4 @@
-"""CuPy and RMM call whoever can make room, on a GPU."""
+"""CuPy and RMM call the callback that makes room, on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def pool():
-    """A pool of CuPy's with 16 MiB."""
+    """A CuPy pool of 16 MiB."""
     import cupy
 
     before = cupy.cuda.get_allocator()

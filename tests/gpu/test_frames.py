@@ -1,7 +1,7 @@
 """Frames and arrays on a real device: the suites of the ports, and shuffles on whole clusters.
 
-Without a GPU only the calls are checked, against the libraries where they are installed. A skip
-says why; that our own modules can be imported is no reason for one, and never hidden by one.
+Without a GPU, the tests only check that the libraries, if installed, have the calls. Skips give a
+reason. Our own modules must always import, so an import error of theirs never causes a skip.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.gpu.requirements import NO_GPU, needs_gpu
 
 
 def missing(*names: str) -> str | None:
-    """Why these libraries cannot be had."""
+    """Return why these libraries cannot be imported, or None."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed (the extra cuda13)"
@@ -54,7 +54,7 @@ def no_room(nbytes):
 
 @needs_libraries
 def test_the_calls_that_are_made_exist():
-    """As far as signatures say so; pylibcudf's and RMM's are for the type checker."""
+    """Checks signatures only. The type checker checks calls to pylibcudf and RMM."""
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (cudf.DataFrame.to_pylibcudf, (None,), {}),
         (cudf.DataFrame.from_pylibcudf, (None, {}), {}),
@@ -86,7 +86,7 @@ def test_the_calls_that_are_made_exist():
 
 @needs_libraries
 def test_columns_over_memory_are_described_as_they_are_and_cudf_takes_them():
-    """Nothing reads them, so that memory of the host will do."""
+    """No code reads the columns, so host memory suffices."""
     memory = EmulatedMemory(MEMORY_NBYTES)
     tables = CudfTables()
     table = tables.view(memory, COLUMNS)
@@ -195,7 +195,7 @@ class TestNamedIndex(CudfSuite):
 
 @needs_cudf
 class TestOfASeries(CudfSuite):
-    """What Dask makes of a Series without a name: one column, that has a number for a label."""
+    """A frame as Dask makes it of an unnamed Series: one column with a number as label."""
 
     def filled(self, made, rng, rows):
         made[0] = cudf.Series(list(rng.choice(["", "a", "bcd", None], rows)), dtype="str")
@@ -271,7 +271,7 @@ class TestMemory:
 @pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_arrays_are_cut_and_joined(order, leaves, has_room):
-    # It needs distributed.
+    # This import needs distributed.
     blocks = pytest.importorskip("tests.frames.test_rechunking").blocks
     old, new = ((4, 4), (9,)), ((8,), (2, 2, 5))
     whole = np.random.default_rng(1).random((8, 9))
@@ -340,7 +340,7 @@ def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
 @needs_cudf
 @pytest.mark.parametrize("dtype", ["int64", "float32", "str", "category", "datetime64[us]"])
 def test_a_series_of_dask_cudf_is_shuffled_as_stock_s(client, dtype):
-    """As the frame of one column that Dask makes of it."""
+    """Compared as the frame of one column that Dask makes of it."""
     import dask_cudf
 
     import dask_gpurt

@@ -1,4 +1,4 @@
-"""Contents of device tables: what is written is read, and nothing that lies is believed."""
+"""Contents of device tables survive a round trip, and invalid contents are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_gpurt.frames.device.device_contents import (
     mask_nbytes,
 )
 
-#: 5 rows of: an integer, a text with a missing value, a list of small integers, and a decimal.
+#: 5 rows of an integer, a text with a missing value, a list of small integers, and a decimal.
 N_ROWS = 5
 MEMORY_NBYTES = 512
 COLUMNS = (
@@ -45,7 +45,7 @@ COLUMNS = (
 
 
 def changed(number: int, **fields) -> tuple[DeviceColumn, ...]:
-    """COLUMNS with one column that is not as it should be."""
+    """Return COLUMNS with one invalid column."""
     columns = list(COLUMNS)
     columns[number] = dataclasses.replace(columns[number], **fields)
     return tuple(columns)
@@ -136,7 +136,7 @@ def test_contents_cut_short_are_refused(end):
 
 
 def test_numbers_of_types_are_never_given_to_others():
-    """They are on the wire."""
+    """The wire format uses the numbers."""
     assert TYPES[:4] == ("INT8", "INT16", "INT32", "INT64")
     assert TYPES[21:] == ("DECIMAL32", "DECIMAL64", "DECIMAL128", "STRING", "LIST", "STRUCT")
 
@@ -150,7 +150,7 @@ def within(columns, memory_nbytes):
 
 
 def checked(contents: bytes, n_rows: int, memory_nbytes: int) -> None:
-    """Refused, or within the memory: nothing else."""
+    """Check that contents are refused or stay within the memory."""
     try:
         columns = decode(contents, n_rows, memory_nbytes)
     except ValueError:

@@ -24,7 +24,7 @@ def no_room(nbytes):
 
 
 class DeviceSuite(PandasRows, FrameSuite):
-    """With room on the device, as much as it takes."""
+    """The suite on a device with enough room."""
 
     room = staticmethod(EmulatedMemory)
 
@@ -71,7 +71,7 @@ class TestOnTheDevice(DeviceSuite):
 
 
 class TestWithoutRoom(DeviceSuite):
-    """Every shard is in the host's memory until an output needs it."""
+    """Every shard stays in host memory until an output needs it."""
 
     room = staticmethod(no_room)
 
@@ -104,7 +104,7 @@ class TestIndexed(DeviceSuite):
 
 
 class TestOfASeries(DeviceSuite):
-    """What Dask makes of a Series without a name: one column, that has a number for a label."""
+    """A frame as Dask makes it of an unnamed Series: one column with a number as label."""
 
     def frame(self, rows, seed):
         rng = np.random.default_rng(seed)
@@ -206,7 +206,7 @@ def test_any_bytes_are_a_layout_or_refused(key, n_columns):
 @settings(derandomize=True, max_examples=300)
 @given(st.data())
 def test_a_damaged_shard_is_refused_or_has_its_rows(data):
-    """What a peer says of its columns is checked before anything is made of it."""
+    """The adapter checks a peer's description of its columns before it uses it."""
     frame = pd.DataFrame({"slot": 0, "a": np.arange(50), "t": ["ab"] * 50})
     adapter = adapter_for(frame)
     opened = adapter.open(frame)
@@ -217,7 +217,7 @@ def test_a_damaged_shard_is_refused_or_has_its_rows(data):
     buffer[position] = data.draw(st.integers(0, 255))
     try:
         body = adapter.unpack(opened.layout_key, Packed(buffer, 50, 0, packed.pickle_nbytes))
-        # That strings have fewer bytes than their offsets say is seen by the library alone.
+        # Only the library notices strings with fewer bytes than their offsets say.
         table = body.table(adapter.tables)
     except ValueError:
         return

@@ -1,4 +1,4 @@
-"""Any value comes back from its buffers as it was, over the memory given, without a copy."""
+"""Any value is restored from its buffers unchanged, over the given memory, without a copy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ deterministic = settings(
 
 
 class Point(collections.namedtuple("Point", "x y")):
-    """A tuple that is more than one."""
+    """A tuple with more than its items."""
 
 
 class Tagged(np.ndarray):
-    """An array that is more than its memory."""
+    """An array with more than its memory."""
 
     def __reduce__(self):
         return _tagged, (np.asarray(self), self.tag)
@@ -58,7 +58,7 @@ class Unpicklable:
 
 
 def copies_of(flat):
-    """The buffers as a tier would bring them back: other memory, aligned, writable."""
+    """Return the buffers as a tier restores them: other memory, aligned, writable."""
     made = []
     for buffer in flat.buffers:
         block = np.empty(buffer.nbytes + 64, np.uint8)
@@ -79,7 +79,7 @@ def there_and_back(value):
 
 
 def assert_same(got, expected):
-    """Equal in everything a program can ask for."""
+    """Check equality in everything that a program can observe."""
     assert type(got) is type(expected)
     if isinstance(expected, pd.DataFrame):
         pd.testing.assert_frame_equal(got, expected, check_exact=True, check_freq=True)
@@ -424,7 +424,7 @@ PLAIN = [
 ]
 
 
-#: msgpack begins with 256 KiB, whatever it then writes.
+#: msgpack allocates 256 KiB at the start, independent of its output.
 SLACK_NBYTES = 300_000
 
 
@@ -448,8 +448,8 @@ def forbidden(*args):
 
 
 def allocating(function, *args):
-    """What a function returns, and the most it had allocated at once; NumPy's memory counts."""
-    function(*args)  # what is allocated once and for all, is
+    """Return a function's result and its peak allocation, including NumPy's memory."""
+    function(*args)  # allocates what is allocated only once
     tracemalloc.start()
     try:
         result = function(*args)
@@ -491,7 +491,7 @@ def test_what_a_wide_frame_costs_does_not_grow_with_its_columns():
 
 
 def test_without_pandas_blocks():
-    """Other versions of pandas may hold their memory elsewhere: then column by column."""
+    """Other versions of pandas may store their memory differently. Then columns are separate."""
     frame = pd.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"], "c": [3.0, 4.0]})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joining, "create_dataframe_from_blocks", None)
@@ -680,7 +680,7 @@ def test_buffers_of_what_is_pickled_are_views():
 
 
 class Gaps:
-    """Hands pickle memory that has no raw bytes; pickle cannot carry it in its stream either."""
+    """A value that gives pickle a buffer without raw bytes, which its stream cannot hold either."""
 
     def __reduce_ex__(self, protocol):
         return bytes, (pickle.PickleBuffer(memoryview(bytearray(b"abcdef"))[::2]),)
@@ -764,7 +764,7 @@ def test_objects_of_one_value_still_refer_to_one_another(wrap):
     model, history = Model(np.arange(100)), np.zeros(100_000)
     value = wrap([model, Optimizer(model), model.weights, history])
     flat = flatten(value)
-    # Memory stays apart from what is pickled.
+    # Memory stays separate from pickled data.
     assert len(flat.header) < 2_000
     got = restore(flat.header, copies_of(flat))
     items = got[0] if len(got) == 1 else [got[n] for n in range(4)]
@@ -839,7 +839,7 @@ def sealed(plain):
 
 
 def replaced(node, target, leaf):
-    """A copy of a node with its `target`-th leaf replaced, and how many there are."""
+    """Return a copy of a node with leaf number `target` replaced, and the number of leaves."""
     count = 0
 
     def walk(inner):
@@ -855,7 +855,7 @@ def replaced(node, target, leaf):
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
 @pytest.mark.parametrize("leaf", [None, -1, 1 << 40, "?", [], b""])
 def test_a_node_that_contradicts_itself_is_no_worse_than_a_value_error(number, leaf):
-    """Whoever seals a wrong header gets an error or another value, and never a crash."""
+    """A wrong header with a valid checksum gives an error or another value, never a crash."""
     flat = flatten(DAMAGED[number])
     sizes, node = msgpack.unpackb(flat.header[values._PREAMBLE.size :])
     _, n_leaves = replaced(node, -1, None)
@@ -864,7 +864,7 @@ def test_a_node_that_contradicts_itself_is_no_worse_than_a_value_error(number, l
         try:
             restore(sealed(msgpack.packb([sizes, wrong])), copies_of(flat))
         except (ValueError, EOFError, pickle.UnpicklingError):
-            pass  # the last two are what pickle says of a stream that is none
+            pass  # pickle raises the last two for invalid streams
 
 
 @pytest.mark.parametrize(
