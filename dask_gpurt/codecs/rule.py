@@ -1,9 +1,9 @@
 """The rule for when compression pays: the break-even of one section on one link.
 
 Encoding, sending and decoding overlap, so moving S bytes takes as long as the slowest of the three:
-`max(S/Cc, S/(r*B), S/Cd)`, with the rates Cc and Cd in raw bytes a second, the ratio r, and the
-bandwidth B. Raw bytes take `S/B`. If this rule chooses every section of a shard, the shard is not
-slower than a raw one: the sum of each stage is below the raw time. The functions are pure.
+`max(S/Cc, S/(r*B), S/Cd)`. Cc and Cd are the rates in raw bytes a second, r is the ratio, and B the
+bandwidth. Raw bytes take `S/B`. If this rule chooses every section of a shard, the shard is not
+slower than a raw one. The sum of each stage is below the raw time. The functions are pure.
 """
 
 from __future__ import annotations

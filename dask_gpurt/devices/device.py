@@ -1,7 +1,7 @@
 """The port of a device: memory of a fixed size, and asynchronous streams of work.
 
-The port has what the store, the shuffle and gathers need of a GPU, and no more: memory with a
-budget, copies in three directions, kernels, and events that order them. It has no default stream
+The port has what the store, the shuffle and gathers need of a GPU, and no more. This is memory with
+a budget, copies in three directions, kernels, and events that order them. It has no default stream
 and no synchronization of the whole device. Callers wait for a stream or an event.
 
 Every device keeps these rules:
@@ -10,8 +10,8 @@ Every device keeps these rules:
   unless one stream waits for an event of the other.
 - If two streams use the same memory and one of them writes, an event must order them. Allocating
   counts as a write on the stream of the allocation. Freeing counts as a write too.
-- The host memory of a copy belongs to the stream while the copy is in flight: from the call that
-  queues the copy until an event recorded after it is done.
+- The host memory of a copy belongs to the stream while the copy is in flight. That is from the call
+  that queues the copy until an event recorded after it is done.
 - After a kernel raises, its stream and all streams that wait for it run nothing more. Queued frees
   still happen.
 - The priority of a stream decides which kernel starts next. It never stops a running kernel and

@@ -2,7 +2,8 @@
 
 The budget covers shards that stay on the device and shards that arrive there. Beyond the limit, the
 caller keeps shards in host memory. The budget counts the live memory that it handed out, not the
-free memory of the device: if a memory pool owns most of the device, the device looks full.
+free memory of the device. With free memory, a pool that owns most of the device would make it look
+full.
 
 This module imports no device library. The caller passes the function that allocates.
 """

@@ -1,8 +1,8 @@
 """A ledger of copies and computations, and a measure of how much of them overlapped.
 
 An entry is one piece of work of one lane: a copy, a pack, a write to disk, a kernel. The ledger
-keeps the newest entries, and sums over all entries. `overlap` turns entries into a number: 0 if the
-lanes worked one after the other, 1 if the total time is that of the busiest lane.
+keeps the newest entries, and sums over all entries. `overlap` turns entries into a number. It is 0
+if the lanes worked one after the other, and 1 if the total time is that of the busiest lane.
 """
 
 from __future__ import annotations

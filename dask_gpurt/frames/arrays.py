@@ -1,6 +1,6 @@
 """Chunks of arrays: cut, pack, unpack and join.
 
-Each element is written three times: it is cut into a shard's buffer, moved if it leaves the
+Each element is written three times. It is cut into a shard's buffer, moved if it leaves the
 process, and put in its place in the output. A shard's buffer contains only its pieces, one after
 the other. `frames.rechunking` computes their places in chunks.
 

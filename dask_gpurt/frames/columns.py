@@ -1,9 +1,9 @@
 """Decomposition of one pandas column into plain memory, and composition from it.
 
-A column consists of at most three things: *parts* (one-dimensional NumPy arrays of a fixed-width
-type, one entry a row), an *Arrow* array, and *objects* (an array that only pickle can carry). Its
-`Layout` says how to compose them. This module knows all pandas types. It does not move rows
-(`frames.gather`), does not group columns (`frames.pandas_`), and does no I/O.
+A column consists of at most three things. *Parts* are one-dimensional NumPy arrays of a fixed-width
+type, with one entry a row. The others are an *Arrow* array, and *objects*, an array that only
+pickle can carry. Its `Layout` says how to compose them. This module knows all pandas types. It does
+not move rows (`frames.gather`), does not group columns (`frames.pandas_`), and does no I/O.
 """
 
 from __future__ import annotations

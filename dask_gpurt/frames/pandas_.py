@@ -418,8 +418,8 @@ def _join_groups(
     Returns
     -------
     parts, blocks
-        The parts of columns that need composing, by column and part; and for each group, the
-        block of its plain columns with their positions.
+        The parts of columns that need composing, by column and part. And for each group, the block
+        of its plain columns with their positions.
     """
     parts: dict[tuple[int, int], Part] = {}
     blocks: list[tuple[Any, npt.NDArray[np.intp]]] = []

@@ -115,7 +115,7 @@ def _is_unknown(dtype: pd.CategoricalDtype) -> bool:
 def _arrow_of(column: pd.Series) -> pa.Array | None:
     """Return the values as an Arrow array, or None if Arrow cannot hold all of them exactly.
 
-    Arrow would accept some mixed objects and change them: times with and without a zone would
+    Arrow would accept some mixed objects and change them. Times with and without a zone would
     become one kind, and times among dates would lose their hours.
     """
     try:

@@ -105,7 +105,7 @@ def test_narrow_takes_the_narrowest_reading(name, at_least):
 
 
 @pytest.mark.parametrize("name", ["infinities", "negative zeros", "noise", "prices with gaps"])
-def test_narrow_leaves_alone_what_is_no_decimal(name):
+def test_narrow_refuses_doubles_that_are_not_decimal(name):
     raw, itemsize = kinds_of_data()[name]
     assert BY_NAME["narrow"].encode(raw, itemsize) is None
 
@@ -156,7 +156,7 @@ def test_a_payload_that_decodes_to_less_is_refused(coder):
     st.binary(max_size=300),
     st.integers(0, 300),
 )
-def test_a_payload_made_up_with_the_right_crc_is_filled_in_or_refused(
+def test_a_forged_payload_is_decoded_or_refused(
     number, itemsize, nbytes, parameters, rest, n_zeros
 ):
     """An attacker can forge the CRC, but must not write beyond `out`."""
@@ -239,7 +239,7 @@ def runs_meanwhile(work, tries: int = 5000) -> bool:
     return meanwhile
 
 
-def test_the_interpreter_lock_is_not_let_go_by_chance():
+def test_the_lock_check_itself_does_not_release_the_lock():
     assert not runs_meanwhile(lambda: [number * number for number in range(10_000)], tries=50)
 
 
@@ -254,7 +254,7 @@ def test_codecs_run_without_the_interpreter_lock(name):
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if "lz4" in name])
-def test_what_is_more_than_lz4_counts_to_is_not_encoded(name, monkeypatch):
+def test_sections_too_large_for_lz4_are_not_encoded(name, monkeypatch):
     codec = BY_NAME[name]
     raw = np.random.default_rng(1).integers(0, 1 << 30, 10_000).view(np.uint8)
     payload = np.concatenate(codec.encode(raw, 8))

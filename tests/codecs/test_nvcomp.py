@@ -127,7 +127,7 @@ def test_a_thread_makes_one_coder_for_itself():
     assert Codec.n_made == before + 2
 
 
-def test_a_process_without_a_device_does_not_begin_to_use_one(monkeypatch):
+def test_a_process_without_a_device_creates_no_context(monkeypatch):
     assert nvcomp.usable() == NVCOMP_CODECS
     for name in ("cudf", "cupy", "rmm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -135,7 +135,7 @@ def test_a_process_without_a_device_does_not_begin_to_use_one(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
-def test_without_nvcomp_or_a_device_there_are_none(monkeypatch, error):
+def test_without_nvcomp_or_a_device_no_codec_is_usable(monkeypatch, error):
     payload = np.concatenate(NVCOMP_CODECS[128].encode(np.zeros(1000, np.uint8), 1))
 
     def missing():
@@ -148,7 +148,7 @@ def test_without_nvcomp_or_a_device_there_are_none(monkeypatch, error):
         NVCOMP_CODECS[128].decode_into(payload, np.empty(1000, np.uint8), 1)
 
 
-def test_a_device_without_room_leaves_bytes_as_they_are(monkeypatch):
+def test_a_full_device_leaves_bytes_raw(monkeypatch):
     def full(self, array):
         raise RuntimeError("out of memory")
 
@@ -156,7 +156,7 @@ def test_a_device_without_room_leaves_bytes_as_they_are(monkeypatch):
     assert NVCOMP_CODECS[128].encode(np.zeros(1000, np.uint8), 1) is None
 
 
-def test_a_length_that_is_not_the_announced_one_is_refused_before_it_is_allocated(monkeypatch):
+def test_a_wrong_length_is_refused_before_allocation(monkeypatch):
     codec = NVCOMP_CODECS[128]
     raw = np.zeros(1000, np.uint8)
     body = opened(128, "", np.concatenate(codec.encode(raw, 1)), 1000, 1).copy()

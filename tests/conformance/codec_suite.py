@@ -144,14 +144,14 @@ class CodecSuite:
                 self.codec.decode_into(moved, out, itemsize)
                 np.testing.assert_array_equal(out, raw)
 
-    def test_read_only_bytes_are_taken_from_any_buffer(self):
+    def test_payloads_may_be_any_read_only_buffer(self):
         raw, itemsize = kinds_of_data()[self.compressible[0]]
         raw.flags.writeable = False
         payload = self.encoded(raw, itemsize).tobytes()
         for kind in (bytes, bytearray, memoryview):
             np.testing.assert_array_equal(self.decoded(kind(payload), raw.nbytes, itemsize), raw)
 
-    def test_another_length_than_what_was_encoded_is_refused(self):
+    def test_decoding_to_another_length_is_refused(self):
         for name in self.compressible:
             raw, itemsize = kinds_of_data()[name]
             payload = self.encoded(raw, itemsize)
@@ -196,7 +196,7 @@ class CodecSuite:
 
         check()
 
-    def test_no_payload_makes_it_allocate_more_than_it_fills(self):
+    def test_no_payload_makes_decoding_allocate_more_than_its_output(self):
         raw, itemsize = kinds_of_data()[self.compressible[0]]
         payload = self.encoded(raw, itemsize)
         out = np.empty(64 * itemsize, dtype=np.uint8)

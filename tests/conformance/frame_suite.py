@@ -54,7 +54,7 @@ class FrameSuite:
         (packed,) = opened.gather([Selection(np.arange(n_rows, dtype=np.intp), True, empty)])
         return on_host(packed, empty)
 
-    def test_rows_that_nobody_wants_are_dropped(self):
+    def test_unwanted_rows_are_dropped(self):
         frame = self.frame(200, 8)
         adapter = self.adapter(frame)
         opened = adapter.open(frame)

@@ -131,7 +131,7 @@ class TierSuite:
         assert_same(tier.get(place), value)
         assert_same(tier.get(place), value)
 
-    def test_what_a_value_takes_is_counted_until_it_is_dropped(self, tier):
+    def test_the_size_of_a_value_counts_until_it_is_dropped(self, tier):
         places = [tier.put(flat_of((200_000, 10_000 * n), n)) for n in range(4)]
         total = 0
         assert all(place.nbytes > 0 for place in places)
@@ -174,7 +174,7 @@ class TierSuite:
         value = Flat(b"", (askew, fixed, foreign, fixed[5:]))
         assert_same(tier.get(tier.put(value)), value)
 
-    def test_what_comes_back_lies_well(self, tier):
+    def test_restored_values_are_aligned(self, tier):
         got = tier.get(tier.put(flat_of((1 << 20, 100_000, 200, 300))))
         for buffer in got.buffers:
             assert buffer.__array_interface__["data"][0] % 8 == 0
@@ -275,7 +275,7 @@ class TierSuite:
 
         in_threads(*[read] * 4)
 
-    def test_a_value_dropped_while_it_is_read_comes_whole_or_not_at_all(self, tier):
+    def test_a_value_dropped_during_a_read_is_complete_or_missing(self, tier):
         for seed in range(20):
             value = flat_of((400_000, 100), seed)
             place = tier.put(value)

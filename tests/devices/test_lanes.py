@@ -66,7 +66,7 @@ def out_of_threads(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
-def test_a_lane_that_gets_no_thread_says_so_and_works_once_there_is_one(monkeypatch):
+def test_submit_fails_without_a_thread_and_works_once_one_starts(monkeypatch):
     with Lane("lane") as lane:
         with monkeypatch.context() as without:
             out_of_threads(without)
@@ -76,7 +76,7 @@ def test_a_lane_that_gets_no_thread_says_so_and_works_once_there_is_one(monkeypa
         assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
 
 
-def test_a_lane_that_gets_no_further_thread_makes_do_with_those_it_has(gate, monkeypatch):
+def test_a_lane_works_with_the_threads_it_could_start(gate, monkeypatch):
     with Lane("lane", 2) as lane:
         held = lane.submit(gate)
         assert gate.entered.wait(PATIENCE_S)
@@ -115,7 +115,7 @@ def test_the_urgent_overtakes_all_that_waits(gate):
     lane.close()
 
 
-def test_a_lane_is_pending_from_what_is_handed_in_to_its_end(gate):
+def test_a_lane_is_pending_from_submission_to_the_end(gate):
     lane = Lane("lane")
     assert not lane.is_pending()
     lane.submit(gate)
@@ -131,7 +131,7 @@ def test_a_lane_is_pending_from_what_is_handed_in_to_its_end(gate):
     assert not lane.is_pending(), "a lane whose threads have ended does nothing"
 
 
-def test_a_lane_that_gets_no_thread_is_not_pending(monkeypatch):
+def test_a_lane_without_threads_is_not_pending(monkeypatch):
     with Lane("lane") as lane:
         out_of_threads(monkeypatch)
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -183,7 +183,7 @@ def test_an_idle_thread_is_used_before_another_is_started():
         assert len(lane._threads) == 1
 
 
-def test_what_is_cancelled_is_not_done(gate):
+def test_cancelled_work_does_not_run(gate):
     lane, _ = closed_in(gate)
     ran = []
     first, second = lane.submit(ran.append, 1), lane.submit(ran.append, 2)
@@ -194,7 +194,7 @@ def test_what_is_cancelled_is_not_done(gate):
     lane.close()
 
 
-def test_closing_cancels_what_has_not_begun_and_waits_for_what_has(gate):
+def test_closing_cancels_queued_work_and_waits_for_running_work(gate):
     lane, running = closed_in(gate)
     ran, told = [], []
     waiting = [lane.submit(ran.append, n) for n in range(3)]
@@ -224,7 +224,7 @@ def test_work_may_close_its_own_lane():
     lane.close()
 
 
-def test_who_hears_of_a_cancellation_may_use_the_lane(gate):
+def test_a_cancellation_callback_may_use_the_lane(gate):
     """Callbacks of cancellation run without the lane's lock."""
     lane, _ = closed_in(gate)
     refused, told = [], threading.Event()
@@ -275,7 +275,7 @@ def test_coroutines_await_lanes():
     assert asyncio.run(main()) == (3, 1)
 
 
-def test_work_is_entered_in_the_ledger_before_its_result_is_told():
+def test_the_ledger_entry_precedes_the_result():
     times = iter(range(10))
     ledger = Ledger(clock=lambda: next(times))
     with Lane("disk", ledger=ledger) as lane:
@@ -285,7 +285,7 @@ def test_work_is_entered_in_the_ledger_before_its_result_is_told():
         assert ledger.entries()[1:] == [Entry("disk", "divmod", 0, 2, 3)]
 
 
-def test_failed_work_is_entered_and_cancelled_work_is_not(gate):
+def test_failed_work_is_in_the_ledger_and_cancelled_work_is_not(gate):
     ledger = Ledger()
     lane = Lane("disk", ledger=ledger)
     lane.submit(gate)

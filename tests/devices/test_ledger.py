@@ -24,7 +24,7 @@ def entry(lane, start_s, end_s, path="", nbytes=0):
 # ------------------------------------------------------------------ the ledger
 
 
-def test_the_newest_entries_are_kept_and_the_sums_of_all():
+def test_the_ledger_keeps_the_newest_entries_and_all_sums():
     ledger = Ledger(capacity=3)
     for n in range(10):
         ledger.add(entry("disk", n, n + 0.5, "write", 100 + n))
@@ -36,7 +36,7 @@ def test_the_newest_entries_are_kept_and_the_sums_of_all():
     }
 
 
-def test_time_is_taken_whether_or_not_it_ends_well():
+def test_failed_work_is_timed_too():
     times = iter([1.0, 4.0, 10.0, 12.0])
     ledger = Ledger(clock=lambda: next(times))
     with ledger.timed("codec", "encode", 5):
@@ -49,7 +49,7 @@ def test_time_is_taken_whether_or_not_it_ends_well():
     ]
 
 
-def test_what_is_handed_out_does_not_change():
+def test_returned_entries_and_sums_are_snapshots():
     ledger = Ledger()
     entries, sums = ledger.entries(), ledger.sums()
     ledger.add(entry("a", 0, 1))
@@ -113,7 +113,7 @@ def test_nothing_at_all():
     assert overlap([]) == Overlap({}, 0.0, None)
 
 
-def test_what_was_measured_elsewhere():
+def test_overlap_uses_the_given_duration():
     entries = [entry("a", 0, 4), entry("b", 0, 4)]
     assert overlap(entries, 6.0).efficiency == 0.5
 
@@ -179,5 +179,5 @@ def test_copies_and_kernels_overlap():
 
 
 @pytest.mark.slow
-def test_what_waits_for_each_other_does_not_overlap():
+def test_dependent_work_does_not_overlap():
     assert pipeline(overlapped=False).efficiency <= 0.05

@@ -103,7 +103,7 @@ def test_round_trip(plan, dtype, sent):
 
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("dtype", PICKLED, ids=str)
-def test_round_trip_of_what_is_pickled(dtype, sent):
+def test_round_trip_of_pickled_values(dtype, sent):
     old, new = ((3, 3), (4,)), ((6,), (1, 3))
     array = values(dtype, (6, 4))
     assert ChunkLayout.of(array, {}) is None
@@ -142,7 +142,7 @@ def test_masks_are_kept(sent):
         np.testing.assert_array_equal(got[index].filled(-1), want.filled(-1))
 
 
-def test_chunks_of_different_types_become_the_first_one_s_as_with_stock():
+def test_chunks_of_different_types_get_the_first_type_as_in_stock():
     old, new = ((4, 4), (6,)), ((8,), (3, 3))
     array = np.arange(48.0).reshape(8, 6)
     inputs = blocks(array, old)
@@ -171,7 +171,7 @@ def test_shards_do_not_keep_their_chunk():
 
 
 @pytest.mark.parametrize("dtype", [object, [("a", "i8"), ("b", object)]])
-def test_objects_count_as_what_they_take(dtype):
+def test_objects_count_with_their_measured_size(dtype):
     values = [bytes(5000 + n) for n in range(400)]
     chunk = np.array(
         [(n, v) for n, v in enumerate(values)] if dtype is not object else values, dtype
@@ -229,7 +229,7 @@ def test_damaged_shards_are_refused():
         arrays.unpack(b"pickle", Packed(buffer, 20, pickle_nbytes=8))
 
 
-def test_a_layout_is_read_again_where_the_interpreter_failed(monkeypatch):
+def test_parsing_a_layout_is_retried_after_a_system_error(monkeypatch):
     """As may happen if two threads parse at the same time."""
     layout = ChunkLayout(np.dtype("f4"), (3, 5, 7), False)
     read = np.lib.format.read_array_header_1_0

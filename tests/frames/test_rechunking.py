@@ -49,7 +49,7 @@ def blocks(array, chunks):
 
 @settings(derandomize=True)
 @given(rechunkings())
-def test_spans_are_stock_s_splits(plan):
+def test_spans_equal_stock_splits(plan):
     old, new = plan
     for axis, (one, other) in zip(split_axes(old, new), zip(old, new, strict=True), strict=True):
         ours = [

@@ -27,7 +27,7 @@ def pool():
     cupy.cuda.set_allocator(before)
 
 
-def test_arrays_that_find_no_room_make_others_leave(pool):
+def test_arrays_without_room_evict_others(pool):
     import cupy
 
     held = [cupy.full(4 * MIB, n, cupy.uint8) for n in range(4)]
@@ -55,7 +55,7 @@ def test_arrays_that_find_no_room_make_others_leave(pool):
     assert cupy.cuda.get_allocator() == pool.malloc
 
 
-def test_rmm_that_finds_no_room_makes_others_leave():
+def test_rmm_without_room_evicts_others():
     rmm = pytest.importorskip("rmm", reason="RMM is not installed")
     before = rmm.mr.get_per_device_resource(0)
     pool = rmm.mr.PoolMemoryResource(before, 16 * MIB, 16 * MIB)

@@ -85,7 +85,7 @@ def test_the_calls_that_are_made_exist():
 
 
 @needs_libraries
-def test_columns_over_memory_are_described_as_they_are_and_cudf_takes_them():
+def test_columns_over_memory_are_described_and_accepted_by_cudf():
     """No code reads the columns, so host memory suffices."""
     memory = EmulatedMemory(MEMORY_NBYTES)
     tables = CudfTables()
@@ -217,7 +217,7 @@ class TestCudf:
         got = adapter.concatenate(pieces)["v"]
         assert got.astype("str").to_arrow().to_pylist() == ["a", "b", "b", "c", "c", "a"]
 
-    def test_partition_numbers_that_are_missing_or_no_numbers(self):
+    def test_missing_and_invalid_partition_numbers(self):
         from dask_gpurt.shuffle.plan import ExchangePlan
 
         plan = ExchangePlan({0: "a", 1: "b"})
@@ -234,7 +234,7 @@ class TestCudf:
         with pytest.raises(TypeError, match="StructDtype"):
             adapter.open(frame)
 
-    def test_contents_that_lead_out_of_the_memory_are_refused(self):
+    def test_contents_beyond_the_memory_are_refused(self):
         frame = cudf.DataFrame({"slot": 0, "v": range(100), "t": ["ab"] * 100})
         adapter = DeviceFrames(CudfTables(), frame.iloc[:0], "slot", True, no_room)
         opened = adapter.open(frame)
@@ -307,7 +307,7 @@ def client():
 
 @needs_cudf
 @pytest.mark.parametrize("transport", ["auto", "ucx", "comm"])
-def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
+def test_shuffling_dask_cudf_equals_stock(client, transport):
     import dask
     import dask_cudf
 
@@ -339,7 +339,7 @@ def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
 
 @needs_cudf
 @pytest.mark.parametrize("dtype", ["int64", "float32", "str", "category", "datetime64[us]"])
-def test_a_series_of_dask_cudf_is_shuffled_as_stock_s(client, dtype):
+def test_shuffling_a_dask_cudf_series_equals_stock(client, dtype):
     """Compared as the frame of one column that Dask makes of it."""
     import dask_cudf
 
@@ -364,7 +364,7 @@ def test_a_series_of_dask_cudf_is_shuffled_as_stock_s(client, dtype):
 
 
 @needs_gpu
-def test_a_rechunk_of_cupy_s_arrays_stays_on_the_device(client):
+def test_a_rechunk_of_cupy_arrays_stays_on_the_device(client):
     import dask
     import dask.array as da
 

@@ -3,10 +3,10 @@
 The driver makes no decisions. So the code that decides is tested without a GPU, over a driver that
 follows the same rules (`tests/devices/emulated_cuda.py`).
 
-CuPy was chosen over cuda-core: kernels here are functions of CuPy arrays, and cuDF depends on CuPy,
-so it is installed wherever there are device values. A second library would have its own current
-device and current stream, which would have to be kept in step. Other libraries accept CuPy's
-streams through the protocol `__cuda_stream__`.
+CuPy was chosen over cuda-core. Kernels here are functions of CuPy arrays. cuDF depends on CuPy, so
+it is installed wherever there are device values. A second library would have its own current device
+and current stream, which would have to be kept in step. Other libraries accept CuPy's streams
+through the protocol `__cuda_stream__`.
 
 CuPy is imported when a driver is created, not before.
 """

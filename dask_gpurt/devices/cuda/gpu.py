@@ -274,7 +274,7 @@ class CudaDevice(BaseDevice):
             self._tidy_briefly()
 
     def _queue_free(self, allocation: _Allocation, stream: CudaStream) -> None:
-        # The host frees the memory after the event, not in stream order: a pool knows the stream
+        # The host frees the memory after the event, not in stream order. A pool knows the stream
         # that allocated the memory, but not the last stream that used it.
         allocation.is_freed = True
         self._allocations.remove(allocation)
@@ -357,8 +357,8 @@ class CudaDevice(BaseDevice):
     def _hold(self, stream: CudaStream, data: Bytes) -> None:
         """Keep host memory alive until the copy is done. CUDA does not do this.
 
-        Call this after queueing the copy: another thread may record an event at any time, and that
-        event must not stand for a copy that is queued later.
+        Call this after queueing the copy. Another thread may record an event at any time. Such an
+        event must not cover a copy that is queued later.
         """
         with self._lock:
             stream.held.append(data)

@@ -2,7 +2,7 @@
 
 Dask starts workers with a trim threshold of 64 KiB. This setting also stops glibc from raising its
 mmap threshold by itself. Every temporary above 128 KiB is then mapped, faulted in page by page, and
-unmapped again, which makes hashing a column more than twice as expensive.
+unmapped again. Hashing a column becomes more than twice as expensive.
 
 `PageKeeper` raises both thresholds while a run is active. When the last run ends, it returns free
 pages to the system and sets the thresholds that the environment asks for. If the environment sets

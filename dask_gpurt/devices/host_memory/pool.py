@@ -1,12 +1,12 @@
 """A pool of host memory for shards and outputs: huge pages, kept warm and reused.
 
-A naive exchange spends most of its time in page faults: the first touch of a fresh page costs
+A naive exchange spends most of its time in page faults. The first touch of a fresh page costs
 several times as much as copying into it. So buffers come from a pool of pages
 (`devices.host_memory.pages`), and return to it with their last view.
 
 Small buffers of one *lane* share pages. The caller puts buffers that die together into one lane,
 such as the shards of one range of output partitions. Their pages are then freed one by one while
-outputs are read, and hold the outputs next: the memory of the shards becomes the memory of the
+outputs are read, and hold the outputs next. So the memory of the shards becomes the memory of the
 result.
 
 The pool covers host memory only. It does not limit the memory in use; `shuffle.shards` has a
@@ -180,7 +180,7 @@ class HostPool:
 
     def close(self) -> None:
         """Stop sharing the memory with other processes. The pool still hands out buffers."""
-        # Under the lock, so that no thread builds or returns pages meanwhile: the number of a
+        # Under the lock, so that no thread builds or returns pages meanwhile. The number of a
         # closed file descriptor may belong to another file at once.
         with self._lock:
             self._pages.close()

@@ -1,7 +1,7 @@
 """A table of GPU architectures: the resources of one multiprocessor, and their allocation units.
 
 `devices.occupancy.resident_blocks` computes with these figures, in tests and on machines without a
-GPU. With a GPU, ask its driver: some boards have fewer multiprocessors than the table says (an H100
+GPU. With a GPU, ask its driver. Some boards have fewer multiprocessors than the table says (an H100
 on PCIe has 114), and partitions of a GPU have fewer still. The limits of one multiprocessor are the
 same on all boards of a compute capability, and plans depend on these limits only.
 

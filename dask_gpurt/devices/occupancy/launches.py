@@ -4,7 +4,8 @@ It covers raw, elementwise and reduction kernels. CuPy launches them with `cuLau
 address it looks up at its first call to the driver. At that moment, this module replaces the
 function in the library object that CuPy searches. Later, the address is fixed for the life of the
 process, and no other hook exists. So call `cupy_launches` when a worker starts, before CuPy calls
-the driver, and only if launches will be shaped: each launch then takes a detour through Python.
+the driver. Call it only if launches will be shaped, because each launch then takes a detour through
+Python.
 
 Three kinds of launches are not shaped. Cooperative launches use another driver function; they hang
 if fewer blocks are resident than they expect. Launches captured by a graph would keep the decision

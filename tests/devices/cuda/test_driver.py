@@ -172,7 +172,7 @@ def test_a_device_moves_bytes_through_it(cupy):
     assert cupy.cuda.runtime.current == 0, "the thread's own device is current again"
 
 
-def test_streams_wait_for_no_default_stream_and_events_keep_no_time(cupy):
+def test_streams_are_non_blocking_and_events_untimed(cupy):
     device = CudaDevice(CupyDriver(1), 1 << 20)
     urgent = device.stream("urgent", Priority.HIGH).handle
     usual = device.stream("usual").handle
@@ -209,7 +209,7 @@ def test_pinned_memory_is_an_array_that_keeps_it(cupy):
         CupyDriver(1).pin(2 << 20)
 
 
-def test_memory_comes_from_rmm_once_it_has_a_pool(cupy, monkeypatch):
+def test_memory_comes_from_rmm_if_it_has_a_pool(cupy, monkeypatch):
     """On a fake; the tests that need a GPU use the real RMM."""
 
     class CudaMemoryResource:
@@ -238,7 +238,7 @@ def test_memory_comes_from_rmm_once_it_has_a_pool(cupy, monkeypatch):
     assert driver.allocate(100, stream) == ("rmm", 100, stream)
 
 
-def test_the_default_stream_is_that_of_the_device(cupy):
+def test_the_driver_has_the_default_stream_of_its_device(cupy):
     driver = CupyDriver(1)
     event = driver.record(driver.default_stream)
     assert event.device_id == 1
@@ -287,7 +287,7 @@ def test_why_there_is_no_device(cupy, monkeypatch):
 # ------------------------------------------------------------------ the real CuPy
 
 
-def test_cupys_default_stream_is_of_whichever_device_is_current():
+def test_the_default_stream_belongs_to_the_current_device():
     cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
     assert (cuda.Stream.null.ptr, cuda.Stream.null.device_id) == (0, -1)
 
@@ -357,7 +357,7 @@ def test_cupys_pinned_memory_lives_as_long_as_an_array_of_it():
     assert is_there() is None
 
 
-def test_cupys_arrays_lie_where_their_pointers_point():
+def test_cupy_arrays_have_the_address_of_their_pointer():
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     memory = cupy.cuda.UnownedMemory(0x1000, 100, None, 0)
     pointer = cupy.cuda.MemoryPointer(memory, 0)

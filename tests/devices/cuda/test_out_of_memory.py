@@ -53,7 +53,7 @@ def cupy(pool, monkeypatch):
     return fake
 
 
-def test_who_finds_no_room_asks_and_tries_again(cupy, pool):
+def test_a_failed_allocation_calls_back_and_retries(cupy, pool):
     asked = []
 
     def make_room(nbytes):
@@ -69,13 +69,13 @@ def test_who_finds_no_room_asks_and_tries_again(cupy, pool):
     assert asked == [600, 600]
 
 
-def test_who_can_make_no_room_leaves_the_error_as_it_was(cupy):
+def test_a_callback_without_success_keeps_the_error(cupy):
     CallWhenFull(lambda nbytes: False)
     with pytest.raises(MemoryError, match="1001 bytes"):
         cupy.allocator(1001)
 
 
-def test_an_error_of_who_makes_room_is_not_hidden(cupy):
+def test_an_error_of_the_callback_is_raised(cupy):
     def fail(nbytes):
         raise OSError("no disk")
 
@@ -86,7 +86,7 @@ def test_an_error_of_who_makes_room_is_not_hidden(cupy):
         cupy.allocator(1001)
 
 
-def test_who_allocates_to_make_room_is_not_asked_to_make_some(cupy):
+def test_allocations_of_the_callback_do_not_call_it_again(cupy):
     asked = []
 
     def make_room(nbytes):
@@ -100,7 +100,7 @@ def test_who_allocates_to_make_room_is_not_asked_to_make_some(cupy):
     assert asked == [1001]
 
 
-def test_room_on_another_device_is_not_ours_to_make(cupy):
+def test_the_hook_ignores_other_devices(cupy):
     cupy.current = 1
     CallWhenFull(lambda nbytes: pytest.fail("asked"))
     with pytest.raises(MemoryError):
@@ -117,7 +117,7 @@ def test_it_can_be_taken_back(cupy, pool):
     assert hooks.installed == []
 
 
-def test_what_others_put_on_top_is_left(cupy):
+def test_hooks_installed_later_stay(cupy):
     hooks = CallWhenFull(lambda nbytes: True)
     cupy.allocator = theirs = lambda nbytes: nbytes
     hooks.uninstall()
@@ -203,7 +203,7 @@ def test_rmm_asks_for_room(rmm_pool, monkeypatch):
     assert rmm.mr.get_per_device_resource(0) is pool
 
 
-def test_cupy_that_allocates_from_rmm_is_hooked_once(rmm_pool, cupy, monkeypatch):
+def test_cupy_over_rmm_is_hooked_once(rmm_pool, cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "rmm", rmm_pool[0])
 
     def rmm_cupy_allocator(nbytes):

@@ -69,7 +69,7 @@ def test_a_range_is_named_by_lane_and_phase(monkeypatch):
     assert [made["category"] for made in domain.made] == ["communication", "copy"]
 
 
-def test_a_range_is_closed_by_an_error_and_does_not_hide_it():
+def test_a_range_closes_on_an_error_and_propagates_it():
     domain = FakeDomain()
     with pytest.raises(KeyError), Ranges(domain).open("compute", "task"):
         raise KeyError
@@ -86,7 +86,7 @@ def test_a_name_is_made_once():
     assert [what for what, _ in domain.seen()] == ["push", "push", "pop", "pop"] * 3
 
 
-def test_each_thread_closes_what_it_opened():
+def test_each_thread_closes_its_own_ranges():
     domain = FakeDomain()
     opened = Ranges(domain)
     both_open = threading.Barrier(2, timeout=60)
@@ -113,7 +113,7 @@ def test_each_thread_closes_what_it_opened():
     ],
     ids=["no package", "no profiler", "disabled"],
 )
-def test_nothing_happens_where_nobody_listens(monkeypatch, module):
+def test_a_range_does_nothing_without_a_profiler(monkeypatch, module):
     monkeypatch.setitem(sys.modules, "nvtx", module)
     assert listening_domain() is None
     with range_("compute", "task") as value:
@@ -122,7 +122,7 @@ def test_nothing_happens_where_nobody_listens(monkeypatch, module):
     assert range_("compute", "task") is range_("copy", "read")
 
 
-def test_whether_somebody_listens_is_asked_once(monkeypatch):
+def test_the_profiler_is_detected_once(monkeypatch):
     asked = []
     monkeypatch.setattr(ranges, "listening_domain", lambda: asked.append(1))
     for _ in range(5):

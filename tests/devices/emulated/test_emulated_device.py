@@ -142,7 +142,7 @@ def test_order_is_passed_on(device, streams):
     np.testing.assert_array_equal(read(third, buffer), noise(10))
 
 
-def test_being_done_is_no_order_until_somebody_looked(device, streams):
+def test_a_finished_copy_gives_no_order_until_the_host_checks(device, streams):
     """A copy that happens to be done proves nothing about the next run."""
     one, other = streams
     buffer = device.allocate(10, one)
@@ -171,7 +171,7 @@ def test_memory_is_not_freed_while_a_copy_of_another_stream_is_queued(device, st
 
 
 @pytest.mark.parametrize("use", ["copy", "kernel", "part", "free"])
-def test_what_was_freed_is_not_used(device, streams, use):
+def test_freed_memory_is_not_used(device, streams, use):
     one, _ = streams
     buffer = device.allocate(10, one)
     part = buffer.part(3, 4)
@@ -189,7 +189,7 @@ def test_what_was_freed_is_not_used(device, streams, use):
     assert device.used_nbytes == 0
 
 
-def test_what_is_refused_leaves_nothing_behind(device, streams):
+def test_a_refused_use_leaves_no_trace(device, streams):
     """A kernel that may use only one of two buffers has used neither."""
     one, other = streams
     mine = device.allocate(10, one)
@@ -209,7 +209,7 @@ def test_a_kernel_cannot_write_what_it_reads(device, streams):
         one.synchronize()
 
 
-def test_programs_out_of_order_are_found_or_do_no_harm():
+def test_programs_with_missing_order_are_refused_or_deterministic():
     """All accepted programs give the same result in every order that a device may choose."""
     outcomes = set()
 
@@ -251,7 +251,7 @@ def test_a_read_does_not_hide_a_read_of_another_stream(device, streams):
 
 
 @pytest.mark.parametrize("later", [(0, 4), (6, 4), (2, 6)])
-def test_a_write_hides_only_what_lies_within_it(device, streams, later):
+def test_a_write_hides_only_uses_of_its_own_bytes(device, streams, later):
     one, other = streams
     buffer = device.allocate(10, one)
     other.wait(one.record())
@@ -302,7 +302,7 @@ def test_nothing_runs_before_it_is_pumped():
     assert device.pump() == 0
 
 
-def test_a_host_buffer_that_is_read_before_the_event_is_poisoned():
+def test_host_memory_is_poisoned_until_the_event():
     device = pumped()
     stream = device.stream("only")
     buffer = device.allocate(10, stream)
@@ -315,7 +315,7 @@ def test_a_host_buffer_that_is_read_before_the_event_is_poisoned():
     np.testing.assert_array_equal(out, noise(10))
 
 
-def test_a_host_buffer_that_changes_before_the_event_is_copied_changed():
+def test_changes_of_host_memory_before_the_event_are_copied():
     device = pumped()
     stream = device.stream("only")
     buffer = device.allocate(10, stream)
@@ -357,7 +357,7 @@ def orders_of(seed):
     return tuple(done)
 
 
-def test_every_order_that_is_allowed_comes_up_and_no_other():
+def test_exactly_the_allowed_orders_occur():
     seen = {orders_of(seed) for seed in range(200)}
     assert seen == {
         ("a1", "a2", "b1", "b2"),
@@ -392,7 +392,7 @@ def test_a_kernel_that_waits_for_its_own_stream_does_not_hang():
         stream.synchronize()
 
 
-def test_room_that_is_about_to_be_freed_is_pumped_for():
+def test_allocation_pumps_queued_frees():
     device = pumped()
     stream = device.stream("only")
     asked = []
@@ -441,7 +441,7 @@ def test_copies_go_on_while_a_kernel_runs(threaded):
     compute.synchronize()
 
 
-def test_an_urgent_kernel_overtakes_those_that_wait(threaded):
+def test_an_urgent_kernel_overtakes_waiting_kernels(threaded):
     """At most one kernel runs before it."""
     compute = threaded.stream("compute")
     urgent = threaded.stream("communication", Priority.HIGH)
@@ -507,7 +507,7 @@ def test_an_urgent_copy_does_not():
     device.close()
 
 
-def test_closing_drops_what_has_not_begun():
+def test_closing_drops_queued_work():
     device = EmulatedDevice(CAPACITY)
     stream = device.stream("only")
     gate, ran, heard = Gate(), [], []
@@ -642,13 +642,13 @@ def test_an_array_is_read_into_place(device, streams):
 @pytest.mark.parametrize(
     "values", [np.array(["a", None]), np.arange(10)[::2], np.ones((3, 4)).T], ids=str
 )
-def test_what_cannot_be_on_a_device_is_refused(device, streams, values):
+def test_arrays_that_cannot_be_on_a_device_are_refused(device, streams, values):
     with pytest.raises(ValueError, match=r"objects|contiguous"):
         DeviceArray.from_host(values, device, streams[0])
     assert device.used_nbytes == 0
 
 
-def test_memory_goes_with_the_array_and_not_before_its_copies(device, streams):
+def test_memory_is_freed_with_the_array_after_its_copies(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.arange(100), device, one)
     got, event = array.to_host(other)
@@ -660,7 +660,7 @@ def test_memory_goes_with_the_array_and_not_before_its_copies(device, streams):
     assert device.used_nbytes == again.nbytes
 
 
-def test_an_array_that_dies_while_the_device_is_locked_is_not_waited_for(device, streams):
+def test_an_array_destructor_does_not_wait_for_the_device(device, streams):
     array = DeviceArray.from_host(np.arange(100), device, streams[0])
     cycle = [array]
     cycle.append(cycle)
@@ -675,7 +675,7 @@ def test_an_array_that_dies_while_the_device_is_locked_is_not_waited_for(device,
     assert device.used_nbytes == 0
 
 
-def test_a_use_that_an_array_does_not_know_of_is_found_when_it_dies(device, streams):
+def test_an_unknown_use_of_an_array_is_found_when_it_dies(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.zeros(10, dtype=np.uint8), device, one)
     other.wait(array.ready)
@@ -686,7 +686,7 @@ def test_a_use_that_an_array_does_not_know_of_is_found_when_it_dies(device, stre
     device.allocate(1, one)
 
 
-def test_a_use_that_an_array_was_told_of_is_in_order(device, streams):
+def test_a_recorded_use_of_an_array_is_ordered(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.zeros(10, dtype=np.uint8), device, one)
     other.wait(array.ready)

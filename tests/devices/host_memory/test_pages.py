@@ -101,7 +101,7 @@ def test_spare_pages_go_as_far_as_they_go(source, built):
     assert contents.all()
 
 
-def test_neighbours_of_a_page_that_moves_stay_where_they_are(source, built):
+def test_neighbours_of_a_moved_page_stay(source, built):
     first = source.build(3, [])
     _bytes_at(first, 3).reshape(3, PAGE_NBYTES)[:] = [[1], [2], [3]]
     elsewhere = source.build(1, [])
@@ -115,7 +115,7 @@ def test_neighbours_of_a_page_that_moves_stay_where_they_are(source, built):
     source.give_back(first + 2 * PAGE_NBYTES)
 
 
-def test_pages_that_were_stitched_can_be_spare_pages_again(source, built):
+def test_joined_pages_can_become_spare_pages_again(source, built):
     spare = [source.build(1, []) for _ in range(3)]
     address = source.build(3, spare)
     for number in range(3):
@@ -169,7 +169,7 @@ class UnalignedLibrary:
 
 
 @pytest.mark.parametrize("library", [lambda library: library, UnalignedLibrary])
-def test_what_alignment_costs_in_addresses_is_returned(source, monkeypatch, library):
+def test_addresses_lost_to_alignment_are_unmapped(source, monkeypatch, library):
     answer = library(pages._library())
     monkeypatch.setattr(pages, "_library", lambda: answer)
     before = _address_space_nbytes()
@@ -301,7 +301,7 @@ def test_neighbours_in_the_file_are_one_extent():
     source.give_back(address, 3)
 
 
-def test_memory_that_is_given_back_leaves_the_file():
+def test_returned_pages_are_punched_out_of_the_file():
     source = SharedPages()
     address = source.build(4, [])
     _bytes_at(address, 4)[:] = 1
@@ -314,7 +314,7 @@ def test_memory_that_is_given_back_leaves_the_file():
     assert os.fstat(source.fd).st_size == size, "places in the file are used again"
 
 
-def test_the_first_page_of_the_file_is_nobodys():
+def test_the_first_page_of_the_file_is_never_handed_out():
     source = SharedPages()
     os.pwrite(source.fd, b"signature", 0)
     address = source.build(2, [])
@@ -353,7 +353,7 @@ def test_closing_the_file_leaves_the_memory_in_use():
     PrivatePages().give_back(address)
 
 
-def test_a_forked_child_takes_nothing_from_its_parent():
+def test_a_forked_child_does_not_change_its_parents_pages():
     """A child must not change the bytes of shared pages, even when it exits."""
     pool = HostPool(4 * PAGE_NBYTES, source=SharedPages())
     spare = pool.empty(PAGE_NBYTES)

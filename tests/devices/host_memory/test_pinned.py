@@ -65,7 +65,7 @@ def test_any_part_can_be_read(start, nbytes, block_nbytes):
         np.testing.assert_array_equal(read(blocks, start, nbytes), values[start : start + nbytes])
 
 
-def test_the_system_is_asked_once_for_all_blocks_of_a_value():
+def test_all_blocks_of_a_value_are_pinned_in_one_call():
     pinner = Pinner()
     pool = PinnedPool(1000, 10, pinner)
     assert pinner.asked == [], "nothing before it is needed"
@@ -128,7 +128,7 @@ def test_the_cap_is_whole_blocks():
     assert pool.used_nbytes == 1000
 
 
-def test_what_does_not_fit_takes_nothing():
+def test_a_value_that_does_not_fit_takes_no_memory():
     pinner = Pinner()
     pool = PinnedPool(1000, 100, pinner)
     with pytest.raises(MemoryError):
@@ -160,7 +160,7 @@ def test_memory_given_back_cannot_be_used():
     assert (pool.used_nbytes, pool.idle_nbytes) == (0, 300)
 
 
-def test_idle_blocks_are_served_while_others_are_pinned():
+def test_idle_blocks_are_handed_out_while_others_are_pinned():
     """Pinning takes milliseconds. Requests that idle blocks satisfy must not wait for it."""
     entered, go_on = threading.Event(), threading.Event()
     slow = False

@@ -104,7 +104,7 @@ def test_devices_are_found_by_name(device_name, name):
 @pytest.mark.parametrize(
     "device_name", ["", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA A10G", "A1000", "Tesla P100"]
 )
-def test_devices_that_resemble_one_are_not_taken_for_it(device_name):
+def test_similar_device_names_do_not_match(device_name):
     assert gpu_named(device_name) is None
 
 

@@ -229,7 +229,7 @@ def test_worked_figures(name):
         (GFX90A, Launch(256, 129), 3, {Limit.REGISTERS}),
     ],
 )
-def test_what_binds(architecture, launch, blocks, binding):
+def test_binding_limits(architecture, launch, blocks, binding):
     found = occupancy(architecture, launch)
     assert found.blocks == blocks
     assert found.binding == binding
@@ -268,7 +268,7 @@ def test_asking_for_more_never_lets_in_more(architecture, launch, more):
 
 
 @given(architectures, launches, st.integers(0, 255), st.integers(1, 1024))
-def test_needing_more_registers_or_threads_never_lets_in_more(architecture, launch, r, t):
+def test_more_registers_or_threads_never_allow_more_blocks(architecture, launch, r, t):
     larger = replace(launch, registers=max(r, launch.registers), threads=max(t, launch.threads))
     assert occupancy(architecture, larger).blocks <= occupancy(architecture, launch).blocks
 
@@ -290,7 +290,7 @@ def test_leaving_fewer_takes_more(architecture, launch):
 
 
 @given(architectures, launches)
-def test_the_fewest_and_the_most_are_the_ends_of_what_can_be_left(architecture, launch):
+def test_fewest_and_most_are_the_extreme_plans(architecture, launch):
     exact = [plan(architecture, launch, k, pending=True) for k in range(1, 33)]
     plans = [one for one in exact if isinstance(one, Plan)]
     fewest = plan(architecture, launch, "fewest", pending=True)
@@ -313,9 +313,7 @@ def test_nothing_is_shaped_while_nothing_is_pending(architecture, launch, leave)
 
 
 @given(architectures, launches, launches, st.booleans())
-def test_what_is_planned_for_fits_and_with_one_more_it_would_not(
-    architecture, launch, other, on_turnover
-):
+def test_a_plan_leaves_room_and_one_more_block_would_not(architecture, launch, other, on_turnover):
     found = plan_beside(architecture, launch, other, pending=True, on_turnover=on_turnover)
     ended = int(on_turnover)
     if isinstance(found, Plan):
@@ -348,7 +346,7 @@ def test_blocks_that_bind_are_named():
     assert found == Refusal(Reason.FEW_ALREADY, 32, frozenset({Limit.BLOCKS}))
 
 
-def test_shared_memory_that_binds_already_is_named():
+def test_a_refusal_names_shared_memory_that_binds():
     found = plan(SM90, Launch(128, 32, dynamic_nbytes=100 * KIB), 2, pending=True)
     assert found == Refusal(Reason.FEW_ALREADY, 2, frozenset({Limit.SHARED_MEMORY}))
 
@@ -388,7 +386,7 @@ def test_granules_too_coarse_for_a_number():
 
 
 @pytest.mark.parametrize("leave", [0, -1])
-def test_leaving_none_is_a_mistake(leave):
+def test_leaving_no_block_is_an_error(leave):
     with pytest.raises(ValueError, match="at least one must run"):
         plan(SM90, Launch(128, 32), leave, pending=True)
 
@@ -397,7 +395,7 @@ def test_leaving_none_is_a_mistake(leave):
 COLLECTIVE = Launch(640, 96, static_nbytes=36 * KIB, dynamic_nbytes=82240)
 
 
-def test_a_collectives_kernel_fits_beside_no_block_of_a_usual_one():
+def test_a_collective_kernel_fits_beside_no_block_of_a_usual_kernel():
     """A planner that considered only shared memory would find room that does not exist."""
     found = plan_beside(SM90, Launch(256, 64), COLLECTIVE, pending=True)
     assert found == Refusal(Reason.NO_ROOM, 4, frozenset({Limit.REGISTERS, Limit.SHARED_MEMORY}))
@@ -406,7 +404,7 @@ def test_a_collectives_kernel_fits_beside_no_block_of_a_usual_one():
     assert found == Refusal(Reason.NO_ROOM, 4, frozenset({Limit.REGISTERS}))
 
 
-def test_a_collectives_kernel_fits_once_a_block_has_ended():
+def test_a_collective_kernel_fits_after_a_block_ends():
     found = plan_beside(SM90, Launch(256, 64), COLLECTIVE, pending=True, on_turnover=True)
     assert isinstance(found, Plan)
     assert found.blocks == 1
@@ -425,7 +423,7 @@ def test_nothing_is_changed_where_there_is_room():
     assert found.reason is Reason.FITS_ALREADY
 
 
-def test_neither_kernel_may_be_one_that_does_not_run():
+def test_both_kernels_must_be_able_to_run():
     never = Launch(2000, 32)
     for one, other in ((never, Launch(32, 32)), (Launch(32, 32), never)):
         assert plan_beside(SM90, one, other, pending=True).reason is Reason.DOES_NOT_RUN

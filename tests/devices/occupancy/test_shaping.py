@@ -112,7 +112,7 @@ def launch(hook, kernel="k", shared_nbytes=0, block=BLOCK, stream=7):
 # ------------------------------------------------------------------ what launches carry
 
 
-def test_launches_carry_the_planned_bytes_and_are_else_as_they_were(hook, driver):
+def test_intercepted_launches_change_only_their_shared_memory(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
     assert driver.launches == [Made("k", GRID, BLOCK, TWO, 7)]
@@ -134,7 +134,7 @@ def test_unshaped_after_an_error_inside(hook, driver):
     assert driver.carried == [0]
 
 
-def test_a_hook_that_is_switched_off_changes_nothing(driver):
+def test_a_disabled_hook_changes_nothing(driver):
     hook = LaunchHook(driver, enabled=False)
     planner = CountingPlanner(2)
     with shaped(planner, always, hook):
@@ -157,7 +157,7 @@ def test_unshaped_while_nothing_is_pending(hook, driver):
     assert driver.carried == [0, TWO, TWO, 0]
 
 
-def test_a_launchs_own_shared_memory_is_never_made_less(hook, driver):
+def test_shaping_never_lowers_a_launchs_shared_memory(hook, driver):
     """The plan leaves it unchanged, and a planner that asks for less is ignored."""
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook, shared_nbytes=48 * KIB)
@@ -167,7 +167,7 @@ def test_a_launchs_own_shared_memory_is_never_made_less(hook, driver):
     assert driver.carried == [48 * KIB, 1024]
 
 
-def test_what_the_planner_is_told(driver):
+def test_the_planner_gets_the_resources_of_the_launch(driver):
     driver.registers, driver.static_nbytes = 40, 3 * KIB
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
@@ -177,7 +177,7 @@ def test_what_the_planner_is_told(driver):
     assert driver.carried == [TWO - 3 * KIB]
 
 
-def test_a_launch_with_more_threads_than_the_kernel_can_have_is_the_drivers_to_refuse(hook, driver):
+def test_the_driver_refuses_launches_with_too_many_threads(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook, block=(1025, 1, 1))
     assert driver.carried == [0]
@@ -199,7 +199,7 @@ def test_decisions_say_why(hook, driver):
 # ------------------------------------------------------------------ more than 48 KiB
 
 
-def test_a_kernel_is_allowed_more_once_before_it_is_launched_with_it(hook, driver):
+def test_the_allowance_is_raised_once_before_the_launch(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         for _ in range(5):
             launch(hook)
@@ -208,14 +208,14 @@ def test_a_kernel_is_allowed_more_once_before_it_is_launched_with_it(hook, drive
     assert driver.carried == [TWO] * 5
 
 
-def test_a_kernel_that_needs_no_more_is_left_alone(hook, driver):
+def test_a_kernel_without_a_larger_plan_is_unchanged(hook, driver):
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook)
     assert driver.carried == [FOUR]
     assert driver.allowances == []
 
 
-def test_what_a_kernel_is_allowed_only_grows(hook, driver):
+def test_the_allowance_of_a_kernel_only_grows(hook, driver):
     """The kernel's owner may have launches that need the allowance."""
     driver.set_max_dynamic_shared("k", 200 * KIB)
     with shaped(Planner(SM90, 2), always, hook):
@@ -225,7 +225,7 @@ def test_what_a_kernel_is_allowed_only_grows(hook, driver):
     assert driver.allowances == [("k", 200 * KIB)]
 
 
-def test_a_device_that_does_not_allow_it_runs_the_launch_as_it_was():
+def test_a_device_that_refuses_the_allowance_runs_the_launch_unchanged():
     """The table promised that it would."""
     driver = FakeDriver(opt_in_nbytes=64 * KIB)
     hook = LaunchHook(driver, enabled=True)
@@ -240,7 +240,7 @@ def test_a_device_that_does_not_allow_it_runs_the_launch_as_it_was():
     assert "bytes" in str(decided.why)
 
 
-def test_a_refused_launch_is_made_again_as_it_was_and_not_tried_again(hook, driver):
+def test_a_refused_launch_is_repeated_unchanged_and_remembered(hook, driver):
     """Meanwhile, the kernel's owner has reset the allowance to its own need."""
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -254,7 +254,7 @@ def test_a_refused_launch_is_made_again_as_it_was_and_not_tried_again(hook, driv
     assert decided.nbytes == 0
 
 
-def test_a_launch_that_is_refused_as_it_was_says_so(hook, driver):
+def test_a_refusal_of_the_original_launch_is_raised(hook, driver):
     with (
         shaped(Planner(SM90, 2), always, hook),
         pytest.raises(LaunchRefusedError, match=str(100 * KIB)),
@@ -262,7 +262,7 @@ def test_a_launch_that_is_refused_as_it_was_says_so(hook, driver):
         launch(hook, shared_nbytes=100 * KIB, block=(512, 1, 1))
 
 
-def test_another_error_of_a_launch_is_not_taken_for_a_refusal(hook, driver, monkeypatch):
+def test_other_launch_errors_are_not_refusals(hook, driver, monkeypatch):
     """The launch may have run. A second launch would repeat its work."""
     tried = []
 
@@ -276,7 +276,7 @@ def test_another_error_of_a_launch_is_not_taken_for_a_refusal(hook, driver, monk
     assert len(tried) == 1
 
 
-def test_a_kernel_that_was_unloaded_is_asked_about_again(hook, driver):
+def test_an_unloaded_kernel_is_decided_again(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         launch(hook, kernel="other")
@@ -291,7 +291,7 @@ def test_a_kernel_that_was_unloaded_is_asked_about_again(hook, driver):
 # ------------------------------------------------------------------ what fails costs the shape only
 
 
-def test_a_planner_that_fails_leaves_the_launch_as_it_was(hook, driver):
+def test_a_failing_planner_leaves_the_launch_unchanged(hook, driver):
     asked = []
 
     def fails(one):
@@ -307,7 +307,7 @@ def test_a_planner_that_fails_leaves_the_launch_as_it_was(hook, driver):
     assert "planned for nobody" in str(decided.why)
 
 
-def test_attributes_that_fail_leave_the_launch_as_it_was(hook, driver, monkeypatch):
+def test_failing_attributes_leave_the_launch_unchanged(hook, driver, monkeypatch):
     monkeypatch.setattr(driver, "attributes", lambda kernel: 1 // 0)
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -315,7 +315,7 @@ def test_attributes_that_fail_leave_the_launch_as_it_was(hook, driver, monkeypat
     assert "ZeroDivisionError" in str(hook.decisions()[0].why)
 
 
-def test_a_pending_that_fails_leaves_the_launch_as_it_was(hook, driver):
+def test_a_failing_pending_leaves_the_launch_unchanged(hook, driver):
     def pending():
         raise RuntimeError("no ledger")
 
@@ -328,7 +328,7 @@ def test_a_pending_that_fails_leaves_the_launch_as_it_was(hook, driver):
 # ------------------------------------------------------------------ nesting
 
 
-def test_the_inner_scope_holds_and_the_outer_one_comes_back(hook, driver):
+def test_an_inner_scope_replaces_the_outer_one_until_it_ends(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         with shaped(Planner(SM90, 4), always, hook):
@@ -337,7 +337,7 @@ def test_the_inner_scope_holds_and_the_outer_one_comes_back(hook, driver):
     assert driver.carried == [TWO, FOUR, TWO]
 
 
-def test_an_inner_scope_with_nothing_pending_is_unshaped(hook, driver):
+def test_an_inner_scope_without_pending_work_is_unshaped(hook, driver):
     with shaped(Planner(SM90, 2), always, hook), shaped(Planner(SM90, 4), lambda: False, hook):
         launch(hook)
     assert driver.carried == [0]
@@ -424,7 +424,7 @@ class Door:
         self.lock.release()
 
 
-def test_a_kernel_that_many_threads_meet_at_once_is_decided_once(driver, monkeypatch):
+def test_many_threads_decide_a_new_kernel_once(driver, monkeypatch):
     """The first thread stays inside until all others have found no decision."""
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
@@ -480,7 +480,7 @@ def test_coroutines_of_one_thread_do_not_shape_each_others_launches(hook, driver
 # ------------------------------------------------------------------ what it costs
 
 
-def test_a_launch_that_was_decided_asks_nobody_but_pending(hook, driver):
+def test_a_decided_launch_asks_only_pending(hook, driver):
     planner = CountingPlanner(2)
     n_asked = 0
 
@@ -498,7 +498,7 @@ def test_a_launch_that_was_decided_asks_nobody_but_pending(hook, driver):
     assert driver.allowances == [("k", TWO)]
 
 
-def test_what_is_remembered_is_bounded(hook, driver, monkeypatch):
+def test_the_number_of_decisions_is_bounded(hook, driver, monkeypatch):
     monkeypatch.setattr(shaping, "_MOST_DECISIONS", 10)
     for leave in range(1, 25):
         with shaped(Planner(SM90, leave), always, hook):

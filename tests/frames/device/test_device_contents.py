@@ -51,12 +51,12 @@ def changed(number: int, **fields) -> tuple[DeviceColumn, ...]:
     return tuple(columns)
 
 
-def test_what_was_written_is_read():
+def test_contents_round_trip():
     assert decode(encode(COLUMNS), N_ROWS, MEMORY_NBYTES) == COLUMNS
 
 
 @pytest.mark.parametrize("n_rows", [0, 3])
-def test_a_table_without_columns_has_any_number_of_rows(n_rows):
+def test_a_table_without_columns_allows_any_number_of_rows(n_rows):
     assert decode(encode(()), n_rows, 0) == ()
 
 
@@ -109,7 +109,7 @@ OFFSETS = DeviceColumn("INT32", 6, offset=128, nbytes=24)
     ],
     ids=str,
 )
-def test_what_contradicts_itself_is_refused(columns):
+def test_inconsistent_layouts_are_refused(columns):
     with pytest.raises(ValueError):
         decode(encode(columns), N_ROWS, MEMORY_NBYTES)
 
@@ -135,7 +135,7 @@ def test_contents_cut_short_are_refused(end):
         decode(encode(COLUMNS)[:end], N_ROWS, MEMORY_NBYTES)
 
 
-def test_numbers_of_types_are_never_given_to_others():
+def test_type_numbers_never_change():
     """The wire format uses the numbers."""
     assert TYPES[:4] == ("INT8", "INT16", "INT32", "INT64")
     assert TYPES[21:] == ("DECIMAL32", "DECIMAL64", "DECIMAL128", "STRING", "LIST", "STRUCT")

@@ -60,7 +60,7 @@ class TestOnTheDevice(DeviceSuite):
         assert all(body.packed.is_on_device for body, _ in bodies)
         assert EmulatedMemory.copied_nbytes == before
 
-    def test_only_the_contents_of_one_that_arrives_are_read(self):
+    def test_only_the_contents_of_an_arriving_shard_are_read(self):
         frame = self.frame(1_000, 0)
         adapter = self.adapter(frame)
         before = EmulatedMemory.copied_nbytes
@@ -83,7 +83,7 @@ class TestWithoutRoom(DeviceSuite):
         assert EmulatedMemory.used_nbytes == before
         assert not any(body.packed.is_on_device for body, _ in bodies)
 
-    def test_one_that_an_output_needs_is_brought_back_once(self):
+    def test_a_shard_returns_to_the_device_once(self):
         frame = self.frame(1_000, 0)
         adapter = self.adapter(frame)
         (body, _), *_ = self.shards(adapter, frame, leaves=False)
@@ -118,7 +118,7 @@ def adapter_for(frame):
     return DeviceFrames(EmulatedTables(), frame.iloc[:0], "slot", True, no_room)
 
 
-def test_memory_of_the_host_comes_from_where_it_is_said():
+def test_host_memory_comes_from_the_given_allocator():
     frame = pd.DataFrame({"slot": np.zeros(100, int), "a": np.arange(100)})
     handed_out = []
 
@@ -188,7 +188,7 @@ def test_a_layout_comes_back():
         {"a": 1},
     ],
 )
-def test_what_is_no_layout_of_one_column_is_refused(plain):
+def test_invalid_column_layouts_are_refused(plain):
     with pytest.raises(ValueError, match="not the layout"):
         DeviceLayout.from_key(msgpack.packb(plain), 1)
 

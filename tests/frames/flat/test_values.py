@@ -194,7 +194,7 @@ def test_arrays(name):
     assert_same(there_and_back(ARRAYS[name]), ARRAYS[name])
 
 
-def test_a_subclass_keeps_what_it_has_besides():
+def test_a_subclass_keeps_its_extra_state():
     assert there_and_back(ARRAYS["subclass"]).tag == "tag"
 
 
@@ -220,7 +220,7 @@ def test_arrays_are_not_copied(name):
     assert np.shares_memory(restore(flat.header, buffers), buffers[0])
 
 
-def test_what_is_repeated_is_kept_once():
+def test_repeated_elements_are_stored_once():
     assert flatten(np.broadcast_to(np.float64(1), (1000, 1000))).buffers[0].nbytes == 8
     assert flatten(np.broadcast_to(np.arange(10.0), (1000, 10))).buffers[0].nbytes == 80
 
@@ -462,7 +462,7 @@ def blocks_of(frame):
     return [np.asarray(block.values) for block in frame._mgr.blocks]
 
 
-def test_frames_are_not_copied_whatever_the_order_of_their_blocks():
+def test_frames_are_not_copied_for_any_block_order():
     rng = np.random.default_rng(0)
     rows_first = pd.DataFrame(rng.random((1000, 8)), copy=False)
     columns_first = pd.DataFrame({str(i): rng.random(1000) for i in range(8)})
@@ -478,7 +478,7 @@ def test_frames_are_not_copied_whatever_the_order_of_their_blocks():
         assert_same(got, frame)
 
 
-def test_what_a_wide_frame_costs_does_not_grow_with_its_columns():
+def test_the_cost_of_a_wide_frame_does_not_grow_with_its_columns():
     def counts(n_columns):
         frame = pd.DataFrame(np.ones((10, n_columns)), columns=pd.RangeIndex(n_columns))
         frame = pd.concat([frame, frame.astype("i4")], axis=1, ignore_index=True)
@@ -561,7 +561,7 @@ def test_tables_without_rows_or_columns():
         assert there_and_back(value).num_rows == value.num_rows
 
 
-def test_a_slice_of_an_arrow_array_keeps_itself_and_not_its_parent():
+def test_an_arrow_slice_does_not_keep_its_parent():
     for name in ("integers", "bits", "text", "large text", "bytes of one length", "dictionary"):
         parent = pa.concat_arrays([ARROW[name]] * 10_000)
         flat = flatten(parent.slice(200_003, 17))
@@ -668,7 +668,7 @@ def test_any_tree(tree):
     assert_same(there_and_back(tree), tree)
 
 
-def test_buffers_of_what_is_pickled_are_views():
+def test_buffers_of_pickled_values_are_views():
     array = np.arange(1000.0)
     flat = flatten(Point(array, read_only(np.arange(500))))
     assert np.shares_memory(flat.buffers[0], array)
@@ -702,7 +702,7 @@ def test_other_ways_to_pickle_are_used():
         restore(flat.header, copies_of(flat))
 
 
-def test_what_stands_in_a_value_twice_is_kept_once():
+def test_objects_that_occur_twice_are_stored_once():
     array, frame = np.arange(1000), pd.DataFrame({"a": np.arange(1000)})
     value = [array, (frame, array), {"x": frame}, array]
     flat = flatten(value)
@@ -738,7 +738,7 @@ def test_a_list_too_deep_to_go_down():
     assert_same(got, inner)
 
 
-def test_what_cannot_be_kept_is_named():
+def test_errors_name_the_unpicklable_type():
     with pytest.raises(TypeError, match=r"test_values\.Unpicklable"):
         flatten(Unpicklable())
     with pytest.raises(TypeError, match=r"test_values\.Gaps"):
@@ -773,7 +773,7 @@ def test_objects_of_one_value_still_refer_to_one_another(wrap):
     assert_same(items[3], history)
 
 
-def test_keys_may_be_tuples_and_labels_dates_where_frames_are_taken_apart():
+def test_dict_keys_may_be_tuples_and_labels_may_be_dates():
     frame = pd.DataFrame({"a": np.arange(100)})
     value = {
         ("x", 1): frame,
@@ -815,7 +815,7 @@ def test_a_damaged_header_is_a_value_error(number):
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
-def test_buffers_that_are_not_those_of_the_header_are_a_value_error(number):
+def test_buffers_of_another_header_are_a_value_error(number):
     flat = flatten(DAMAGED[number])
     buffers = copies_of(flat)
     for wrong in (
@@ -854,7 +854,7 @@ def replaced(node, target, leaf):
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
 @pytest.mark.parametrize("leaf", [None, -1, 1 << 40, "?", [], b""])
-def test_a_node_that_contradicts_itself_is_no_worse_than_a_value_error(number, leaf):
+def test_an_inconsistent_node_is_a_value_error_or_a_value(number, leaf):
     """A wrong header with a valid checksum gives an error or another value, never a crash."""
     flat = flatten(DAMAGED[number])
     sizes, node = msgpack.unpackb(flat.header[values._PREAMBLE.size :])
@@ -871,7 +871,7 @@ def test_a_node_that_contradicts_itself_is_no_worse_than_a_value_error(number, l
     "error", [ModuleNotFoundError("gone"), KeyError("k"), MemoryError("no"), OSError(2, "gone")]
 )
 @pytest.mark.parametrize("column", [False, True])
-def test_an_error_of_a_class_that_does_not_come_back_is_raised_as_it_is(error, column):
+def test_an_error_of_the_values_class_is_raised_unchanged(error, column):
     def loads(data, *, buffers=()):
         raise error
 
@@ -906,7 +906,7 @@ def test_an_index_and_its_categories_of_one_name():
     assert_same(there_and_back(index), index)
 
 
-def test_what_is_one_in_memory_does_not_become_writable():
+def test_elements_that_share_memory_do_not_become_writable():
     row = np.broadcast_to(np.array([1.0, 2.0, 3.0]), (4, 3))
     for value in (pd.DataFrame(row, copy=False), pd.Series(row[:, 0], copy=False)):
         found = there_and_back(value)
