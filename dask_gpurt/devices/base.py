@@ -17,7 +17,11 @@ from dask_gpurt.devices.device import Buffer, Event, HostMemory, OnFull, Stream
 from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
 
 A = TypeVar("A", bound="_Allocation")
-T = TypeVar("T")
+T = TypeVar("T", bound="_Owned")
+
+
+class _Owned(Protocol):
+    device: Any
 
 
 class _Allocation(Protocol):
@@ -38,12 +42,9 @@ class Span(Generic[A]):
 
     def __init__(self, allocation: A, start: int, nbytes: int) -> None:
         self.allocation = allocation
+        self.device = allocation.device
         self.start = start
         self.nbytes = nbytes
-
-    @property
-    def device(self) -> Any:
-        return self.allocation.device
 
     def part(self, start: int, nbytes: int) -> Self:
         if not 0 <= start <= start + nbytes <= self.nbytes:
@@ -74,13 +75,7 @@ class BaseStream:
 
 
 class BaseDevice:
-    """The owner checks and the deferred freeing that all devices share.
-
-    Parameters
-    ----------
-    lock
-        The lock of the device.
-    """
+    """The owner checks and the deferred freeing that all devices share."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._lock = lock
@@ -96,11 +91,14 @@ class BaseDevice:
     def free_later(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
         self._dead.append((buffer, stream, list(events)))
 
-    def _own(self, thing: Any, kind: type[T], what: str) -> T:
-        """Return a buffer, stream or event of this device; raise ValueError for any other."""
-        if not isinstance(thing, kind) or getattr(thing, "device", None) is not self:
-            raise ValueError(f"{what} belongs to another device")
-        return thing
+    def _own(self, things: Iterable[Any], kind: type[T], what: str) -> list[T]:
+        """Return buffers, streams or events of this device; raise ValueError for any others."""
+        mine = []
+        for thing in things:
+            if not isinstance(thing, kind) or thing.device is not self:
+                raise ValueError(f"{what} belongs to another device")
+            mine.append(thing)
+        return mine
 
 
 def require_whole(buffer: Span[Any]) -> None:
@@ -110,26 +108,14 @@ def require_whole(buffer: Span[Any]) -> None:
 
 
 def source_bytes(source: HostMemory, target: Span[Any]) -> Bytes:
-    """Return the host memory that a copy to the device reads, as bytes.
-
-    Raises
-    ------
-    ValueError
-        The two differ in length, or the host memory is not contiguous.
-    """
+    """Return the bytes that a copy to the device reads, after the checks of `Stream.to_device`."""
     data = _bytes_of(source)
     _require_same_length(target.nbytes, data.nbytes)
     return data
 
 
 def target_bytes(target: HostMemory, source: Span[Any]) -> Bytes:
-    """Return the host memory that a copy from the device fills, as bytes.
-
-    Raises
-    ------
-    ValueError
-        The two differ in length, or the host memory is read-only or not contiguous.
-    """
+    """Return the bytes that a copy to the host fills, after the checks of `Stream.to_host`."""
     data = _bytes_of(target)
     _require_same_length(data.nbytes, source.nbytes)
     if not data.flags.writeable:

@@ -222,7 +222,7 @@ class CudaDevice(BaseDevice):
             return self._used_nbytes
 
     def allocate(self, nbytes: int, stream: Stream) -> CudaBuffer:
-        mine = self._own(stream, CudaStream, "a stream")
+        (mine,) = self._own([stream], CudaStream, "a stream")
         while True:
             with self._lock:
                 self._require_open()
@@ -264,7 +264,7 @@ class CudaDevice(BaseDevice):
             self._used_nbytes -= nbytes
 
     def _free(self, buffer: CudaBuffer, stream: Stream) -> None:
-        mine = self._own(stream, CudaStream, "a stream")
+        (mine,) = self._own([stream], CudaStream, "a stream")
         require_whole(buffer)
         with self._lock:
             self._require_open()
@@ -347,7 +347,7 @@ class CudaDevice(BaseDevice):
             return event
 
     def _make_wait(self, stream: CudaStream, event: Event) -> None:
-        mine = self._own(event, CudaEvent, "an event")
+        (mine,) = self._own([event], CudaEvent, "an event")
         with self._lock:
             self._require_open()
             self.driver.make_wait(stream.handle, mine.handle)
@@ -368,7 +368,8 @@ class CudaDevice(BaseDevice):
             raise RuntimeError(f"device {self.name!r} is closed")
 
     def _own_memory(self, buffers: Iterable[Buffer]) -> list[CudaBuffer]:
-        mine = [self._own(buffer, CudaBuffer, "memory") for buffer in buffers]
-        if any(buffer.allocation.is_freed for buffer in mine):
-            raise HazardError("memory is used after it was freed")
+        mine = self._own(buffers, CudaBuffer, "memory")
+        for buffer in mine:
+            if buffer.allocation.is_freed:
+                raise HazardError("memory is used after it was freed")
         return mine

@@ -198,7 +198,7 @@ class EmulatedDevice(BaseDevice):
             return self._used_nbytes
 
     def allocate(self, nbytes: int, stream: Stream) -> EmulatedBuffer:
-        mine = self._own(stream, EmulatedStream, "a stream")
+        (mine,) = self._own([stream], EmulatedStream, "a stream")
         while True:
             with self._lock:
                 self._begin()
@@ -226,7 +226,7 @@ class EmulatedDevice(BaseDevice):
         return EmulatedBuffer(allocation, 0, nbytes)
 
     def _free(self, buffer: EmulatedBuffer, stream: Stream) -> None:
-        mine = self._own(stream, EmulatedStream, "a stream")
+        (mine,) = self._own([stream], EmulatedStream, "a stream")
         require_whole(buffer)
         with self._lock:
             self._begin()
@@ -336,7 +336,7 @@ class EmulatedDevice(BaseDevice):
             return event
 
     def _make_wait(self, stream: EmulatedStream, event: Event) -> None:
-        mine = self._own(event, EmulatedEvent, "an event")
+        (mine,) = self._own([event], EmulatedEvent, "an event")
         with self._lock:
             self._begin()
             self._queue_wait(stream, mine)
@@ -363,4 +363,4 @@ class EmulatedDevice(BaseDevice):
             raise event.signal.error
 
     def _own_memory(self, buffers: Iterable[Buffer]) -> list[EmulatedBuffer]:
-        return [self._own(buffer, EmulatedBuffer, "memory") for buffer in buffers]
+        return self._own(buffers, EmulatedBuffer, "memory")
