@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import cache
 
 from dask_gpurt.devices.cuda.driver import CupyDriver
-from dask_gpurt.devices.device_budget import DeviceRoom
+from dask_gpurt.devices.device_budget import DeviceBudget
 
 #: Share of a device's memory that shards may take: the same as their default share of the host's.
 DEVICE_SHARE = 0.3
 
 
 @cache
-def device_room() -> DeviceRoom:
+def device_room() -> DeviceBudget:
     """Return the budget that all shuffles of this process share. This needs a device."""
-    return DeviceRoom(int(DEVICE_SHARE * CupyDriver().total_nbytes))
+    return DeviceBudget(int(DEVICE_SHARE * CupyDriver().total_nbytes))
 
 
 def shards_on_device_nbytes() -> int:

@@ -14,7 +14,7 @@ from dask.sizeof import sizeof
 from distributed.protocol import cuda
 
 from dask_gpurt.devices.array import DeviceArray
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.plugins.memory.gpu_store import (
     GpuFacts,
@@ -117,7 +117,7 @@ def test_dask_takes_a_value_apart_and_puts_it_together():
 
 def test_dask_counts_what_an_array_takes_on_its_device():
     register_sizeof()
-    device = HostDevice(1 << 20, choose=lambda n: 0)
+    device = EmulatedDevice(1 << 20, choose=lambda n: 0)
     array = DeviceArray.from_host(np.zeros((100, 1000)), device, device.stream("one"))
     assert sizeof(array) == 800_000
     assert sizeof([array]) >= 800_000
