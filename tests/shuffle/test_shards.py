@@ -726,7 +726,7 @@ def test_a_want_of_descriptors_passes_and_is_reported_once(tmp_path, caplog):
     rig.store.make_room()
     assert rig.budget.used_nbytes == 0
     (report,) = [r for r in caplog.records if r.name == "dask_gpurt.shuffle"]
-    assert (report.levelno, "tried again" in report.message) == (logging.WARNING, True)
+    assert (report.levelno, "will retry" in report.message) == (logging.WARNING, True)
     rig.store.seal()
     assert [_read(rig.store, slot) for slot in range(3)] == [_rows(0, s, 2) for s in range(3)]
 
@@ -833,7 +833,7 @@ def test_other_bytes_than_were_written_are_an_error_before_anybody_parses_them(t
     rig.store.seal()
     (path,) = rig.files
     damage(path, *(shard.on_disk[1].position for shard in shards))
-    with pytest.raises(ShardStorageError, match="gave back other bytes"):
+    with pytest.raises(ShardStorageError, match="returned other bytes"):
         rig.store.pieces(0)
     assert rig.budget.used_nbytes == 0
 
@@ -850,7 +850,7 @@ def test_each_byte_of_a_file_is_checked(tmp_path, nbytes):
     (path,) = files_of(tmp_path)
     for position in sorted({0, nbytes // 3, nbytes - 1} & set(range(nbytes))):
         change(path, extent.position + position, bytes([contents[position] ^ 1]))
-        with pytest.raises(ShardStorageError, match="gave back other bytes"):
+        with pytest.raises(ShardStorageError, match="returned other bytes"):
             file.read_into(found, extent)
         change(path, extent.position + position, contents[position : position + 1].tobytes())
     file.read_into(found, extent)
