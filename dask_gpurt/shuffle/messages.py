@@ -74,14 +74,13 @@ class Message:
         return not all(isinstance(buffer, np.ndarray) for buffer in self.buffers)
 
 
-def as_they_are(shards: Iterable[Outgoing]) -> Message:
+def local_message(shards: Iterable[Outgoing]) -> Message:
     """Return a message that stays on this host: no checksum, no encoding."""
     return _message((shard, 0, Encoded((shard.packed.buffer,), ())) for shard in shards)
 
 
-def for_the_wire(shards: Sequence[Outgoing], encode: Encode) -> Message:
-    """Return a message that leaves this host: with checksums, and encoded where `encode` does so.
-    """
+def remote_message(shards: Sequence[Outgoing], encode: Encode) -> Message:
+    """Return a message that leaves this host: with checksums, encoded where `encode` does so."""
 
     def sealed(shard: Outgoing) -> tuple[Outgoing, int, Encoded]:
         buffer = shard.packed.buffer
@@ -96,7 +95,7 @@ def for_the_wire(shards: Sequence[Outgoing], encode: Encode) -> Message:
     return replace(message, raw_nbytes=raw_nbytes, wire_nbytes=wire_nbytes)
 
 
-def nbytes_on_host(message_nbytes: int, n_peers: int) -> int:
+def local_message_nbytes(message_nbytes: int, n_peers: int) -> int:
     """Return the size at which a message inside this host is closed.
 
     Such a message carries only the places of its shards in memory. A larger one costs hardly more
@@ -133,7 +132,7 @@ def _message(shards: Iterable[tuple[Outgoing, int, Encoded]]) -> Message:
     return Message(wire.encode(headers), buffers)
 
 
-def checked(headers: Iterable[wire.ShardHeader], limit_nbytes: int) -> list[int]:
+def buffer_lengths(headers: Iterable[wire.ShardHeader], limit_nbytes: int) -> list[int]:
     """Return the lengths of the buffers that belong to these headers.
 
     Raises
@@ -148,7 +147,7 @@ def checked(headers: Iterable[wire.ShardHeader], limit_nbytes: int) -> list[int]
     return [nbytes for header in headers for nbytes in header.parts]
 
 
-def opened(
+def decode_shards(
     headers: Sequence[wire.ShardHeader],
     buffers: Sequence[Buffer],
     empty: Callable[[wire.ShardHeader], Buffer],

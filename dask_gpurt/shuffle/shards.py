@@ -151,7 +151,7 @@ class ShardStore:
     on_disk_io
         Called with `disk-write` or `p2p-disk-read` and the number of bytes, in the thread that did
         the I/O.
-    elsewhere
+    run_later
         Runs a call that may take long, off the critical path.
     readers
         Number of results made of a slot, for slots with more than one.
@@ -169,7 +169,7 @@ class ShardStore:
         open_file: Callable[[str], SpillFile] = SpillFile,
         *,
         on_disk_io: Callable[[str, int], None] | None = None,
-        elsewhere: Callable[[Callable[[], None]], object] = lambda call: call(),
+        run_later: Callable[[Callable[[], None]], object] = lambda call: call(),
         readers: Mapping[int, int] | None = None,
         may_spill: bool = True,
     ) -> None:
@@ -180,7 +180,7 @@ class ShardStore:
         self._counters = counters
         self._open_file = open_file
         self._on_disk_io = on_disk_io or (lambda label, nbytes: None)
-        self._elsewhere = elsewhere
+        self._run_later = run_later
         self._lock = threading.Lock()
         self._spilling = threading.Lock()
         self._sources: dict[int, list[Shard]] = {}
@@ -266,7 +266,7 @@ class ShardStore:
                     )
                 elif not self._has_warned:
                     self._has_warned = True
-                    logger.warning("cannot spill shuffle data now (%s); the worker will retry", error)
+                    logger.warning("cannot spill shuffle data now (%s); it is retried later", error)
             finally:
                 if file is not None:
                     self._release_files([file])
@@ -464,7 +464,7 @@ class ShardStore:
         with self._lock:
             unneeded = [file for file in files if file.release()]
         for file in unneeded:
-            self._elsewhere(file.remove)
+            self._run_later(file.remove)
 
     def close(self) -> None:
         """Free all shards and delete all files."""

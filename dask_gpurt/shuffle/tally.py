@@ -51,8 +51,7 @@ class Tally:
         self._address_of[worker] = address
 
     def leave(self, address: str) -> None:
-        """Mark the workers at an address as departed. Their last message may still be on its way.
-        """
+        """Mark the workers at an address as departed. Their last message may still arrive."""
         for worker, of_worker in self._address_of.items():
             if of_worker == address and worker not in self._departed:
                 self._departed[worker] = None

@@ -614,7 +614,7 @@ def test_a_file_goes_with_the_last_of_its_shards(tmp_path, monkeypatch):
 
 def test_whoever_lets_go_of_a_shard_does_not_remove_its_file(tmp_path):
     removals = []
-    rig = Rig(tmp_path, limit_nbytes=0, elsewhere=removals.append)
+    rig = Rig(tmp_path, limit_nbytes=0, run_later=removals.append)
     rig.store.add(_spread(2))
     rig.store.make_room()
     rig.store.seal()
@@ -726,7 +726,7 @@ def test_a_want_of_descriptors_passes_and_is_reported_once(tmp_path, caplog):
     rig.store.make_room()
     assert rig.budget.used_nbytes == 0
     (report,) = [r for r in caplog.records if r.name == "dask_gpurt.shuffle"]
-    assert (report.levelno, "will retry" in report.message) == (logging.WARNING, True)
+    assert (report.levelno, "retried later" in report.message) == (logging.WARNING, True)
     rig.store.seal()
     assert [_read(rig.store, slot) for slot in range(3)] == [_rows(0, s, 2) for s in range(3)]
 

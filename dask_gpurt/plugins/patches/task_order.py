@@ -10,7 +10,7 @@ Only among tasks of one name and one graph, and only while the next one would ha
 disk. Which name that is, is learnt from what its tasks made so far. Eviction sees the same order
 (`AtHand.use`); else it would make room for the next task by what is to run before it.
 
-| what of distributed | why | taken back by |
+| what | why | taken back by |
 |---|---|---|
 | `WorkerState.ready`, a `HeapSet`, and its `pop` | which task is next | `AtHand.remove` |
 """

@@ -27,7 +27,7 @@ from dask_gpurt.plugins.patches.connections import (
     SMALL_NBYTES,
     PiecewiseReads,
     ShortTurns,
-    let_go_of_message,
+    drop_message,
     read_in_pieces,
 )
 
@@ -45,7 +45,7 @@ def nobody_else(monkeypatch):
 def reads(nobody_else):
     reads = PiecewiseReads()
     yield reads
-    reads.end()
+    reads.uninstall()
     assert tcp.read_bytes_rw is STOCK
 
 
@@ -172,7 +172,7 @@ def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_le
         except OSError as error:
             assert "Broken pipe" in str(error)
             if is_let_go_of:
-                let_go_of_message(error)
+                drop_message(error)
             assert "Broken pipe" in str(error)
             return weakref.ref(message)
 
@@ -195,8 +195,8 @@ def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_le
 def test_it_stays_until_the_last_worker_has_let_go(reads):
     other = PiecewiseReads()
     assert tcp.read_bytes_rw is read_in_pieces
-    other.end()
-    other.end()
+    other.uninstall()
+    other.uninstall()
     assert tcp.read_bytes_rw is read_in_pieces
 
 
@@ -251,7 +251,7 @@ async def test_a_long_message_is_handed_out_in_turns():
     assert list(chain.from_iterable(found)) == messages
     assert await comm.read() == tuple(messages[:N_IN_TURN])
     assert await comm.read() == {"op": "one"}
-    turns.end()
+    turns.uninstall()
     assert await comm.read() == messages
     assert "read" not in vars(comm)
 
@@ -270,11 +270,11 @@ async def test_whatever_else_is_said_at_once_is_handled_at_once(other):
         while len(first) + len(rest) < len(messages):
             rest += await comm.read()
         assert [*first, *rest] == messages
-        turns.end()
+        turns.uninstall()
     comm = Batches(messages := [*computed, other])
     turns = ShortTurns(Reader(comm))
     assert await comm.read() is messages
-    turns.end()
+    turns.uninstall()
 
 
 @gen_test()
@@ -283,7 +283,7 @@ async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
     comm = Batches(messages, messages)
     turns = ShortTurns(Reader(comm))
     assert await comm.read() == messages[:N_IN_TURN]
-    turns.end()
+    turns.uninstall()
     assert await comm.read() == messages[N_IN_TURN:]
     assert "read" not in vars(comm)
     assert await comm.read() == messages
@@ -295,16 +295,16 @@ async def test_one_may_begin_and_end_while_another_hands_out_what_is_left():
     comm = Batches(messages, messages, messages)
     first = ShortTurns(Reader(comm))
     assert await comm.read() == messages[:N_IN_TURN]
-    first.end()
+    first.uninstall()
     second = ShortTurns(Reader(comm))
     assert await comm.read() == messages[N_IN_TURN : 2 * N_IN_TURN]
-    second.end()
+    second.uninstall()
     assert await comm.read() == messages[2 * N_IN_TURN :]
     assert "read" not in vars(comm)
     first, second = ShortTurns(Reader(comm)), ShortTurns(Reader(comm))
-    first.end()
+    first.uninstall()
     assert await comm.read() == messages[:N_IN_TURN]
-    second.end()
+    second.uninstall()
     assert [*await comm.read(), *await comm.read()] == messages[N_IN_TURN:]
     assert "read" not in vars(comm)
     assert await comm.read() == messages
@@ -324,7 +324,7 @@ async def test_a_read_that_was_waiting_at_the_end_returns_all():
     turns = ShortTurns(Reader(comm))
     waiting = asyncio.create_task(comm.read())
     await asyncio.sleep(0)
-    turns.end()
+    turns.uninstall()
     arrived.set()
     assert await waiting == messages
 
@@ -367,5 +367,5 @@ async def test_the_loop_comes_round_while_a_graph_is_handled(enabled):
         assert handled == n + 1
         assert most <= N_IN_TURN if enabled else most > N_IN_TURN
         if turns is not None:
-            turns.end()
+            turns.uninstall()
             assert "read" not in vars(w.batched_stream.comm)

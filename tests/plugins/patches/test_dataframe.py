@@ -49,9 +49,9 @@ def nobody_else():
 @pytest.fixture
 def numbers(nobody_else):
     numbers = RowNumbers()
-    numbers.acquire()
+    numbers.install()
     yield numbers
-    numbers.release()
+    numbers.uninstall()
     assert is_stock()
 
 
@@ -67,8 +67,8 @@ def counted(monkeypatch):
 
     # The comparison with Dask, once a process, does not count.
     numbers = RowNumbers()
-    numbers.acquire()
-    numbers.release()
+    numbers.install()
+    numbers.uninstall()
     monkeypatch.setattr(numbering, "partition_numbers", counting)
     return calls
 
@@ -96,7 +96,7 @@ def test_tasks_of_a_merge_find_their_function_by_name(numbers):
     sent = cloudpickle.dumps(made)
     assert b"dask_gpurt" not in sent
     assert pickle.loads(sent).__globals__["partitioning_index"] is not STOCK_NUMBERS
-    numbers.release()
+    numbers.uninstall()
     assert pickle.loads(sent).__globals__["partitioning_index"] is STOCK_NUMBERS
 
 
@@ -124,20 +124,20 @@ def test_numbers_of_a_merge_are_stock_s(numbers, columns):
 
 def test_it_is_put_back_when_the_last_lets_go():
     first, second = RowNumbers(), RowNumbers()
-    first.acquire()
-    first.acquire()
-    second.acquire()
+    first.install()
+    first.install()
+    second.install()
     assert not is_stock()
-    first.release()
-    first.release()
+    first.uninstall()
+    first.uninstall()
     assert not is_stock()
-    second.release()
+    second.uninstall()
     assert is_stock()
 
 
 def test_it_is_put_back_when_the_last_is_gone_without_a_word():
     numbers = RowNumbers()
-    numbers.acquire()
+    numbers.install()
     assert not is_stock()
     del numbers
     gc.collect()
@@ -147,17 +147,17 @@ def test_it_is_put_back_when_the_last_is_gone_without_a_word():
 def test_a_task_that_is_pickled_meanwhile_is_stock_s(numbers):
     task = pickle.dumps(AssignPartitioningIndex.operation)
     assert b"dask_gpurt" not in task
-    numbers.release()
+    numbers.uninstall()
     assert pickle.loads(task) is STOCK_OPERATION
 
 
 def test_nothing_is_imported_for_it(monkeypatch):
     monkeypatch.delitem(sys.modules, dataframe._MERGE)
     numbers = RowNumbers()
-    numbers.acquire()
+    numbers.install()
     assert is_stock()
     assert dataframe._MERGE not in sys.modules
-    numbers.release()
+    numbers.uninstall()
 
 
 def test_a_pandas_that_hashes_in_another_way_leaves_dask_s(monkeypatch, caplog):
@@ -165,10 +165,10 @@ def test_a_pandas_that_hashes_in_another_way_leaves_dask_s(monkeypatch, caplog):
     monkeypatch.setattr(numbering, "_END", 0)
     numbers = RowNumbers()
     with caplog.at_level("INFO", logger="dask_gpurt"):
-        numbers.acquire()
-        numbers.acquire()
+        numbers.install()
+        numbers.install()
     assert is_stock()
-    assert caplog.messages == ["rows are numbered by Dask: this pandas hashes in another way"]
+    assert caplog.messages == ["Dask numbers the rows: this version of pandas hashes differently"]
 
 
 def test_shuffles_and_merges_use_it(counted):

@@ -144,11 +144,11 @@ def test_a_restriction_to_hosts_rests_while_a_task_is_with_its_owner() -> None:
 
 def test_what_was_there_before_is_given_back() -> None:
     plugin, _, owners = stage()
-    owners.remove()
+    owners.uninstall()
     assert set(vars(plugin)) == {"seen"}
     plugin._calculate_worker_for = before = lambda spec: {}  # type: ignore[method-assign]
     scheduler: Any = SimpleNamespace(plugins={"shuffle": plugin}, tasks={})
     again = OutputOwners(scheduler)
     assert plugin._calculate_worker_for is not before
-    again.remove()
+    again.uninstall()
     assert plugin._calculate_worker_for is before

@@ -49,19 +49,19 @@ def test_workers_of_a_process_are_summed_until_the_last_has_let_go(registry):
     workers = worker(100), worker(10)
     first, second = map(ShownShuffles, workers)
     assert shown(registry) == [(*SENT, 112)]
-    first.end()
-    first.end()
+    first.uninstall()
+    first.uninstall()
     assert shown(registry) == [(*SENT, 11)]
-    second.end()
+    second.uninstall()
     assert list(registry.collect()) == []
     again = ShownShuffles(workers[0])
     assert shown(registry) == [(*SENT, 101)]
-    again.end()
+    again.uninstall()
 
 
 def test_without_prometheus_nothing_is_shown(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    ShownShuffles(worker(1)).end()
+    ShownShuffles(worker(1)).uninstall()
 
 
 def test_names_that_are_taken_are_left_to_whoever_has_them(registry):
@@ -70,7 +70,7 @@ def test_names_that_are_taken_are_left_to_whoever_has_them(registry):
             yield CounterMetricFamily("dask_worker_shuffle_bytes", "", value=3)
 
     registry.register(Taken())
-    ShownShuffles(worker(1)).end()
+    ShownShuffles(worker(1)).uninstall()
     assert shown(registry) == [("dask_worker_shuffle_bytes_total", {}, 3)]
 
 
@@ -81,7 +81,7 @@ def test_names_begin_as_stock_s_do(registry):
         one = ShownShuffles(worker(1))
         names = {family.name for family in registry.collect()}
     assert names == {stock.build_name(name) for name, _ in FAMILIES.values()}
-    one.end()
+    one.uninstall()
 
 
 def test_stock_shows_none_of_a_shuffle_s_metrics(client):

@@ -22,7 +22,7 @@ from dask_gpurt.errors import (
     ProtocolError,
     TransportError,
 )
-from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, LEAST_BESIDE_NBYTES, Links
+from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, LEAST_THREAD_NBYTES, Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
 from dask_gpurt.transport.ucx import UcxEngine
@@ -53,7 +53,7 @@ def with_links(test, **more):
         try:
             await test(links)
         finally:
-            await links.close()
+            await links.disconnect()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
@@ -288,26 +288,26 @@ def in_lane(lane, asked):
 
 def test_a_large_message_is_read_beside_the_loop_and_a_small_one_on_it():
     async def test(links):
-        large = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 3)
-        small = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 4)
+        large = Peer(LEAST_THREAD_NBYTES - 100_000, 100_000 - 3)
+        small = Peer(LEAST_THREAD_NBYTES - 100_000, 100_000 - 4)
         asked = []
         with Lane("beside") as lane:
             for peer in (large, small):
                 assert (await links.accept(peer.offer))["why_not"] is None
             large.assert_equal(await large.fetched_by(links, in_lane(lane, asked)))
             small.assert_equal(await small.fetched_by(links, never))
-        assert asked == [LEAST_BESIDE_NBYTES]
+        assert asked == [LEAST_THREAD_NBYTES]
 
     with_links(test)
 
 
 def test_nothing_of_a_message_is_read_unless_all_of_it_is_there():
     async def test(links):
-        peer = Peer(LEAST_BESIDE_NBYTES)
+        peer = Peer(LEAST_THREAD_NBYTES)
         peer.payload["places"][-1] = b"too long"
         peer.sign()
         await links.accept(peer.offer)
-        with pytest.raises(ProtocolError, match="8 bytes came of 3"):
+        with pytest.raises(ProtocolError, match="received 8 of 3 bytes"):
             await peer.fetched_by(links, never)
 
     with_links(test)
@@ -367,7 +367,7 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
     monkeypatch.setattr(shared, "_read_into", held)
 
     async def test(links):
-        peer = Peer(LEAST_BESIDE_NBYTES)
+        peer = Peer(LEAST_THREAD_NBYTES)
         await links.accept(peer.offer)
         with Lane("beside") as lane:
             jobs = []
@@ -381,7 +381,7 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
             fetching.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fetching
-            await links.close()
+            await links.disconnect()
             may_go_on.set()
             assert jobs[0].result(DEADLINE_S) is None
 

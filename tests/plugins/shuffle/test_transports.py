@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from dask_gpurt.plugins.shuffle.transports import UcxPath
+from dask_gpurt.plugins.shuffle.transports import UcxTransport
 from dask_gpurt.shuffle.messages import Message
 
 
@@ -61,7 +61,7 @@ class Readings:
 def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
     readings = Readings(*rates, quick=quick)
     engine = Engine()
-    path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, readings)
+    path = UcxTransport(engine, "receiver", "tcp://a:1", {}, False, readings)
     message = Message(b"", [np.zeros(3, np.uint8), np.zeros(4, np.uint8)])
 
     async def taken(data):
@@ -69,7 +69,7 @@ def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
 
     async def carry_all():
         for _ in rates:
-            await path.carry(message, taken)
+            await path.send(message, taken)
 
     asyncio.run(carry_all())
     assert path.bandwidth == bandwidth
@@ -79,23 +79,23 @@ def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
 
 
 def test_without_tcp_nothing_is_asked():
-    path = UcxPath(Engine(), "receiver", "tcp://a:1", {}, False, None)
+    path = UcxTransport(Engine(), "receiver", "tcp://a:1", {}, False, None)
 
     async def taken(data):
         return {"status": "OK"}
 
-    asyncio.run(path.carry(Message(b"", [np.zeros(3, np.uint8)]), taken))
+    asyncio.run(path.send(Message(b"", [np.zeros(3, np.uint8)]), taken))
     assert path.bandwidth is None
 
 
 def test_a_message_that_was_not_taken_says_nothing_and_is_taken_back():
     engine = Engine()
-    path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, Readings())
+    path = UcxTransport(engine, "receiver", "tcp://a:1", {}, False, Readings())
 
     async def refused(data):
         return {"status": "relink"}
 
-    answer = asyncio.run(path.carry(Message(b"", []), refused))
+    answer = asyncio.run(path.send(Message(b"", []), refused))
     assert answer["status"] == "relink"
     assert path.bandwidth is None
     # It may have arrived, and nobody there asks for it.
@@ -104,11 +104,11 @@ def test_a_message_that_was_not_taken_says_nothing_and_is_taken_back():
 
 def test_a_message_whose_receiver_failed_is_taken_back():
     engine = Engine()
-    path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, None)
+    path = UcxTransport(engine, "receiver", "tcp://a:1", {}, False, None)
 
     async def stale(data):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(path.carry(Message(b"", []), stale))
+        asyncio.run(path.send(Message(b"", []), stale))
     assert engine.retracted == [("receiver", 0)]
