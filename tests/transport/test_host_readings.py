@@ -97,7 +97,7 @@ def test_what_went_before_does_not_count(connect):
 
 
 def test_of_one_that_is_new_nothing_is_known_until_it_carries_more(connect, monkeypatch):
-    monkeypatch.setattr(host_readings, "_N_FIRST_LOOKS", 3)
+    monkeypatch.setattr(host_readings, "_N_FIRST_SCANS", 3)
     readings = looked()
     late = connect()
     late.carry()
@@ -181,7 +181,7 @@ def test_sockets_stay_open_and_as_they_were(connect):
 
 
 def test_where_nothing_is_found_it_is_looked_for_ever_more_rarely(monkeypatch):
-    monkeypatch.setattr(host_readings, "_FIRST_REST_NBYTES", 2 * MESSAGE_NBYTES)
+    monkeypatch.setattr(host_readings, "_FIRST_PAUSE_NBYTES", 2 * MESSAGE_NBYTES)
     readings = HostReadings(HOST, ())
     found = []
     for number in range(40):
@@ -194,7 +194,7 @@ def test_where_nothing_is_found_it_is_looked_for_ever_more_rarely(monkeypatch):
 
 
 def test_one_that_carries_no_more_is_looked_for_again(connect, monkeypatch):
-    monkeypatch.setattr(host_readings, "_FIRST_REST_NBYTES", 3 * MESSAGE_NBYTES)
+    monkeypatch.setattr(host_readings, "_FIRST_PAUSE_NBYTES", 3 * MESSAGE_NBYTES)
     one, other = connect(), connect()
     readings = looked()
     one.carry()
