@@ -87,14 +87,14 @@ class Outbox(Generic[T]):
         """
         nbytes = sum(shard.nbytes for shard in shards)
         with self._changed:
-            state = self._peers.setdefault(peer, _Peer())
-            while state.waiting_nbytes >= self._limit_nbytes and not self._stopped:
+            queue = self._peers.setdefault(peer, _Peer())
+            while queue.waiting_nbytes >= self._limit_nbytes and not self._stopped:
                 self._changed.wait()
             self._raise_if_failed()
             if self._closed:
                 return
-            state.waiting.extend(shards)
-            state.waiting_nbytes += nbytes
+            queue.waiting.extend(shards)
+            queue.waiting_nbytes += nbytes
         self._loop.call_soon_threadsafe(self._wake, peer)
 
     async def flush(self) -> None:

@@ -102,7 +102,11 @@ class PiecewiseReads:
 
     def __init__(self) -> None:
         _replaced.acquire()
-        self.uninstall = weakref.finalize(self, _replaced.release)
+        self._finalizer = weakref.finalize(self, _replaced.release)
+
+    def uninstall(self) -> None:
+        """Withdraw the request."""
+        self._finalizer()
 
 
 class ShortTurns:

@@ -7,8 +7,8 @@ distributed keeps the control plane | `SpecSwap.uninstall` |
 | handler `shuffle_get_or_create` | waits for joining workers, and restricts output tasks to the
 owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock runs
 each once in the wrong place to find out | `SpecSwap.uninstall` |
-| handler `shuffle_get` | as above; also restarts a shuffle if a worker that must not take part asks
-for its spec (`_fail_on_workers`, `_clean_on_scheduler`, `_restart_shuffle`, as when a worker left);
+| handler `shuffle_get` | waits likewise, and restarts a shuffle if a worker that must not take part
+asks for its spec (`_fail_on_workers`, `_clean_on_scheduler`, `_restart_shuffle`, as if a worker left);
 the task that asked runs again | `SpecSwap.uninstall` |
 | handler `shuffle_restrict_task` | restricts a task to the owner of its partition even if it has a
 restriction from before, which stock would keep | `SpecSwap.uninstall` |
@@ -69,7 +69,7 @@ from dask_gpurt.transport.rate import TCP_INFO_NBYTES, delivery_rate
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker
-    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin as ShuffleWorkerPlugin
 
 __all__ = [
     "ArrayRechunkSpec",

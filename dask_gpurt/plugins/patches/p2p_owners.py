@@ -13,7 +13,7 @@ on any worker of those hosts, and asks for its owner again and again. Here:
 
 | what | why | taken back by |
 |---|---|---|
-| `ShuffleSchedulerPlugin._calculate_worker_for` | reads the restrictions of the barrier, see above
+| `ShuffleSchedulerPlugin._calculate_worker_for` | assigns outputs to workers that a barrier names
 | `OutputOwners.uninstall` |
 | `ShuffleSchedulerPlugin._set_restriction`, `._unset_restriction` | restrict a task to an owner,
 and undo that | `OutputOwners.uninstall` |

@@ -16,7 +16,7 @@ run again in a new run. This patch differs in four ways:
 
 | what | why | taken back by |
 |---|---|---|
-| `ShuffleSchedulerPlugin._restart_recommendations` | selects the tasks to release, see above |
+| `ShuffleSchedulerPlugin._restart_recommendations` | selects the tasks that a restart releases |
 `Restarts.uninstall` |
 | `ShuffleSchedulerPlugin._restart_shuffle` | starts a new run for a barrier without one | |
 | stream handler `reschedule` | stock ends the run of a barrier that runs again |

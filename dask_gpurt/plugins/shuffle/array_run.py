@@ -30,7 +30,7 @@ from dask_gpurt.shuffle.plan import ExchangePlan
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
-    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+    from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
 
 
 def _open_cupy() -> DeviceArrays:

@@ -57,7 +57,7 @@ from dask_gpurt.transport import wire
 from dask_gpurt.transport.outbox import Outbox
 
 if TYPE_CHECKING:
-    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+    from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
