@@ -68,7 +68,7 @@ class Budget:
         return max(int(LEAST_SHARE * self.most_nbytes), self.most_nbytes - self._withheld_nbytes)
 
     def press(self, nbytes: int) -> None:
-        """Lower the limit by `nbytes`: the worker is short of memory."""
+        """Set the limit to `nbytes` below the memory in use: the worker is short of memory."""
         with self._lock:
             taken = min(self._used_nbytes, self.limit_nbytes)
             self._withheld_nbytes = min(self.most_nbytes, self.most_nbytes - taken + nbytes)

@@ -1,9 +1,9 @@
 """TCP bandwidth of the connections that UCX makes to one host, as the kernel reports it.
 
-UCX reports neither the bandwidth of a link nor its sockets. But the connection whose count of
-acknowledged bytes grew by a message's size is the one that carried it, and the kernel knows its
-rate (`transport.rate`). If no connection took the bytes, UCX used shared memory or a network card
-of its own. No rate is needed then, because no codec keeps up with those.
+UCX reports neither the bandwidth of a link nor its sockets. But the connection that carried a
+message is the one whose acknowledged bytes grew by the message's size. The kernel knows its rate
+(`transport.rate`). If no connection took the bytes, UCX used shared memory or a network card of its
+own. No rate is needed then, because no codec keeps up with those.
 """
 
 from __future__ import annotations

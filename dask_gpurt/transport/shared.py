@@ -11,7 +11,7 @@ dies leaves nothing behind. The file has no name. A borrower watches the lending
 closes the file when one ends. A lender whose borrower dies gets an error instead of an answer.
 
 The borrower reads by position instead of mapping the file. A mapped copy is up to twice as fast.
-But Dask's memory monitor would count the peer's memory as this worker's own, and a peer that
+But Dask's memory monitor would count the peer's memory as this worker's own. And a peer that
 truncates its file would kill this process instead of causing an error.
 """
 

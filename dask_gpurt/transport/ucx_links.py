@@ -90,7 +90,7 @@ class Transfer:
 
 
 class Send(Transfer):
-    """A message on its way out."""
+    """An outgoing message."""
 
     def __init__(self, link: Link, number: int, future: Future[None]) -> None:
         super().__init__(link, future)

@@ -1,7 +1,7 @@
 """Faster row numbering for DataFrame shuffles and merges.
 
-In a shuffle on columns, Dask spends a third of a sending task on selecting, casting and hashing the
-columns, each in passes over all rows. While shuffles run, `frames.numbering` does this for numeric
+In a shuffle on columns, Dask spends a third of a sending task on selecting, casting and hashing
+the columns, with passes over all rows. While shuffles run, `frames.numbering` does this for numeric
 columns, with equal results.
 
 | what | why | taken back by |

@@ -8,7 +8,7 @@ distributed keeps the control plane | `SpecSwap.uninstall` |
 owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock runs
 each once in the wrong place to find out | `SpecSwap.uninstall` |
 | handler `shuffle_get` | waits likewise, and restarts a shuffle if a worker that must not take part
-asks for its spec (`_fail_on_workers`, `_clean_on_scheduler`, `_restart_shuffle`, as if a worker left);
+asks for its spec (`_fail_on_workers`, `_clean_on_scheduler`, `_restart_shuffle`, as on a loss);
 the task that asked runs again | `SpecSwap.uninstall` |
 | handler `shuffle_restrict_task` | restricts a task to the owner of its partition even if it has a
 restriction from before, which stock would keep | `SpecSwap.uninstall` |

@@ -66,15 +66,15 @@ class Restarts:
         barriers = self._joined_with(self._scheduler.tasks[barrier_key(id)])
         # If a worker left, distributed has ended the run before it calls this.
         is_wanted_again = id in self._plugin.active_shuffles
-        anew: set[Any] = set()
+        rerun: set[Any] = set()
         while is_wanted_again:
-            anew = tasks_to_rerun(barriers)
+            rerun = tasks_to_rerun(barriers)
             # Tasks between two shuffles: the second must not keep results of the first's old run.
-            further = [task for task in anew if self._is_active(task) and task not in barriers]
+            further = [task for task in rerun if self._is_active(task) and task not in barriers]
             if not further:
                 break
             barriers = [*barriers, *(b for b in self._joined_with(*further) if b not in barriers)]
-        released = {task.key: "released" for task in anew if task.state == "memory"}
+        released = {task.key: "released" for task in rerun if task.state == "memory"}
         for barrier in barriers:
             if barrier.state != "erred":
                 tasks = [*barrier.dependents, barrier, *barrier.dependencies]
@@ -131,14 +131,14 @@ def tasks_to_rerun(barriers: Collection[Any]) -> set[Any]:
         if task not in beyond and task not in outputs:
             beyond.add(task)
             left += task.dependents
-    anew: set[Any] = set()
+    rerun: set[Any] = set()
     while to_run:
         task = to_run.pop()
-        if task in beyond and task not in anew:
-            anew.add(task)
+        if task in beyond and task not in rerun:
+            rerun.add(task)
             to_run += task.dependencies
             to_run += [one for one in task.dependents if one.state in TO_RUN]
-    return anew
+    return rerun
 
 
 def _is_awaited_from(task: Any, worker: str) -> bool:

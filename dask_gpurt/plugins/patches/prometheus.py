@@ -34,9 +34,12 @@ logger = logging.getLogger("dask_gpurt")
 
 #: Unit of a fine performance metric to the suffix of its family's name, and its help text.
 FAMILIES: dict[str, tuple[str, str]] = {
-    "bytes": ("shuffle_bytes", "Bytes that shuffles handled, by what was done with them"),
-    "count": ("shuffle_count", "How often it was done"),
-    "seconds": ("shuffle_time_seconds", "How long it took, over all threads and the event loop"),
+    "bytes": ("shuffle_bytes", "Bytes that shuffles handled, by activity"),
+    "count": ("shuffle_count", "Number of operations of shuffles, by activity"),
+    "seconds": (
+        "shuffle_time_seconds",
+        "Duration over all threads and the event loop, by activity",
+    ),
 }
 
 

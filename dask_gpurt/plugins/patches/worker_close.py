@@ -31,11 +31,11 @@ class WholeClose:
 
     Parameters
     ----------
-    let_go
+    close_rest
         Closes the rest of the runtime in that case. May be called twice.
     """
 
-    def __init__(self, worker: Worker, let_go: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, worker: Worker, close_rest: Callable[[], Awaitable[None]]) -> None:
         self._worker = worker
         self._stock = stock = worker.close
 
@@ -45,7 +45,7 @@ class WholeClose:
                 return await stock(*args, **kwargs)
             except asyncio.CancelledError:
                 if is_first and worker.status == Status.closing:
-                    await let_go()
+                    await close_rest()
                     await _end(worker)
                 raise
 
