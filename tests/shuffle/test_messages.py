@@ -1,4 +1,4 @@
-"""What a sender makes of its shards, and a receiver of what came."""
+"""Tests of the encoding of shards into messages, and of their decoding."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_damage_is_noticed(in_place):
 
 @pytest.mark.parametrize("codec", HOST_CODECS)
 def test_damage_of_what_was_encoded_is_damage(codec):
-    """Not the error of a peer that makes no sense: that one is not asked for it again."""
+    """A `ProtocolError` would be wrong: the peer would not send the message again."""
     values = np.arange(2000, dtype="<i8")
 
     def encode(shard):
@@ -100,7 +100,7 @@ def test_damage_of_what_was_encoded_is_damage(codec):
 
 
 def test_each_byte_of_a_shard_that_is_encoded_in_parts_is_looked_at():
-    """A long and a short stretch that no codec makes smaller, between two that one does."""
+    """A long and a short incompressible stretch, between two compressible ones."""
     noise = np.random.default_rng(0).integers(0, 256, 4500, dtype=np.uint8)
     runs = np.zeros(2000, dtype=np.uint8)
     stretches = [noise, runs, noise[:30], runs + 1]
@@ -126,7 +126,7 @@ def test_each_byte_of_a_shard_that_is_encoded_in_parts_is_looked_at():
 
 
 def test_no_more_is_made_room_for_than_was_announced():
-    """Of an encoded shard memory is made for what comes, and for the shard itself."""
+    """For an encoded shard, memory is allocated for the received parts and for the shard itself."""
     header = replace(SHARDS[1].header, buffer_nbytes=8, parts=(1 << 62,), table=b"\0" * 18)
     with pytest.raises(ProtocolError, match="contradicts itself"):
         messages.buffer_lengths(wire.decode(wire.encode([header])), 5000)

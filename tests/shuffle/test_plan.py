@@ -1,4 +1,4 @@
-"""Owners, slots and cuts: every row goes to exactly one slot of exactly one owner."""
+"""Tests of owners, slots and cuts: every row goes to exactly one slot of exactly one owner."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_every_number_type_means_the_same(dtype):
     assert plan.slots(np.array(numbers, dtype=dtype)).tolist() == _expected(plan, numbers)
 
 
-# Whether slots equal partitions decides which path is taken: the tests below do both.
+# There is a fast path if slots equal partitions; the tests below cover both paths.
 PLANS = [
     pytest.param(ExchangePlan(dict.fromkeys(range(4), "a")), id="slots-are-partitions"),
     pytest.param(ExchangePlan({0: "a", 1: "b", 2: "a", 3: "b"}), id="slots-are-permuted"),
@@ -254,7 +254,7 @@ def test_the_usual_target():
 
 def test_neighbouring_slots_are_read_one_after_the_other():
     plan = ExchangePlan({0: "a", 1: "a", 2: "b", 3: "a", 4: "b"}, read_order=[3, 4, 0, 2])
-    # What nobody is known to read comes last; each worker's partitions stay together.
+    # Unread partitions come last; the partitions of each worker stay together.
     assert plan.partitions == (3, 0, 1, 4, 2)
     assert plan.slots_of_worker == {"a": (0, 3), "b": (3, 5)}
     assert plan.slots(np.array([4, 0, 3, 9])).tolist() == [3, 1, 0, -1]

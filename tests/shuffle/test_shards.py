@@ -1,7 +1,7 @@
-"""Shards are kept, spilled, read and let go; no row is lost, doubled or given to another slot.
+"""Tests of the shard store: no row is lost, doubled or given to another slot.
 
-Every row says where it comes from: (source, slot, number within the slot). So whatever goes wrong
-with the rows shows in the rows.
+Every row contains its origin: (source, slot, number within the slot). So an error in the rows shows
+in the rows.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ PLENTY = 1 << 30
 
 
 class TripleFrames:
-    """Bodies are arrays of triples; the smallest adapter that can be packed and unpacked."""
+    """The smallest adapter that can pack and unpack: bodies are arrays of triples."""
 
     def pack(self, body):
         buffer = np.frombuffer(body.tobytes(), dtype=np.uint8)
-        # The lengths of the sections are made up, so that losing them on the way shows.
+        # Arbitrary lengths of the sections, so that losing them shows.
         return Packed(buffer, len(body), arrow_nbytes=len(body), pickle_nbytes=2 * len(body))
 
     def unpack(self, layout_key, packed):
@@ -70,7 +70,7 @@ def _rows(source, slot, count):
 
 
 def _shard(source, first_slot, counts, number=0, count=1, attempt=1, packed=False):
-    """A shard with `counts` rows for each of the slots from `first_slot`."""
+    """Return a shard with `counts` rows for each of the slots from `first_slot`."""
     rows = [row for i, n in enumerate(counts) for row in _rows(source, first_slot + i, n)]
     body = np.array(rows, dtype=np.int64).reshape(-1, 3)
     contents = {"packed": TripleFrames().pack(body)} if packed else {"body": body}
@@ -92,7 +92,7 @@ def _read(store, slot):
 
 
 class WatchedBudget(Budget):
-    """Says when nothing is used any more, and remembers the least that ever was."""
+    """A budget that signals when it is empty, and records its minimum."""
 
     def __init__(self, limit_nbytes):
         super().__init__(limit_nbytes)
@@ -107,7 +107,7 @@ class WatchedBudget(Budget):
 
 
 def files_of(directory):
-    """Paths that lead to the open files that once had a name in a directory."""
+    """Return the open files that once had a name in a directory."""
     found = {}
     for descriptor in pathlib.Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -118,14 +118,14 @@ def files_of(directory):
 
 
 def change(path, position, data):
-    """Put other bytes into a file."""
+    """Overwrite bytes of a file."""
     with open(path, "r+b", buffering=0) as file:
         file.seek(position)
         file.write(data)
 
 
 class Rig:
-    """A store for slots 0 to 9, and everything a test wants to look at beside it."""
+    """A store for slots 0 to 9, and all objects that a test inspects."""
 
     def __init__(self, root, limit_nbytes=PLENTY, **options):
         self.directory = pathlib.Path(root) / "run"
@@ -139,7 +139,7 @@ class Rig:
 
     @property
     def files(self):
-        """Files that are open: they have no name any more, but a descriptor leads to each."""
+        """Open files: they have no name any more, but descriptors refer to them."""
         assert not self.directory.exists()
         return files_of(self.directory)
 
@@ -149,12 +149,12 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path):
-    """A store that has room for everything."""
+    """A store with room for all shards."""
     return Rig(tmp_path)
 
 
 def _in_thread(function, *args):
-    """Run a function in a thread of its own; the result says what came of it."""
+    """Run a function in a thread; return a future of its result."""
     outcome = []
 
     def target():
@@ -356,7 +356,7 @@ def test_shards_for_slots_of_another_worker_are_refused(tmp_path, first_slot, co
     assert _read(rig.store, 9) == _rows(0, 9, 1)
 
 
-# ------------------------------------------------------------------ letting go
+# ------------------------------------------------------------------ release
 
 
 def test_reading_what_was_let_go_is_refused(rig):
@@ -447,7 +447,7 @@ def test_what_comes_after_closing_is_dropped(rig):
 
 
 def test_a_closed_store_does_not_pass_for_an_empty_one(rig):
-    """A task that is at work while the run is closed must fail, not return no rows."""
+    """A task that reads while the run is closed must fail, not return no rows."""
     rig.store.add([_shard(0, 0, [2])])
     rig.store.seal()
     rig.store.close()
@@ -459,7 +459,7 @@ def test_a_closed_store_does_not_pass_for_an_empty_one(rig):
 
 
 def _spread(n_shards, n_rows=2, source=0, packed=False):
-    """Shards of one source: `n_rows` rows for each of the first slots."""
+    """Return shards of one source: `n_rows` rows for each of the first slots."""
     return [
         _shard(source, slot, [n_rows], number=slot, count=n_shards, packed=packed)
         for slot in range(n_shards)
@@ -621,7 +621,7 @@ def test_whoever_lets_go_of_a_shard_does_not_remove_its_file(tmp_path):
     for slot in range(2):
         rig.store.release(slot)
     assert len(rig.files) == 1
-    # The run may end before the file is removed, and leaves nothing behind.
+    # The run may end before the file is removed, and leaves no file behind.
     rig.store.close()
     assert rig.files == []
     (removal,) = removals
@@ -652,7 +652,7 @@ def test_letting_go_of_what_is_on_disk_does_not_touch_the_accounts(tmp_path):
 
 
 class FullDisk(SpillFile):
-    """Fails from the n-th write on."""
+    """A file that fails from the n-th write on."""
 
     n_writes_left = 0
 
@@ -700,7 +700,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, n_writes):
     shards = _spread(4)
     rig.store.add(shards)
     rig.store.make_room()
-    # The furthest first, so the last ones are on disk.
+    # The last slots are spilled first.
     assert [shard.is_resident for shard in shards] == [True] * (4 - n_writes) + [False] * n_writes
     assert len(rig.files) == (n_writes > 0)
     rig.store.seal()
@@ -868,7 +868,7 @@ def test_a_store_that_is_kept_off_the_disk(tmp_path):
 
 
 def test_a_directory_that_is_removed_takes_no_shard_along(tmp_path):
-    """As somebody who tidies up does it."""
+    """A user may clean up the directory."""
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(_spread(3))
     rig.store.make_room()
@@ -886,7 +886,7 @@ def test_a_directory_that_is_removed_takes_no_shard_along(tmp_path):
 
 
 class SlowDisk(SpillFile):
-    """The first write waits until the test says so."""
+    """A file whose first write waits for the test."""
 
     begun: threading.Event
     may_end: threading.Event
@@ -989,7 +989,7 @@ def test_shards_that_come_while_others_are_written(tmp_path):
 
 
 def test_only_one_thread_spills_at_a_time(tmp_path):
-    """The second one finds that there is room by the time it gets its turn."""
+    """The second thread finds enough room when its turn comes."""
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add(_spread(4))
@@ -1055,7 +1055,7 @@ def test_closing_before_the_first_file_is_made(tmp_path, caplog):
 
 @pytest.mark.parametrize("is_spilled", [False, True])
 def test_closing_while_a_partition_is_read_leaves_the_budget_empty(tmp_path, is_spilled):
-    """The budget outlives the run: what stays in it is missing for every run after this one."""
+    """The budget outlives the run: leaked bytes would be missing for every later run."""
 
     class ClosingFrames(TripleFrames):
         def unpack(self, layout_key, packed):
@@ -1070,7 +1070,7 @@ def test_closing_while_a_partition_is_read_leaves_the_budget_empty(tmp_path, is_
     try:
         found = _read(rig.store, 0)
     except PartitionReleasedError:
-        pass  # as good an answer as the rows
+        pass  # as valid as the rows
     else:
         assert found == _rows(0, 0, 2)
     assert rig.budget.used_nbytes == rig.store.resident_nbytes == rig.budget.least_nbytes == 0
@@ -1078,7 +1078,7 @@ def test_closing_while_a_partition_is_read_leaves_the_budget_empty(tmp_path, is_
 
 @pytest.mark.parametrize("is_reused", [False, True])
 def test_a_read_that_outlives_its_store_is_not_believed(tmp_path, is_reused):
-    """The file is closed under it, and its descriptor may be another file's by then."""
+    """The file is closed during the read, and its descriptor may belong to another file."""
 
     class ClosingFile(SpillFile):
         def read_into(self, buffer, extent):
@@ -1151,7 +1151,7 @@ row_counts = st.lists(st.integers(0, 3), min_size=N_SLOTS, max_size=N_SLOTS)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Random use of a store, beside a dict of what should be in it."""
+    """Random operations on a store, compared with a dict."""
 
     @initialize(limit_rows=st.sampled_from([0, 3, 8, 1000]))
     def open(self, limit_rows):

@@ -1,4 +1,4 @@
-"""What workers counted is kept once, within bounds, and only if it makes sense."""
+"""Tests that a tally counts each worker once, stays bounded and validates its input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_last_word_of_each_worker_counts() -> None:
     kept = Tally()
     kept.begin("id-a", "tcp://a")
     kept.begin("id-b", "tcp://b")
-    for sent in (3, 8, 5):  # the last one was overtaken
+    for sent in (3, 8, 5):  # the last message was overtaken
         kept.take("id-a", word(sent))
     kept.take("id-b", word(2))
     assert kept.totals() == {**metrics.total([]), "sent_nbytes": 10}
@@ -41,7 +41,7 @@ def test_a_worker_that_left_counts_once_whatever_comes_late() -> None:
     kept.take("id-a", word(3))
     kept.leave("tcp://a")
     kept.take("id-a", word(4))
-    # Another one, at the same address.
+    # Another worker at the same address.
     kept.begin("id-b", "tcp://a")
     kept.take("id-b", word(10))
     assert kept.totals()["sent_nbytes"] == 14

@@ -1,4 +1,4 @@
-"""The kernel is asked of the connection that took a message, whoever made it."""
+"""Tests that the kernel reports the rate of the connection that took a message."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MESSAGE_NBYTES = 1 << 20
 
 
 def looked(host=HOST, not_ports=()):
-    """Readings that have looked once, and know what connections had carried before."""
+    """Return readings that have scanned once, and so know the earlier counts of all connections."""
     readings = HostReadings(host, not_ports)
     assert readings.after(MESSAGE_NBYTES) is None
     return readings
 
 
 class Connection:
-    """Both ends of one, in this process."""
+    """Both ends of a connection in this process."""
 
     def __init__(self, server: socket.socket) -> None:
         self.ours = socket.create_connection(server.getsockname()[:2])
@@ -48,7 +48,7 @@ class Connection:
 
 @pytest.fixture(autouse=True)
 def put_to_the_test(monkeypatch):
-    """Whether the kernel thinks that the sender held it down depends on its timing."""
+    """Make the kernel report a rate; by itself that depends on timing."""
     rates = []
 
     def rate_of(info):
@@ -61,7 +61,7 @@ def put_to_the_test(monkeypatch):
 
 @pytest.fixture
 def connect():
-    """Makes connections to a host."""
+    """Return a function that connects to a host."""
     with contextlib.ExitStack() as stack:
 
         def make(host: str = HOST) -> Connection:
@@ -91,7 +91,7 @@ def test_what_went_before_does_not_count(connect):
     connection.carry()
     assert readings.after(MESSAGE_NBYTES)
     assert readings.after(MESSAGE_NBYTES) is None
-    # What was missed was on its way, or will be seen with the next one.
+    # The missing bytes were in flight; the next reading includes them.
     connection.carry(2 * MESSAGE_NBYTES)
     assert readings.after(MESSAGE_NBYTES)
 
@@ -123,13 +123,13 @@ def test_of_small_messages_nothing_is_concluded(connect):
 
 
 def test_connections_of_others_are_left_out(connect):
-    """By their port, whichever end it is at."""
+    """By the port of either end."""
     busy = connect()
     for _ in range(2):
         readings = looked(not_ports={busy.port})
         busy.carry()
         assert readings.after(MESSAGE_NBYTES) == 0
-        # The other way, from the end that listened.
+        # Now from the end that listened.
         busy.ours, busy.theirs = busy.theirs, busy.ours
 
 
@@ -142,7 +142,7 @@ def test_connections_to_other_hosts_are_left_out(connect):
 
 
 def test_a_host_is_known_in_the_other_family_too():
-    """A socket for both families shows addresses of the old one in the new one's form."""
+    """A dual-stack socket shows IPv4 addresses mapped to IPv6."""
     if not socket.has_dualstack_ipv6():
         pytest.skip("no sockets for both families here")
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
@@ -217,7 +217,7 @@ def test_no_look_where_that_tells_nothing(monkeypatch, connect):
 
 
 def test_no_look_where_that_would_change_how_a_socket_blocks(connect):
-    """A socket that is made of a descriptor gets the default timeout, whoever's it is."""
+    """Python sets the default timeout on a socket object made of a foreign descriptor."""
     connection = connect()
     readings = looked()
     connection.carry()

@@ -1,4 +1,4 @@
-"""The bandwidth of a link, as the kernel says it."""
+"""Tests of a link's bandwidth, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_real_connection_has_a_rate():
                     while left:
                         left -= len(theirs.recv(left))
                     info = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_NBYTES)
-                    # Whether it was held down by this test depends on the kernel's timing.
+                    # The kernel decides by timing whether this test limited the rate.
                     info = bytes(info[:7]) + b"\0" + bytes(info[8:])
                     readings.append(delivery_rate(info))
     assert any(rate and 10**6 < rate < 10**12 for rate in readings)

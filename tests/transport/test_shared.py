@@ -1,4 +1,4 @@
-"""Memory of one process read by another, and what happens when either is not what it says."""
+"""Tests of reading another process's memory, and of peers that do not keep their promises."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def content(seed):
 
 
 def lent(seed=0):
-    """A lender, and a buffer of its memory with something in it."""
+    """Return a lender and a filled buffer of its memory."""
     memory = SharedPages()
     buffer = HostPool(0, source=memory).empty(NBYTES)
     buffer[:] = content(seed)
@@ -38,7 +38,7 @@ def lent(seed=0):
 
 
 def lend(connection):
-    """A process that lends until it is killed."""
+    """Lend a buffer until the process is killed."""
     lender, buffer = lent(seed=1)
     connection.send((lender.descriptor, lender.place(buffer)))
     signal.pause()
@@ -57,9 +57,9 @@ def other_process():
 
 
 def open_files():
-    """How often this process has each kind of file open that a borrower opens.
+    """Count the open files of this process of each kind that a borrower opens.
 
-    Not whatever is open: of earlier tests, objects are collected and clusters close meanwhile.
+    Not all open files: objects of earlier tests are collected and clusters close meanwhile.
     """
     found = Counter()
     for number in os.listdir("/proc/self/fd"):
@@ -69,7 +69,7 @@ def open_files():
 
 
 def with_borrower(test):
-    """Run a coroutine function with a borrower; nothing may be left open."""
+    """Run a coroutine function with a borrower; check that no file stays open."""
 
     async def run():
         before = open_files()
@@ -90,7 +90,7 @@ def fetched(borrower, token, places, nbytes=NBYTES):
 
 
 class HeldReads:
-    """Reads of a peer's memory stop in the middle, each in its thread, until they are let go."""
+    """Reads of a peer's memory that stop in the middle, each in its thread, until released."""
 
     def __init__(self, monkeypatch):
         self._preadv = os.preadv
@@ -140,7 +140,7 @@ def test_a_process_that_ends_is_forgotten_and_what_is_read_before_is_right(
         token = borrower.open(descriptor)
         process.kill()
         process.join()
-        # Nothing was waited for yet: the file is still open, and what was lent is still there.
+        # The loop got no turn yet: the file is still open, with the lent bytes.
         np.testing.assert_array_equal(fetched(borrower, token, places), content(seed=1))
         while borrower._loans:
             await asyncio.sleep(0)
@@ -184,7 +184,7 @@ def test_a_file_that_is_let_go_while_it_is_read_is_closed_by_the_last_reader(hel
             await held_reads.begun()
         borrower.forget(token)
         assert open_files() > before, "it is still read"
-        # A second opening has nothing to do with the first.
+        # A second opening is independent of the first.
         assert borrower.open(lender.descriptor) == token
         borrower.forget(token)
         held_reads.let_go()
@@ -236,7 +236,7 @@ def not_memory(tmp_path):
 
 @pytest.mark.parametrize("what", ["another lender", "a file", "a pipe", "a socket", "nothing"])
 def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
-    """As in two containers, where the same numbers stand for something else."""
+    """As in two containers, where the same numbers name other files."""
     lender, _ = lent()
     other, _ = lent()
     reader, writer = os.pipe()

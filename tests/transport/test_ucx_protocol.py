@@ -1,4 +1,4 @@
-"""What engines say to each other: exact bytes, exact lengths, nothing taken on trust."""
+"""Tests of the protocol between UCX engines: exact bytes, exact lengths, and untrusted input."""
 
 from __future__ import annotations
 

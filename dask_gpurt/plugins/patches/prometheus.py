@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "count": ("shuffle_count", "Number of operations of shuffles, by activity"),
     "seconds": (
         "shuffle_time_seconds",
-        "Duration over all threads and the event loop, by activity",
+        "Seconds over all threads and the event loop, by activity",
     ),
 }
 

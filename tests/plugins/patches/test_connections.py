@@ -1,4 +1,4 @@
-"""What is replaced of distributed's connections, and that large messages leave the loop free."""
+"""Contract tests of distributed's connections; large messages leave the loop free."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STOCK = tcp.read_bytes_rw
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
-    """Workers of other tests in this process may have it so still."""
+    """Install stock's function; workers of other tests in this process may still use the patch."""
     monkeypatch.setattr(tcp, "read_bytes_rw", STOCK)
     monkeypatch.setattr(connections, "_replaced", connections._Replaced())
 
@@ -50,7 +50,7 @@ def reads(nobody_else):
 
 
 class QuickPeer:
-    """A stream with everything at hand, so that no read of it ever waits."""
+    """A stream whose data has all arrived, so that no read waits."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -66,7 +66,7 @@ class QuickPeer:
 
 
 async def received(read, n):
-    """A buffer and the lengths in which it was read; rounds of the loop meanwhile."""
+    """Return a buffer, the lengths in which it was read, and the turns of the loop meanwhile."""
     data = np.random.default_rng(n).bytes(n)
     peer = QuickPeer(data)
     rounds = 0
@@ -91,12 +91,12 @@ async def received(read, n):
 def test_a_buffer_is_received_by_a_function_of_the_module():
     assert list(inspect.signature(STOCK).parameters) == ["stream", "n"]
     assert inspect.getsource(tcp.TCP.read).count("await read_bytes_rw(stream, ") == 2
-    # One for TLS would have to be replaced as well.
+    # A separate TLS function would have to be replaced as well.
     assert tcp.TLS.read is tcp.TCP.read
 
 
 def test_stock_keeps_the_loop_as_long_as_there_is_something_to_read():
-    # Were it otherwise, there would be nothing to replace.
+    # The reason for the patch.
     lengths, rounds = asyncio.run(received(STOCK, 8 * PIECE_NBYTES))
     assert lengths == [8 * PIECE_NBYTES]
     assert rounds == 0
@@ -143,7 +143,7 @@ def test_a_message_arrives_whole(reads):
 def test_a_peer_that_goes_away_is_noticed(reads):
     async def exchange():
         async def leave(comm):
-            # A length, and then less than that.
+            # A length, and then fewer bytes.
             await comm.stream.write(tcp.struct.pack("Q", 4 * PIECE_NBYTES) + b"x" * PIECE_NBYTES)
             comm.abort()
 
@@ -221,7 +221,7 @@ def test_workers_have_it_while_the_runtime_is_on():
 
 
 class Batches:
-    """A connection on which messages arrive as they were given to it."""
+    """A connection that delivers messages in the given batches."""
 
     def __init__(self, *batches):
         self._batches = list(batches)
@@ -231,7 +231,7 @@ class Batches:
 
 
 class Reader:
-    """What `ShortTurns` knows of a worker."""
+    """The parts of a worker that `ShortTurns` uses."""
 
     def __init__(self, comm):
         self.batched_stream = SimpleNamespace(comm=comm)
@@ -354,7 +354,7 @@ async def test_the_loop_comes_round_while_a_graph_is_handled(enabled):
                 await asyncio.sleep(0)
                 in_round = 0
 
-        # What the worker was waiting to read when the turns began is not cut up.
+        # A message that the worker was already reading is not split.
         await c.submit(int)
         w.stream_handlers["compute-task"] = count
         counting = asyncio.create_task(rounds())

@@ -1,4 +1,4 @@
-"""What is replaced in dask.dataframe while shuffles run, and that it is put back."""
+"""Contract tests of dask.dataframe's row numbering, and tests of the patch and its removal."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FRAME = pd.DataFrame({"a": [3, 1, 2, 3], "b": [1.5, np.nan, -0.0, 0.0], "c": lis
 
 @pytest.fixture(autouse=True)
 def nobody_else():
-    """Workers of other tests in this process may want it so still, and let go at any time.
+    """Install Dask's functions; workers of other tests in this process may still use the patch.
 
-    What they have is held for as long as a test takes: let go by the last of them, Dask's own
-    would be put back in the midst of it.
+    These workers may release it at any time. The fixture holds one more reference, so that the last
+    release does not restore Dask's functions in the middle of a test.
     """
     others = dataframe._replaced
     held = others.acquire()
@@ -57,7 +57,7 @@ def numbers(nobody_else):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How many columns of how many rows were numbered by us."""
+    """The number of columns and rows of each call of the replacement."""
     calls = []
     partition_numbers = numbering.partition_numbers
 
@@ -65,7 +65,7 @@ def counted(monkeypatch):
         calls.append((len(columns), len(columns[0])))
         return partition_numbers(columns, n_partitions)
 
-    # The comparison with Dask, once a process, does not count.
+    # Ignore the comparison with Dask, which runs once a process.
     numbers = RowNumbers()
     numbers.install()
     numbers.uninstall()
@@ -183,11 +183,11 @@ def test_shuffles_and_merges_use_it(counted):
         )
 
     results = {}
-    # New ones: workers that had a shuffle a moment ago still have what was replaced before.
+    # New clusters: workers that had a shuffle a moment ago still have the patch.
     with two_clusters(3) as sides:
         for side, client in (("stock", sides.stock), ("enabled", sides.enabled)):
             with client.as_current():
-                # Twice: rows of the very first tasks are numbered before a run begins.
+                # Twice: Dask numbers the rows of the very first tasks, before a run begins.
                 for _ in range(2):
                     rows, total = (client.compute(one, sync=True) for one in workload())
                 results[side] = (list(rows), total)

@@ -1,4 +1,4 @@
-"""Contracts with how distributed gives out output partitions, and who may have them here."""
+"""Contract tests of how distributed assigns output partitions, and tests of the patch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_distributed_has_what_we_replace() -> None:
     assert "self._unset_restriction(dt)" in inspect.getsource(plugin._clean_on_scheduler)
 
 
-#: Restrictions on addresses, hosts and resources; `there` are the addresses of two workers.
+#: Restrictions on addresses, hosts and resources; `there` has the addresses of two workers.
 RESTRICTIONS = {
     "none": lambda there: {},
     "one": lambda there: {"worker_restrictions": {there[0]}},
@@ -81,7 +81,7 @@ def test_those_allowed_are_those_that_the_scheduler_allows(scheduler: Scheduler,
 
 
 class Plugin:
-    """Of distributed, what is asked here."""
+    """The methods of distributed's plugin that `OutputOwners` replaces."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -103,7 +103,7 @@ class Plugin:
 
 
 def stage(**restrictions: Any) -> tuple[Plugin, Any, OutputOwners]:
-    """A plugin, a barrier, and what was replaced."""
+    """Return a plugin, a barrier, and the patch."""
     barrier = SimpleNamespace(annotations=None, **{**UNRESTRICTED, **restrictions})
     plugin = Plugin()
     scheduler: Any = SimpleNamespace(
@@ -135,7 +135,7 @@ def test_a_restriction_to_hosts_rests_while_a_task_is_with_its_owner() -> None:
     plugin, task, _ = stage(host_restrictions={"h"})
     plugin._set_restriction(task, "here")
     assert (task.worker_restrictions, task.host_restrictions) == ({"here"}, None)
-    # Once more, as the second barrier of a join does.
+    # A second time, as the second barrier of a join does.
     plugin._set_restriction(task, "here")
     assert task.host_restrictions is None
     plugin._unset_restriction(task)

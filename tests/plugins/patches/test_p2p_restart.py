@@ -1,4 +1,4 @@
-"""Contracts with how distributed has a shuffle start over, and which tasks do so here."""
+"""Contract tests of distributed's restarts of a shuffle, and tests of the tasks released here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_distributed_has_what_we_replace() -> None:
-    """What a release does to a run, and who hears that a task is to run again."""
+    """Check what a release does to a run, and who is told that a task runs again."""
     assert '"reschedule": self._reschedule' in inspect.getsource(Scheduler.__init__)
     assert parameters(Scheduler._reschedule) == ["self", "key", "worker", "stimulus_id"]
     transition = inspect.getsource(ShuffleSchedulerPlugin.transition)
@@ -87,7 +87,7 @@ def test_both_sides_of_a_join_start_over() -> None:
     expected = {one.key for one in [*left, *right, *outputs]}
     assert released(tasks, {"a", "b", "c"}, "a") == expected
     assert released(tasks, {"a", "b", "c"}, "b") == expected
-    # A side that has no run yet has let go of nothing.
+    # A side without a run has released nothing.
     assert released(tasks, {"a"}, "a") == {one.key for one in [*left, *outputs]}
 
 
@@ -102,7 +102,7 @@ def test_who_is_to_run_gets_all_it_is_made_of_from_the_new_run() -> None:
     every = [*tasks, *outputs, whole, *read, between, elsewhere, to_run]
     expected = {one.key for one in [*tasks, *outputs]}
     assert released(every, {"a"}, "a") == {*expected, "read-0", "between"}
-    # After a worker left, as in stock.
+    # After a worker left: as in stock.
     assert released(every, set(), "a") == expected
 
 

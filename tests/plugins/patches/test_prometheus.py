@@ -1,4 +1,4 @@
-"""What is registered with Prometheus, beside what distributed registers there."""
+"""Tests of the metrics registered with Prometheus, beside distributed's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.plugins.patches.prometheus import FAMILIES, ShownShuffles
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """One of its own: workers of other tests in this process may be in the usual one still."""
+    """A registry for this test: workers of other tests may still be in the usual one."""
     monkeypatch.setattr(prometheus, "_workers", prometheus.WeakSet())
     monkeypatch.setattr(prometheus, "_collector", None)
     registry = CollectorRegistry(auto_describe=True)
@@ -85,7 +85,7 @@ def test_names_begin_as_stock_s_do(registry):
 
 
 def test_stock_shows_none_of_a_shuffle_s_metrics(client):
-    """Once it does, ours have to go."""
+    """Once stock exports them, this package's metrics must go."""
     server = next(iter(client.cluster.workers.values()))
     told = ("p2p", None, "background-comms", "send", "bytes")
     server.digest_metric(told, 5)

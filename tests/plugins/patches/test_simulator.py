@@ -1,4 +1,4 @@
-"""Contracts of a simulation with the private parts of dask and distributed."""
+"""Contract tests of the private parts of dask and distributed that a simulation uses."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def test_a_graph_says_what_needs_what():
     graph = seams._Graph([(t.key, t.dependencies, t.produces_data) for t in model.tasks])
     tasks = graph.__dask_graph__()
     assert {type(one) for one in tasks.values()} == {Task}
-    # Compared as lists: keys of ours and plain text have different hashes.
+    # Compare as lists: the package's keys and plain text have different hashes.
     assert [list(one.dependencies) for one in tasks.values()] == [[], ["a-0"]]
     assert [one.data_producer for one in tasks.values()] == [True, False]
-    # The key itself, and not a copy as plain text.
+    # The key itself, not a copy as plain text.
     assert TaskRef(model.tasks[0].key).key is model.tasks[0].key
     assert set(message) <= set(inspect.signature(Scheduler.update_graph).parameters) | {"op"}
     assert message["internal_priority"] == {one.key: n for n, one in enumerate(model.tasks)}

@@ -1,4 +1,4 @@
-"""Which frames can be carried: decided by names, without the library that made them."""
+"""Tests of the supported kinds of frames, recognised by name without their library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUMBERS = np.dtype("i8")
 
 
 def cudf_frame(*dtypes, index=(NUMBERS,)):
-    """What an empty frame of cuDF says of itself."""
+    """An object with the attributes of an empty cuDF frame."""
     frame = type("DataFrame", (), {"__module__": "cudf.core.dataframe"})()
     frame.dtypes = pd.Series(dict(zip("abcdef", dtypes, strict=False)), dtype=object)
     frame.index = Index(*index)
@@ -75,7 +75,7 @@ def test_pandas_frames_and_others():
 
 
 def test_a_series_is_no_frame():
-    """Dask makes a frame of one before it shuffles it; no adapter ever opens one."""
+    """Dask converts a series to a frame before a shuffle; no adapter ever opens a series."""
     cudf_series = type("Series", (), {"__module__": "cudf.core.series"})()
     for series in (pd.Series([1]), cudf_series):
         assert obstacle(series) == "there is no adapter for this kind of data"

@@ -1,4 +1,4 @@
-"""Paths to a peer are shared between runs; what goes wrong for one run is not another's."""
+"""Tests of the paths to a peer: runs share them, and a failure of one run stays with that run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def compose(path):
 
 
 def with_links(test, **more):
-    """Run a coroutine function with links of a worker, with more attributes, on its loop."""
+    """Run a coroutine function with the links of a worker with these attributes, on its loop."""
 
     async def main():
         loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
@@ -129,7 +129,7 @@ def test_a_link_that_fails_does_not_keep_the_message_that_wanted_it():
             return weakref.ref(buffer)
 
         kept = await attempt()
-        await asyncio.sleep(0)  # the loop still has what woke this up
+        await asyncio.sleep(0)  # the loop still references the callback that woke this task
         gc.collect()
         assert kept() is None
 
@@ -147,11 +147,11 @@ def test_a_run_has_its_own_error():
     with_links(test)
 
 
-# ------------------------------------------------------------------ a way that leads nowhere
+# ------------------------------------------------------------------ a path on which nothing arrives
 
 
 class Deaf:
-    """Has an engine over which nothing arrives, and takes what comes another way."""
+    """A peer whose engine receives nothing, and that accepts messages on other paths."""
 
     def __init__(self, engine, is_silent):
         self._engine = engine
@@ -170,7 +170,7 @@ class Deaf:
 
 
 def noting(taken):
-    """Makes messages that UCX does not send at once, and notes for which path."""
+    """Return a function that composes slow UCX messages and records the path of each."""
 
     async def compose(path):
         taken.append(path.name)
@@ -180,7 +180,7 @@ def noting(taken):
 
 
 def with_links_to_the_deaf(test, *, is_silent):
-    """Run a coroutine function with links of a worker, and what calls a peer that is deaf."""
+    """Run a coroutine function with the links of a worker, and the calls of a deaf peer."""
 
     async def with_engine(links):
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
@@ -208,7 +208,7 @@ def test_over_ucx_nothing_is_sent_for_ever_to_a_peer_that_it_does_not_reach(monk
         assert taken == (["ucx", "comm"] if is_silent else ["ucx", "ucx", "comm"])
         why_not = "not done within 0.1 s" if is_silent else "the peer could not receive"
         assert why_not in links.report()["peer"]["why_not"]["ucx"]
-        # Whoever asks for it gets it, and everybody after the next cool-down.
+        # An explicit setting still uses UCX, and so does `auto` after the next cool-down.
         with pytest.raises(TransportError):
             await links.deliver("peer", "ucx", compose, call)
         links.cool_down()
@@ -244,7 +244,7 @@ def test_a_link_over_ucx_may_break_once_and_is_not_made_for_ever(monkeypatch):
 
 
 class Peer:
-    """Lends buffers of these sizes; three bytes more are in its message."""
+    """A peer that lends buffers of these sizes, and sends three bytes more in its message."""
 
     def __init__(self, *sizes):
         memory = SharedPages()
@@ -313,7 +313,7 @@ def test_nothing_of_a_message_is_read_unless_all_of_it_is_there():
     with_links(test)
 
 
-#: Smaller ones are not in shared memory.
+#: Smaller buffers are not in shared memory.
 PLACED_NBYTES = 100_000
 
 
@@ -329,7 +329,7 @@ PLACED_NBYTES = 100_000
     ids=["elsewhere", "cut otherwise", "other bytes", "one more", "another order"],
 )
 def test_places_that_were_damaged_on_their_way_are_not_read(damaged):
-    """They may well be inside of the memory that was lent, and lead to other rows."""
+    """Damaged places may be inside the lent memory, and lead to other rows."""
 
     async def test(links):
         peer = Peer(PLACED_NBYTES)
@@ -434,7 +434,7 @@ def test_memory_that_a_worker_cannot_share_is_something_it_lacks(monkeypatch):
 
 
 def asked_of(answer):
-    """What a peer with this answer is asked for, and the codecs that come of it."""
+    """Return the questions to a peer that gives this answer, and the resulting codecs."""
     asked = []
 
     async def test(links):
@@ -489,7 +489,7 @@ OPEN = SimpleNamespace(require_encryption=False)
 
 
 class Engine:
-    """Of the address that it was started with."""
+    """An engine with the address that it was started with."""
 
     takes_device_memory = False
     is_closing = False
@@ -509,7 +509,7 @@ class Engine:
 
 
 def resolving(monkeypatch, *addresses, error=None):
-    """Answers of a resolver; returns the names it was asked for, and in which threads."""
+    """Replace the resolver; return the names it was asked for, and in which threads."""
     asked = []
 
     def getaddrinfo(name, *args, **kwargs):
@@ -588,7 +588,7 @@ def test_a_name_that_has_no_address_is_a_reason_to_go_another_way(monkeypatch, e
         assert (path["path"], path["why_not"]["ucx"]) == ("comm", refused)
         with pytest.raises(ConfigError, match="'worker-3' has none"):
             await links.deliver("peer", "ucx", compose, call)
-        # It may have one later.
+        # It may have an address later.
         resolving(monkeypatch, "10.0.0.3")
         assert (await links.accept({"ucx": {}}))["ours"]["host"] == "10.0.0.3"
 

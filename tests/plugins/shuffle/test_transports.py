@@ -1,4 +1,4 @@
-"""A path over UCX knows what its link carries once the kernel has said so a few times."""
+"""Tests that a UCX path knows its bandwidth after a few readings of the kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask_gpurt.shuffle.messages import Message
 
 
 class Engine:
-    """Sends whatever it is given."""
+    """An engine that sends everything."""
 
     token = "sender"
 
@@ -31,7 +31,7 @@ class Engine:
 
 
 class Readings:
-    """Of a connection on which each message has the next of these rates."""
+    """Readings of a connection on which each message has the next of these rates."""
 
     def __init__(self, *rates, quick=True):
         self.rates = list(rates)
@@ -98,7 +98,7 @@ def test_a_message_that_was_not_taken_says_nothing_and_is_taken_back():
     answer = asyncio.run(path.send(Message(b"", []), refused))
     assert answer["status"] == "relink"
     assert path.bandwidth is None
-    # It may have arrived, and nobody there asks for it.
+    # The message may have arrived, and no receiver asks for it.
     assert engine.retracted == [("receiver", 0)]
 
 
