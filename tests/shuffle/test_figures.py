@@ -13,7 +13,7 @@ def figures(run=1, began_s=10.0):
     return RunFigures("abc", run, "pandas.DataFrame", began_s)
 
 
-def test_what_is_added_is_reported():
+def test_amounts_are_added_and_reported():
     one = figures()
     one.add(rows_in=10, local_nbytes=100)
     one.add(rows_in=5)
@@ -69,7 +69,7 @@ def skewed(kind="pandas.DataFrame", **rows_of_worker):
     return one
 
 
-def test_a_hot_partition_is_told_from_where_owners_are_chosen_anew():
+def test_a_partition_is_hot_if_it_alone_overloads_its_owner():
     """Report a worker that has a third more than the mean because of one key."""
     one = skewed(a=[120], b=[20] * 4, c=[20] * 4, d=[20] * 4)
     assert one["skew"] == pytest.approx(120 / 90)

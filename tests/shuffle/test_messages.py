@@ -42,7 +42,7 @@ def opened(message, in_place=True):
 @pytest.mark.parametrize(
     "message", [messages.local_message(SHARDS), messages.remote_message(SHARDS, raw)]
 )
-def test_what_is_sent_arrives(message):
+def test_messages_arrive_intact(message):
     for shard, sent in zip(opened(message), SHARDS, strict=True):
         assert (shard.source, shard.attempt, shard.number, shard.count) == (
             3,
@@ -55,14 +55,14 @@ def test_what_is_sent_arrives(message):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_what_shall_not_keep_a_message_alive_is_copied_out_of_it(in_place):
+def test_shards_are_copied_if_the_message_is_to_be_freed(in_place):
     message = messages.remote_message(SHARDS, raw)
     for shard, came in zip(opened(message, in_place), message.buffers, strict=True):
         np.testing.assert_array_equal(shard.packed.buffer, came)
         assert np.shares_memory(shard.packed.buffer, came) == in_place
 
 
-def test_only_what_leaves_the_host_is_counted_and_summed_up():
+def test_only_bytes_that_leave_the_host_are_counted():
     local, away = messages.local_message(SHARDS), messages.remote_message(SHARDS, raw)
     assert (local.raw_nbytes, local.wire_nbytes) == (0, 0)
     assert (away.raw_nbytes, away.wire_nbytes) == (5001, len(away.header) + 5001)
@@ -80,7 +80,7 @@ def test_damage_is_noticed(in_place):
 
 
 @pytest.mark.parametrize("codec", HOST_CODECS)
-def test_damage_of_what_was_encoded_is_damage(codec):
+def test_damage_of_an_encoded_shard_is_a_damaged_error(codec):
     """A `ProtocolError` would be wrong: the peer would not send the message again."""
     values = np.arange(2000, dtype="<i8")
 
@@ -99,7 +99,7 @@ def test_damage_of_what_was_encoded_is_damage(codec):
         opened(replace(message, buffers=[damaged]))
 
 
-def test_each_byte_of_a_shard_that_is_encoded_in_parts_is_looked_at():
+def test_the_checksum_covers_each_byte_of_a_partly_encoded_shard():
     """A long and a short incompressible stretch, between two compressible ones."""
     noise = np.random.default_rng(0).integers(0, 256, 4500, dtype=np.uint8)
     runs = np.zeros(2000, dtype=np.uint8)
@@ -125,14 +125,14 @@ def test_each_byte_of_a_shard_that_is_encoded_in_parts_is_looked_at():
                 opened(replace(message, buffers=buffers))
 
 
-def test_no_more_is_made_room_for_than_was_announced():
+def test_no_more_memory_is_allocated_than_announced():
     """For an encoded shard, memory is allocated for the received parts and for the shard itself."""
     header = replace(SHARDS[1].header, buffer_nbytes=8, parts=(1 << 62,), table=b"\0" * 18)
     with pytest.raises(ProtocolError, match="contradicts itself"):
         messages.buffer_lengths(wire.decode(wire.encode([header])), 5000)
 
 
-def test_shards_that_would_not_fit_are_refused_before_they_are_made_room_for():
+def test_shards_beyond_the_memory_are_refused_before_any_allocation():
     headers = wire.decode(messages.remote_message(SHARDS, raw).header)
     assert messages.buffer_lengths(headers, 5001) == [5000, 1]
     with pytest.raises(ProtocolError, match="5001 bytes for a worker that has 5000"):
@@ -142,5 +142,5 @@ def test_shards_that_would_not_fit_are_refused_before_they_are_made_room_for():
 @pytest.mark.parametrize(
     ("n_peers", "times"), [(1, 4), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1), (100, 1)]
 )
-def test_messages_inside_a_host_are_large_as_long_as_they_are_few(n_peers, times):
+def test_messages_inside_a_host_are_larger_with_fewer_peers(n_peers, times):
     assert messages.local_message_nbytes(1000, n_peers) == 1000 * times

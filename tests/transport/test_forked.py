@@ -132,7 +132,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("program", [ENGINES + CHILDREN, IN_A_COROUTINE])
-def test_a_child_does_its_parent_no_harm(program):
+def test_a_forked_child_does_not_harm_its_parent(program):
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,

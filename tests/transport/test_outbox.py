@@ -1,4 +1,4 @@
-"""Tests of send queues: messages grow while a peer is busy, producers block, and no shard is lost."""
+"""Tests of send queues: messages grow while a peer is busy, producers block, no shard is lost."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _flat(messages):
 # ------------------------------------------------------------------ messages
 
 
-def test_what_is_put_arrives():
+def test_shards_that_are_put_arrive():
     async def scenario():
         post = Post()
         post.open("a", "b")
@@ -139,7 +139,7 @@ def test_what_is_put_arrives():
     _run(scenario)
 
 
-def test_it_is_sent_without_a_flush():
+def test_shards_are_sent_without_a_flush():
     async def scenario():
         post = Post()
         await post.put("a", Item(1))
@@ -258,7 +258,7 @@ def test_the_order_for_a_peer_is_kept():
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 3])
-def test_so_many_messages_are_under_way_to_a_peer_and_no_more(concurrency):
+def test_the_number_of_messages_in_flight_to_a_peer_is_bounded(concurrency):
     async def scenario():
         post = Post(concurrency=concurrency, message_nbytes=10)
         for number in range(8):
@@ -277,7 +277,7 @@ def test_so_many_messages_are_under_way_to_a_peer_and_no_more(concurrency):
     _run(scenario)
 
 
-def test_a_put_in_the_moment_a_sender_ends_is_not_forgotten():
+def test_a_put_while_a_sender_ends_is_sent():
     """A shard is put after the last sender found an empty queue, and before that sender ends.
 
     The producer's wake-up must not count the ending sender as active. A shard whose destruction
@@ -310,7 +310,7 @@ def test_a_put_in_the_moment_a_sender_ends_is_not_forgotten():
     _run(scenario)
 
 
-def test_shards_are_let_go_once_they_are_delivered():
+def test_shards_are_freed_once_they_are_delivered():
     """The peer has them, and waiting shards need their memory."""
     alive = set()
 
@@ -363,7 +363,7 @@ def test_a_producer_is_held_back_while_too_much_waits():
     _run(scenario)
 
 
-def test_what_is_under_way_counts_as_waiting():
+def test_bytes_in_flight_count_as_waiting():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -378,7 +378,7 @@ def test_what_is_under_way_counts_as_waiting():
     _run(scenario)
 
 
-def test_what_waits_for_one_peer_does_not_hold_back_producers_for_another():
+def test_a_full_queue_of_one_peer_does_not_block_producers_for_another():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -390,7 +390,7 @@ def test_what_waits_for_one_peer_does_not_hold_back_producers_for_another():
     _run(scenario)
 
 
-def test_shards_larger_than_the_limit_are_taken_when_nothing_waits():
+def test_shards_larger_than_the_limit_are_accepted_by_an_empty_queue():
     async def scenario():
         post = Post(limit_nbytes=10)
         post.open("a")
@@ -401,7 +401,7 @@ def test_shards_larger_than_the_limit_are_taken_when_nothing_waits():
     _run(scenario)
 
 
-def test_many_producers_are_let_go_one_after_the_other():
+def test_blocked_producers_proceed_one_after_the_other():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(0))
@@ -414,7 +414,7 @@ def test_many_producers_are_let_go_one_after_the_other():
     _run(scenario)
 
 
-def test_a_failure_lets_producers_go_and_tells_them():
+def test_a_failure_is_raised_in_blocked_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -429,7 +429,7 @@ def test_a_failure_lets_producers_go_and_tells_them():
     _run(scenario)
 
 
-def test_a_failure_does_not_keep_the_shards_that_were_being_sent():
+def test_a_failure_does_not_keep_the_shards_in_flight_alive():
     """A logged or stored error keeps its frames and their variables."""
 
     async def scenario():
@@ -449,7 +449,7 @@ def test_a_failure_does_not_keep_the_shards_that_were_being_sent():
     _run(scenario)
 
 
-def test_a_failure_of_one_peer_lets_producers_for_another_go():
+def test_a_failure_of_one_peer_unblocks_producers_for_another():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("b", Item(1))
@@ -464,7 +464,7 @@ def test_a_failure_of_one_peer_lets_producers_for_another_go():
     _run(scenario)
 
 
-def test_closing_lets_producers_go():
+def test_closing_unblocks_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -477,7 +477,7 @@ def test_closing_lets_producers_go():
     _run(scenario)
 
 
-def test_closing_lets_producers_go_before_anything_was_sent():
+def test_closing_unblocks_producers_before_the_first_send():
     """There is no sender yet whose end could wake the producers."""
 
     async def scenario():
@@ -514,7 +514,7 @@ def test_a_failure_surfaces_in_put_and_flush_from_then_on():
     _run(scenario)
 
 
-def test_a_failure_while_flush_waits_ends_it():
+def test_a_failure_ends_a_waiting_flush():
     async def scenario():
         post = Post()
         await post.put("a", Item(1))
@@ -531,7 +531,7 @@ def test_a_failure_while_flush_waits_ends_it():
     _run(scenario)
 
 
-def test_the_first_failure_is_the_one_that_is_told():
+def test_the_first_failure_is_raised():
     async def scenario():
         post = Post()
         post.refusals |= {"a": Refused("a is gone"), "b": Refused("b is gone")}
@@ -549,7 +549,7 @@ def test_the_first_failure_is_the_one_that_is_told():
     _run(scenario)
 
 
-def test_nothing_more_is_sent_after_a_failure():
+def test_a_failure_stops_all_sending():
     async def scenario():
         post = Post(message_nbytes=10)
         post.refusals["b"] = Refused("b is gone")
@@ -582,7 +582,7 @@ def test_a_send_that_is_cancelled_is_a_failure():
     _run(scenario)
 
 
-def test_a_cancelled_send_lets_producers_go():
+def test_a_cancelled_send_unblocks_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -605,7 +605,7 @@ def test_flush_without_anything_put():
     _run(scenario)
 
 
-def test_flush_waits_for_what_is_under_way_and_for_what_waits():
+def test_flush_waits_for_messages_in_flight_and_for_the_queue():
     async def scenario():
         post = Post(message_nbytes=10)
         await post.put("a", Item(1), Item(2))
@@ -667,7 +667,7 @@ def test_an_outbox_can_be_used_again_after_a_flush():
 # ------------------------------------------------------------------ close
 
 
-def test_closing_cancels_what_is_under_way_and_drops_what_waits():
+def test_closing_cancels_sends_and_drops_the_queue():
     async def scenario():
         post = Post(concurrency=2, message_nbytes=10)
         await post.put("a", *(Item(number) for number in range(5)))
@@ -684,7 +684,7 @@ def test_closing_cancels_what_is_under_way_and_drops_what_waits():
     _run(scenario)
 
 
-def test_what_is_put_after_closing_is_dropped():
+def test_shards_put_after_closing_are_dropped():
     async def scenario():
         post = Post()
         post.open("a")
@@ -697,7 +697,7 @@ def test_what_is_put_after_closing_is_dropped():
     _run(scenario)
 
 
-def test_what_was_put_right_before_closing_is_dropped():
+def test_shards_put_right_before_closing_are_dropped():
     """The producer's wake-up arrives when the queue is empty."""
 
     async def scenario():
@@ -748,7 +748,7 @@ def test_closing_twice():
     _run(scenario)
 
 
-def test_closing_waits_until_the_senders_are_gone():
+def test_closing_waits_for_the_senders_to_end():
     async def scenario():
         cleaned_up = []
 

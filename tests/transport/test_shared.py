@@ -128,7 +128,7 @@ def test_another_process_s_memory_is_read(other_process):
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_process_that_ends_is_forgotten_and_what_is_read_before_is_right(
+def test_a_process_that_ends_is_forgotten_and_earlier_reads_are_right(
     other_process, monkeypatch, is_told
 ):
     process, descriptor, places = other_process
@@ -152,7 +152,7 @@ def test_a_process_that_ends_is_forgotten_and_what_is_read_before_is_right(
     with_borrower(test)
 
 
-def test_a_process_that_ends_while_it_is_read_is_read_to_the_end(other_process, held_reads):
+def test_a_read_finishes_although_the_lending_process_ends(other_process, held_reads):
     process, descriptor, places = other_process
 
     async def test(borrower):
@@ -169,7 +169,7 @@ def test_a_process_that_ends_while_it_is_read_is_read_to_the_end(other_process, 
     with_borrower(test)
 
 
-def test_a_file_that_is_let_go_while_it_is_read_is_closed_by_the_last_reader(held_reads):
+def test_a_file_that_is_dropped_during_reads_is_closed_by_the_last_one(held_reads):
     lender, buffer = lent()
 
     async def test(borrower):
@@ -195,7 +195,7 @@ def test_a_file_that_is_let_go_while_it_is_read_is_closed_by_the_last_reader(hel
     with_borrower(test)
 
 
-def test_what_is_let_go_before_it_is_read_is_not_read():
+def test_a_file_that_was_dropped_is_not_read():
     lender, buffer = lent()
 
     async def test(borrower):
@@ -208,7 +208,7 @@ def test_what_is_let_go_before_it_is_read_is_not_read():
     with_borrower(test)
 
 
-def test_what_is_let_go_can_be_opened_again():
+def test_a_file_that_was_dropped_can_be_opened_again():
     lender, buffer = lent()
 
     async def test(borrower):
@@ -223,7 +223,7 @@ def test_what_is_let_go_can_be_opened_again():
     with_borrower(test)
 
 
-def test_memory_from_elsewhere_has_no_place():
+def test_a_buffer_outside_the_file_has_no_place():
     lender, _ = lent()
     assert lender.place(np.zeros(100, dtype=np.uint8)) is None
 
@@ -235,7 +235,7 @@ def not_memory(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["another lender", "a file", "a pipe", "a socket", "nothing"])
-def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
+def test_only_a_file_with_the_signature_is_opened(tmp_path, what):
     """As in two containers, where the same numbers name other files."""
     lender, _ = lent()
     other, _ = lent()
@@ -275,7 +275,7 @@ def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
         {"pid": 10**30, "fd": 3, "token": b"0" * 16},
     ],
 )
-def test_what_is_no_offer_is_refused(descriptor):
+def test_a_malformed_offer_is_refused(descriptor):
     async def test(borrower):
         with pytest.raises(ProtocolError, match="not an offer"):
             borrower.open(descriptor)
@@ -348,7 +348,7 @@ async def _once(test):
         borrower.close()
 
 
-def test_memory_that_is_cut_short_is_an_error():
+def test_a_truncated_memory_file_is_an_error():
     lender, buffer = lent()
 
     async def test(borrower):

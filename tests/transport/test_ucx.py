@@ -146,7 +146,7 @@ async def both_ways(engine, other, number, sizes):
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_what_is_sent_arrives(options):
+def test_messages_arrive_intact(options):
     async def scenario():
         async with pair(options) as (engine, other):
             messages = [[], [0], [1], [8191], [8192], [1 << 16], [16 << 20], [3, 0, 1 << 20, 9000]]
@@ -163,7 +163,7 @@ def test_what_is_sent_arrives(options):
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_many_messages_are_under_way_at_once_in_any_order(options):
+def test_many_messages_are_in_flight_at_once_in_any_order(options):
     async def scenario():
         async with pair(options) as (engine, other):
             numbers = range(60)
@@ -234,7 +234,7 @@ def test_a_message_of_other_lengths_is_refused_and_the_link_goes_on(options, sen
 
 @needs_ucxx
 @over_both
-def test_a_message_that_was_given_up_is_not_written_anywhere(options):
+def test_a_cancelled_receive_writes_nothing(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -257,7 +257,7 @@ def test_a_message_that_was_given_up_is_not_written_anywhere(options):
 
 @needs_ucxx
 @over_both
-def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
+def test_a_retracted_message_is_freed_on_both_sides(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -279,7 +279,7 @@ def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
 
 @needs_ucxx
 @over_both
-def test_a_message_that_left_in_full_can_be_taken_back(options):
+def test_a_message_that_was_sent_in_full_can_be_retracted(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -315,7 +315,7 @@ def test_one_number_is_received_once_at_a_time():
 
 
 @needs_ucxx
-def test_what_is_no_message_is_refused_before_ucx_sees_it():
+def test_a_malformed_message_is_refused_before_ucx_sees_it():
     async def scenario():
         async with engine_here() as here:
             words = np.zeros(10, dtype=np.uint16)
@@ -375,7 +375,7 @@ def carried(at_least_nbytes):
 
 @needs_ucxx
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a connection carried")
-def test_over_tcp_what_goes_there_and_what_comes_back_have_a_connection_each():
+def test_over_tcp_each_direction_has_a_connection_of_its_own():
     async def scenario():
         async with engine_here({"TLS": "tcp"}) as here, engine_here({"TLS": "tcp"}) as there:
             # One after the other, so that the second finds an existing link.
@@ -430,7 +430,7 @@ def test_an_engine_can_talk_to_itself():
 
 
 @needs_ucxx
-def test_memory_of_a_device_is_sent_and_filled_where_it_lies():
+def test_device_memory_is_sent_and_filled_in_place():
     """Emulated memory: it has a GPU's array interface, and allows no other access."""
 
     async def scenario():
@@ -458,7 +458,7 @@ def test_memory_of_a_device_is_sent_and_filled_where_it_lies():
 
 @needs_ucxx
 @over_both
-def test_there_is_no_device_memory_where_ucx_has_no_way_to_copy_it(options):
+def test_device_memory_needs_ucx_s_transport_for_copies(options):
     """A UCX that is built for CUDA is not enough."""
 
     async def scenario():
@@ -472,7 +472,7 @@ def test_there_is_no_device_memory_where_ucx_has_no_way_to_copy_it(options):
 
 
 @needs_ucxx
-def test_another_engine_at_the_address_is_not_taken_for_the_one_that_was_there():
+def test_another_engine_at_the_address_is_refused():
     async def scenario():
         async with engine_here() as here, engine_here() as there:
             someone = "0" * 32
@@ -525,7 +525,7 @@ def test_noise_on_the_port_does_no_harm():
 
 
 @needs_ucxx
-def test_ucx_has_no_queues_in_shared_memory_unless_somebody_asks_for_them(monkeypatch):
+def test_ucx_has_no_queues_in_shared_memory_unless_configured(monkeypatch):
     """A killed peer would block the queue for all others."""
     queues = {"posix", "sysv", "xpmem"}
 
@@ -549,7 +549,7 @@ def test_ucx_has_no_queues_in_shared_memory_unless_somebody_asks_for_them(monkey
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_a_killed_peer_fails_what_waits_for_it(options):
+def test_a_killed_peer_fails_waiting_transfers(options):
     async def scenario():
         async with pair(options) as (engine, other):
             await both_ways(engine, other, 1, [1 << 20])
@@ -583,7 +583,7 @@ def test_a_killed_peer_fails_what_waits_for_it(options):
 @pytest.mark.cluster
 @over_both
 @pytest.mark.parametrize("is_back", [True, False], ids=["and comes back", "for good"])
-def test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline(options, is_back):
+def test_a_peer_that_hangs_blocks_no_caller_beyond_the_timeout(options, is_back):
     async def scenario():
         async with pair(options) as (engine, other):
             os.kill(other.process.pid, signal.SIGSTOP)
@@ -610,9 +610,9 @@ def test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline(options, is_bac
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_a_process_that_had_a_peer_that_hung_ends_well():
-    """Run that test in a process of its own: memory that UCX still holds must not crash its exit."""
-    test = test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline.__name__
+def test_a_process_with_a_hung_peer_exits_cleanly():
+    """Run that test in its own process: memory that UCX still holds must not crash its exit."""
+    test = test_a_peer_that_hangs_blocks_no_caller_beyond_the_timeout.__name__
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"{__file__}::{test}", "-k", "good and shared"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -621,7 +621,7 @@ def test_a_process_that_had_a_peer_that_hung_ends_well():
 
 
 @needs_ucxx
-def test_whoever_connects_to_an_engine_that_closes_is_let_go():
+def test_a_caller_of_a_closing_engine_is_rejected():
     async def scenario():
         may_go_on = threading.Event()
         async with engine_here() as here:
@@ -641,7 +641,7 @@ def test_whoever_connects_to_an_engine_that_closes_is_let_go():
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_closing_fails_what_is_under_way(options):
+def test_closing_fails_transfers_in_flight(options):
     async def scenario():
         async with pair(options) as (engine, other):
             buffer = np.ones(16 << 20, dtype=np.uint8)
@@ -671,7 +671,7 @@ def test_closing_fails_what_is_under_way(options):
 
 @needs_ucxx
 @over_both
-def test_a_link_that_breaks_fails_what_was_to_come_by_it(options):
+def test_a_link_that_breaks_fails_the_messages_expected_on_it(options):
     """Also if the link of the other direction still works."""
 
     async def scenario():
@@ -702,7 +702,7 @@ def test_a_link_that_breaks_fails_what_was_to_come_by_it(options):
 
 
 @needs_ucxx
-def test_a_token_that_is_none_is_refused_and_nothing_else_happens():
+def test_a_malformed_token_is_refused():
     async def scenario():
         async with engine_here() as engine:
             for token in ({}, [], None, 7):
@@ -717,7 +717,7 @@ def test_a_token_that_is_none_is_refused_and_nothing_else_happens():
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_a_link_that_was_closed_is_made_anew():
+def test_a_closed_link_can_be_made_again():
     async def scenario():
         async with pair() as (engine, other):
             await engine.disconnect(other.token)

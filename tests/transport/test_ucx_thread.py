@@ -51,7 +51,7 @@ def until(condition):
         os.sched_yield()
 
 
-def test_messages_move_while_nobody_else_does_anything():
+def test_messages_move_without_an_event_loop():
     with ucx_thread() as (here, board), ucx_thread() as (there, other_board):
         asked(here, board.connect, other_board.descriptor).result(PATIENCE_S)
         there_token, here_token = other_board.descriptor.token, board.descriptor.token
@@ -82,7 +82,7 @@ def test_a_thread_that_ended_takes_no_calls():
     thread.close()  # repeated calls are harmless
 
 
-def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_away():
+def test_a_closed_engine_leaves_its_thread_to_the_next_and_rejects_callers():
     async def scenario():
         options = {"TLS": "tcp,self"}  # no other test uses these
         closed = await open_door(await UcxEngine.start("127.0.0.1", options))
@@ -123,7 +123,7 @@ def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_a
         ("threading.Thread.start", RuntimeError("can't start new thread")),
     ],
 )
-def test_a_process_that_may_have_no_more_of_something_has_no_engine(monkeypatch, what, error):
+def test_an_engine_does_not_start_at_a_resource_limit_of_the_process(monkeypatch, what, error):
     """The error names the missing resource, and a later start can succeed."""
 
     async def scenario():
@@ -142,7 +142,7 @@ def test_a_process_that_may_have_no_more_of_something_has_no_engine(monkeypatch,
     asyncio.run(scenario())
 
 
-def test_a_thread_that_had_an_error_serves_no_further_engine():
+def test_a_thread_that_failed_serves_no_further_engine():
     async def scenario():
         options = {"TLS": "self,tcp"}  # no other test uses these
         engine = await open_door(await UcxEngine.start("127.0.0.1", options))
@@ -155,7 +155,7 @@ def test_a_thread_that_had_an_error_serves_no_further_engine():
     asyncio.run(scenario())
 
 
-def test_closing_gives_up_on_a_thread_that_is_stuck_and_the_thread_goes_on():
+def test_closing_stops_waiting_for_a_stuck_thread_which_continues():
     async def scenario():
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
         stuck, may_go_on = threading.Event(), threading.Event()
@@ -177,7 +177,7 @@ def fail():
     raise ZeroDivisionError("a mistake")
 
 
-def test_an_error_in_the_thread_is_told_to_all_who_wait_and_all_who_come():
+def test_an_error_in_the_thread_is_raised_in_waiting_and_later_calls():
     async def scenario():
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
         await engine.connect(engine.descriptor, PATIENCE_S)
@@ -198,7 +198,7 @@ def test_an_error_in_the_thread_is_told_to_all_who_wait_and_all_who_come():
     asyncio.run(scenario())
 
 
-def test_an_error_of_one_call_is_told_to_whoever_made_it(monkeypatch):
+def test_an_error_of_one_call_is_raised_in_its_caller(monkeypatch):
     async def scenario():
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
         monkeypatch.setattr(engine._board, "send", lambda *args: fail())
@@ -213,7 +213,7 @@ def test_an_error_of_one_call_is_told_to_whoever_made_it(monkeypatch):
 
 
 @over_both
-def test_a_link_is_closed_when_what_is_on_its_way_in_has_come(options):
+def test_a_link_is_closed_after_incoming_data_has_arrived(options):
     """Otherwise UCX would write through freed memory, and crash now and then."""
     with ucx_thread(options) as (here, board), ucx_thread(options) as (there, other_board):
         asked(there, other_board.connect, board.descriptor).result(PATIENCE_S)
@@ -246,7 +246,7 @@ def test_a_link_is_closed_when_what_is_on_its_way_in_has_come(options):
         assert not link.endpoint.alive
 
 
-def test_closing_tells_that_what_was_announced_does_not_come():
+def test_closing_fails_announced_messages():
     with ucx_thread() as (_, other_board):
         with ucx_thread() as (here, board):
             asked(here, board.connect, other_board.descriptor).result(PATIENCE_S)
@@ -274,7 +274,7 @@ class Stubborn:
 
 
 @pytest.mark.parametrize("n_stubborn", [1, 2])
-def test_a_link_that_cannot_be_closed_keeps_no_other_one_open(n_stubborn):
+def test_a_link_that_fails_to_close_does_not_keep_others_open(n_stubborn):
     with ucx_thread() as (here, board):
         with ucx_thread() as (_, one), ucx_thread() as (_, other):
             for there in (one, other):

@@ -156,7 +156,7 @@ def test_another_version_is_refused_and_both_are_named(version):
         wire.decode(bytes(header))
 
 
-def test_what_comes_after_another_version_is_not_looked_at():
+def test_the_content_of_another_version_is_not_decoded():
     with pytest.raises(ProtocolError, match="version 2"):
         wire.decode(b"GRT\x02" + b"\xff" * 8)
 
@@ -178,7 +178,7 @@ def _encoded(*parts):
     return _message(_shard(nbytes=9, parts=len(parts), table=1) + lengths + b"t")
 
 
-def test_the_messages_below_are_refused_for_what_is_wrong_with_them():
+def test_the_messages_below_are_refused_for_their_own_defect():
     part = struct.pack("<Q", 9)
     (header,) = wire.decode(_message(_shard(nbytes=9, arrow=4, pickle=5, parts=1) + part))
     assert (header.buffer_nbytes, header.arrow_nbytes, header.pickle_nbytes) == (9, 4, 5)
@@ -323,7 +323,7 @@ def test_checksums_notice_words_that_changed(original, data):
     assert (wire.checksum([buffer]) == wire.checksum([np.frombuffer(original, np.uint8)])) == same
 
 
-def test_checksums_notice_what_is_missing_and_what_moved():
+def test_checksums_detect_missing_and_moved_bytes():
     buffer = content(8192)
     moved = np.roll(buffer, 8)
     shorter = buffer[:-1]

@@ -20,7 +20,7 @@ async def test_workers_and_schedulers_of_a_process(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_a_task_has_its_worker_in_its_context(c, s, a):
+async def test_a_task_knows_its_worker(c, s, a):
     def address():
         return get_worker().address
 

@@ -95,7 +95,7 @@ def test_a_buffer_is_received_by_a_function_of_the_module():
     assert tcp.TLS.read is tcp.TCP.read
 
 
-def test_stock_keeps_the_loop_as_long_as_there_is_something_to_read():
+def test_stock_blocks_the_loop_while_the_socket_has_data():
     # The reason for the patch.
     lengths, rounds = asyncio.run(received(STOCK, 8 * PIECE_NBYTES))
     assert lengths == [8 * PIECE_NBYTES]
@@ -117,7 +117,7 @@ def test_stock_keeps_the_loop_as_long_as_there_is_something_to_read():
         (8 * PIECE_NBYTES, [PIECE_NBYTES] * 8, 8),
     ],
 )
-def test_the_loop_comes_round_after_each_piece(n, lengths, rounds):
+def test_the_loop_runs_after_each_piece(n, lengths, rounds):
     assert asyncio.run(received(read_in_pieces, n)) == (lengths, rounds)
 
 
@@ -159,7 +159,7 @@ def test_a_peer_that_goes_away_is_noticed(reads):
 
 
 @pytest.mark.parametrize("is_let_go_of", [False, True])
-def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_let_go_of):
+def test_a_message_that_could_not_be_written_is_kept_until_dropped(is_let_go_of):
     async def no_answer(comm):
         await asyncio.Event().wait()
 
@@ -192,7 +192,7 @@ def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_le
 # ------------------------------------------------------------------ taken back
 
 
-def test_it_stays_until_the_last_worker_has_let_go(reads):
+def test_the_patch_stays_until_the_last_worker_uninstalls_it(reads):
     other = PiecewiseReads()
     assert tcp.read_bytes_rw is read_in_pieces
     other.uninstall()
@@ -200,14 +200,14 @@ def test_it_stays_until_the_last_worker_has_let_go(reads):
     assert tcp.read_bytes_rw is read_in_pieces
 
 
-def test_a_worker_that_is_gone_without_a_word_has_let_go():
+def test_a_collected_worker_releases_the_patch():
     reads = PiecewiseReads()
     assert tcp.read_bytes_rw is read_in_pieces
     del reads
     assert tcp.read_bytes_rw is STOCK
 
 
-def test_workers_have_it_while_the_runtime_is_on():
+def test_workers_have_the_patch_while_the_runtime_is_enabled():
     with (
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
@@ -258,7 +258,7 @@ async def test_a_long_message_is_handed_out_in_turns():
 
 @pytest.mark.parametrize("other", [{"op": "free-keys"}, {"op": "remove-replicas"}, "OK"])
 @gen_test()
-async def test_whatever_else_is_said_at_once_is_handled_at_once(other):
+async def test_other_parts_of_a_message_are_handled_in_one_turn(other):
     computed = tasks(3 * N_IN_TURN)
     for before in (0, 1, N_IN_TURN, 2 * N_IN_TURN):
         messages = [*computed[:before], other, *computed[before:]]
@@ -278,7 +278,7 @@ async def test_whatever_else_is_said_at_once_is_handled_at_once(other):
 
 
 @gen_test()
-async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
+async def test_the_rest_of_a_message_is_handed_out_after_uninstall():
     messages = tasks(N_IN_TURN + 1)
     comm = Batches(messages, messages)
     turns = ShortTurns(Reader(comm))
@@ -290,7 +290,7 @@ async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
 
 
 @gen_test()
-async def test_one_may_begin_and_end_while_another_hands_out_what_is_left():
+async def test_patches_may_overlap_while_a_message_is_handed_out():
     messages = tasks(3 * N_IN_TURN)
     comm = Batches(messages, messages, messages)
     first = ShortTurns(Reader(comm))
@@ -331,7 +331,7 @@ async def test_a_read_that_was_waiting_at_the_end_returns_all():
 
 @pytest.mark.parametrize("enabled", [True, False])
 @gen_test()
-async def test_the_loop_comes_round_while_a_graph_is_handled(enabled):
+async def test_the_loop_runs_while_a_graph_is_handled(enabled):
     n = 10 * N_IN_TURN
     async with (
         Scheduler(dashboard_address=":0", port=0) as s,

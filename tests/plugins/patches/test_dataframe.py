@@ -101,14 +101,14 @@ def test_tasks_of_a_merge_find_their_function_by_name(numbers):
 
 
 @pytest.mark.parametrize("index", [["a"], ["a", "b"], ["c"], ["a", "c"], FRAME["a"]])
-def test_operation_does_what_stock_s_does(numbers, index):
+def test_operation_equals_stock(numbers, index):
     meta = FRAME.iloc[:0]
     found = AssignPartitioningIndex.operation(FRAME, index, "_partitions", 7, meta, False)
     expected = STOCK_OPERATION(FRAME, index, "_partitions", 7, meta, False)
     pd.testing.assert_frame_equal(found, expected)
 
 
-def test_operation_on_the_index_does_what_stock_s_does(numbers):
+def test_operation_on_the_index_equals_stock(numbers):
     arguments = (FRAME.rename_axis("i"), ["_index"], "_partitions", 7, FRAME.iloc[:0], True)
     found = AssignPartitioningIndex.operation(*arguments)
     pd.testing.assert_frame_equal(found, STOCK_OPERATION(*arguments))
@@ -122,7 +122,7 @@ def test_numbers_of_a_merge_are_stock_s(numbers, columns):
     assert np.array_equal(found, expected)
 
 
-def test_it_is_put_back_when_the_last_lets_go():
+def test_the_last_uninstall_restores_stock():
     first, second = RowNumbers(), RowNumbers()
     first.install()
     first.install()
@@ -135,7 +135,7 @@ def test_it_is_put_back_when_the_last_lets_go():
     assert is_stock()
 
 
-def test_it_is_put_back_when_the_last_is_gone_without_a_word():
+def test_collecting_the_last_worker_restores_stock():
     numbers = RowNumbers()
     numbers.install()
     assert not is_stock()
@@ -144,14 +144,14 @@ def test_it_is_put_back_when_the_last_is_gone_without_a_word():
     assert is_stock()
 
 
-def test_a_task_that_is_pickled_meanwhile_is_stock_s(numbers):
+def test_a_task_pickled_while_patched_is_stock_s(numbers):
     task = pickle.dumps(AssignPartitioningIndex.operation)
     assert b"dask_gpurt" not in task
     numbers.uninstall()
     assert pickle.loads(task) is STOCK_OPERATION
 
 
-def test_nothing_is_imported_for_it(monkeypatch):
+def test_the_patch_imports_nothing(monkeypatch):
     monkeypatch.delitem(sys.modules, dataframe._MERGE)
     numbers = RowNumbers()
     numbers.install()
@@ -160,7 +160,7 @@ def test_nothing_is_imported_for_it(monkeypatch):
     numbers.uninstall()
 
 
-def test_a_pandas_that_hashes_in_another_way_leaves_dask_s(monkeypatch, caplog):
+def test_a_pandas_that_hashes_differently_keeps_dask_s_functions(monkeypatch, caplog):
     monkeypatch.setattr(dataframe, "_replaced", dataframe._Replaced())
     monkeypatch.setattr(numbering, "_END", 0)
     numbers = RowNumbers()
@@ -171,7 +171,7 @@ def test_a_pandas_that_hashes_in_another_way_leaves_dask_s(monkeypatch, caplog):
     assert caplog.messages == ["Dask numbers the rows: this version of pandas hashes differently"]
 
 
-def test_shuffles_and_merges_use_it(counted):
+def test_shuffles_and_merges_use_the_patch(counted):
     frame = pd.DataFrame({"a": np.arange(4_000) % 97, "b": np.arange(4_000) * 1.0})
 
     def workload():

@@ -84,7 +84,7 @@ def test_worker_plugin_has_what_we_replace():
     assert {"_active_runs", "closed"} <= set(_ShuffleRunManager.__annotations__)
 
 
-def test_run_has_everything_distributed_asks_of_one():
+def test_run_has_all_attributes_that_distributed_uses():
     """Check all attributes of a run that the control plane uses, found in its source."""
     import re
 
@@ -96,7 +96,7 @@ def test_run_has_everything_distributed_asks_of_one():
         assert hasattr(ExchangeRun, name) or f"self.{name} =" in made or f"self.{name}:" in made
 
 
-def test_methods_take_what_stock_s_take():
+def test_methods_have_the_parameters_of_stock():
     for name in ("add_partition", "barrier", "receive", "get_output_partition", "fail"):
         stock = parameters(getattr(ShuffleRun, name))
         ours = parameters(getattr(ExchangeRun, name))
@@ -257,7 +257,7 @@ def test_output_partitions_are_known_in_the_order_of_their_tasks(sides, monkeypa
     assert order == sorted(order, key=turns.get)
 
 
-def test_dask_picks_p2p_for_whoever_has_a_client(sides):
+def test_dask_picks_p2p_if_there_is_a_client(sides):
     """dask-cudf sets no method of its own, so the runtime gets its shuffles without a change."""
     frame = dd.from_pandas(pd.DataFrame({"key": range(10), "x": 1}), npartitions=4)
     with sides.enabled.as_current():

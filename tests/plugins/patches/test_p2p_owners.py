@@ -74,7 +74,7 @@ def scheduler() -> Any:
 
 
 @pytest.mark.parametrize("name", RESTRICTIONS)
-def test_those_allowed_are_those_that_the_scheduler_allows(scheduler: Scheduler, name: str) -> None:
+def test_the_allowed_workers_are_those_of_the_scheduler(scheduler: Scheduler, name: str) -> None:
     task: Any = SimpleNamespace(**{**UNRESTRICTED, **RESTRICTIONS[name](sorted(scheduler.workers))})
     valid = scheduler.valid_workers(task)
     assert allowed(scheduler, task) == ({ws.address for ws in valid} if valid else None)
@@ -118,7 +118,7 @@ def stage(**restrictions: Any) -> tuple[Plugin, Any, OutputOwners]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_restrictions_are_as_they_were_after_owners_were_chosen(fails: bool) -> None:
+def test_choosing_owners_leaves_the_restrictions_unchanged(fails: bool) -> None:
     stated = {"here", ABSENT}
     plugin, barrier, _ = stage(worker_restrictions=stated)
     spec = SimpleNamespace(id="a", barrier=barrier, fails=fails)
@@ -131,7 +131,7 @@ def test_restrictions_are_as_they_were_after_owners_were_chosen(fails: bool) -> 
     assert barrier.worker_restrictions is stated
 
 
-def test_a_restriction_to_hosts_rests_while_a_task_is_with_its_owner() -> None:
+def test_a_restriction_to_hosts_is_suspended_while_a_task_has_an_owner() -> None:
     plugin, task, _ = stage(host_restrictions={"h"})
     plugin._set_restriction(task, "here")
     assert (task.worker_restrictions, task.host_restrictions) == ({"here"}, None)
@@ -142,7 +142,7 @@ def test_a_restriction_to_hosts_rests_while_a_task_is_with_its_owner() -> None:
     assert task.host_restrictions == {"h"}
 
 
-def test_what_was_there_before_is_given_back() -> None:
+def test_uninstall_restores_an_earlier_patch() -> None:
     plugin, _, owners = stage()
     owners.uninstall()
     assert set(vars(plugin)) == {"seen"}

@@ -45,7 +45,7 @@ def shown(registry):
     return [tuple(sample)[:3] for family in registry.collect() for sample in family.samples]
 
 
-def test_workers_of_a_process_are_summed_until_the_last_has_let_go(registry):
+def test_workers_of_a_process_are_summed_until_the_last_uninstall(registry):
     workers = worker(100), worker(10)
     first, second = map(ShownShuffles, workers)
     assert shown(registry) == [(*SENT, 112)]
@@ -64,7 +64,7 @@ def test_without_prometheus_nothing_is_shown(monkeypatch):
     ShownShuffles(worker(1)).uninstall()
 
 
-def test_names_that_are_taken_are_left_to_whoever_has_them(registry):
+def test_names_that_are_taken_are_not_registered(registry):
     class Taken:
         def collect(self):
             yield CounterMetricFamily("dask_worker_shuffle_bytes", "", value=3)

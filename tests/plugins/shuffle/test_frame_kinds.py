@@ -46,7 +46,7 @@ def cudf_frame(*dtypes, index=(NUMBERS,)):
     return frame
 
 
-def test_cudf_is_known_by_its_name():
+def test_cudf_is_recognised_by_its_name():
     frame = cudf_frame(np.dtype("i8"), CategoricalDtype(), ListDtype(np.dtype("i4")))
     assert frame_kind(frame) == "cudf.core.dataframe.DataFrame"
     assert obstacle(frame) is None
@@ -62,7 +62,7 @@ def test_cudf_is_known_by_its_name():
         (cudf_frame(index=(np.dtype("i8"), StructDtype())), "index level 1"),
     ],
 )
-def test_what_cannot_be_put_together_again_is_left_to_stock(frame, named):
+def test_types_that_cannot_be_rebuilt_are_left_to_stock(frame, named):
     assert named in obstacle(frame)
 
 
@@ -81,7 +81,7 @@ def test_a_series_is_no_frame():
         assert obstacle(series) == "there is no adapter for this kind of data"
 
 
-def test_nothing_of_a_gpu_is_imported_for_frames_of_the_host():
+def test_frames_of_the_host_import_no_gpu_library():
     script = (
         "import sys, dask_gpurt.plugins.scheduler, dask_gpurt.plugins.worker\n"
         "print(sorted({'cudf', 'cupy', 'pylibcudf', 'nvidia'} & set(sys.modules)))"

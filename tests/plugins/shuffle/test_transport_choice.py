@@ -58,7 +58,7 @@ def with_links(test, **more):
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_a_run_that_ends_while_it_links_takes_no_other_with_it():
+def test_a_run_that_ends_during_a_negotiation_fails_no_other_run():
     async def test(links):
         asked, refuse = asyncio.Event(), asyncio.Event()
         answered = []
@@ -86,7 +86,7 @@ def test_a_run_that_ends_while_it_links_takes_no_other_with_it():
     with_links(test)
 
 
-def test_a_link_that_fails_when_nobody_waits_any_more_is_not_complained_of():
+def test_a_link_that_fails_without_waiting_callers_is_not_logged():
     complaints = []
 
     async def test(links):
@@ -113,7 +113,7 @@ def test_a_link_that_fails_when_nobody_waits_any_more_is_not_complained_of():
     assert complaints == []
 
 
-def test_a_link_that_fails_does_not_keep_the_message_that_wanted_it():
+def test_a_link_that_fails_does_not_keep_the_message_alive():
     async def test(links):
         async def call(data):
             raise OSError("no route to host")
@@ -195,7 +195,7 @@ def with_links_to_the_deaf(test, *, is_silent):
 
 @needs_ucxx
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "asks for another link"])
-def test_over_ucx_nothing_is_sent_for_ever_to_a_peer_that_it_does_not_reach(monkeypatch, is_silent):
+def test_auto_stops_using_ucx_to_a_peer_that_it_does_not_reach(monkeypatch, is_silent):
     monkeypatch.setattr("dask_gpurt.plugins.shuffle.transports.MESSAGE_DEADLINE_S", 0.1)
     taken = []
     compose = noting(taken)
@@ -286,7 +286,7 @@ def in_lane(lane, asked):
     return beside
 
 
-def test_a_large_message_is_read_beside_the_loop_and_a_small_one_on_it():
+def test_a_large_message_is_read_in_a_thread_and_a_small_one_on_the_loop():
     async def test(links):
         large = Peer(LEAST_THREAD_NBYTES - 100_000, 100_000 - 3)
         small = Peer(LEAST_THREAD_NBYTES - 100_000, 100_000 - 4)
@@ -301,7 +301,7 @@ def test_a_large_message_is_read_beside_the_loop_and_a_small_one_on_it():
     with_links(test)
 
 
-def test_nothing_of_a_message_is_read_unless_all_of_it_is_there():
+def test_an_incomplete_message_is_not_read_at_all():
     async def test(links):
         peer = Peer(LEAST_THREAD_NBYTES)
         peer.payload["places"][-1] = b"too long"
@@ -328,7 +328,7 @@ PLACED_NBYTES = 100_000
     ],
     ids=["elsewhere", "cut otherwise", "other bytes", "one more", "another order"],
 )
-def test_places_that_were_damaged_on_their_way_are_not_read(damaged):
+def test_damaged_places_are_not_read(damaged):
     """Damaged places may be inside the lent memory, and lead to other rows."""
 
     async def test(links):
@@ -344,7 +344,7 @@ def test_places_that_were_damaged_on_their_way_are_not_read(damaged):
 
 
 @pytest.mark.parametrize("parts", [None, 7, [None], ["text"], [[("a", 1)]], [[(-1, 1)]]])
-def test_what_are_no_places_is_refused(parts):
+def test_malformed_places_are_refused(parts):
     async def test(links):
         peer = Peer(PLACED_NBYTES)
         await links.accept(peer.offer)
@@ -355,7 +355,7 @@ def test_what_are_no_places_is_refused(parts):
     with_links(test)
 
 
-def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
+def test_a_read_without_a_waiting_caller_finishes(monkeypatch):
     begun, may_go_on = threading.Event(), threading.Event()
     read_into = shared._read_into
 
@@ -403,7 +403,7 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
         (False, None, TransportError("no device"), {"ucx": "no device"}),
     ],
 )
-def test_what_a_worker_lacks_is_known_without_a_peer(monkeypatch, encrypted, missing, start, lacks):
+def test_a_worker_reports_missing_paths_by_itself(monkeypatch, encrypted, missing, start, lacks):
     resolving(monkeypatch)
     monkeypatch.setattr("dask_gpurt.plugins.shuffle.worker_ucx.ucx.why_not", lambda: missing)
 
@@ -420,7 +420,7 @@ def test_what_a_worker_lacks_is_known_without_a_peer(monkeypatch, encrypted, mis
     with_links(test, security=security, address="tcp://10.0.0.3:4567", ip="10.0.0.3")
 
 
-def test_memory_that_a_worker_cannot_share_is_something_it_lacks(monkeypatch):
+def test_a_worker_without_shared_memory_reports_it_as_missing(monkeypatch):
     def no_files():
         raise OSError(38, "Function not implemented")
 
@@ -462,7 +462,7 @@ def test_codecs_of_devices_are_used_where_both_have_them(monkeypatch, theirs, bo
         assert asked_of(theirs) == (["codecs"], both)
 
 
-def test_a_peer_without_codecs_of_devices_asks_nothing():
+def test_a_worker_without_device_codecs_does_not_ask_its_peer():
     assert asked_of([128]) == ([], set())
 
 
@@ -532,7 +532,7 @@ def resolving(monkeypatch, *addresses, error=None):
         (["127.0.1.1"], "127.0.1.1"),
     ],
 )
-def test_a_worker_that_is_known_by_a_name_is_reached_at_its_address(monkeypatch, addresses, host):
+def test_a_worker_with_a_host_name_is_reached_at_its_address(monkeypatch, addresses, host):
     asked = resolving(monkeypatch, *addresses)
 
     async def test(links):
@@ -570,7 +570,7 @@ def test_others_need_no_resolver(monkeypatch, address, ip, host):
         UnicodeError("label empty or too long"),
     ],
 )
-def test_a_name_that_has_no_address_is_a_reason_to_go_another_way(monkeypatch, error):
+def test_a_host_name_without_an_address_rules_out_ucx(monkeypatch, error):
     resolving(monkeypatch, error=error)
 
     async def test(links):
@@ -643,7 +643,7 @@ def test_an_error_of_the_second_attempt_does_not_keep_the_message_of_the_first()
 @pytest.mark.parametrize(
     ("transport", "stays"), [("auto", True), ("comm", False), ("device", False)]
 )
-def test_a_path_inside_the_host_is_known_once_it_was_found(transport, stays):
+def test_on_host_has_only_peers_whose_path_is_known(transport, stays):
     async def test(links):
         async def call(data):
             return {"status": "OK", "ours": None, "why_not": None}

@@ -78,7 +78,7 @@ def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
     assert (threading.current_thread() in readings.threads) is quick, "the loop waits"
 
 
-def test_without_tcp_nothing_is_asked():
+def test_without_tcp_the_kernel_is_not_asked():
     path = UcxTransport(Engine(), "receiver", "tcp://a:1", {}, False, None)
 
     async def taken(data):
@@ -88,7 +88,7 @@ def test_without_tcp_nothing_is_asked():
     assert path.bandwidth is None
 
 
-def test_a_message_that_was_not_taken_says_nothing_and_is_taken_back():
+def test_a_refused_message_gives_no_reading_and_is_retracted():
     engine = Engine()
     path = UcxTransport(engine, "receiver", "tcp://a:1", {}, False, Readings())
 
@@ -102,7 +102,7 @@ def test_a_message_that_was_not_taken_says_nothing_and_is_taken_back():
     assert engine.retracted == [("receiver", 0)]
 
 
-def test_a_message_whose_receiver_failed_is_taken_back():
+def test_a_message_whose_receiver_failed_is_retracted():
     engine = Engine()
     path = UcxTransport(engine, "receiver", "tcp://a:1", {}, False, None)
 
