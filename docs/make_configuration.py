@@ -163,7 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if PAGE.exists() and PAGE.read_text() == wanted:
         return 0
-    print("docs/reference/configuration.md is stale: run python docs/make_configuration.py", file=sys.stderr)
+    print(
+        "docs/reference/configuration.md is stale: run python docs/make_configuration.py",
+        file=sys.stderr,
+    )
     return 1
 
 

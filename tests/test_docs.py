@@ -12,7 +12,15 @@ import pytest
 from dask_gpurt.cli import gpurt
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def files(pattern: str) -> list[pathlib.Path]:
+    """Files of the documentation, without those that a build of the site made."""
+    found = (ROOT / "docs").rglob(pattern)
+    return sorted(path for path in found if "_build" not in path.parts)
+
+
+PAGES = [*sorted(ROOT.glob("*.md")), *files("*.md")]
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
@@ -42,25 +50,38 @@ def anchors(page: pathlib.Path) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
-def generator():
-    path = ROOT / "docs" / "make_configuration.py"
-    spec = importlib.util.spec_from_file_location("make_configuration", path)
+def generator(name: str):
+    path = ROOT / "docs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_configuration_page_is_up_to_date():
-    assert generator().main(["--check"]) == 0
+#: Scripts in docs/, and the name that each has for the file it writes.
+GENERATORS = {"make_configuration": "PAGE", "make_results": "PICTURE"}
 
 
-def test_a_stale_configuration_page_is_noticed(tmp_path, monkeypatch, capsys):
-    module = generator()
-    monkeypatch.setattr(module, "PAGE", tmp_path / "configuration.md")
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generated_files_are_up_to_date(name):
+    assert generator(name).main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_stale_file_is_noticed(name, tmp_path, monkeypatch, capsys):
+    module = generator(name)
+    monkeypatch.setattr(module, GENERATORS[name], tmp_path / "file")
     assert module.main(["--check"]) == 1
     assert "stale" in capsys.readouterr().err
     assert module.main([]) == 0
     assert module.main(["--check"]) == 0
+
+
+def test_the_picture_of_results_says_what_the_performance_page_says():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for row in generator("make_results").ROWS:
+        for figure in (row.stock, row.enabled):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", page), row
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -100,7 +121,7 @@ def test_decisions_are_numbered_without_gaps_and_listed():
         assert f"decisions/{page.name}" in architecture
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name_of)
+@pytest.mark.parametrize("picture", files("*.svg"), ids=name_of)
 def test_pictures_are_self_contained(picture):
     tree = xml.etree.ElementTree.parse(picture)
     for element in tree.iter():
