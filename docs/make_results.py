@@ -39,7 +39,7 @@ WIDTH, LEFT, BAR_WIDTH, TOP, ROW_HEIGHT = 760, 268, 400, 62, 40
 STYLE = """
 .page { fill: #ffffff }
 .head { fill: #111827; font: bold 16px system-ui, sans-serif }
-.text { fill: #111827; font: 14px system-ui, sans-serif }
+.text { fill: #111827; font: 13px system-ui, sans-serif }
 .small { fill: #374151; font: 12px system-ui, sans-serif }
 .stock { fill: #c3cad2 }
 .enabled { fill: #2f9c95 }
@@ -74,7 +74,7 @@ def picture() -> str:
         f"<title>Seconds with stock Dask and with dask_gpurt. {said}.</title>",
         f"<style>{STYLE}</style>",
         f'<rect class="page" width="{WIDTH}" height="{height}"/>',
-        f'<text class="head" x="{LEFT}" y="24">The same program, with the flag and without</text>',
+        f'<text class="head" x="{LEFT}" y="24">Seconds of a program, without the flag and with it</text>',
         f'<rect class="stock" x="{LEFT}" y="36" width="13" height="13"/>',
         f'<text class="small" x="{LEFT + 19}" y="47">stock Dask</text>',
         f'<rect class="enabled" x="{LEFT + 110}" y="36" width="13" height="13"/>',
