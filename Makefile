@@ -32,8 +32,7 @@ OTHER_PYTHON := $(shell \
     done)
 endif
 
-.PHONY: demo test test-oldest test-newest test-upstream test-dask test-thirdparty check docs coverage \
-    bench clean
+.PHONY: demo test test-oldest test-newest test-upstream test-dask test-thirdparty check bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
@@ -91,9 +90,17 @@ check: $(VENV)/installed docs
 	$(VENV)/bin/mypy dask_gpurt
 	$(VENV)/bin/python -m pytest -q tests/test_architecture.py
 
+.PHONY: docs coverage
+
 # From scratch each time: what a page includes may have changed although the page has not.
 docs: $(VENV_DOCS)/installed
 	$(VENV_DOCS)/bin/sphinx-build -q -E -W --keep-going -b html docs docs/_build/html
+
+# The site reads the package from this folder; the installation brings what that needs.
+$(VENV_DOCS)/installed: setup.cfg pyproject.toml
+	$(call make_venv,$(VENV_DOCS),$(PYTHON))
+	$(VENV_DOCS)/bin/python -m pip install --quiet ".[docs]"
+	touch $@
 
 # Unit tests only: what clusters run in processes of their own is not counted.
 UNIT_TESTS := $(filter-out \
@@ -145,12 +152,6 @@ $(VENV_THIRDPARTY)/installed: $(SOURCES)
 	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet \
 	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test,thirdparty]"
 	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet --no-deps --force-reinstall .
-	touch $@
-
-# The site reads the package from this folder; the installation brings what that needs.
-$(VENV_DOCS)/installed: setup.cfg pyproject.toml
-	$(call make_venv,$(VENV_DOCS),$(PYTHON))
-	$(VENV_DOCS)/bin/python -m pip install --quiet ".[docs]"
 	touch $@
 
 $(VENV_OTHER)/installed: $(SOURCES)

@@ -14,7 +14,7 @@ import pathlib
 import sys
 from typing import NamedTuple
 
-PICTURE = pathlib.Path(__file__).with_name("results.svg")
+PAGE = pathlib.Path(__file__).with_name("results.svg")
 
 
 class Row(NamedTuple):
@@ -74,7 +74,8 @@ def picture() -> str:
         f"<title>Seconds with stock Dask and with dask_gpurt. {said}.</title>",
         f"<style>{STYLE}</style>",
         f'<rect class="page" width="{WIDTH}" height="{height}"/>',
-        f'<text class="head" x="{LEFT}" y="24">Seconds of a program, without the flag and with it</text>',
+        f'<text class="head" x="{LEFT}" y="24">'
+        "Seconds of a program, without the flag and with it</text>",
         f'<rect class="stock" x="{LEFT}" y="36" width="13" height="13"/>',
         f'<text class="small" x="{LEFT + 19}" y="47">stock Dask</text>',
         f'<rect class="enabled" x="{LEFT + 110}" y="36" width="13" height="13"/>',
@@ -97,9 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
     wanted = picture()
     if not parser.parse_args(arguments).check:
-        PICTURE.write_text(wanted)
+        PAGE.write_text(wanted)
         return 0
-    if PICTURE.exists() and PICTURE.read_text() == wanted:
+    if PAGE.exists() and PAGE.read_text() == wanted:
         return 0
     print("docs/results.svg is stale: run python docs/make_results.py", file=sys.stderr)
     return 1
