@@ -77,13 +77,14 @@ def test_a_stale_page_is_noticed(name, tmp_path, monkeypatch, capsys):
 
 
 def test_figures_of_other_pages_are_on_the_performance_page():
-    page = (ROOT / "docs" / "performance.md").read_text()
-    figures = [one for row in generator("make_results").ROWS for one in (row.stock, row.enabled)]
+    lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    numbers = [set(re.findall(r"\d+(?:\.\d+)?", line)) for line in lines]
     home = (ROOT / "docs" / "index.md").read_text()
-    figures += re.findall(r"\| (\d+\.\d+) (?:times as fast|of the time) \|", home)
-    assert len(figures) > 2 * len(generator("make_results").ROWS)
-    for figure in figures:
-        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", page), figure
+    ratios = re.findall(r"\| (\d+\.\d+) (?:times as fast|of the time) \|", home)
+    assert ratios
+    wanted = [*({row.stock, row.enabled} for row in generator("make_results").ROWS)]
+    for figures in [*wanted, *({ratio} for ratio in ratios)]:
+        assert any(figures <= found for found in numbers), figures
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
