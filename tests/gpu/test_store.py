@@ -1,4 +1,4 @@
-"""Values of CuPy and cuDF in the store of a worker: taken apart on a GPU, and on a live worker."""
+"""Values of CuPy and cuDF in the store of a worker: decomposed on a GPU, and on a live worker."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
 from dask_gpurt.devices.array import DeviceArray
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.errors import TierFullError
 from dask_gpurt.frames.flat.values import flatten, restore
@@ -41,7 +41,7 @@ def noise(nbytes, seed=0):
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-class FailingDevice(HostDevice):
+class FailingDevice(EmulatedDevice):
     """A device whose n-th allocation, or n-th copy in one direction, fails."""
 
     def __init__(self, *args, **options):

@@ -93,7 +93,7 @@ class Setup:
         assert not self.hazards
 
     def close(self):
-        self.hooks.remove()
+        self.hooks.uninstall()
         self.store.close()
         self.store.forget()
         self.store.clear()
@@ -321,11 +321,11 @@ def test_hooks_that_were_removed_below_others_ask_nobody(setup):
     """Two workers of a process: the one that goes first cannot take its hook out of the middle."""
     other = CallWhenFull(lambda nbytes: False)
     setup.store[0] = setup.gpu.full(0, 600)
-    setup.hooks.remove()
+    setup.hooks.uninstall()
     with pytest.raises(MemoryError):
         setup.allocate(900)
     assert setup.levels(0) == ["device"]
-    other.remove()
+    other.uninstall()
 
 
 # ------------------------------------------------------------------ faults

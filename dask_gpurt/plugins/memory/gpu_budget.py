@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import cache
 
 from dask_gpurt.devices.cuda.driver import CupyDriver
-from dask_gpurt.devices.device_budget import DeviceRoom
+from dask_gpurt.devices.device_budget import DeviceBudget
 
 #: Share of a device's memory that shards may take: as much as they may of the host's by default.
 DEVICE_SHARE = 0.3
 
 
 @cache
-def device_room() -> DeviceRoom:
+def device_room() -> DeviceBudget:
     """Of all shuffles of this process together. Asks the device, so it needs one."""
-    return DeviceRoom(int(DEVICE_SHARE * CupyDriver().total_nbytes))
+    return DeviceBudget(int(DEVICE_SHARE * CupyDriver().total_nbytes))
 
 
 def shards_on_device_nbytes() -> int:

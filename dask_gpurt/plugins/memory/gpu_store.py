@@ -161,7 +161,7 @@ class StoreDevice:
             self._is_closed = True
             hooks, self._hooks = self._hooks, None
         if hooks is not None:
-            hooks.remove()
+            hooks.uninstall()
 
 
 def open_driver() -> Driver:

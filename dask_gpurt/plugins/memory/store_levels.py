@@ -8,7 +8,10 @@ when, is not decided here (`memory.decisions.residency`), nor who listens to wha
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +35,8 @@ from dask_gpurt.plugins.patches import worker_memory
 if TYPE_CHECKING:
     from distributed import Worker
 
+logger = logging.getLogger("dask_gpurt.memory")
+
 #: The home of values of a GPU, where there is one.
 DEVICE = 1
 #: Of a tier in the host's memory, this share is used before some values go on to disk. The rest is
@@ -40,6 +45,39 @@ USUAL_SHARE = 0.8
 #: Of a worker's memory limit, what may be pinned. It is taken from the room of other values as it
 #: grows, and not given back: to pin memory costs more than to copy it.
 PINNED_SHARE = 0.2
+
+
+def parent_directory(wanted: str | None, local_directory: str) -> str:
+    """Return the absolute path of the directory under which a worker spills values.
+
+    Parameters
+    ----------
+    wanted
+        The setting `gpurt.memory.directory`. Where nothing can be written there, the worker spills
+        under its local directory and logs why: without any disk it would pause for good.
+    local_directory
+        The worker's own directory, which Dask has made.
+    """
+    # Absolute, as Dask's own is: a task may change the working directory.
+    default = os.path.abspath(local_directory)
+    if wanted is None:
+        return default
+    parent = os.path.abspath(os.path.expanduser(wanted))
+    try:
+        os.makedirs(parent, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
+            return parent
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return parent  # the disk tier tries again later
+        logger.warning(
+            "gpurt.memory.directory is %s, where nothing can be written (%s); "
+            "values are spilled under %s instead",
+            parent,
+            error.strerror,
+            default,
+        )
+        return default
 
 
 class StoreLevels:
@@ -90,8 +128,7 @@ class StoreLevels:
             self._add(PinnedTier(self.pinned), USUAL_SHARE)
         if settings.compressed_nbytes:
             self._add(CompressedTier(settings.compressed_nbytes), USUAL_SHARE)
-        # Whole, as Dask's own is: a task may change the working directory.
-        parent = os.path.abspath(os.path.expanduser(settings.directory or worker.local_directory))
+        parent = parent_directory(settings.directory, worker.local_directory)
         # Users switch Dask's locks off where a file system's do not work.
         locks = bool(dask.config.get("distributed.worker.use-file-locking", True))
         sweep(parent, locks)
