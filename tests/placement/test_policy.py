@@ -250,7 +250,7 @@ def test_the_decision_that_the_documentation_works_through():
         bandwidth_nbytes_per_s=1e9,
     )
     decision = DataAware().decide(found)
-    page = (ROOT / "docs" / "placement.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "placement.md").read_text()
     for worker in workers:
         one = decision.costs[worker.address]
         cells = [one.transfer_s, one.sending_s, one.queue_s, one.duration_s]
