@@ -12,9 +12,7 @@ import pytest
 from dask_gpurt.cli import gpurt
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted(
-    [page for one in ("", "docs/**/", "benchmarks/") for page in ROOT.glob(f"{one}*.md")]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
@@ -22,6 +20,8 @@ SPAN = re.compile(r"`([^`\n]+)`")
 #: A path below this repository: starts in one of its folders, or names a file at its top.
 FOLDERS = ("dask_gpurt/", "tests/", "docs/", "benchmarks/")
 TOP_FILE = re.compile(r"(Makefile|setup\.cfg|pyproject\.toml|ruff\.toml|LICENSE|[A-Z]+\.md)")
+#: The one page outside of the documentation.
+PAGES.append(ROOT / "benchmarks" / "HISTORY.md")
 
 
 def name_of(path: pathlib.Path) -> str:
