@@ -28,6 +28,8 @@ SPAN = re.compile(r"`([^`\n]+)`")
 #: A path below this repository: starts in one of its folders, or names a file at its top.
 FOLDERS = ("dask_gpurt/", "tests/", "docs/", "benchmarks/")
 TOP_FILE = re.compile(r"(Makefile|setup\.cfg|pyproject\.toml|ruff\.toml|LICENSE|[A-Z]+\.md)")
+#: The one page outside of the documentation.
+PAGES.append(ROOT / "benchmarks" / "HISTORY.md")
 
 
 def name_of(path: pathlib.Path) -> str:
