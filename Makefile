@@ -42,7 +42,7 @@ demo: $(VENV)/installed
 test: test-oldest test-newest
 
 # All that `make check` and `make test` need. `make -j3 environments` makes them side by side.
-environments: $(VENV)/installed $(VENV_NEWEST)/installed \
+environments: $(VENV)/installed $(VENV_NEWEST)/installed $(VENV_DOCS)/installed \
     $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 
 # Programs on top of other packages have a target of their own, `test-thirdparty`.
@@ -101,12 +101,6 @@ check: $(VENV)/installed docs
 # From scratch each time: what a page includes may have changed although the page has not.
 docs: $(VENV_DOCS)/installed
 	$(VENV_DOCS)/bin/sphinx-build -q -E -W --keep-going -b html docs docs/_build/html
-
-# The site reads the package from this folder; the installation brings what that needs.
-$(VENV_DOCS)/installed: setup.cfg pyproject.toml
-	$(call make_venv,$(VENV_DOCS),$(PYTHON))
-	$(VENV_DOCS)/bin/python -m pip install --quiet ".[docs]"
-	touch $@
 
 # Unit tests only: what clusters run in processes of their own is not counted.
 UNIT_TESTS := $(filter-out \
@@ -174,6 +168,12 @@ $(VENV_THIRDPARTY)/installed: $(WHEEL)
 $(VENV_OTHER)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_OTHER),$(OTHER_PYTHON))
 	$(call install,$(VENV_OTHER),$(OLDEST),)
+	touch $@
+
+# The site reads the package from this folder; the wheel brings what it needs.
+$(VENV_DOCS)/installed: setup.cfg pyproject.toml | $(WHEEL)
+	$(call make_venv,$(VENV_DOCS),$(PYTHON))
+	$(VENV_DOCS)/bin/python -m pip install --quiet "$$(echo build/wheel/dask_gpurt*.whl)[docs]"
 	touch $@
 
 clean:

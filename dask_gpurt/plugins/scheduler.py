@@ -287,7 +287,7 @@ class GpurtScheduler(SchedulerPlugin):
         finally:
             self._take_off(for_workers)
             # Workers may lose values for as long as they give them back.
-            self._lost_values.remove()
+            self._lost_values.uninstall()
 
     def _take_off(self, handlers: dict[str, Callable[..., Any]]) -> None:
         registered = self.scheduler.handlers

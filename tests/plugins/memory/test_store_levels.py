@@ -1,4 +1,4 @@
-"""The directory that a worker spills to, when the one that was set cannot be used."""
+"""The directory that a worker spills to if the configured one cannot be used."""
 
 from __future__ import annotations
 
