@@ -33,8 +33,6 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
-# A page may stay away without breaking a table of contents that names it with a pattern.
-suppress_warnings = ["toc.empty_glob"]
 
 myst_heading_anchors = 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import pathlib
 import re
@@ -53,7 +54,7 @@ def anchors(page: pathlib.Path) -> set[str]:
 
 
 #: Scripts that write a page or a picture.
-GENERATORS = ["make_configuration", "make_results"]
+GENERATORS = ["make_configuration", "make_patches", "make_results"]
 
 
 def generator(name: str):
@@ -87,6 +88,44 @@ def test_figures_of_other_pages_are_on_the_performance_page():
     wanted = [*({row.stock, row.enabled} for row in generator("make_results").ROWS)]
     for figures in [*wanted, *({ratio} for ratio in ratios)]:
         assert any(figures <= found for found in numbers), figures
+
+
+PATCHES = sorted((ROOT / "dask_gpurt" / "plugins" / "patches").glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("path", PATCHES, ids=name_of)
+def test_patches_are_taken_back_by_functions_that_exist(path):
+    tree = ast.parse(path.read_text())
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    defined |= {
+        f"{owner.name}.{node.name}"
+        for owner in tree.body
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, kinds)
+    }
+    for *_, taken_back_by in generator("make_patches").rows(ast.get_docstring(tree)):
+        assert set(SPAN.findall(taken_back_by)) <= defined, taken_back_by
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "| what | why |\n|---|---|\n| a | b |",
+        "| what | why | taken back by |\n|---|---|---|\n| a | b |",
+        "| what | why | taken back by |\n|---|---|---|\n| a | b | c | d |",
+    ],
+    ids=["two columns", "a row that is short", "a row that is long"],
+)
+def test_a_malformed_table_of_patches_is_refused(table):
+    with pytest.raises(ValueError, match=r"a table|a row"):
+        list(generator("make_patches").rows(table))
+
+
+def test_a_row_of_patches_may_wrap():
+    table = "| what | why | taken back by |\n|---|---|---|\n| `a` | b\nc\n| `d` |\n| e | f | |\n\ng"
+    assert list(generator("make_patches").rows(table)) == [("`a`", "b c", "`d`"), ("e", "f", "")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -265,9 +265,9 @@ class GpurtScheduler(SchedulerPlugin):
             self.scheduler.remove_plugin(NAME)
         self.is_active = False
         self.inactive_reason = "disabled by a client"
-        self._swap.remove()
-        self._restarts.remove()
-        self._owners.remove()
+        self._swap.uninstall()
+        self._restarts.uninstall()
+        self._owners.uninstall()
         self._leave_placing()
         # Shuffles that are about to begin need not wait for workers that are joining.
         self._say_who_reported()

@@ -197,7 +197,7 @@ class WorkerState:
         if self._lanes is None:
             self._lanes = ShuffleLanes(self._worker.state.nthreads, self.ledger)
             self._pages.acquire()
-        self._row_numbers.acquire()
+        self._row_numbers.install()
 
     def end_run(self, run: ExchangeRun, report: dict[str, Any]) -> None:
         """A run ended. Some time after the last one, warm memory is given back. On the loop."""
@@ -210,7 +210,7 @@ class WorkerState:
             else:
                 self.cool_down()
                 # Nobody else does: those that there were before are closed already.
-                self._unlinking = asyncio.create_task(self.links.close())
+                self._unlinking = asyncio.create_task(self.links.disconnect())
 
     def attach(self) -> None:
         """The runtime is switched on: what is reported is counted from here on. On the loop."""
@@ -236,7 +236,7 @@ class WorkerState:
             self.pool.trim()
             self.links.cool_down()
             self._pages.release()
-            self._row_numbers.release()
+            self._row_numbers.uninstall()
 
     def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
         """Let go of a partition's shards once the result of task `key` is in memory.
@@ -270,13 +270,13 @@ class WorkerState:
         A cancellation is dropped, as everybody else waits for this. No error leaves it: the
         worker would stop half way.
         """
-        for work in (self.last_work, self._unlink, self.links.close):
+        for work in (self.last_work, self._unlink, self.links.disconnect):
             try:
                 if work is not None and not await to_its_end(work):
                     logger.warning("%s: closed without waiting any longer", self._worker.name)
             except Exception:
                 logger.exception("%s: closing failed", self._worker.name)
-        self.links.end()
+        self.links.close()
 
     async def _unlink(self) -> None:
         if self._unlinking is not None:
@@ -421,11 +421,11 @@ class Attachment:
     def _leave(self) -> None:
         self._counting.leave()
         self._gc_freeze.close()
-        self._reads.end()
-        self._turns.end()
+        self._reads.uninstall()
+        self._turns.uninstall()
         self._gather_retry.uninstall()
-        self._shown.end()
-        self._lookup.remove()
+        self._shown.uninstall()
+        self._lookup.uninstall()
         for name in self._handlers:
             self._worker.handlers.pop(name, None)
 
@@ -434,10 +434,10 @@ class Attachment:
         if self._memory is not None:
             await self._memory.close()
         self.state.detach()
-        await self.state.links.close()
+        await self.state.links.disconnect()
         if not is_closing(self._worker):
             self.state.last_work = None
-            self._whole_close.end()
+            self._whole_close.uninstall()
 
     async def _let_go(self) -> None:
         """The worker closes; what it would get back is of no use to it any more."""
