@@ -250,7 +250,7 @@ def test_the_decision_that_the_documentation_works_through():
         bandwidth_nbytes_per_s=1e9,
     )
     decision = DataAware().decide(found)
-    page = (ROOT / "docs" / "placement.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "placement.md").read_text()
     for worker in workers:
         one = decision.costs[worker.address]
         cells = [one.transfer_s, one.sending_s, one.queue_s, one.duration_s]
@@ -259,7 +259,7 @@ def test_the_decision_that_the_documentation_works_through():
         total = f"**{total}**" if worker.address == decision.worker else total
         stock = f"{Stock.objective(found, worker)[0]:.4f}"
         stock = f"**{stock}**" if worker.address == decision.stock else stock
-        stock = "not looked at" if worker.address in found.idle else stock
+        stock = "not a candidate" if worker.address in found.idle else stock
         assert f"| `{worker.address}` | {row} | {total} | {stock} |" in page
 
 
