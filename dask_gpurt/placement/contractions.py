@@ -77,7 +77,7 @@ def _overload(shape: tuple[int, int], n_rows: float, n_columns: float) -> float:
     return most * shape[0] * shape[1] / (n_rows * n_columns)
 
 
-class Deal:
+class Plan:
     """Rows and columns of one contraction, and the rows and columns of hosts that they went to.
 
     Parameters
@@ -93,7 +93,7 @@ class Deal:
         self._rows = _Axis([hosts[n * n_columns : (n + 1) * n_columns] for n in range(n_rows)])
         self._columns = _Axis([hosts[n::n_columns] for n in range(n_columns)])
 
-    def host(self, row: Sequence[Operand], column: Sequence[Operand]) -> str:
+    def assign(self, row: Sequence[Operand], column: Sequence[Operand]) -> str:
         """Where an output is made.
 
         Parameters
@@ -102,16 +102,16 @@ class Deal:
             First and second operands of its products. Two outputs are in a row if they share a
             first operand, and in a column if they share a second one.
         """
-        return _common(self._rows.hosts(row), self._columns.hosts(column))
+        return _common(self._rows.assign(row), self._columns.assign(column))
 
-    def known(self, one: Hashable, other: Hashable) -> str | None:
+    def host_of_product(self, one: Hashable, other: Hashable) -> str | None:
         """Where the product of a first and a second operand is made; None if not dealt yet."""
-        row, column = self._rows.dealt(one), self._columns.dealt(other)
+        row, column = self._rows.hosts_of(one), self._columns.hosts_of(other)
         return _common(row, column) if row and column else None
 
-    def home(self, operand: Hashable) -> str | None:
+    def host_of_operand(self, operand: Hashable) -> str | None:
         """Where an operand is best made; None if none of its products was dealt yet."""
-        return self._rows.homes.get(operand) or self._columns.homes.get(operand)
+        return self._rows.maker_of.get(operand) or self._columns.maker_of.get(operand)
 
 
 def _common(row: Sequence[str], column: Sequence[str]) -> str:
@@ -124,40 +124,40 @@ class _Axis:
 
     def __init__(self, parts: Sequence[Sequence[str]]) -> None:
         self._parts = parts
-        self._n_dealt = [0] * len(parts)
+        self._n_assigned = [0] * len(parts)
         self._number_of: dict[Hashable, int] = {}
         #: Hosts that make operands.
-        self.homes: dict[Hashable, str] = {}
+        self.maker_of: dict[Hashable, str] = {}
 
-    def dealt(self, operand: Hashable) -> Sequence[str]:
+    def hosts_of(self, operand: Hashable) -> Sequence[str]:
         """Hosts that need an operand; none if it was not dealt yet."""
         number = self._number_of.get(operand)
         return () if number is None else self._parts[number]
 
-    def hosts(self, operands: Sequence[Operand]) -> Sequence[str]:
+    def assign(self, operands: Sequence[Operand]) -> Sequence[str]:
         """Hosts that need some operands, which are dealt if none of them was."""
         numbers = self._number_of
         number = next((numbers[one.key] for one in operands if one.key in numbers), None)
         if number is None:
-            number = self._next(operands)
-            self._n_dealt[number] += 1
+            number = self._choose_part(operands)
+            self._n_assigned[number] += 1
         part = self._parts[number]
         # In turns, so that all of them send as much as they receive; and each time from another
         # one on, so that not all first blocks of rows are made by one.
-        for turn, one in enumerate(operands, self._n_dealt[number]):
+        for turn, one in enumerate(operands, self._n_assigned[number]):
             if one.key not in numbers:
                 numbers[one.key] = number
-                self.homes[one.key] = part[turn % len(part)]
+                self.maker_of[one.key] = part[turn % len(part)]
         return part
 
-    def _next(self, operands: Iterable[Operand]) -> int:
+    def _choose_part(self, operands: Iterable[Operand]) -> int:
         """One that is not ahead of others, and of those the one that has most of the operands."""
         held_nbytes: dict[str, float] = {}
         for _, nbytes, hosts in operands:
             for host in hosts:
                 held_nbytes[host] = held_nbytes.get(host, 0.0) + nbytes
-        least = min(self._n_dealt)
-        behind = [number for number, n in enumerate(self._n_dealt) if n == least]
+        least = min(self._n_assigned)
+        behind = [number for number, n in enumerate(self._n_assigned) if n == least]
         return max(
             behind,
             key=lambda number: sum(held_nbytes.get(host, 0.0) for host in self._parts[number]),

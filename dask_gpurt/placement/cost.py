@@ -125,7 +125,7 @@ class HeldTask(NamedTuple):
         For each input the worker that has it.
     sizes
         For each input its bytes.
-    outlets_s, under_way
+    outlets_s, arrivals_s
         For each input `Input.outlet_s` and `Input.arriving_s`.
     duration_s, output_nbytes, joins
         As in `Task`.
@@ -134,7 +134,7 @@ class HeldTask(NamedTuple):
     holders: Sequence[str]
     sizes: Sequence[int]
     outlets_s: Sequence[float]
-    under_way: Sequence[Mapping[str, float]]
+    arrivals_s: Sequence[Mapping[str, float]]
     duration_s: float
     output_nbytes: float
     joins: Sequence[Mapping[str, float]]
@@ -144,7 +144,7 @@ class HeldTask(NamedTuple):
         inputs = [
             Input(number, nbytes, (holder,), arriving, outlet_s)
             for number, (holder, nbytes, arriving, outlet_s) in enumerate(
-                zip(self.holders, self.sizes, self.under_way, self.outlets_s, strict=True)
+                zip(self.holders, self.sizes, self.arrivals_s, self.outlets_s, strict=True)
             )
         ]
         return Task(None, inputs, self.duration_s, self.output_nbytes, self.joins)
@@ -162,7 +162,7 @@ class Cost(NamedTuple):
     sending_s
         What the holders spend on it meanwhile: serialising and sending takes one of their
         processors for about as long. Without this term everything that is not quite idle would
-        look for company, and a cluster of busy workers would move all it has.
+        look for idle_candidates, and a cluster of busy workers would move all it has.
     arriving_s
         Waiting for what others already asked for.
     queue_s, duration_s
@@ -200,7 +200,7 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
     inputs = task.inputs
     if len(inputs) > _FEW:
         return _costs_of_many(task, workers, places)
-    from_one, sizes, outlets_s, under_way = [], [], [], []
+    from_one, sizes, outlets_s, arrivals_s = [], [], [], []
     for _, nbytes, holders, arriving, outlet_s in inputs:
         if len(holders) != 1:
             return _costs_of_many(task, workers, places)
@@ -208,9 +208,9 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
         from_one.append(holder)
         sizes.append(nbytes)
         outlets_s.append(outlet_s)
-        under_way.append(arriving)
+        arrivals_s.append(arriving)
     held = HeldTask(
-        from_one, sizes, outlets_s, under_way, task.duration_s, task.output_nbytes, task.joins
+        from_one, sizes, outlets_s, arrivals_s, task.duration_s, task.output_nbytes, task.joins
     )
     return costs_of_held(held, workers, places)
 
@@ -222,7 +222,7 @@ def costs_of_held(task: HeldTask, workers: Iterable[Worker], places: Places) -> 
     sources = [
         (holder, places[holder].host, nbytes, outlet_s, arriving)
         for holder, nbytes, outlet_s, arriving in zip(
-            task.holders, task.sizes, task.outlets_s, task.under_way, strict=True
+            task.holders, task.sizes, task.outlets_s, task.arrivals_s, strict=True
         )
     ]
     found = {}
@@ -265,7 +265,7 @@ class _ManyInputs:
         self._places = places
         self.needed_nbytes = sum(one.nbytes for one in inputs)
         #: Numbers of the inputs that workers are fetching.
-        self._under_way = [number for number, one in enumerate(inputs) if one.arriving_s]
+        self._in_flight = [number for number, one in enumerate(inputs) if one.arriving_s]
         #: Inputs that have to wait for the link out of their host, the longest wait first.
         self._leaving = sorted(
             ((one.outlet_s, number) for number, one in enumerate(inputs) if one.outlet_s),
@@ -302,7 +302,7 @@ class _ManyInputs:
         arriving_s = 0.0
         #: Numbers of the inputs that come from no other host, or are on their way already.
         settled: Collection[int] = here
-        if here or self._under_way:
+        if here or self._in_flight:
             fetches = fetches[:]
             for number in here:
                 one = self.inputs[number]
@@ -311,8 +311,8 @@ class _ManyInputs:
                     fetches[number] = 0.0
                 else:
                     (fetches[number],) = fetches_s((one,), address, self._places)
-        if self._under_way:
-            waits, coming = self._coming(address, fetches)
+        if self._in_flight:
+            waits, coming = self._take_arriving(address, fetches)
             arriving_s = fsum(waits)
             settled = {*here, *coming}
         wait_s = worker.receiving_s
@@ -321,10 +321,10 @@ class _ManyInputs:
             wait_s = max(wait_s, worker.inlet_s, next(longest, 0.0))
         return fsum(fetches), wait_s, arriving_s, new_nbytes
 
-    def _coming(self, address: str, fetches: list[float]) -> tuple[list[float], list[int]]:
+    def _take_arriving(self, address: str, fetches: list[float]) -> tuple[list[float], list[int]]:
         """Return seconds and numbers of the inputs under way; they are fetched no more."""
         waits, coming = [], []
-        for number in self._under_way:
+        for number in self._in_flight:
             _, _, holders, arriving, _ = self.inputs[number]
             if address in arriving and address not in holders:
                 # It has been on its way for a while; it never takes longer than anew.

@@ -16,7 +16,7 @@ from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
     Decision,
-    coming,
+    fetching_nbytes,
     least_cost,
     stocks_choice,
     unless_in_doubt,
@@ -92,8 +92,8 @@ def largest_is_best(
     wait_s
         Until links are free for what has to be fetched; not more than none where two are as large.
     """
-    usual = _only_way(holders, places)
-    if usual is None:
+    path = _common_path(holders, places)
+    if path is None:
         return False
     most_nbytes = next_nbytes = total_nbytes = n_most = 0
     for nbytes in sizes:
@@ -107,13 +107,13 @@ def largest_is_best(
     if wait_s and n_most > 1:
         return False
     # By so much less than is rounded off, nobody is ahead.
-    bandwidth = usual.bandwidth_nbytes_per_s
-    all_s = duration_s + wait_s + len(holders) * usual.latency_s + total_nbytes / bandwidth
+    bandwidth = path.bandwidth_nbytes_per_s
+    all_s = duration_s + wait_s + len(holders) * path.latency_s + total_nbytes / bandwidth
     ahead_s = (most_nbytes - next_nbytes) / bandwidth
     return 2 * ahead_s - wait_s > 2 * all_s * _ROUNDING
 
 
-def _only_way(holders: Sequence[str], places: Places) -> Path | None:
+def _common_path(holders: Sequence[str], places: Places) -> Path | None:
     """The way from any holder to any other; None if there are several, or it takes long to see."""
     if len(holders) == 2:
         one, other = holders
@@ -129,18 +129,18 @@ def _only_way(holders: Sequence[str], places: Places) -> Path | None:
         return None
     first = holders[0]
     _, kind, _, far = places[first]
-    usual = far[first]
+    path = far[first]
     hosts: set[str] = set()
     for address in holders:
         host, other_kind, _, _ = places[address]
         # Ways that are alike are one and the same.
-        if far[address] is not usual or other_kind != kind:
+        if far[address] is not path or other_kind != kind:
             return None
         hosts.add(host)
-    return usual if len(hosts) == len(holders) else None
+    return path if len(hosts) == len(holders) else None
 
 
-def places_to_weigh(task: HeldTask) -> dict[str, int]:
+def candidate_nbytes(task: HeldTask) -> dict[str, int]:
     """Return the workers that a task may go to, with the bytes of its inputs that each has.
 
     These are the workers that have an input or are fetching one. A worker with something that the
@@ -149,7 +149,7 @@ def places_to_weigh(task: HeldTask) -> dict[str, int]:
     found: dict[str, int] = {}
     for holder, nbytes in zip(task.holders, task.sizes, strict=True):
         found[holder] = found.get(holder, 0) + nbytes
-    for address in coming(task.sizes, task.under_way, found):
+    for address in fetching_nbytes(task.sizes, task.arrivals_s, found):
         found[address] = 0
     if task.joins:
         saved: dict[str, float] = {}
@@ -171,22 +171,22 @@ def cheapest(
     *,
     bandwidth: float,
     doubt: float,
-    asked: str | None,
+    stock: str | None,
 ) -> Decision:
     """Return what `DataAware` decides for a task all of whose holders are running.
 
     Parameters
     ----------
     held, workers
-        The result of `places_to_weigh`, and what is known of these workers.
+        The result of `candidate_nbytes`, and what is known of these workers.
     bandwidth
         Bytes per second of all links, as stock Dask has it.
-    doubt, asked
-        As `Snapshot.doubt` and `Snapshot.usual`.
+    doubt, stock
+        As `Snapshot.doubt` and `Snapshot.stock`.
     """
     found = costs_of_held(task, workers, places)
     worker = least_cost(workers, found)
-    usual = asked or stocks_choice(workers, set(task.holders), held, sum(task.sizes), bandwidth)
-    if doubt > 1 and worker != usual:
-        worker = unless_in_doubt(worker, usual, task.as_task(), workers, places, doubt)
-    return Decision(worker, found, usual)
+    stock = stock or stocks_choice(workers, set(task.holders), held, sum(task.sizes), bandwidth)
+    if doubt > 1 and worker != stock:
+        worker = unless_in_doubt(worker, stock, task.as_task(), workers, places, doubt)
+    return Decision(worker, found, stock)

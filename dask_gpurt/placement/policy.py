@@ -19,7 +19,7 @@ MAX_RESTRICTED = 32
 #: Of more workers that have something of a task with very many inputs, those with most of it.
 MAX_CANDIDATES = 16
 #: Of more workers that have nothing of a task and are fetching something, those with most of it.
-MAX_COMING = 2
+MAX_FETCHING = 2
 #: Of a task's inputs, the bytes that joining its output on a worker has to save for it to be looked
 #: at. At twice the inputs it pays for itself; but with less it is still a good place for what the
 #: holders have no time for.
@@ -40,7 +40,7 @@ class Snapshot(NamedTuple):
     doubt
         Links may carry so many times as much as is believed, or as little. Then no other worker
         than stock's is chosen for a gain that may not be one.
-    usual
+    stock
         What stock would choose, where it was asked; else that is worked out from the rest, which
         it does not know as it is.
     idle
@@ -57,7 +57,7 @@ class Snapshot(NamedTuple):
     bandwidth_nbytes_per_s: float = 100e6
     takes_tasks: Callable[[str], bool] | None = None
     doubt: float = 1.0
-    usual: str | None = None
+    stock: str | None = None
 
 
 class Decision(NamedTuple):
@@ -108,8 +108,8 @@ def least_cost(workers: Iterable[Worker], found: Mapping[str, Cost]) -> str | No
     return chosen and chosen[3]
 
 
-def coming(
-    sizes: Iterable[int], under_way: Iterable[Mapping[str, float]], held: Collection[str]
+def fetching_nbytes(
+    sizes: Iterable[int], arrivals_s: Iterable[Mapping[str, float]], held: Collection[str]
 ) -> Mapping[str, int]:
     """Workers that have nothing of a task but are fetching some of it, with the bytes of that.
 
@@ -117,21 +117,21 @@ def coming(
 
     Parameters
     ----------
-    sizes, under_way
+    sizes, arrivals_s
         For each input bytes, and `Input.arriving_s`.
     held
         Workers that have something.
     """
     nbytes: dict[str, int] = {}
     last_s: dict[str, float] = {}
-    for size, arriving in zip(sizes, under_way, strict=True):
+    for size, arriving in zip(sizes, arrivals_s, strict=True):
         for address, seconds in arriving.items():
             if address not in held:
                 nbytes[address] = nbytes.get(address, 0) + size
                 last_s[address] = max(last_s.get(address, 0.0), seconds)
-    if len(nbytes) <= MAX_COMING:
+    if len(nbytes) <= MAX_FETCHING:
         return nbytes
-    first = sorted(nbytes, key=lambda one: (-nbytes[one], last_s[one], one))[:MAX_COMING]
+    first = sorted(nbytes, key=lambda one: (-nbytes[one], last_s[one], one))[:MAX_FETCHING]
     return {one: nbytes[one] for one in first}
 
 
@@ -158,7 +158,7 @@ def stocks_choice(
 
 def unless_in_doubt(
     worker: str | None,
-    usual: str | None,
+    stock: str | None,
     task: Task,
     workers: Iterable[Worker],
     places: Places,
@@ -172,10 +172,10 @@ def unless_in_doubt(
         Those that were weighed. One that was not is not chosen here, either.
     """
     known = {one.address: one for one in workers}
-    if worker is None or usual not in known:
+    if worker is None or stock not in known:
         return worker
-    is_surely = is_surely_cheaper(task, known[worker], known[usual], places, doubt)
-    return worker if is_surely else usual
+    is_surely = is_surely_cheaper(task, known[worker], known[stock], places, doubt)
+    return worker if is_surely else stock
 
 
 class Stock:
@@ -215,29 +215,9 @@ class DataAware:
 
     def decide(self, snapshot: Snapshot) -> Decision:
         task, places, doubt = snapshot.task, snapshot.places, snapshot.doubt
-        valid, idle, takes_tasks = snapshot.valid, snapshot.idle, snapshot.takes_tasks
-        held: dict[str, int] = {}
-        needed = 0
-        is_arriving = False
-        for _, nbytes, having, arriving, _ in task.inputs:
-            needed += nbytes
-            for address in having:
-                if address in held:
-                    held[address] += nbytes
-                else:
-                    held[address] = nbytes
-            if arriving:
-                is_arriving = True
-
-        holders: Collection[str] = held
-        candidates: Collection[str] = held
-        if valid is not None or takes_tasks is not None or not held:
-            found = _allowed(snapshot, held)
-            holders = found or set(idle if valid is None else valid)
-        if valid is not None and len(valid) <= MAX_RESTRICTED:
-            candidates = valid
-        elif task.joins or idle or is_arriving or holders is not held or len(held) > MAX_CANDIDATES:
-            candidates = self._near(snapshot, held) or holders
+        held, needed_nbytes, is_arriving = _held_nbytes(task)
+        holders = _allowed_holders(snapshot, held)
+        candidates = self._candidates(snapshot, held, holders, is_arriving=is_arriving)
         workers = snapshot.workers(candidates)
         allowed = workers
         if task.device is not None:
@@ -245,48 +225,96 @@ class DataAware:
 
         found_costs = costs(task, allowed, places)
         worker = least_cost(allowed, found_costs)
-        usual = snapshot.usual or stocks_choice(
-            workers, holders, held, needed, snapshot.bandwidth_nbytes_per_s
+        stock = snapshot.stock or stocks_choice(
+            workers, holders, held, needed_nbytes, snapshot.bandwidth_nbytes_per_s
         )
-        if doubt > 1 and worker != usual:
-            worker = unless_in_doubt(worker, usual, task, allowed, places, doubt)
-        return Decision(worker, found_costs, usual)
+        if doubt > 1 and worker != stock:
+            worker = unless_in_doubt(worker, stock, task, allowed, places, doubt)
+        return Decision(worker, found_costs, stock)
+
+    def _candidates(
+        self,
+        snapshot: Snapshot,
+        held: Mapping[str, int],
+        holders: Collection[str],
+        *,
+        is_arriving: bool,
+    ) -> Collection[str]:
+        """Return the workers to weigh; `held` itself where no others come into question."""
+        valid, idle, joins = snapshot.valid, snapshot.idle, snapshot.task.joins
+        if valid is not None and len(valid) <= MAX_RESTRICTED:
+            return valid
+        if joins or idle or is_arriving or holders is not held or len(held) > MAX_CANDIDATES:
+            return self._near(snapshot, held) or holders
+        return held
 
     @staticmethod
     def _near(snapshot: Snapshot, held: Mapping[str, int]) -> set[str]:
-        """Workers that have, or will have, something of a task or what it is joined with.
-
-        The latter only where what joining there may save is not far less than the inputs. With
-        less to do than the holders, a worker that is looked at for the sake of thin edges would
-        have large blocks moved to it.
-        """
-        task = snapshot.task
+        """Return workers that have, or will have, an input or a join partner of a task."""
         nbytes: dict[str, float] = {**held}
-        needed_nbytes = 0
-        for one in task.inputs:
-            needed_nbytes += one.nbytes
-            for address in one.arriving_s:
-                if address in held:
-                    nbytes[address] += one.nbytes
-        under_way = [one.arriving_s for one in task.inputs]
-        if snapshot.valid is not None or snapshot.takes_tasks is not None:
-            fetching = _allowed(snapshot, chain.from_iterable(under_way))
-            under_way = [
-                {one: s for one, s in each.items() if one in fetching} for each in under_way
-            ]
-        nbytes.update(coming([one.nbytes for one in task.inputs], under_way, held))
-        joined: dict[str, float] = {}
-        saved: dict[str, float] = {}
-        for others in task.joins:
-            for address, n in others.items():
-                joined[address] = joined.get(address, 0) + n
-                saved[address] = saved.get(address, 0) + min(n, task.output_nbytes)
-        for address, n in joined.items():
-            if address in nbytes or saved[address] >= MIN_JOINED_SHARE * needed_nbytes:
-                nbytes[address] = nbytes.get(address, 0) + n
+        _add_arriving(nbytes, snapshot, held)
+        _add_joined(nbytes, snapshot.task)
         near = _allowed(snapshot, nbytes)
         if len(near) > MAX_CANDIDATES:
             near = set(sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES])
-            if snapshot.usual is not None:
-                near |= _allowed(snapshot, (snapshot.usual,))
+            if snapshot.stock is not None:
+                near |= _allowed(snapshot, (snapshot.stock,))
         return near | _allowed(snapshot, snapshot.idle) if snapshot.idle else near
+
+
+def _held_nbytes(task: Task) -> tuple[dict[str, int], int, bool]:
+    """Return bytes of inputs by holder, bytes of all inputs, and whether any is in flight."""
+    held: dict[str, int] = {}
+    needed_nbytes = 0
+    is_arriving = False
+    for _, nbytes, having, arriving, _ in task.inputs:
+        needed_nbytes += nbytes
+        for address in having:
+            if address in held:
+                held[address] += nbytes
+            else:
+                held[address] = nbytes
+        if arriving:
+            is_arriving = True
+    return held, needed_nbytes, is_arriving
+
+
+def _allowed_holders(snapshot: Snapshot, held: Mapping[str, int]) -> Collection[str]:
+    """Return the workers that stock Dask chooses from; `held` itself if those are all holders."""
+    valid = snapshot.valid
+    if held and valid is None and snapshot.takes_tasks is None:
+        return held
+    return _allowed(snapshot, held) or set(snapshot.idle if valid is None else valid)
+
+
+def _add_arriving(nbytes: dict[str, float], snapshot: Snapshot, held: Mapping[str, int]) -> None:
+    """Add the bytes of inputs in flight to workers that may run a task."""
+    inputs = snapshot.task.inputs
+    for one in inputs:
+        for address in one.arriving_s:
+            if address in held:
+                nbytes[address] += one.nbytes
+    arrivals_s = [one.arriving_s for one in inputs]
+    if snapshot.valid is not None or snapshot.takes_tasks is not None:
+        fetching = _allowed(snapshot, chain.from_iterable(arrivals_s))
+        arrivals_s = [{one: s for one, s in each.items() if one in fetching} for each in arrivals_s]
+    nbytes.update(fetching_nbytes([one.nbytes for one in inputs], arrivals_s, held))
+
+
+def _add_joined(nbytes: dict[str, float], task: Task) -> None:
+    """Add the bytes of join partners, on workers where joining is worth a look.
+
+    A worker with join partners counts only if joining there can save enough bytes, relative to the
+    inputs. Otherwise a worker with only thin edges and a shorter queue than the holders would have
+    large blocks moved to it.
+    """
+    joined: dict[str, float] = {}
+    saved: dict[str, float] = {}
+    for others in task.joins:
+        for address, n in others.items():
+            joined[address] = joined.get(address, 0) + n
+            saved[address] = saved.get(address, 0) + min(n, task.output_nbytes)
+    least_nbytes = MIN_JOINED_SHARE * sum(one.nbytes for one in task.inputs)
+    for address, n in joined.items():
+        if address in nbytes or saved[address] >= least_nbytes:
+            nbytes[address] = nbytes.get(address, 0) + n

@@ -20,7 +20,7 @@ MAX_DEPENDENTS = 8
 MAX_INPUTS = 16
 
 
-class Seat(NamedTuple):
+class Candidate(NamedTuple):
     """A worker that has siblings of a root task.
 
     Attributes
@@ -32,7 +32,7 @@ class Seat(NamedTuple):
     saved_s
         Seconds of transfers that sitting here saves.
     is_certain
-        Whether sizes are known; else seconds only say which of two seats is the better one.
+        Whether sizes are known; else seconds only say which of two candidates is the better one.
     """
 
     worker: str
@@ -43,7 +43,9 @@ class Seat(NamedTuple):
     is_certain: bool = True
 
 
-def seat(seats: Iterable[Seat], *, ahead: float, duration_s: float, to_come: float) -> str | None:
+def best_candidate(
+    candidates: Iterable[Candidate], *, ahead: float, duration_s: float, to_come: float
+) -> str | None:
     """Where a root task should join its siblings.
 
     Parameters
@@ -63,7 +65,7 @@ def seat(seats: Iterable[Seat], *, ahead: float, duration_s: float, to_come: flo
         A worker, None if it should go where stock Dask would send it.
     """
     best: tuple[float, float, str] | None = None
-    for one in seats:
+    for one in candidates:
         # One task too many for each thread, for the sake of bytes that are known. It is memory
         # that is at stake: queueing is there to keep root tasks from piling up.
         if one.n_free <= (-one.nthreads if one.is_certain else 0):

@@ -6,20 +6,20 @@ it.
 | what | why | taken back by |
 |---|---|---|
 | `Scheduler.decide_worker_non_rootish`, `.decide_worker_rootish_queuing_disabled`,
-`.decide_worker_rootish_queuing_enabled` | who gets a task that can run | `DecisionSwap.remove` |
+`.decide_worker_rootish_queuing_enabled` | who gets a task that can run | `DecisionSwap.uninstall` |
 | `Scheduler._TRANSITIONS_TABLE` | the last of those is not told which task it decides for; how
 long a task took, and on whom
-| `DecisionSwap.remove` |
+| `DecisionSwap.uninstall` |
 | `Scheduler.stimulus_queue_slots_maybe_opened` | a task that stays in the queue is asked about
-once, and not for each place that is free | `DecisionSwap.remove` |
+once, and not for each place that is free | `DecisionSwap.uninstall` |
 | `WorkStealing._get_thief` | a thief is chosen, or refused, by what it has to fetch
-| `DecisionSwap.remove` |
+| `DecisionSwap.uninstall` |
 | `WorkStealing._combined_occupancy` | the same work is more of it for a slow worker
-| `DecisionSwap.remove` |
+| `DecisionSwap.uninstall` |
 | `WorkStealing.balance`, `Scheduler.periodic_callbacks` | tasks are stolen sooner than in a
 second, unless nothing is | |
 | handler `heartbeat_worker` | rates of transfers between pairs of workers come with it
-| `DecisionSwap.remove` |
+| `DecisionSwap.uninstall` |
 | `Scheduler._get_prefix_duration` | how long a task is expected to take | |
 | `Scheduler.idle` is a sorted dict | asked as a plain one, and for workers of a host | |
 """
@@ -77,7 +77,7 @@ class Placer(Protocol):
 
 
 #: Workers that are looked at before stock looks at all of them, for each root task.
-_GLANCE = 32
+_MAX_SCANNED = 32
 
 
 def _least_busy(scheduler: Scheduler) -> WorkerState | None:
@@ -89,16 +89,18 @@ def _least_busy(scheduler: Scheduler) -> WorkerState | None:
     if not spare:
         return None
     for some in (spare, idle.values()):
-        for ws in islice(some, _GLANCE):
+        for ws in islice(some, _MAX_SCANNED):
             if not ws.processing and ws in spare:
                 return ws
-    if len(idle) > _GLANCE:
+    if len(idle) > _MAX_SCANNED:
         return None
     # Whoever has a thread to spare is one of these; all others have a task for each at least.
     free = [ws for ws in idle.values() if len(ws.processing) < ws.nthreads and ws in spare]
     if free:
         return min(free, key=lambda ws: len(ws.processing) / ws.nthreads)
-    return next((ws for ws in islice(spare, _GLANCE) if len(ws.processing) == ws.nthreads), None)
+    return next(
+        (ws for ws in islice(spare, _MAX_SCANNED) if len(ws.processing) == ws.nthreads), None
+    )
 
 
 class DecisionSwap:
@@ -247,7 +249,7 @@ class DecisionSwap:
         if self._stealing is not None and "stealing" in self._scheduler.periodic_callbacks:
             self._stealing.balance()
 
-    def remove(self) -> None:
+    def uninstall(self) -> None:
         """Have stock decide again."""
         for name in (
             "decide_worker_non_rootish",

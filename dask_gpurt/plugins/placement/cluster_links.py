@@ -80,7 +80,7 @@ class _Found(dict[str, Value]):
         return found
 
 
-class WorkerPaths:
+class ClusterLinks:
     """One a scheduler.
 
     Parameters
@@ -139,7 +139,7 @@ class WorkerPaths:
             place.far[ws.address]
             self.uplink(ws.address)
         else:
-            self._forget_paths()
+            self._forget_links()
 
     def _spot(self, ws: WorkerState) -> _Spot | None:
         """Where a worker is, if that is described."""
@@ -164,7 +164,7 @@ class WorkerPaths:
         self._uplinks.pop(address, None)
         self._learned.forget(address)
         self._is_described = None
-        self._forget_paths()
+        self._forget_links()
         self._forget_outlets()
 
     def _leave_spot(self, address: str) -> None:
@@ -172,7 +172,7 @@ class WorkerPaths:
         if spot is not None:
             self._n_at[spot.node] -= 1
 
-    def _forget_paths(self) -> None:
+    def _forget_links(self) -> None:
         self._places.clear()
         self._from_afar.clear()
         self._n_known = 0
@@ -202,7 +202,7 @@ class WorkerPaths:
         # each time would cost more than they gain by it.
         if self._n_reports >= _REPORTS_PER_WORKER * len(self._ends):
             self._n_reports = 0
-            self._forget_paths()
+            self._forget_links()
             self._forget_outlets()
 
     def undescribed(self) -> list[str]:
@@ -323,7 +323,7 @@ class WorkerPaths:
 
     def _count_one(self) -> None:
         if self._n_known >= _MAX_PATHS:
-            self._forget_paths()
+            self._forget_links()
         self._n_known += 1
 
     def _find(self, target: str, source: str) -> Path:

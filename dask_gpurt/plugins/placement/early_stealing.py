@@ -25,7 +25,7 @@ MOST_OF_TIME = 0.1
 LEAST_SLOWNESS = 2.0
 
 
-class Relief:
+class EarlyStealing:
     """One a scheduler.
 
     Parameters

@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.cost import Task, fetches_s
-from dask_gpurt.plugins.placement.cluster_links import WorkerPaths
+from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 #: Seconds of what a host's link still has to carry that are too few to look further for.
 LEAST_UPLINK_S = 0.005
 #: Inputs whose transfers are remembered.
-MAX_ARRIVALS = 10_000
+MAX_IN_FLIGHT = 10_000
 
 _NOTHING: Mapping[str, float] = {}
 
 
-class Arrivals:
+class TransfersInFlight:
     """One a scheduler.
 
     Parameters
     ----------
-    paths
+    links
         Ways between workers.
     clock
         Seconds.
@@ -44,16 +44,16 @@ class Arrivals:
     by_worker
         When it will have all that decisions had it fetch. Look, and ask `receiving_s`.
     by_inlet, by_outlet
-        When a host's link (`WorkerPaths.uplink`) will have carried all that decisions had workers
+        When a host's link (`ClusterLinks.uplink`) will have carried all that decisions had workers
         behind it fetch from other hosts; and all that they had workers of other hosts fetch from
         behind it. Look, and ask `inlet_s` and `outlet_s`.
     """
 
     def __init__(
-        self, scheduler: Scheduler, paths: WorkerPaths, clock: Callable[[], float]
+        self, scheduler: Scheduler, links: ClusterLinks, clock: Callable[[], float]
     ) -> None:
         self._scheduler = scheduler
-        self._paths = paths
+        self._links = links
         self._clock = clock
         self.by_key: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
         self.by_worker: dict[str, float] = {}
@@ -77,7 +77,7 @@ class Arrivals:
             if address not in one.holders and address not in one.arriving_s
         ]
         if missing:
-            places = self._paths.places
+            places = self._links.places
             now = self._clock()
             at = self._free_at(address, now)
             fetches = fetches_s(missing, address, places)
@@ -98,7 +98,7 @@ class Arrivals:
     ) -> None:
         """The same of a task of which each input has one holder, and what is under way is known."""
         by_key = self.by_key
-        places = self._paths.places
+        places = self._links.places
         host, _, near, far = places[address]
         now = self._clock()
         at = self._free_at(address, now)
@@ -131,7 +131,7 @@ class Arrivals:
                     return True
         return False
 
-    def under_way(self, ts: TaskState) -> list[Mapping[str, float]]:
+    def arrivals_s(self, ts: TaskState) -> list[Mapping[str, float]]:
         """For each input of a task: seconds until it is there, by worker that is fetching it."""
         by_key = self.by_key
         return [self.arriving_s(dts) if dts.key in by_key else _NOTHING for dts in ts.dependencies]
@@ -173,7 +173,7 @@ class Arrivals:
         return self._busy_s(self.by_outlet, address)
 
     def _busy_s(self, by_uplink: dict[str, float], address: str) -> float:
-        until = by_uplink.get(self._paths.uplink(address).name)
+        until = by_uplink.get(self._links.uplink(address).name)
         waiting_s = 0.0 if until is None else until - self._clock()
         return waiting_s if waiting_s >= LEAST_UPLINK_S else 0.0
 
@@ -181,7 +181,7 @@ class Arrivals:
         self, by_uplink: dict[str, float], address: str, nbytes: float, took_s: float, now: float
     ) -> None:
         """A worker's link will carry so many bytes more, which take so long on the whole way."""
-        name, rate = self._paths.uplink(address)
+        name, rate = self._links.uplink(address)
         until = by_uplink.get(name, now)
         # What a slower link on the way holds up leaves room for others.
         seconds = took_s if rate == inf else nbytes / rate
@@ -196,5 +196,5 @@ class Arrivals:
     def _receives_until(self, address: str, at: float) -> None:
         self.by_worker[address] = at
         by_key = self.by_key
-        while len(by_key) > MAX_ARRIVALS:
+        while len(by_key) > MAX_IN_FLIGHT:
             by_key.popitem(last=False)

@@ -19,12 +19,12 @@ MAX_PLACES = 4
 #: Tasks one after the other, each needing nothing but the one before, that are looked through.
 MAX_CHAIN = 3
 #: Joins of one output, each with something else, that a glance is enough for.
-MAX_JOINS_AT_A_GLANCE = 2
+MAX_COUNTED_JOINS = 2
 #: Results smaller than this are joined wherever it suits.
 MIN_JOIN_NBYTES = 64 * 1024
 
 
-class LaterJoins:
+class JoinPartners:
     """One a scheduler.
 
     Parameters
@@ -101,7 +101,7 @@ def times_joined(ts: TaskState) -> int | None:
     for _ in range(MAX_CHAIN):
         dependents = ts.dependents
         if len(dependents) != 1:
-            if len(dependents) > MAX_JOINS_AT_A_GLANCE:
+            if len(dependents) > MAX_COUNTED_JOINS:
                 return None
             for one in dependents:
                 if len(one.dependencies) == 1:

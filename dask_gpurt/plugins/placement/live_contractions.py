@@ -11,7 +11,7 @@ from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dask_gpurt.placement.contractions import Deal, Operand, Side, grid
+from dask_gpurt.placement.contractions import Operand, Plan, Side, grid
 from dask_gpurt.placement.siblings import MAX_INPUTS
 from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, MAX_PLACES
 from dask_gpurt.plugins.placement.scheduler_view import PlacementView
@@ -28,7 +28,7 @@ MIN_OUTPUTS_PER_HOST = 4
 MAX_STEPS = 8
 MAX_TASKS = 512
 #: Contractions that are remembered.
-MAX_DEALS = 16
+MAX_PLANS = 16
 #: Hosts whose links are compared where they are not described: 2.5 ms when a worker came or left.
 MAX_COMPARED = 128
 
@@ -40,23 +40,23 @@ class Contractions:
         self._scheduler = scheduler
         self._view = view
         #: By the groups of outputs and operands; None if hosts would have too unequal parts.
-        self._deals: OrderedDict[tuple[str, str, str], Deal | None] = OrderedDict()
-        #: Groups of products that are not dealt out, to be told at once.
-        self._not_dealt: set[str] = set()
+        self._plans: OrderedDict[tuple[str, str, str], Plan | None] = OrderedDict()
+        #: Groups of products that are not planned out, to be told at once.
+        self._unplanned: set[str] = set()
         self._hosts: list[str] | None = None
 
     def workers_changed(self) -> None:
-        """A worker came or left: what comes from here on is dealt anew."""
+        """A worker came or left: what comes from here on is planned anew."""
         self._hosts = None
-        self._deals.clear()
-        self._not_dealt.clear()
+        self._plans.clear()
+        self._unplanned.clear()
 
     def host_of(self, product: TaskState) -> str | None:
         """Where a task had better run if it is a product; else, or if it is all the same, None."""
-        dealt = self._dealt(product)
-        return dealt and dealt[1]
+        planned = self._planned(product)
+        return planned and planned[1]
 
-    def home_of(self, root: TaskState) -> str | None:
+    def planned_host_of(self, root: TaskState) -> str | None:
         """Where a task without inputs had better run if it makes an operand, else None."""
         if not self._alike_hosts():
             return None
@@ -64,18 +64,18 @@ class Contractions:
         for _ in range(MAX_CHAIN):
             if not operand.dependents:
                 return None
-            # What Dask's order has first will be dealt first.
+            # What Dask's order has first will be planned first.
             user = min(operand.dependents, key=_priority)
             if len(user.dependencies) > 1:
                 if len(operand.dependents) < MIN_USES:
                     return None
-                dealt = self._dealt(user)
-                return dealt and dealt[0].home(operand.key)
+                planned = self._planned(user)
+                return planned and planned[0].host_of_operand(operand.key)
             operand = user
         return None
 
-    def _dealt(self, product: TaskState) -> tuple[Deal, str] | None:
-        if _group(product) in self._not_dealt:
+    def _planned(self, product: TaskState) -> tuple[Plan, str] | None:
+        if _group(product) in self._unplanned:
             return None
         if not _is_product(product) or not (hosts := self._alike_hosts()):
             return None
@@ -84,25 +84,25 @@ class Contractions:
             return None
         one, other = sorted(product.dependencies, key=_group)
         groups = _group(output), _group(one), _group(other)
-        if groups in self._deals:
-            deal = self._deals[groups]
+        if groups in self._plans:
+            plan = self._plans[groups]
         else:
             rows, columns = self._sides(product, one, other)
             # What was found may be a part of an output, of which there are more.
             is_enough = rows.length * columns.length >= MIN_OUTPUTS_PER_HOST * len(hosts)
             shape = grid(len(hosts), rows, columns) if is_enough else None
-            deal = self._deals[groups] = None if shape is None else Deal(hosts, shape)
-            if len(self._deals) > MAX_DEALS:
-                self._deals.popitem(last=False)
-        if deal is None:
-            if len(self._not_dealt) >= MAX_DEALS:
-                self._not_dealt.clear()
-            self._not_dealt.add(_group(product))
+            plan = self._plans[groups] = None if shape is None else Plan(hosts, shape)
+            if len(self._plans) > MAX_PLANS:
+                self._plans.popitem(last=False)
+        if plan is None:
+            if len(self._unplanned) >= MAX_PLANS:
+                self._unplanned.clear()
+            self._unplanned.add(_group(product))
             return None
-        host = deal.known(one.key, other.key)
+        host = plan.host_of_product(one.key, other.key)
         if host is None:
-            host = deal.host(*self._operands(output, one, other))
-        return deal, host
+            host = plan.assign(*self._operands(output, one, other))
+        return plan, host
 
     def _alike_hosts(self) -> list[str]:
         """None where there is one, or they differ in threads, or in what they can send or run."""
@@ -120,13 +120,13 @@ class Contractions:
 
     def _are_reached_alike(self, workers: list[str]) -> bool:
         """Whether all hosts are, by one worker of each."""
-        paths = self._view.paths
-        places = paths.places
+        links = self._view.links
+        places = links.places
         if all(places[one].kind == places[workers[0]].kind for one in workers):
             return True
         if len(workers) > MAX_COMPARED:
             return False
-        return not any(map(paths.is_behind_slow_link, workers))
+        return not any(map(links.is_behind_slow_link, workers))
 
     def _sides(self, product: TaskState, one: TaskState, other: TaskState) -> tuple[Side, Side]:
         """Rows and columns; as if each operand were one byte if sizes are not known.

@@ -17,13 +17,14 @@ from distributed.metrics import time
 
 from dask_gpurt.placement.cost import Task, Worker, costs, steal_pays
 from dask_gpurt.plugins.patches.task_placement import DecisionSwap
-from dask_gpurt.plugins.placement.cluster_links import WorkerPaths
+from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.plugins.placement.decision_log import MAX_RECORDS, PlacementLog
-from dask_gpurt.plugins.placement.early_stealing import Relief
+from dask_gpurt.plugins.placement.early_stealing import EarlyStealing
 from dask_gpurt.plugins.placement.join_partners import MAX_PLACES
 from dask_gpurt.plugins.placement.live_contractions import Contractions
-from dask_gpurt.plugins.placement.root_tasks import RootPlaces
-from dask_gpurt.plugins.placement.rules import Choice, Question, rules, stocks
+from dask_gpurt.plugins.placement.question import Choice, Question, stocks
+from dask_gpurt.plugins.placement.root_tasks import RootTasks
+from dask_gpurt.plugins.placement.rules import rules
 from dask_gpurt.plugins.placement.scheduler_view import (
     MAX_HOLDERS,
     UNKNOWN_S,
@@ -65,21 +66,21 @@ class Placement:
         self._scheduler = scheduler
         self._is_stock = policy == "stock"
         self._policy_name = policy
-        self._paths = WorkerPaths(topology)
-        self._view = PlacementView(scheduler, self._paths, clock)
+        self._links = ClusterLinks(topology)
+        self._view = PlacementView(scheduler, self._links, clock)
         self._contractions = Contractions(scheduler, self._view)
-        self._roots = RootPlaces(scheduler, self._view, self._contractions, clock)
+        self._roots = RootTasks(scheduler, self._view, self._contractions, clock)
         self._rules, self._last_rule = rules(scheduler, self._view, self._roots)
         self.log = PlacementLog()
         for ws in scheduler.workers.values():
             self.add_worker(ws)
         self._swap = DecisionSwap(scheduler, self)
-        self._relief = Relief(scheduler, self._view.slowness, self._swap.balance)
+        self._early_stealing = EarlyStealing(scheduler, self._view.slowness, self._swap.balance)
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Stock decides from here on."""
-        self._relief.close()
-        self._swap.remove()
+        self._early_stealing.close()
+        self._swap.uninstall()
         self._roots.close()
 
     def add_worker(self, ws: WorkerState) -> None:
@@ -95,18 +96,18 @@ class Placement:
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
         """A worker received data, at these rates."""
-        self._paths.observe(address, rates)
+        self._links.observe(address, rates)
 
     def undescribed(self) -> list[str]:
         """Workers that are on no host that was described."""
-        return self._paths.undescribed()
+        return self._links.undescribed()
 
     def ended(self, ts: TaskState, address: str, seconds: float) -> None:
         """A worker ended a task."""
         ws = self._scheduler.workers.get(address)
         if ws is not None and not self._is_stock:
             self._view.ended(ts, ws, seconds)
-            self._relief.ended(ws)
+            self._early_stealing.ended(ws)
 
     def slowness(self, ws: WorkerState) -> float:
         """Seconds that a worker takes for what takes others one."""
@@ -196,9 +197,9 @@ class Placement:
             candidates = {a: ws for a, ws in candidates.items() if a in view.with_gpu}
         if candidates:
             workers = [seen(ws) for ws in (victim, *candidates.values())]
-            found = costs(task, workers, self._paths.places)
+            found = costs(task, workers, self._links.places)
             thief = min(candidates, key=lambda one: (found[one].total_s, one))
-            if steal_pays(found[victim.address], found[thief], self._paths.doubt()):
+            if steal_pays(found[victim.address], found[thief], self._links.doubt()):
                 self.log.steals_allowed += 1
                 return candidates[thief]
         self.log.steals_refused += 1

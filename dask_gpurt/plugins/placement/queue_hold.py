@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distributed.scheduler import TaskState
 
 
-class HeldBack:
+class QueueHold:
     """One a scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -14,16 +14,16 @@ Stock gives such a task to the worker that has the fewest. Here that worker is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.joins import Join
-from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Seat, seat
+from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Candidate, best_candidate
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
 from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, MIN_JOIN_NBYTES
 from dask_gpurt.plugins.placement.live_contractions import Contractions
-from dask_gpurt.plugins.placement.queue_hold import HeldBack
+from dask_gpurt.plugins.placement.queue_hold import QueueHold
 from dask_gpurt.plugins.placement.scheduler_view import (
     MAX_NEIGHBOURS,
     PlacementView,
@@ -41,10 +41,10 @@ MAX_HOSTS = 3
 #: Operands for each thread that a host is given beyond what makes it full: its products need them.
 MAX_OPERANDS_AHEAD = 2
 #: Tasks that are joined with one another: from more on, some of them are elsewhere.
-MAX_FAMILY = 16
+MAX_JOINED = 16
 
 
-class RootPlaces:
+class RootTasks:
     """One a scheduler.
 
     Parameters
@@ -64,7 +64,7 @@ class RootPlaces:
         self._view = view
         self._contractions = contractions
         self._clock = clock
-        self._held_back = HeldBack(scheduler)
+        self._queue_hold = QueueHold(scheduler)
         self._last_host: str | None = None
         #: By host behind a slow link: when what was made there will have left.
         self._leaving_until: dict[str, float] = {}
@@ -75,7 +75,7 @@ class RootPlaces:
         """A worker; None if the task had better wait in the scheduler's queue, where it may."""
         is_queueing = math.isfinite(self._scheduler.WORKER_SATURATION)
         chosen = self._next_to_siblings(ts, stock, is_queueing=is_queueing)
-        home = self._contractions.home_of(ts)
+        home = self._contractions.planned_host_of(ts)
         if home is not None and (chosen is None or chosen.host != home):
             chosen = self._free_at_home(home, is_queueing=is_queueing) or chosen
         if chosen is None:
@@ -91,16 +91,16 @@ class RootPlaces:
                 return None
             chosen = quicker
         self._last_host = chosen.host
-        self._held_back.placed(ts)
+        self._queue_hold.placed(ts)
         return chosen
 
     def remove_worker(self) -> None:
         """A worker left."""
-        self._held_back.remove_worker()
+        self._queue_hold.remove_worker()
 
     def close(self) -> None:
         """Nobody is asked here any more."""
-        self._held_back.close()
+        self._queue_hold.close()
 
     # ------------------------------------------------------------------ near what it belongs to
 
@@ -132,36 +132,66 @@ class RootPlaces:
         stocks_ahead = _ahead(stock)
         siblings = sorted({address for others in joins for address in others})
         if len(siblings) == 1:
-            # Most often. Nobody saves more than its own worker, if that costs nothing.
-            ws = state.workers.get(siblings[0])
-            if ws is not None and ws in state.running and _ahead(ws) <= stocks_ahead + to_come:
-                spare = ws.nthreads if known_nbytes else 0
-                if not is_queueing or self._n_free(ws) > -spare:
-                    return ws
+            # The most common case. No worker saves more than the sibling's own.
+            most_ahead = stocks_ahead + to_come
+            is_known = known_nbytes > 0
+            ws = self._with_room(siblings[0], most_ahead, is_queueing=is_queueing, extra=is_known)
+            if ws is not None:
+                return ws
+        chosen = best_candidate(
+            self._candidates(siblings, joins, known_nbytes, stock, is_queueing=is_queueing),
+            ahead=stocks_ahead,
+            duration_s=expected_duration_s(state, ts),
+            to_come=to_come,
+        )
+        return None if chosen is None else state.workers[chosen]
+
+    def _with_room(
+        self, address: str, most_ahead: float, *, is_queueing: bool, extra: bool
+    ) -> WorkerState | None:
+        """Return a sibling's worker if the task can join the sibling there without waiting.
+
+        Parameters
+        ----------
+        most_ahead
+            Tasks for each thread that the worker may have.
+        extra
+            Whether a full worker may be given one more task for each thread.
+        """
+        ws = self._scheduler.workers.get(address)
+        if ws is None or ws not in self._scheduler.running or _ahead(ws) > most_ahead:
+            return None
+        spare = ws.nthreads if extra else 0
+        return ws if not is_queueing or self._n_free(ws) > -spare else None
+
+    def _candidates(
+        self,
+        siblings: list[str],
+        joins: list[dict[str, float]],
+        known_nbytes: int,
+        stock: WorkerState,
+        *,
+        is_queueing: bool,
+    ) -> list[Candidate]:
+        """Return the workers near siblings on which joining costs less than on stock Dask's."""
         nbytes = known_nbytes or NOMINAL_NBYTES
         if not known_nbytes:
             joins = [dict.fromkeys(others, NOMINAL_NBYTES) for others in joins]
-        later = [Join(others, view.paths.places) for others in joins]
+        later = [Join(others, self._view.links.places) for others in joins]
 
         def joined_s(address: str) -> float:
             return sum(one.seconds(address, nbytes) for one in later)
 
         elsewhere_s = joined_s(stock.address)
-        duration_s = expected_duration_s(state, ts)
-
-        def seated(around: Iterable[WorkerState]) -> WorkerState | None:
-            seats = []
-            for ws in around:
-                saved_s = elsewhere_s - joined_s(ws.address)
-                if saved_s > 0 or ws is stock:
-                    n_free = self._n_free(ws) if is_queueing else math.inf
-                    is_certain = known_nbytes > 0
-                    terms = ws.address, ws.nthreads, n_free, _ahead(ws), saved_s, is_certain
-                    seats.append(Seat(*terms))
-            chosen = seat(seats, ahead=stocks_ahead, duration_s=duration_s, to_come=to_come)
-            return None if chosen is None else state.workers[chosen]
-
-        return seated(self._around(siblings, with_neighbours=is_queueing))
+        is_certain = known_nbytes > 0
+        found = []
+        for ws in self._around(siblings, with_neighbours=is_queueing):
+            saved_s = elsewhere_s - joined_s(ws.address)
+            if saved_s > 0 or ws is stock:
+                n_free = self._n_free(ws) if is_queueing else math.inf
+                terms = ws.address, ws.nthreads, n_free, _ahead(ws), saved_s, is_certain
+                found.append(Candidate(*terms))
+        return found
 
     def _around(self, addresses: list[str], *, with_neighbours: bool) -> Iterator[WorkerState]:
         """Workers at these addresses, then those with places to spare on the same hosts."""
@@ -203,7 +233,7 @@ class RootPlaces:
     # ------------------------------------------------------------------ slow links
 
     def _is_behind_slow_link(self, ws: WorkerState) -> bool:
-        return self._view.paths.is_behind_slow_link(ws.address)
+        return self._view.links.is_behind_slow_link(ws.address)
 
     def _has_usual_link(self, ws: WorkerState) -> bool:
         return not self._is_behind_slow_link(ws)
@@ -224,9 +254,9 @@ class RootPlaces:
         if others:
             return min(others, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address))
         now = self._clock()
-        leaving_s = nbytes / view.paths.outlet_nbytes_per_s(chosen.address)
+        leaving_s = nbytes / view.links.outlet_nbytes_per_s(chosen.address)
         until = max(now, self._leaving_until.get(chosen.host, now)) + leaving_s
-        usual_s = nbytes / view.paths.usual_outlet_nbytes_per_s()
+        usual_s = nbytes / view.links.usual_outlet_nbytes_per_s()
         duration_s = max(0.0, ts.prefix.duration_average)
         late_s = until - now - duration_s - usual_s
         if may_wait and late_s > 0 and self._had_better_wait(ts, late_s, self._has_usual_link):
@@ -282,7 +312,7 @@ class RootPlaces:
             and view.busy_s(ws) <= late_s * ws.nthreads
             and is_better(ws)
             for ws in state.running
-        ) and self._held_back.may_wait(ts, late_s)
+        ) and self._queue_hold.may_wait(ts, late_s)
 
     # ------------------------------------------------------------------ what is joined later
 
@@ -325,7 +355,7 @@ class RootPlaces:
                     if member not in family:
                         family.add(member)
                         fresh.append(member)
-                if len(family) > MAX_FAMILY:
+                if len(family) > MAX_JOINED:
                     return True
         return False
 

@@ -17,9 +17,9 @@ from dask_gpurt.placement.cost import Input, Task, Worker
 from dask_gpurt.placement.policy import MAX_CANDIDATES
 from dask_gpurt.placement.speeds import Speeds
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
-from dask_gpurt.plugins.placement.cluster_links import WorkerPaths
-from dask_gpurt.plugins.placement.in_flight import Arrivals
-from dask_gpurt.plugins.placement.join_partners import MAX_PLACES, MIN_JOIN_NBYTES, LaterJoins
+from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
+from dask_gpurt.plugins.placement.in_flight import TransfersInFlight
+from dask_gpurt.plugins.placement.join_partners import MAX_PLACES, MIN_JOIN_NBYTES, JoinPartners
 from dask_gpurt.plugins.placement.output_sizes import ExpectedSizes
 
 if TYPE_CHECKING:
@@ -59,41 +59,41 @@ class PlacementView:
 
     Parameters
     ----------
-    paths
+    links
         Ways between workers.
     clock
         Seconds, for what is on its way.
     """
 
     def __init__(
-        self, scheduler: Scheduler, paths: WorkerPaths, clock: Callable[[], float]
+        self, scheduler: Scheduler, links: ClusterLinks, clock: Callable[[], float]
     ) -> None:
         self._scheduler = scheduler
-        self.paths = paths
+        self.links = links
         self._clock = clock
         self.sizes = ExpectedSizes()
-        self.joins = LaterJoins(self.sizes)
+        self.joins = JoinPartners(self.sizes)
         self.speeds = Speeds()
         self.with_gpu: set[str] = set()
         #: By host, workers in order of their addresses, where somebody asked.
         self._on_host: dict[str, list[WorkerState]] = {}
-        self.arrivals = Arrivals(scheduler, paths, clock)
+        self.in_flight = TransfersInFlight(scheduler, links, clock)
 
     def add_worker(self, ws: WorkerState) -> None:
         """A worker came."""
         self._on_host.pop(ws.host, None)
-        self.paths.add(ws)
+        self.links.add(ws)
         self.speeds.add(ws.address)
-        described = self.paths.device_kind(ws.address)
+        described = self.links.device_kind(ws.address)
         if described == GPU or any(name.lower() == GPU for name in ws.resources):
             self.with_gpu.add(ws.address)
 
     def remove_worker(self, address: str) -> None:
         """A worker left."""
         self._on_host.clear()
-        self.paths.remove(address)
+        self.links.remove(address)
         self.with_gpu.discard(address)
-        self.arrivals.remove_worker(address)
+        self.in_flight.remove_worker(address)
         self.speeds.forget(address)
 
     # ------------------------------------------------------------------ workers
@@ -124,7 +124,7 @@ class PlacementView:
             ends, and so they are dealt out rather than sent wherever they need the fewest bytes.
         """
         state = self._scheduler
-        known, arrivals, with_gpu = state.workers, self.arrivals, self.with_gpu
+        known, in_flight, with_gpu = state.workers, self.in_flight, self.with_gpu
         learned = self.speeds.learned
         lasting_s = self.queue_lasts_s()
         found = []
@@ -147,10 +147,10 @@ class PlacementView:
                 # `room_nbytes`, without the call.
                 ws.memory_limit * SPILL_FROM - nbytes if ws.memory_limit else inf,
                 _WITH_GPU if address in with_gpu else (),
-                arrivals.receiving_s(ws) if address in arrivals.by_worker else 0.0,
+                in_flight.receiving_s(ws) if address in in_flight.by_worker else 0.0,
                 n_tasks,
                 slowness,
-                arrivals.inlet_s(address) if arrivals.by_inlet else 0.0,
+                in_flight.inlet_s(address) if in_flight.by_inlet else 0.0,
             )
             # As `Worker(*terms)` does, in half the time.
             found.append(_new(Worker, terms))
@@ -178,10 +178,10 @@ class PlacementView:
 
     def links_wait_s(self, ws: WorkerState, holders: Iterable[str]) -> float:
         """Seconds until a worker can fetch what others have, if all of it is on other hosts."""
-        arrivals = self.arrivals
-        wait_s = arrivals.receiving_s(ws) if ws.address in arrivals.by_worker else 0.0
-        if arrivals.by_inlet:
-            wait_s = max(wait_s, arrivals.inlet_s(ws.address))
+        in_flight = self.in_flight
+        wait_s = in_flight.receiving_s(ws) if ws.address in in_flight.by_worker else 0.0
+        if in_flight.by_inlet:
+            wait_s = max(wait_s, in_flight.inlet_s(ws.address))
             for holder, outlet_s in zip(holders, self.outlets_s(holders), strict=True):
                 if outlet_s > wait_s and holder != ws.address:
                     wait_s = outlet_s
@@ -189,12 +189,12 @@ class PlacementView:
 
     def outlets_s(self, holders: Iterable[str]) -> list[float]:
         """Seconds until ways out of the hosts of some workers are free."""
-        arrivals = self.arrivals
-        if arrivals.by_outlet:
-            return [arrivals.outlet_s(one) for one in holders]
+        in_flight = self.in_flight
+        if in_flight.by_outlet:
+            return [in_flight.outlet_s(one) for one in holders]
         return [0.0 for _ in holders]
 
-    def keeps_waiting(self, ws: WorkerState) -> bool:
+    def would_wait(self, ws: WorkerState) -> bool:
         """Whether what a worker is given now has to wait for what it was given before."""
         # Without a queue, whatever it has to do is in the way.
         return bool(ws.processing) and (
@@ -336,9 +336,9 @@ class PlacementView:
             Workers of which it has to be right whether they hold an input that very many hold.
         """
         inputs = []
-        arrivals = self.arrivals
-        outlet_of, under_way = arrivals.outlet_s, arrivals.under_way(ts)
-        for dts, nbytes, arriving in zip(ts.dependencies, sizes, under_way, strict=True):
+        in_flight = self.in_flight
+        outlet_of, arrivals_s = in_flight.outlet_s, in_flight.arrivals_s(ts)
+        for dts, nbytes, arriving in zip(ts.dependencies, sizes, arrivals_s, strict=True):
             who = dts.who_has or ()
             holders: Sequence[str]
             if len(who) == 1:
@@ -346,7 +346,7 @@ class PlacementView:
                 holders = (ws.address,)
             else:
                 holders = self._some_holders(who, asked)
-            outlet_s = min(map(outlet_of, holders), default=0.0) if arrivals.by_outlet else 0.0
+            outlet_s = min(map(outlet_of, holders), default=0.0) if in_flight.by_outlet else 0.0
             inputs.append(_new(Input, (dts.key, nbytes, holders, arriving, outlet_s)))
         device = GPU if self.with_gpu and any(map(_is_on_gpu, ts.dependencies)) else None
         duration_s = expected_duration_s(self._scheduler, ts)
@@ -366,7 +366,7 @@ class PlacementView:
         """Whether no task of a kind has ended yet, nor is it said how long they take."""
         return bool(ts.prefix.duration_average < 0)
 
-    def weighs_nothing(self, ts: TaskState) -> bool:
+    def is_small(self, ts: TaskState) -> bool:
         """Whether neither a task's inputs nor its output take longer to move than to ask for."""
         total_nbytes = 0
         for dts in ts.dependencies:
@@ -404,7 +404,7 @@ class PlacementView:
         """Whether stock, which looks at all holders of inputs, does not have many to look at."""
         return all(len(dts.who_has or ()) <= MAX_HOLDERS for dts in ts.dependencies)
 
-    def company(self, ts: TaskState, joins: Sequence[dict[str, float]]) -> tuple[str, ...]:
+    def idle_candidates(self, ts: TaskState, joins: Sequence[dict[str, float]]) -> tuple[str, ...]:
         """Workers with a thread to spare that are to be looked at whatever they have of a task.
 
         None while the scheduler has tasks in its queue: a worker with nothing to do is about to get
