@@ -1,6 +1,6 @@
-"""The last placement rule: weigh the cost of all candidates and choose the cheapest.
+"""The last placement rule: it weighs the cost of all candidates and chooses the cheapest.
 
-`rules` asks this rule for the tasks that none of the cheap rules places. Costs come from
+`rules` leaves to this rule the tasks that none of the cheap rules places. Costs come from
 `dask_gpurt.placement`, facts about tasks and workers from `scheduler_view`.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LeastCost:
-    """Any task: the candidate on which it costs least (`dask_gpurt.placement.policy.DataAware`)."""
+    """Any task: the candidate with the least cost (`dask_gpurt.placement.policy.DataAware`)."""
 
     reason = "cost"
 
@@ -31,7 +31,7 @@ class LeastCost:
         self._policy = DataAware()
 
     def choose(self, question: Question) -> Choice:
-        # The order matters: sizes that are taken in now would change what is expected of joins.
+        # The order matters: recording sizes changes the expected sizes of join partners.
         joins = question.joins
         sizes = question.sizes
         is_new = question.is_spread_and_new
@@ -51,7 +51,7 @@ class LeastCost:
         idle: tuple[str, ...],
         new_s: float,
     ) -> Choice | None:
-        """Choose for the shape that most tasks have: each input is on one worker; else None."""
+        """Choose for the most common shape, each input on one worker; return None for others."""
         state, view, ts, holders = self._scheduler, self._view, question.ts, question.holders
         if view.takes_tasks():
             return None

@@ -1,7 +1,7 @@
-"""What placement rules are asked and what they answer: `Question`, `Choice` and `Rule`.
+"""Input and output of placement rules: `Question`, `Choice`, `Rule`.
 
-A `Question` is a task to place with the facts that several rules need. A `Choice` is a worker with
-what the log keeps of the decision. The rules themselves are in `rules` and `least_cost`.
+A `Question` is a task to place, with the facts that several rules need. A `Choice` is a worker,
+with what the log keeps of the decision. The rules are in `rules` and `least_cost`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Choice(NamedTuple):
     worker
         None if no worker may run the task.
     stock
-        Address of the worker that stock Dask would choose; None if that was not worked out.
+        Address of the worker that stock Dask would choose; None if it was not computed.
     costs
         Costs of the candidates by address, where several were weighed.
     reason
-        Reason to give instead of the rule's own.
+        Reason to log instead of the rule's own.
     """
 
     worker: WorkerState | None
@@ -41,14 +41,14 @@ class Choice(NamedTuple):
 
 
 def stocks(ws: WorkerState | None) -> Choice:
-    """Return the choice of stock Dask's worker, because it is stock Dask's."""
+    """Return the choice of stock Dask's worker, with stock Dask as the reason."""
     return Choice(ws, address_of(ws), reason="stock")
 
 
 class Question:
-    """A task that has to be placed, with the facts that several rules need.
+    """A task to place, with the facts that several rules need.
 
-    Each fact is worked out when a rule first asks for it.
+    Each fact is computed when a rule first asks for it.
 
     Attributes
     ----------
@@ -96,10 +96,10 @@ class Question:
 
     @property
     def allowed(self) -> Collection[WorkerState] | None:
-        """Workers that come into question; None if all do.
+        """Workers that the task may go to; None if it may go to any.
 
-        A task of a contraction goes to the host that was planned for it, unless a worker there is
-        slow: then workers of other hosts help.
+        A task of a contraction goes to the host that was planned for it, unless all workers there
+        are slow: then workers of other hosts help.
         """
         if self._allowed is None:
             allowed: Collection[WorkerState] | None = self.restricted_to
@@ -114,7 +114,7 @@ class Question:
 
     @property
     def holders(self) -> list[str]:
-        """For each input the only worker that has it; empty if an input is on several workers."""
+        """For each input, the only worker that has it; empty if an input is on several workers."""
         if self._holders is None:
             self._holders = self._view.single_holders(self.ts)
         return self._holders
@@ -128,7 +128,7 @@ class Question:
 
     @property
     def joins(self) -> list[dict[str, float]]:
-        """For each task that needs this one's output with others': bytes of those by worker."""
+        """For each task that joins this one's output with other results: their bytes by worker."""
         if self._joins is None:
             self._joins = self._view.joins(self.ts)
         return self._joins
@@ -154,7 +154,7 @@ class Rule(Protocol):
         """Key of `dask_gpurt.placement.explanation.REASONS`."""
 
     def choose(self, question: Question) -> Choice | None:
-        """Return a choice; None if the next rule has to be asked."""
+        """Return a choice; None if the next rule has to be applied."""
 
 
 def address_of(ws: WorkerState | None) -> str | None:

@@ -1,13 +1,12 @@
-"""Rules that place a task with inputs, in the order in which they are asked.
+"""Rules that place a task with inputs, in the order in which they are applied.
 
 A rule looks at one task. It chooses a worker, or it leaves the task to the next rule; the last rule
 always chooses. The cheap rules come first. Where a cheap rule chooses, weighing all candidates
 (`least_cost.LeastCost`) would choose the same worker or one that is no better.
 
 Each rule has a `reason`, which `explain` shows for a decision (`dask_gpurt.placement.explanation`).
-The rules only decide: `placer` asks them and keeps the log. Facts about tasks and workers come from
-`scheduler_view`, costs from `dask_gpurt.placement`. `question` has what rules are given and return,
-`least_cost` the last rule.
+The rules only decide: `placer` applies them and keeps the log. `question` has their input and
+output. Facts about tasks and workers come from `scheduler_view`, costs from `dask_gpurt.placement`.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ class RootTask:
 
 
 class SmallTask:
-    """A task whose inputs and output take no longer to move than to ask for.
+    """A task whose inputs and output are so small that a transfer is all latency.
 
-    Stock Dask knows as much as this package about which worker has how much to do. It does not know
-    which worker is slow, and it asks no worker without an input.
+    Stock Dask knows as much as this package about how much work each worker has. It does not know
+    which worker is slow, and it considers no worker without an input.
     """
 
     reason = "small"
@@ -67,7 +66,7 @@ class SmallTask:
         if not view.is_small(question.ts):
             return None
         ws = question.stock()
-        if ws is None or not view.is_as_quick_as_any(ws, question.restricted_to):
+        if ws is None or not view.is_suitable(ws, question.restricted_to):
             return None
         return _kept(ws) if view.may_begin(ws) else None
 
@@ -91,10 +90,10 @@ class RestrictedTask:
 
 
 class NewKind:
-    """A task of a kind of which none has ended, and one worker has nearly all of its inputs.
+    """A task of a kind of which none has ended, where one worker has nearly all of its inputs.
 
-    Nobody knows how long such a task takes. So it stays with its inputs unless that worker has been
-    given a lot to do already.
+    Its duration is unknown. So it stays with its inputs unless that worker has been given a lot to
+    do already.
     """
 
     reason = "new"
@@ -106,7 +105,7 @@ class NewKind:
         view = self._view
         if not view.is_new(question.ts) or (ws := question.main_holder) is None:
             return None
-        if not view.is_as_quick_as_any(ws, question.allowed):
+        if not view.is_suitable(ws, question.allowed):
             return None
         is_free_soon = view.ahead_s(ws, view.queue_lasts_s()) <= NEW_S * ws.nthreads
         return Choice(ws, None) if is_free_soon else None
@@ -149,7 +148,7 @@ class SoleHolder:
         if not holders or holders.count(holders[0]) < len(holders):
             return None
         ws = self._scheduler.workers.get(holders[0])
-        if ws is None or not self._view.is_as_quick_as_any(ws, question.allowed):
+        if ws is None or not self._view.is_suitable(ws, question.allowed):
             return None
         return ws
 
@@ -157,7 +156,8 @@ class SoleHolder:
 class LargestInput:
     """A task that a worker with its largest input can begin at once (`largest_is_best`).
 
-    Not where all workers are busy and no task is queued: then each holder keeps the task waiting.
+    The rule does not apply if all workers are busy and no task is queued: then each holder keeps
+    the task waiting.
     """
 
     reason = "most"
@@ -174,22 +174,22 @@ class LargestInput:
         if question.is_spread_and_new or not (state.idle or state.queued):
             return None
         sizes = question.sizes
-        # The cheap tests that rule out most workers of a busy cluster come first.
+        # Cheap tests that rule out most workers of a busy cluster come first.
         ws = self._free_holder(holders, sizes)
         if ws is None or view.in_flight.is_arriving(ts):
             return None
-        # Room is asked for the inputs that the worker has already, too: a worker so close to its
-        # limit is worth weighing.
+        # The test counts inputs that the worker already has, too. A worker so close to its limit is
+        # worth weighing.
         has_room = sum(sizes) + view.sizes(ts) <= view.room_nbytes(ws)
-        if not view.is_as_quick_as_any(ws, None) or not has_room:
+        if not view.is_suitable(ws, None) or not has_room:
             return None
         duration_s = expected_duration_s(state, ts)
         wait_s = view.links_wait_s(ws, holders)
         if not largest_is_best(holders, sizes, duration_s, wait_s, view.links.places):
             return None
         view.in_flight.expect_from(holders, ts, sizes, ws.address)
-        # Stock Dask counts tasks that the worker will have worked off before its queue is empty. So
-        # it is only known to choose this worker if the worker has nothing to do.
+        # Stock Dask also counts tasks that the worker will have done before its queue is empty. So
+        # it is only certain to choose this worker if the worker has nothing to do.
         return Choice(ws, None if ws.processing else ws.address)
 
     def _free_holder(self, holders: Sequence[str], sizes: Sequence[int]) -> WorkerState | None:
@@ -207,7 +207,7 @@ class LargestInput:
 def rules(
     scheduler: Scheduler, view: PlacementView, roots: RootTasks
 ) -> tuple[tuple[Rule, ...], LeastCost]:
-    """Return the rules in the order in which they are asked, and the one that always chooses."""
+    """Return the rules in the order in which they are applied, and the one that always chooses."""
     return (
         RootTask(roots),
         SmallTask(view),
