@@ -3,7 +3,7 @@
 The other private names are in the modules beside this one. Contract tests in
 `tests/plugins/patches/test_task_placement.py` fail when distributed moves any of these.
 
-| what | why | put back by |
+| what | why | taken back by |
 |---|---|---|
 | `Scheduler.decide_worker_non_rootish`, `.decide_worker_rootish_queuing_disabled`,
 `.decide_worker_rootish_queuing_enabled` | choose the worker of a task that can run
