@@ -1,10 +1,10 @@
 """Assignment of the outputs of a contraction to hosts, so that few operands go to two hosts. Pure.
 
 In `a @ b` each product of blocks has two operands, and each operand is needed by a whole row or
-column of products. If each product is placed by itself, on the worker with most of its inputs,
-products end up where operands happened to be made, and nearly every product sends something. This
-module assigns outputs by rows and columns to hosts that form a grid: a host needs the operands of
-its rows and columns, and no more.
+column of products. If each product goes to the worker with most of its inputs, products end up
+where operands happened to be made. Then nearly every product sends something. This module assigns
+outputs by rows and columns to hosts that form a grid: a host needs the operands of its rows and
+columns, and no more.
 
 ::
 

@@ -161,8 +161,8 @@ class Cost(NamedTuple):
         flight on the links at both ends.
     sending_s
         Time that the holders spend on these transfers: serialising and sending occupies one of
-        their processors for about as long. Without this term every worker that is not quite idle
-        would hand tasks to others, and a cluster of busy workers would move all its data.
+        their processors for about as long. Without this term, workers that are not quite idle would
+        hand tasks to others. A cluster of busy workers would move all its data.
     arriving_s
         Time to wait for inputs that earlier decisions already sent to the worker.
     queue_s, duration_s

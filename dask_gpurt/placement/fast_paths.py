@@ -40,12 +40,12 @@ def holder_is_best(
 ) -> bool:
     """Return whether a task costs least on the one worker that has all its inputs.
 
-    Let `b` be the bandwidth of the path from there to another worker. To run on that worker, the
-    task would first have to send its inputs, which costs both ends at least `2 * needed / b`
-    seconds. On the holder nothing is fetched. For each join the output can take the same path later
-    and go on from there, which costs at most `output / b` more. So if the task need not wait for
-    the holder, `b` does not matter. If it has to wait, an upper bound of `b` is enough. This
-    assumes that no detour through a third worker is faster than the direct path.
+    Let `b` be the bandwidth of the path from there to another worker. To run there, the task would
+    first have its inputs sent. That costs both ends together at least `2 * needed / b` seconds. On
+    the holder nothing is fetched. For each join the output can take the same path later and go on
+    from there, which costs at most `output / b` more. So if the task need not wait for the holder,
+    `b` does not matter. If it has to wait, an upper bound of `b` is enough. This assumes that no
+    detour through a third worker is faster than the direct path.
 
     Parameters
     ----------
@@ -78,10 +78,10 @@ def largest_is_best(
 
     This holds if each input is on a different host and all these hosts are reached over equal
     paths: on any other worker, the task would have to fetch at least as much over the same paths.
-    It also holds for two holders with equal paths between them. Of several workers with an equally
-    large input, the caller passes the one where the task could begin at once, that has room for the
-    rest and is not slower than others. The wait for links there must be shorter than the extra
-    fetching elsewhere, counted at both ends. The result is False for all other cases.
+    It also holds for two holders with equal paths between them. The caller makes sure that the task
+    could begin there at once, that the worker has room for the rest, and that it is no slower than
+    others. The wait for links there must be shorter than the extra fetching elsewhere, counted at
+    both ends. The result is False for all other cases.
 
     Parameters
     ----------

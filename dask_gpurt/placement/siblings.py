@@ -1,13 +1,13 @@
 """Placement of a root task, which has no inputs yet, next to the tasks it is joined with. Pure.
 
-Stock Dask gives root tasks one by one to the least busy worker. Of `a + b`, the first chunks of
-both collections then land on different workers, the second ones too, and half of the data is moved
-without need. Here a root task goes to the workers of its *siblings*: the tasks that a later task
-will need together with it.
+Stock Dask gives root tasks one by one to the least busy worker. In `a + b`, the first chunks of
+both collections then land on different workers, and so do the second ones. Half of the data is
+moved without need. Here a root task goes to the workers of its *siblings*: the tasks that a later
+task will need together with it.
 
-Only small families count. A task whose output goes to very many tasks has to move data wherever its
-siblings are, and so does a task that is joined with very many others, as in a shuffle or a
-broadcast. A group of tasks that are all siblings of one another would end up on one worker.
+Only few siblings count. If an output goes to very many tasks, or is joined with very many others,
+data has to move wherever the siblings are. Shuffles and broadcasts are such cases. A group of tasks
+that are all siblings of one another would end up on one worker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-#: A task with more dependents, or a dependent with more inputs, is not treated as a family.
+#: Siblings are not looked for if a task has more dependents, or a dependent has more inputs.
 MAX_DEPENDENTS = 8
 MAX_INPUTS = 16
 

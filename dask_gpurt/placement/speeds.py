@@ -1,9 +1,9 @@
 """Slowness of workers, learned from the durations of their tasks and of similar tasks. Pure.
 
 Dask assumes one duration for all tasks of a kind, on every worker. A worker on a throttled or
-shared processor then gets as many tasks as any other, and in the end the whole computation waits
-for it. This module gives each worker a *slowness*: 1 for almost all workers, 5 for a worker that
-takes five times as long.
+shared processor then gets as many tasks as any other. In the end the whole computation waits for
+it. This module gives each worker a *slowness*: 1 for almost all workers, 5 for a worker that takes
+five times as long.
 
 There are two sources:
 
@@ -48,7 +48,7 @@ LEAST_SLOWNESS = 1.5
 _DECAY = 0.5
 #: A worker may be kept from its tasks for this long now and then: another process has its core, it
 #: collects garbage, its messages are late. Where four workers shared two cores, tasks of 3 ms
-#: looked three times as slow and were moved to workers that had none of their data.
+#: looked three times as slow. They were moved to workers that had none of their data.
 PAUSE_S = 0.05
 #: Tasks of a group that other workers must have ended before the group counts.
 _ENOUGH = 3

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class LeastCost:
-    """Any task: the candidate with the least cost (`dask_gpurt.placement.policy.DataAware`)."""
+    """A task that no other rule places: it goes to the candidate where it costs least.
+
+    `dask_gpurt.placement.policy.DataAware` says which candidates there are.
+    """
 
     reason = "cost"
 

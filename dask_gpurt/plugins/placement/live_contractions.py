@@ -156,8 +156,8 @@ class Contractions:
                 if needed not in seen:
                     seen.add(needed)
                     kinds.get(_group(needed), fresh).append(needed)
-        for asked in {one, other} - seen:
-            kinds[_group(asked)].append(asked)
+        for operand in {one, other} - seen:
+            kinds[_group(operand)].append(operand)
         rows, columns = ([self._operand(dts) for dts in found] for found in kinds.values())
         return rows, columns
 

@@ -126,7 +126,7 @@ class Placement:
             return {"known": True, "policy": self._policy_name, **found}
         ts = self._scheduler.tasks.get(key)
         where = "there is no such task now" if ts is None else f"the task is {ts.state}"
-        reason = f"no decision about it is among the last {MAX_RECORDS:,}; {where}"
+        reason = f"none of the last {MAX_RECORDS:,} decisions is about this task; {where}"
         return {"known": False, "key": str(key), "reason": reason}
 
     def summary(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A held task stays in the queue although a worker has a free slot. Stock Dask looks at its queue when
 a task ends or a worker joins. But the task that the held one waits for may never end: it may wait
 for an external event, or its worker may leave. So each hold has a deadline. At the deadline, and
-when a worker leaves, this class makes the scheduler look at its queue again.
+when a worker leaves, this module makes the scheduler look at its queue again.
 """
 
 from __future__ import annotations

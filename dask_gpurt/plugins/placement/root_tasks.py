@@ -350,7 +350,7 @@ class RootTasks:
     @staticmethod
     def _is_joined_elsewhere(ts: TaskState) -> bool:
         """Return whether a result is joined with more results than one host is likely to make."""
-        family, fresh = {ts}, [ts]
+        joined, fresh = {ts}, [ts]
         while fresh:
             one = fresh.pop()
             if len(one.dependents) > MAX_DEPENDENTS:
@@ -367,10 +367,10 @@ class RootTasks:
                     # on its host.
                     members = [m for m in needed if len(m.dependents) <= MAX_DEPENDENTS]
                 for member in members:
-                    if member not in family:
-                        family.add(member)
+                    if member not in joined:
+                        joined.add(member)
                         fresh.append(member)
-                if len(family) > MAX_JOINED:
+                if len(joined) > MAX_JOINED:
                     return True
         return False
 

@@ -114,8 +114,8 @@ class NewKind:
 class SoleHolder:
     """A task all of whose inputs are on one worker, which is no slower than others.
 
-    It stays there if the worker can begin now and its output is joined with nothing, or if moving
-    the inputs costs more than waiting and joining (`fast_paths.holder_is_best`).
+    It stays there if the worker can begin now and the output is joined with nothing. It also stays
+    if moving the inputs costs more than waiting and joining (`fast_paths.holder_is_best`).
     """
 
     reason = "holder"

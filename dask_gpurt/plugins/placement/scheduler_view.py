@@ -121,8 +121,9 @@ class PlacementView:
         ----------
         new_s
             Least seconds assumed for a queued task of whose kind none has ended. Pass it for a task
-            of such a kind: thousands of them may be placed before the first one ends, and this
-            spreads them over workers instead of sending all to where they need the fewest bytes.
+            of such a kind: thousands of them may be placed before the first one ends. Without it,
+            all of them would go to where they need the fewest bytes; with it, they spread over
+            workers.
         """
         state = self._scheduler
         known, in_flight, with_gpu = state.workers, self.in_flight, self.with_gpu
@@ -328,7 +329,7 @@ class PlacementView:
         ts: TaskState,
         sizes: Iterable[int],
         joins: Sequence[dict[str, float]],
-        asked: Collection[str],
+        candidates: Collection[str],
     ) -> Task:
         """Return what placement needs to know of a task.
 
@@ -336,7 +337,7 @@ class PlacementView:
         ----------
         sizes
             Bytes of its inputs, as returned by `self.sizes.observe`.
-        asked
+        candidates
             Workers that must be listed as holders if they are, even of an input with very many
             holders.
         """
@@ -350,18 +351,18 @@ class PlacementView:
                 (ws,) = who
                 holders = (ws.address,)
             else:
-                holders = self._some_holders(who, asked)
+                holders = self._some_holders(who, candidates)
             outlet_s = min(map(outlet_of, holders), default=0.0) if in_flight.by_outlet else 0.0
             inputs.append(_new(Input, (dts.key, nbytes, holders, arriving, outlet_s)))
         device = GPU if self.with_gpu and any(map(_is_on_gpu, ts.dependencies)) else None
         duration_s = expected_duration_s(self._scheduler, ts)
         return _new(Task, (ts.key, inputs, duration_s, self.sizes(ts), joins, device))
 
-    def _some_holders(self, who: Collection[WorkerState], asked: Collection[str]) -> list[str]:
+    def _some_holders(self, who: Collection[WorkerState], candidates: Collection[str]) -> list[str]:
         holders = [ws.address for ws in islice(who, MAX_HOLDERS)]
         if len(who) > MAX_HOLDERS:
             known = self._scheduler.workers
-            for one in asked:
+            for one in candidates:
                 if one in known and known[one] in who and one not in holders:
                     holders.append(one)
         return holders
