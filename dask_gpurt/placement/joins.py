@@ -38,7 +38,7 @@ class Join:
         The result is the minimum over all workers, so it is 0 if all of the bytes are on `address`.
         """
         others, places = self._others, self._places
-        # `way` and `Path.transfer_s` without the calls, here and below.
+        # The look-up of paths and `Path.transfer_s` without the calls, here and below.
         if len(others) == 1:
             ((other, other_nbytes),) = others.items()
             if other == address:
