@@ -224,7 +224,7 @@ class GpurtScheduler(SchedulerPlugin):
     def _leave_placing(self) -> None:
         self.machines.inform(None)
         if self.placement is not None:
-            self.placement.remove()
+            self.placement.close()
             self.placement = None
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:

@@ -56,15 +56,15 @@ def test_never_outside_of_the_valid_workers(policy, found):
     st.sampled_from([1.0, 1.0, 3.0, 1e3]),
     st.sampled_from([None, *NAMES]),
 )
-def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, doubt, usual):
+def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, doubt, stock):
     takes_tasks = None if running is None else running.__contains__
-    found = found._replace(takes_tasks=takes_tasks, doubt=doubt, usual=usual)
+    found = found._replace(takes_tasks=takes_tasks, doubt=doubt, stock=stock)
     with pytest.MonkeyPatch.context() as patch:
         # So low that there are too many now and then.
         for module in (policy, reference):
             patch.setattr(module, "MAX_CANDIDATES", most)
             patch.setattr(module, "MAX_RESTRICTED", most)
-            patch.setattr(module, "MAX_COMING", most)
+            patch.setattr(module, "MAX_FETCHING", most)
         assert DataAware().decide(found) == reference.decide(found)
 
 
@@ -175,7 +175,7 @@ def test_what_stock_would_choose_is_looked_at_however_many_have_more():
     names = [f"w{i:02}" for i in range(MAX_CANDIDATES + 1)]
     inputs = [Input(one, 10**8 - i, {one}) for i, one in enumerate(names)]
     workers = [Worker(one, 1, occupancy_s=0.0 if one == names[-1] else 60.0) for one in names]
-    found = snapshot(Task("t", inputs), workers, even(1e8), doubt=10.0, usual=names[-1])
+    found = snapshot(Task("t", inputs), workers, even(1e8), doubt=10.0, stock=names[-1])
     assert DataAware().decide(found).worker == names[-1]
 
 
