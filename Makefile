@@ -4,7 +4,9 @@
 #   make test-upstream DISTRIBUTED=/path/to/clone    distributed's own tests, with the runtime on
 #   make test-dask    Dask's own tests of arrays and dataframes, on a cluster with the runtime
 #   make test-thirdparty    programs on top of xgboost, xarray and others, stock against the runtime
-#   make check   style, types, and which module may import which
+#   make check   style, types, which module may import which, and the documentation
+#   make docs    the documentation as a site, in docs/_build/html; warnings are errors
+#   make coverage    lines and branches that the unit tests reach
 #   make bench   the benchmarks behind docs/performance.md
 
 PYTHON ?= python3
@@ -14,6 +16,7 @@ VENV := .venv
 VENV_NEWEST := .venv-newest
 VENV_THIRDPARTY := .venv-thirdparty
 VENV_OTHER := .venv-other
+VENV_DOCS := .venv-docs
 SOURCES := setup.cfg pyproject.toml $(shell find dask_gpurt -name '*.py' -o -name '*.yaml')
 JOBS ?= 2
 
@@ -29,12 +32,18 @@ OTHER_PYTHON := $(shell \
     done)
 endif
 
-.PHONY: demo test test-oldest test-newest test-upstream test-dask test-thirdparty check bench clean
+comma := ,
+
+.PHONY: demo environments test test-oldest test-newest test-upstream test-dask test-thirdparty check bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
 
 test: test-oldest test-newest
+
+# All that `make check` and `make test` need. `make -j3 environments` makes them side by side.
+environments: $(VENV)/installed $(VENV_NEWEST)/installed $(VENV_DOCS)/installed \
+    $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 
 # Programs on top of other packages have a target of their own, `test-thirdparty`.
 #
@@ -45,7 +54,7 @@ test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \
-	    tests/plugins tests/integration tests/frames tests/command tests/simulate
+	    tests/plugins tests/integration tests/command tests/simulate
 
 # distributed's packages come without its tests, so DISTRIBUTED is a clone of it. Not a part of
 # `test`, which needs nothing that an installation does not bring.
@@ -81,11 +90,26 @@ test-dask: $(UPSTREAM_VENV)/installed
 test-thirdparty: $(VENV_THIRDPARTY)/installed
 	$(VENV_THIRDPARTY)/bin/python -m pytest tests/thirdparty
 
-check: $(VENV)/installed
+check: $(VENV)/installed docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy dask_gpurt
 	$(VENV)/bin/python -m pytest -q tests/test_architecture.py
+
+.PHONY: docs coverage
+
+# From scratch each time: what a page includes may have changed although the page has not.
+docs: $(VENV_DOCS)/installed
+	$(VENV_DOCS)/bin/sphinx-build -q -E -W --keep-going -b html docs docs/_build/html
+
+# Unit tests only: what clusters run in processes of their own is not counted.
+UNIT_TESTS := $(filter-out \
+    $(patsubst %,tests/%/,conformance data demo failure fuzz gpu integration thirdparty upstream),\
+    $(wildcard tests/*/))
+
+coverage: $(VENV)/installed
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not cluster" \
+	    --cov --cov-report=term --cov-report=html:htmlcov $(UNIT_TESTS) $(wildcard tests/test_*.py)
 
 bench: $(VENV)/installed
 	mkdir -p benchmarks/results
@@ -106,36 +130,52 @@ define make_venv
 	$(1)/bin/python -m pip install --quiet --upgrade pip
 endef
 
-# UCX is in the first of the two: what it is built for pins Dask to that version.
 # The package is installed, not linked: Dask finds its defaults under the environment's prefix,
-# where only an installation puts them.
-$(VENV)/installed: $(SOURCES)
+# where only an installation puts them. All environments install one wheel, so they can be made side
+# by side (`make -j environments`); builds in this folder at the same time would disturb each other.
+WHEEL := build/wheel/made
+
+$(VENV)/bin/python:
 	$(call make_venv,$(VENV),$(PYTHON))
-	$(VENV)/bin/python -m pip install --quiet \
-	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test,ucx]"
-	$(VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+
+$(WHEEL): $(SOURCES) | $(VENV)/bin/python
+	rm -rf build
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	touch $@
 
-$(VENV_NEWEST)/installed: $(SOURCES)
+# $(call install,environment,version of dask,extras)
+define install
+	$(1)/bin/python -m pip install --quiet \
+	    "dask[dataframe]==$(2)" "distributed==$(2)" "$$(echo build/wheel/dask_gpurt*.whl)$(3)"
+	$(1)/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/dask_gpurt*.whl
+endef
+
+# UCX is in the first one alone: what it is built for pins Dask to that version.
+$(VENV)/installed: $(WHEEL)
+	$(call install,$(VENV),$(OLDEST),[test$(comma)ucx])
+	touch $@
+
+$(VENV_NEWEST)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_NEWEST),$(PYTHON))
-	$(VENV_NEWEST)/bin/python -m pip install --quiet \
-	    "dask[dataframe]==$(NEWEST)" "distributed==$(NEWEST)" ".[test]"
-	$(VENV_NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	$(call install,$(VENV_NEWEST),$(NEWEST),[test])
 	touch $@
 
-$(VENV_THIRDPARTY)/installed: $(SOURCES)
+$(VENV_THIRDPARTY)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_THIRDPARTY),$(PYTHON))
-	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet \
-	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test,thirdparty]"
-	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	$(call install,$(VENV_THIRDPARTY),$(OLDEST),[test$(comma)thirdparty])
 	touch $@
 
-$(VENV_OTHER)/installed: $(SOURCES)
+$(VENV_OTHER)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_OTHER),$(OTHER_PYTHON))
-	$(VENV_OTHER)/bin/python -m pip install --quiet \
-	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" .
-	$(VENV_OTHER)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	$(call install,$(VENV_OTHER),$(OLDEST),)
+	touch $@
+
+# The site reads the package from this folder; the wheel brings what it needs.
+$(VENV_DOCS)/installed: setup.cfg pyproject.toml | $(WHEEL)
+	$(call make_venv,$(VENV_DOCS),$(PYTHON))
+	$(VENV_DOCS)/bin/python -m pip install --quiet "$$(echo build/wheel/dask_gpurt*.whl)[docs]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) $(VENV_DOCS) build dist *.egg-info \
+	    .mypy_cache .ruff_cache .pytest_cache docs/_build htmlcov .coverage

@@ -1,4 +1,4 @@
-"""Draws docs/devices.svg from the ledger of a pipeline on the emulated device.
+"""Draws docs/concepts/devices.svg from the ledger of a pipeline on the emulated device.
 
     python docs/make_timeline.py
 
@@ -14,12 +14,12 @@ import time
 import numpy as np
 
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import Entry, Ledger, overlap
 
-PICTURE = pathlib.Path(__file__).with_name("devices.svg")
+PICTURE = pathlib.Path(__file__).parent / "concepts" / "devices.svg"
 N_ROUNDS, STEP_S = 8, 0.05
 LANES = ("copies in", "compute", "copies out")
 WIDTH, LEFT, TOP, ROW, PANEL = 1000, 130, 74, 34, 176
@@ -29,7 +29,7 @@ def pipeline(*, overlapped: bool) -> list[Entry]:
     """Values are copied to the device, computed with and copied back."""
     ledger = Ledger()
     rates = {Engine.IN: Rate(1e12, STEP_S), Engine.OUT: Rate(1e12, STEP_S)}
-    device = HostDevice(1 << 20, rates=rates, ledger=ledger)
+    device = EmulatedDevice(1 << 20, rates=rates, ledger=ledger)
     copies_in, compute, copies_out = (
         device.stream(name, Priority.NORMAL if name == "compute" else Priority.HIGH)
         for name in LANES

@@ -1,4 +1,4 @@
-"""Settings: accepted values, and warnings about the rest."""
+"""Settings: what may be written, and what is said about the rest."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.config_cases import DEFAULTS, GIB, MIB, leaves, schema_leaves
 
 @pytest.fixture(autouse=True)
 def pristine():
-    """Set Dask's configuration to our defaults alone."""
+    """Dask's configuration as it is where nobody has set anything of ours."""
     with dask.config.set(gpurt=copy.deepcopy(dict(config.defaults()))):
         yield
 
 
 @pytest.fixture
 def warnings(caplog):
-    """Return a function that lists warnings about settings so far."""
+    """What was logged about settings so far."""
     caplog.set_level(logging.WARNING, "dask_gpurt")
     return lambda: caplog.messages
 
@@ -216,7 +216,7 @@ def test_invalid_memory_is_refused(value):
         config.read()
 
 
-# ------------------------------------------------------------------ unknown keys
+# ------------------------------------------------------------------ keys that nothing reads
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ WORDS = [
 
 @pytest.mark.parametrize(("key", "word"), WORDS)
 def test_every_choice_can_be_set_in_the_environment(key, word):
-    """Dask parses some words into other values, such as `none`."""
+    """Dask makes other things than words of some, as of `none`."""
     name = f"GPURT__{key}".replace(".", "__").replace("-", "_").upper()
     with dask.config.set(gpurt=_environment(**{name: word})):
         assert leaves(config.read().to_plain())[key] == word
@@ -354,7 +354,7 @@ def test_misspelt_environment_variable_is_named(warnings):
     assert "did you mean gpurt.shuffle.message-size?" in message
 
 
-# ------------------------------------------------------------------ serialization
+# ------------------------------------------------------------------ on the way to a cluster
 
 
 def test_settings_survive_serialization():

@@ -8,6 +8,8 @@ import yaml
 from dask_gpurt import config
 from tests.config_cases import DEFAULTS, leaves, schema_leaves
 
+# ------------------------------------------------------------------ defaults and schema
+
 
 def _schema_sections(section):
     yield section
@@ -45,7 +47,7 @@ def test_defaults_have_the_types_of_the_schema():
 
 
 def test_every_setting_is_read():
-    """A setting that no code reads would be ignored silently."""
+    """One that nobody reads would be ignored without a word."""
     changed = {"enabled": True, "strict": True}
     changed |= {
         "shuffle.transport": "comm",

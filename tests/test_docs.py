@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import pathlib
 import re
@@ -12,7 +13,15 @@ import pytest
 from dask_gpurt.cli import gpurt
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def files(pattern: str) -> list[pathlib.Path]:
+    """Files of the documentation, without those that a build of the site made."""
+    found = (ROOT / "docs").rglob(pattern)
+    return sorted(path for path in found if "_build" not in path.parts)
+
+
+PAGES = [*sorted(ROOT.glob("*.md")), *files("*.md")]
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
@@ -20,6 +29,8 @@ SPAN = re.compile(r"`([^`\n]+)`")
 #: A path below this repository: starts in one of its folders, or names a file at its top.
 FOLDERS = ("dask_gpurt/", "tests/", "docs/", "benchmarks/")
 TOP_FILE = re.compile(r"(Makefile|setup\.cfg|pyproject\.toml|ruff\.toml|LICENSE|[A-Z]+\.md)")
+#: The one page outside of the documentation.
+PAGES.append(ROOT / "benchmarks" / "HISTORY.md")
 
 
 def name_of(path: pathlib.Path) -> str:
@@ -42,25 +53,79 @@ def anchors(page: pathlib.Path) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
-def generator():
-    path = ROOT / "docs" / "make_configuration.py"
-    spec = importlib.util.spec_from_file_location("make_configuration", path)
+#: Scripts that write a page or a picture.
+GENERATORS = ["make_configuration", "make_patches", "make_results"]
+
+
+def generator(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_configuration_page_is_up_to_date():
-    assert generator().main(["--check"]) == 0
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generated_page_is_up_to_date(name):
+    assert generator(name).main(["--check"]) == 0
 
 
-def test_a_stale_configuration_page_is_noticed(tmp_path, monkeypatch, capsys):
-    module = generator()
-    monkeypatch.setattr(module, "PAGE", tmp_path / "configuration.md")
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_stale_page_is_noticed(name, tmp_path, monkeypatch, capsys):
+    module = generator(name)
+    monkeypatch.setattr(module, "PAGE", tmp_path / "page.md")
     assert module.main(["--check"]) == 1
     assert "stale" in capsys.readouterr().err
     assert module.main([]) == 0
     assert module.main(["--check"]) == 0
+
+
+def test_figures_of_other_pages_are_on_the_performance_page():
+    lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    numbers = [set(re.findall(r"\d+(?:\.\d+)?", line)) for line in lines]
+    home = (ROOT / "docs" / "index.md").read_text()
+    ratios = re.findall(r"\| (\d+\.\d+) (?:times as fast|of the time) \|", home)
+    assert ratios
+    wanted = [*({row.stock, row.enabled} for row in generator("make_results").ROWS)]
+    for figures in [*wanted, *({ratio} for ratio in ratios)]:
+        assert any(figures <= found for found in numbers), figures
+
+
+PATCHES = sorted((ROOT / "dask_gpurt" / "plugins" / "patches").glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("path", PATCHES, ids=name_of)
+def test_patches_are_taken_back_by_functions_that_exist(path):
+    tree = ast.parse(path.read_text())
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    defined |= {
+        f"{owner.name}.{node.name}"
+        for owner in tree.body
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, kinds)
+    }
+    for *_, taken_back_by in generator("make_patches").rows(ast.get_docstring(tree)):
+        assert set(SPAN.findall(taken_back_by)) <= defined, taken_back_by
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "| what | why |\n|---|---|\n| a | b |",
+        "| what | why | taken back by |\n|---|---|---|\n| a | b |",
+        "| what | why | taken back by |\n|---|---|---|\n| a | b | c | d |",
+    ],
+    ids=["two columns", "a row that is short", "a row that is long"],
+)
+def test_a_malformed_table_of_patches_is_refused(table):
+    with pytest.raises(ValueError, match=r"a table|a row"):
+        list(generator("make_patches").rows(table))
+
+
+def test_a_row_of_patches_may_wrap():
+    table = "| what | why | taken back by |\n|---|---|---|\n| `a` | b\nc\n| `d` |\n| e | f | |\n\ng"
+    assert list(generator("make_patches").rows(table)) == [("`a`", "b c", "`d`"), ("e", "f", "")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -100,7 +165,7 @@ def test_decisions_are_numbered_without_gaps_and_listed():
         assert f"decisions/{page.name}" in architecture
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name_of)
+@pytest.mark.parametrize("picture", files("*.svg"), ids=name_of)
 def test_pictures_are_self_contained(picture):
     tree = xml.etree.ElementTree.parse(picture)
     for element in tree.iter():

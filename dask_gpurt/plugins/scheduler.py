@@ -224,7 +224,7 @@ class GpurtScheduler(SchedulerPlugin):
     def _leave_placing(self) -> None:
         self.machines.inform(None)
         if self.placement is not None:
-            self.placement.remove()
+            self.placement.close()
             self.placement = None
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:
@@ -265,9 +265,9 @@ class GpurtScheduler(SchedulerPlugin):
             self.scheduler.remove_plugin(NAME)
         self.is_active = False
         self.inactive_reason = "disabled by a client"
-        self._swap.remove()
-        self._restarts.remove()
-        self._owners.remove()
+        self._swap.uninstall()
+        self._restarts.uninstall()
+        self._owners.uninstall()
         self._leave_placing()
         # Shuffles that are about to begin need not wait for workers that are joining.
         self._say_who_reported()
@@ -287,7 +287,7 @@ class GpurtScheduler(SchedulerPlugin):
         finally:
             self._take_off(for_workers)
             # Workers may lose values for as long as they give them back.
-            self._lost_values.remove()
+            self._lost_values.uninstall()
 
     def _take_off(self, handlers: dict[str, Callable[..., Any]]) -> None:
         registered = self.scheduler.handlers

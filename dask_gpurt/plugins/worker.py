@@ -26,12 +26,12 @@ from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.memory import gpu_sizeof
-from dask_gpurt.plugins.memory.gc_freeze import SetApart
+from dask_gpurt.plugins.memory import gpu_store
+from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
 from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
-from dask_gpurt.plugins.patches.gather_dep import Gathering
+from dask_gpurt.plugins.patches.gather_dep import GatherRetry
 from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop, sync
 from dask_gpurt.plugins.patches.prometheus import ShownShuffles
 from dask_gpurt.plugins.patches.worker_close import WholeClose
@@ -197,7 +197,7 @@ class WorkerState:
         if self._lanes is None:
             self._lanes = ShuffleLanes(self._worker.state.nthreads, self.ledger)
             self._pages.acquire()
-        self._row_numbers.acquire()
+        self._row_numbers.install()
 
     def end_run(self, run: ExchangeRun, report: dict[str, Any]) -> None:
         """A run ended. Some time after the last one, warm memory is given back. On the loop."""
@@ -210,7 +210,7 @@ class WorkerState:
             else:
                 self.cool_down()
                 # Nobody else does: those that there were before are closed already.
-                self._unlinking = asyncio.create_task(self.links.close())
+                self._unlinking = asyncio.create_task(self.links.disconnect())
 
     def attach(self) -> None:
         """The runtime is switched on: what is reported is counted from here on. On the loop."""
@@ -236,7 +236,7 @@ class WorkerState:
             self.pool.trim()
             self.links.cool_down()
             self._pages.release()
-            self._row_numbers.release()
+            self._row_numbers.uninstall()
 
     def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
         """Let go of a partition's shards once the result of task `key` is in memory.
@@ -270,13 +270,13 @@ class WorkerState:
         A cancellation is dropped, as everybody else waits for this. No error leaves it: the
         worker would stop half way.
         """
-        for work in (self.last_work, self._unlink, self.links.close):
+        for work in (self.last_work, self._unlink, self.links.disconnect):
             try:
                 if work is not None and not await to_its_end(work):
                     logger.warning("%s: closed without waiting any longer", self._worker.name)
             except Exception:
                 logger.exception("%s: closing failed", self._worker.name)
-        self.links.end()
+        self.links.close()
 
     async def _unlink(self) -> None:
         if self._unlinking is not None:
@@ -353,7 +353,7 @@ class Attachment:
     def __init__(self, worker: Worker, settings: Settings) -> None:
         from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
-        gpu_sizeof.register()
+        gpu_store.register_sizeof()
         self._worker = worker
         self.state = state = state_of(worker)
         state.attach()
@@ -384,23 +384,23 @@ class Attachment:
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
-        self._gathering = Gathering(worker)
+        self._gather_retry = GatherRetry(worker)
         self._shown = ShownShuffles(worker)
         self._whole_close = WholeClose(worker, state.close)
         self._detaching: asyncio.Task[None] | None = None
         self._counting = Counting(worker, state)
         # At the end: everything that the runtime needs is imported.
-        self._set_apart = SetApart(worker)
+        self._gc_freeze = GcFreeze(worker)
 
     def task_left(self, key: Any, state: str) -> None:
-        self._gathering.task_ended()
+        self._gather_retry.task_ended()
         if state == "long-running":
             if self._memory is not None:
                 self._memory.seceded(key)
         else:
             self.state.task_left(key, state)
             if self._memory is not None:
-                self._memory.left(key)
+                self._memory.task_done(key)
 
     async def detach(self) -> None:
         """Leave the worker as stock has it. Runs that are under way go on.
@@ -420,12 +420,12 @@ class Attachment:
 
     def _leave(self) -> None:
         self._counting.leave()
-        self._set_apart.end()
-        self._reads.end()
-        self._turns.end()
-        self._gathering.remove()
-        self._shown.end()
-        self._lookup.remove()
+        self._gc_freeze.close()
+        self._reads.uninstall()
+        self._turns.uninstall()
+        self._gather_retry.uninstall()
+        self._shown.uninstall()
+        self._lookup.uninstall()
         for name in self._handlers:
             self._worker.handlers.pop(name, None)
 
@@ -434,10 +434,10 @@ class Attachment:
         if self._memory is not None:
             await self._memory.close()
         self.state.detach()
-        await self.state.links.close()
+        await self.state.links.disconnect()
         if not is_closing(self._worker):
             self.state.last_work = None
-            self._whole_close.end()
+            self._whole_close.uninstall()
 
     async def _let_go(self) -> None:
         """The worker closes; what it would get back is of no use to it any more."""

@@ -1,4 +1,4 @@
-"""Whole shards: cut in sections, encoded, and back."""
+"""Whole shards are cut in sections, encoded, and decoded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ deterministic = settings(derandomize=True, max_examples=200)
 
 
 def shard(*columns):
-    """Buffer and sections of these columns, one after the other."""
+    """Return the buffer and the sections of these columns, one after the other."""
     sections, offset = [], 0
     for number, column in enumerate(columns):
         sections.append(Section(f"c{number}", offset, column.nbytes, column.itemsize))
@@ -69,7 +69,7 @@ def test_encoded_shards_decode_to_the_same_bytes(case):
     buffer, sections, choices = case
     encoded = encode_shard(buffer, sections, choices)
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes), buffer)
-    # One buffer with everything is as good as the parts.
+    # One buffer with all parts works too.
     whole = np.concatenate(encoded.parts).tobytes()
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes, [whole]), buffer)
     # Each encoded section has to save two table entries; n of them need up to 2 n + 1.
@@ -78,7 +78,7 @@ def test_encoded_shards_decode_to_the_same_bytes(case):
 
 
 @pytest.mark.parametrize("codec", HOST_CODECS)
-def test_incompressible_shard_does_not_grow(codec):
+def test_incompressible_shards_do_not_grow(codec):
     buffer, sections = shard(*(noise(n) for n in (1, 10, 100, 1000)))
     encoded = encode_shard(buffer, sections, [codec] * 4)
     assert encoded.table == ()
@@ -99,7 +99,7 @@ def test_neighbouring_raw_sections_are_one_view():
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes), buffer)
 
 
-def test_few_raw_bytes_get_no_buffer_of_their_own():
+def test_short_raw_ranges_share_a_buffer():
     buffer, sections = shard(COUNTING, noise(5), COUNTING, noise(6))
     encoded = encode_shard(buffer, sections, [5, RAW, 5, RAW])
     assert [entry.codec for entry in encoded.table] == [5, RAW, 5, RAW]
@@ -149,7 +149,7 @@ def test_table_of_another_length_is_refused(number, fields):
         decode_shard(encoded.parts, changed(encoded.table, number, **fields), buffer.copy())
 
 
-def test_wrong_lengths_with_a_right_sum_are_refused():
+def test_lengths_that_only_add_up_are_refused():
     buffer, sections = shard(COUNTING, noise(50))
     encoded = encode_shard(buffer, sections, [5, RAW])
     narrow, raw = encoded.table
@@ -170,7 +170,7 @@ def test_wrong_lengths_with_a_right_sum_are_refused():
             decode_shard(encoded.parts, table, buffer.copy())
 
 
-def test_missing_and_extra_parts_are_refused():
+def test_missing_or_extra_parts_are_refused():
     buffer, sections = shard(COUNTING, noise(600))
     encoded = encode_shard(buffer, sections, [5, RAW])
     for parts in ((), encoded.parts[:1], (*encoded.parts, b"more")):
@@ -247,7 +247,7 @@ def test_shards_of_nearly_one_length_are_joined_alike():
 
 
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.sampled_from([1, 2, 8])), max_size=20))
-def test_joined_sections_cover_their_parts(wanted):
+def test_joined_sections_cover_the_same_bytes(wanted):
     sections, offset = [], 0
     for number, (nbytes, itemsize) in enumerate(wanted):
         sections.append((str(number), offset, nbytes, itemsize))

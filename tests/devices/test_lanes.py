@@ -1,4 +1,4 @@
-"""Lanes run urgent work first, each on threads of its own, and complete every future."""
+"""Lanes run urgent work first, on their own threads, and complete every future at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE_S = 20.0
 
 
 class Gate:
-    """Work that waits to be let through."""
+    """Work that waits until the test opens the gate."""
 
     def __init__(self):
         self.entered, self.open = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ def test_lane_returns_results_and_errors():
 
 
 def out_of_threads(monkeypatch):
-    """From now on the process may have no more of them."""
+    """From now on, the process cannot start more threads."""
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -66,7 +66,7 @@ def out_of_threads(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
-def test_lane_without_a_thread_raises_until_it_gets_one(monkeypatch):
+def test_submit_fails_without_a_thread_and_works_once_one_starts(monkeypatch):
     with Lane("lane") as lane:
         with monkeypatch.context() as without:
             out_of_threads(without)
@@ -76,7 +76,7 @@ def test_lane_without_a_thread_raises_until_it_gets_one(monkeypatch):
         assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
 
 
-def test_lane_without_further_threads_uses_those_it_has(gate, monkeypatch):
+def test_a_lane_works_with_the_threads_it_could_start(gate, monkeypatch):
     with Lane("lane", 2) as lane:
         held = lane.submit(gate)
         assert gate.entered.wait(PATIENCE_S)
@@ -99,7 +99,7 @@ def test_one_thread_keeps_the_order(gate):
 
 
 def test_urgent_work_overtakes_queued_work(gate):
-    """Only work that already runs delays it."""
+    """Only running work delays its start."""
     lane, _ = closed_in(gate)
     ran = []
     order = [Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.LOW, Priority.HIGH]
@@ -115,7 +115,7 @@ def test_urgent_work_overtakes_queued_work(gate):
     lane.close()
 
 
-def test_lane_is_pending_from_submission_to_completion(gate):
+def test_a_lane_is_pending_from_submission_to_the_end(gate):
     lane = Lane("lane")
     assert not lane.is_pending()
     lane.submit(gate)
@@ -131,7 +131,7 @@ def test_lane_is_pending_from_submission_to_completion(gate):
     assert not lane.is_pending(), "a lane whose threads have ended does nothing"
 
 
-def test_a_lane_that_gets_no_thread_is_not_pending(monkeypatch):
+def test_a_lane_without_threads_is_not_pending(monkeypatch):
     with Lane("lane") as lane:
         out_of_threads(monkeypatch)
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -154,7 +154,7 @@ def test_lanes_work_at_once():
 
 
 def n_threads():
-    """Of the lane of the next test: threads of earlier tests may be ending."""
+    """Return the number of threads of one lane: threads of earlier tests may be ending."""
     return sum(thread.name.startswith("gpurt counted") for thread in threading.enumerate())
 
 
@@ -177,13 +177,13 @@ def test_an_idle_thread_is_used_before_another_is_started():
         for _ in range(5):
             lane.submit(int).result(PATIENCE_S)
             deadline_s = time.monotonic() + PATIENCE_S
-            # It goes idle just after it has told of the result.
+            # The thread becomes idle just after it sets the result.
             while lane._n_idle == 0:
                 assert time.monotonic() < deadline_s
         assert len(lane._threads) == 1
 
 
-def test_cancelled_work_is_not_done(gate):
+def test_cancelled_work_does_not_run(gate):
     lane, _ = closed_in(gate)
     ran = []
     first, second = lane.submit(ran.append, 1), lane.submit(ran.append, 2)
@@ -224,8 +224,8 @@ def test_work_may_close_its_own_lane():
     lane.close()
 
 
-def test_cancellation_callback_may_use_the_lane(gate):
-    """The lane is not locked while it runs callbacks."""
+def test_a_cancellation_callback_may_use_the_lane(gate):
+    """Callbacks of cancellation run without the lane's lock."""
     lane, _ = closed_in(gate)
     refused, told = [], threading.Event()
 
@@ -243,7 +243,7 @@ def test_cancellation_callback_may_use_the_lane(gate):
 
 
 class Value:
-    """Something whose end can be seen."""
+    """An object whose deletion the test can observe."""
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -261,7 +261,7 @@ def test_an_idle_lane_keeps_nothing_alive(fails):
             future = lane.submit(work, value)
             wait([future], PATIENCE_S)
             del value, future
-            # The thread lets go just after it has told of the result.
+            # The thread drops its references just after it sets the result.
             assert gone.wait(PATIENCE_S)
     finally:
         gc.enable()
@@ -275,7 +275,7 @@ def test_coroutines_await_lanes():
     assert asyncio.run(main()) == (3, 1)
 
 
-def test_work_enters_the_ledger_before_its_result_is_set():
+def test_the_ledger_entry_precedes_the_result():
     times = iter(range(10))
     ledger = Ledger(clock=lambda: next(times))
     with Lane("disk", ledger=ledger) as lane:
@@ -285,7 +285,7 @@ def test_work_enters_the_ledger_before_its_result_is_set():
         assert ledger.entries()[1:] == [Entry("disk", "divmod", 0, 2, 3)]
 
 
-def test_failed_work_is_entered_and_cancelled_work_is_not(gate):
+def test_failed_work_is_in_the_ledger_and_cancelled_work_is_not(gate):
     ledger = Ledger()
     lane = Lane("disk", ledger=ledger)
     lane.submit(gate)

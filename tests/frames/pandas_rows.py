@@ -1,4 +1,4 @@
-"""Selections by pandas itself, for suites of adapters of pandas frames."""
+"""The results of pandas itself, for suites of adapters with pandas frames."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ DTYPES = [
     np.dtype([("a", "i4"), ("b", ">f8", (2,)), ("c", "U2")]),
     np.dtype([("a", "i1"), ("b", "f8")]),
 ]
-#: Types that their NumPy description does not bring back, or that are not plain memory.
+#: Types that do not survive their NumPy description, or that are not plain memory.
 PICKLED = [
     "O",
     "V0",
@@ -57,7 +57,7 @@ def values(dtype, shape, seed=0):
 
 
 def exchanged(old, new, inputs, *, sent):
-    """Output chunks of input chunks, all through shards of about a third of the pieces each."""
+    """Return the output chunks, through shards of about a third of the pieces each."""
     arrays = Arrays(Rechunking(old, new), concatenate3)
     pieces = {}
     for index in sorted(inputs, key=arrays.rechunking.number):
@@ -103,7 +103,7 @@ def test_chunks_are_rechunked(plan, dtype, sent):
 
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("dtype", PICKLED, ids=str)
-def test_pickled_chunks_are_rechunked(dtype, sent):
+def test_round_trip_of_pickled_values(dtype, sent):
     old, new = ((3, 3), (4,)), ((6,), (1, 3))
     array = values(dtype, (6, 4))
     assert ChunkLayout.of(array, {}) is None
@@ -115,7 +115,7 @@ def test_pickled_chunks_are_rechunked(dtype, sent):
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("order", ["C", "F", "reversed", "strided", "broadcast", "read-only"])
 def test_elements_are_restored_in_c_order(order, sent):
-    """In any memory layout of the input chunks, the output is a new array in C order."""
+    """The output is a new array in C order, for any memory order of the input chunks."""
     made = {
         "C": lambda chunk: np.ascontiguousarray(chunk),
         "F": lambda chunk: np.asfortranarray(chunk),
@@ -154,7 +154,7 @@ def test_chunks_of_mixed_types_get_the_first_type_as_in_dask():
 
 
 def test_chunk_of_an_unannounced_shape_is_joined_as_in_dask():
-    """As in Dask, slices end with the chunk, and the rest is joined."""
+    """As in stock Dask: slices end with the chunk, and the remaining parts are joined."""
     old, new = ((4, 4), (6,)), ((8,), (6,))
     inputs = {(0, 0): np.ones((4, 1)), (1, 0): np.zeros((4, 1))}
     (got,) = exchanged(old, new, inputs, sent=True).values()
@@ -171,7 +171,7 @@ def test_shards_do_not_keep_their_chunk_alive():
 
 
 @pytest.mark.parametrize("dtype", [object, [("a", "i8"), ("b", object)]])
-def test_size_of_objects_is_counted(dtype):
+def test_objects_count_with_their_measured_size(dtype):
     values = [bytes(5000 + n) for n in range(400)]
     chunk = np.array(
         [(n, v) for n, v in enumerate(values)] if dtype is not object else values, dtype
@@ -205,7 +205,7 @@ def body_of(arrays, chunk, index=(0,)):
 def test_pieces_that_do_not_fit_are_refused():
     arrays = Arrays(Rechunking(((20,),), ((5, 15),)), concatenate3)
     body = body_of(arrays, np.arange(20.0))
-    with pytest.raises(ValueError, match="2 pieces came of 1"):
+    with pytest.raises(ValueError, match="2 pieces came instead of 1"):
         arrays.concatenate((0,), [Piece(body, 0, 5), Piece(body, 5, 20)])
     with pytest.raises(ValueError, match="4 elements came"):
         arrays.concatenate((0,), [Piece(body, 0, 4)])
@@ -229,8 +229,8 @@ def test_damaged_shards_are_refused():
         arrays.unpack(b"pickle", Packed(buffer, 20, pickle_nbytes=8))
 
 
-def test_layout_is_parsed_again_after_an_interpreter_error(monkeypatch):
-    """Python sometimes fails when two threads parse at the same time."""
+def test_parsing_a_layout_is_retried_after_a_system_error(monkeypatch):
+    """As may happen if two threads parse at the same time."""
     layout = ChunkLayout(np.dtype("f4"), (3, 5, 7), False)
     read = np.lib.format.read_array_header_1_0
     failures = [SystemError("AST constructor recursion depth mismatch")] * 2

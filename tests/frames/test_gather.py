@@ -1,4 +1,4 @@
-"""The inner loops of a sending task against plain NumPy."""
+"""The inner loops of a sending task agree with plain NumPy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_gather_reads_a_counting_column(start, step):
     least_piece_rows=st.integers(0, 20),
     read_ahead=st.booleans(),
 )
-def test_block_size_does_not_change_gathered_columns(
+def test_the_gather_does_not_depend_on_the_blocks(
     slots, ascending, block_rows, least_piece_rows, read_ahead
 ):
     n_rows = len(slots)
@@ -100,7 +100,7 @@ def test_block_size_does_not_change_gathered_columns(
 
 
 def test_long_columns_are_gathered_block_by_block(monkeypatch):
-    """Otherwise rows that were read ahead would leave the cache before they are used."""
+    """Otherwise, data that is read ahead would leave the cache before its use."""
     order = []
 
     def kernel(source, rows, out, fill):

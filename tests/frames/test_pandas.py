@@ -1,4 +1,4 @@
-"""The pandas adapter: the conformance suite over several kinds of frames, and pandas' own."""
+"""The pandas adapter: the conformance suite over several kinds of frames, and more tests."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TestManyShapesOfOneColumn:
 
 
 class TestMixedWithoutBlocks(TestMixed):
-    """pandas before version 3 cannot make a frame of blocks: columns are joined one by one."""
+    """pandas before version 3 has no such constructor, so columns are joined one by one."""
 
     @pytest.fixture(autouse=True)
     def without_blocks(self, monkeypatch):
@@ -156,13 +156,13 @@ def opened_objects(values, sizeof=sys.getsizeof):
     return adapter, adapter.open(frame)
 
 
-def test_size_of_objects_is_counted():
+def test_objects_count_with_their_measured_size():
     adapter, opened = opened_objects([bytes(5000 + n) for n in range(400)])
     assert 5000 < opened.row_nbytes < 5400
     rows = np.arange(100, 300)
     here, away = opened.gather([Selection(rows, False), Selection(rows, True)])
     assert here.nbytes == pytest.approx(away.buffer.nbytes, rel=0.02)
-    # The buffer is kept with what was made of it.
+    # The buffer stays in memory beside the restored objects.
     unpacked = adapter.unpack(opened.layout_key, away)
     assert unpacked.nbytes == away.buffer.nbytes + away.pickle_nbytes
 
@@ -173,7 +173,7 @@ def test_small_objects_count_more_than_their_pickle():
     assert adapter.unpack(opened.layout_key, away).nbytes > 10 * away.pickle_nbytes
 
 
-def test_sampled_objects_are_measured_once_each():
+def test_a_sample_of_distinct_objects_is_measured():
     measured = []
 
     def sizeof(value):
@@ -192,7 +192,7 @@ def test_a_partition_without_rows_has_no_objects_to_measure():
 
 
 def shuffled(*parts: pd.DataFrame) -> pd.DataFrame:
-    """Return what a run makes of all rows of these partitions; the first has the meta's types."""
+    """Return the result of a run over all rows of some partitions. The first gives the meta."""
     adapter = PandasFrames(
         parts[0].iloc[:0].assign(_partitions=np.array([], "int64")), "_partitions", True
     )
@@ -251,8 +251,8 @@ UNLIKE = {
 @pytest.mark.parametrize(
     ("plain", "nullable"), [("i8", "Int64"), ("f4", "Float32"), ("?", "boolean")]
 )
-def test_nullable_values_get_the_type_of_the_meta(plain, nullable):
-    """With stock, the type is that of the partition that arrived first."""
+def test_complete_nullable_columns_get_the_promised_type(plain, nullable):
+    """In stock Dask, the partition that arrives first determines the type."""
     meta = pd.DataFrame({"a": pd.Series([], dtype=plain)})
     whole = pd.DataFrame({"a": pd.array([1, 0], nullable)})
     missing = pd.DataFrame({"a": pd.array([1, None], nullable)})
@@ -273,7 +273,7 @@ def test_partitions_of_several_types_are_joined(parts):
 
 
 @pytest.mark.parametrize("index", [pa.int8(), pa.int16()], ids=str)
-def test_joined_dictionaries_may_outgrow_their_indices(index):
+def test_joined_dictionaries_too_large_for_their_indices(index):
     texts = [[f"{part} {number}" for number in range(100)] for part in range(2)]
     parts = [arrow(*some, dtype=pa.dictionary(index, pa.string())) for some in texts]
     if index == pa.int16():
@@ -283,13 +283,13 @@ def test_joined_dictionaries_may_outgrow_their_indices(index):
             shuffled(*parts)
 
 
-def test_values_outside_of_the_arrow_type_keep_their_own_type():
-    """Stock refuses them."""
+def test_values_that_an_arrow_type_cannot_hold_keep_their_type():
+    """Stock Dask raises an error for them."""
     parts = arrow(1, dtype=pa.int64()), arrow(1.5, dtype=pa.float64())
     assert shuffled(*parts)["a"].tolist() == [1.0, 1.5]
 
 
-def test_type_of_the_meta_where_dask_makes_objects():
+def test_the_promised_type_replaces_stocks_objects():
     large = arrow("b", dtype=pa.large_string())
     found = shuffled(arrow("a", dtype=pa.string()), large)["a"]
     assert (found.dtype, found.tolist()) == (pd.ArrowDtype(pa.string()), ["a", "b"])

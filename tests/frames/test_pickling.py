@@ -1,4 +1,4 @@
-"""Objects in shards: how often they are pickled, and which errors name them."""
+"""Objects that leave a process: how often they are pickled, and the errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DASKS = Pickling(dumps, loads)
 
 
 class Counted(Pickling):
-    """Plain pickling that records its calls."""
+    """A plain pickle that records its inputs."""
 
     def __init__(self):
         self.dumped = []
@@ -98,7 +98,7 @@ def test_sample_of_other_objects_is_pickled_at_once():
 
 
 @pytest.mark.parametrize("place", [0, 13, N_ROWS - 1])
-def test_unpicklable_object_is_found_at_any_position(place):
+def test_an_unpicklable_object_is_found_at_any_position(place):
     values = [[j] for j in range(N_ROWS)]
     values[place] = threading.Lock()
     with pytest.raises(TypeError, match=r"column 'v' cannot be sent.*_thread\.lock"):
@@ -107,7 +107,7 @@ def test_unpicklable_object_is_found_at_any_position(place):
 
 def test_the_error_names_the_column_among_several():
     locked = [[j] for j in range(N_ROWS)]
-    # Not one of the sample.
+    # Not part of the sample.
     locked[1] = [threading.Lock()]
     _, partition = opened(["text"] * N_ROWS, w=column(locked))
     gathered(partition, N_ROWS, leaves=False)
@@ -115,7 +115,7 @@ def test_the_error_names_the_column_among_several():
         gathered(partition, N_ROWS, leaves=True)
 
 
-def test_columns_of_one_name_are_distinguished_in_errors():
+def test_errors_distinguish_columns_of_one_name():
     frame = pd.DataFrame([[0, threading.Lock(), 1]], columns=["slot", "v", "v"]).astype(object)
     frame = frame.astype({"slot": "i8"})
     adapter = PandasFrames(frame.iloc[:0], "slot", drop_column=True)
@@ -145,7 +145,7 @@ def test_column_of_unpicklable_categories_is_named():
         adapter.open(frame)
 
 
-def test_unpickling_error_names_the_column():
+def test_unpickling_errors_name_the_column():
     adapter, partition = opened([Unreadable()], w=["text"])
     packed = gathered(partition, 1, leaves=True)
     with pytest.raises(pickle.UnpicklingError) as caught:
@@ -213,6 +213,6 @@ def test_functions_in_a_chunk_are_sent():
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_unpicklable_chunk_is_refused_even_if_not_sent(leaves):
+def test_an_unpicklable_chunk_is_always_refused(leaves):
     with pytest.raises(TypeError, match=r"chunk \(0,\) of an array cannot be sent"):
         rechunked([threading.Lock(), 1], DASKS, leaves=leaves)

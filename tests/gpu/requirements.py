@@ -1,4 +1,4 @@
-"""The requirements of tests in this folder, and the reasons for skipping them."""
+"""Requirements of the tests in this folder, and the reasons to skip them."""
 
 from __future__ import annotations
 

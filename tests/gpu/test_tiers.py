@@ -1,4 +1,4 @@
-"""The store evicts GPU values to pinned memory and reads them back."""
+"""The store evicts GPU values to pinned memory, and restores them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_spilled_value_is_sent_without_entering_memory():
         cold = next(key for store in stores(client) for key in store.disk)
         (part,) = [p for p in parts if p.key == cold]
         assert (part.result() == part.result()[0]).all()
-        assert any(store.is_cold(cold) for store in stores(client))
+        assert any(store.is_spilled(cold) for store in stores(client))
 
 
 def test_value_evicted_during_another_read_of_its_message():
@@ -78,8 +78,8 @@ def test_value_evicted_during_another_read_of_its_message():
         wait(parts)
         (worker,) = client.cluster.workers.values()
         store = worker.data
-        cold = next(part for part in parts if store.is_cold(part.key))
-        at_home = next(part for part in parts if not store.is_cold(part.key))
+        cold = next(part for part in parts if store.is_spilled(part.key))
+        at_home = next(part for part in parts if not store.is_spilled(part.key))
         reading, go_on = threading.Event(), threading.Event()
         readers = []
         read = DiskTier.get
@@ -97,7 +97,7 @@ def test_value_evicted_during_another_read_of_its_message():
                 assert reading.wait(60)
                 for _ in parts:
                     client.cluster.loop.add_callback(store.evict)
-                until(lambda: store.is_cold(at_home.key))
+                until(lambda: store.is_spilled(at_home.key))
             finally:
                 go_on.set()
             values = gathered.result(60)
@@ -306,7 +306,7 @@ def test_explain_says_where_a_value_is_and_why():
         ((worker, one),) = said.items()
         assert worker == client.cluster.workers[address].address
         assert list(one["levels"]) == ["disk"]
-        assert one["reason"].startswith("memory was needed for others")
+        assert one["reason"].startswith("memory was needed for other values")
         assert one["nbytes"] >= 4 * MIB
         assert dask_gpurt.explain(client, "never-heard-of")["memory"] == {}
         dask_gpurt.disable(client)

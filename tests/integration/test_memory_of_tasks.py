@@ -112,7 +112,7 @@ def waits_for_the_word():
 
 
 class Understated:
-    """A value that takes much more memory than its sizeof."""
+    """Takes much more than it says."""
 
     def __init__(self, number):
         self.number = number
@@ -173,10 +173,10 @@ def test_inputs_of_finished_tasks_are_not_prefetched():
 def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
     relieved = []
     monkeypatch.setattr(
-        "dask_gpurt.plugins.memory.manager.ManagedMemory._relieve",
+        "dask_gpurt.plugins.memory.manager.ManagedMemory._release_memory",
         lambda self, nbytes: relieved.append(1),
     )
-    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.RELIEF_INTERVAL_S", -1.0)
+    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.RELEASE_INTERVAL_S", -1.0)
 
     async def look(share, dask_worker):
         dask_worker.monitor.get_process_memory = lambda: int(share * 32 * MIB)

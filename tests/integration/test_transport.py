@@ -181,7 +181,7 @@ def test_remote_peers_use_ucx(ucx, client, no_peer_in_view):
     assert_right(shuffled(client))
     names, reasons = paths(client)
     assert names == {"ucx"}
-    assert all("not in view" in reason["shared"] for reason in reasons)
+    assert all("not visible here" in reason["shared"] for reason in reasons)
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_required_ucx_on_an_encrypted_cluster_is_an_error(client, monkeypatch):
 
 
 def test_remote_peers_fall_back_to_dask_connections(client, no_peer_in_view, without_ucxx):
-    assert_comms_serve(client, "shared", "not in view")
+    assert_comms_serve(client, "shared", "not visible here")
 
 
 def test_system_without_memory_files_falls_back(client, monkeypatch, without_ucxx):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from dask_gpurt.devices.array import DeviceArray
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.frames.flat.values import flatten, restore
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
 from dask_gpurt.memory.decisions.residency import Level, Residency
 from dask_gpurt.memory.device_values import device_packing, is_on_device
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
-from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
 from tests.memory.stepping import FailingTier, SteppedLanes, watched
 
@@ -24,7 +24,7 @@ def noise(nbytes, seed=0):
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-class FailingDevice(HostDevice):
+class FailingDevice(EmulatedDevice):
     """A device whose n-th allocation, or n-th copy in one direction, fails."""
 
     def __init__(self, *args, **options):
@@ -73,7 +73,7 @@ class Setup(SteppedLanes):
                 Level("device", self.device.capacity_nbytes),
                 *(Level(name, capacities.get(name)) for name in names),
             ],
-            {HOME: below[1:], DEVICE: below},
+            {HOST: below[1:], DEVICE: below},
             POLICIES["lru"],
         )
         self.hazards = []
@@ -86,14 +86,14 @@ class Setup(SteppedLanes):
             self.tiers,
             [host, self.packing],
             Lanes(self.write, self.read, self.owner, self.later),
-            home_of=lambda value: DEVICE if is_on_device(value) else HOME,
+            top_level_of=lambda value: DEVICE if is_on_device(value) else HOST,
             on_lost=self.lost.append,
             **options,
         )
         self.device.on_full(lambda nbytes: self.store.make_room(DEVICE, nbytes))
 
     def made(self, array):
-        """Return an array on the device, like the output of a task."""
+        """What a task would make: an array on the device."""
         return DeviceArray.from_host(array, self.device, self.compute)
 
     def host_copy(self, value):

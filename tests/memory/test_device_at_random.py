@@ -12,13 +12,15 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
 from dask_gpurt.memory.device_values import is_on_device
-from dask_gpurt.memory.store import HOME
+from dask_gpurt.memory.store import HOST
 from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.device_setup import DEVICE, Setup, noise
 
+# ------------------------------------------------------------------ against a dict
+
 
 class Arrays(AgainstADict):
-    """Random operations in random orders of lanes and streams; values equal those of a dict."""
+    """Random operations, orders of lanes and orders of streams: values are those of a dict."""
 
     @initialize(seed=st.integers(0, 1 << 16))
     def begin(self, seed):
@@ -66,7 +68,7 @@ class Arrays(AgainstADict):
         self.ask(keys, nbytes, nbytes % 2)
 
     @rule(key=KEYS)
-    def lend(self, key):
+    def read_for_send(self, key):
         with contextlib.suppress(MemoryError):
             self.borrow(key)
 
@@ -90,10 +92,10 @@ class Arrays(AgainstADict):
             return
         levels, store = self.setup.residency.levels, self.setup.store
         for key in self.model:
-            assert (key in store.memory) == self.setup.residency.values[key].is_home
-        for home in (HOME, DEVICE):
-            there = [self.model[key] for key in store.memory if self.model[key][1] == home]
-            assert levels[home].used_nbytes == sum(array.nbytes for array, _ in there)
+            assert (key in store.memory) == self.setup.residency.values[key].in_memory
+        for top_level in (HOST, DEVICE):
+            there = [self.model[key] for key in store.memory if self.model[key][1] == top_level]
+            assert levels[top_level].used_nbytes == sum(array.nbytes for array, _ in there)
         assert all(level.reserved_nbytes >= 0 for level in levels)
         assert self.setup.device.used_nbytes <= self.setup.device.capacity_nbytes
         assert self.setup.pool.used_nbytes <= self.setup.pool.capacity_nbytes

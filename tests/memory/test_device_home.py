@@ -21,14 +21,14 @@ def test_device_values_use_no_tier_that_reads_into_host_memory():
     for key in "abc":
         setup.store[key] = setup.made(noise(400))
         setup.settle()
-    ((key, serial), *_) = setup.store.cold().items()
+    ((key, serial), *_) = setup.store.spilled().items()
     before = setup.levels(key)
-    setup.store.leave_at(3, key, serial)
+    setup.store.add_copy_at(3, key, serial)
     setup.settle()
     assert setup.levels(key) == before == ["pinned"]
 
 
-# ------------------------------------------------------------------ spilling and reading back
+# ------------------------------------------------------------------ the way down and back
 
 
 @pytest.mark.parametrize("compressed", [None, 200])
@@ -191,7 +191,7 @@ def test_failed_allocation_evicts_and_then_succeeds():
         setup.store[number] = setup.made(noise(250, number))
     # No lane has done anything yet.
     temporary = setup.device.allocate(400, setup.compute)
-    assert [key for key in setup.store if setup.store.is_cold(key)] == [0, 1]
+    assert [key for key in setup.store if setup.store.is_spilled(key)] == [0, 1]
     temporary.free(setup.compute)
     setup.settle()
     for number in range(4):
@@ -206,7 +206,7 @@ def test_allocating_thread_runs_queued_copies_itself():
     setup.owner.step()
     assert len(setup.write.calls) == 3
     setup.device.allocate(500, setup.compute)
-    assert sum(map(setup.store.is_cold, range(5))) == 3
+    assert sum(map(setup.store.is_spilled, range(5))) == 3
     written = setup.pool.used_nbytes
     setup.settle()
     assert setup.pool.used_nbytes == written
@@ -244,7 +244,7 @@ def test_room_is_made_for_a_value_being_read_back():
 
 
 class Threaded(Setup):
-    """A setup on a threaded device, with one value whose copy is blocked until `go` is set."""
+    """On a threaded device, with one value on it whose copy stands still until `go` is set."""
 
     def __init__(self):
         super().__init__(None)
@@ -301,7 +301,7 @@ def test_evicted_value_is_unreferenced_when_its_waiter_wakes():
     setup.residency.levels[DEVICE].capacity_nbytes = 500
     setup.store.decide()
     setup.settle()
-    assert setup.store.is_cold("a")
+    assert setup.store.is_spilled("a")
     assert told and set(told) == {None}
 
 

@@ -1,4 +1,4 @@
-"""Host tiers pass the tier suite, count their bytes, and refuse what does not fit."""
+"""Host tiers: the conformance suite, the byte count, and refused values."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from dask_gpurt.memory.decisions.residency import Level, Residency
 from dask_gpurt.memory.device_values import LibraryCopies, library_packing
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.host_tiers import PinnedTier
-from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
 from dask_gpurt.plugins.patches.worker_memory import (
     is_on_device,
@@ -32,14 +32,14 @@ from dask_gpurt.plugins.patches.worker_memory import (
     take_apart_on_device,
 )
 from tests.memory.emulated_gpu import Gpu, GpuArray
-from tests.memory.stepping import SteppedLanes, watched
+from tests.memory.stepping import watched
 
 DEVICE = 1
 PATIENCE_S = 30.0
 
 
-class Setup(SteppedLanes):
-    """A store with a GPU of 1000 bytes, and its lanes."""
+class Setup:
+    """A store over a GPU of 1000 bytes, and its lanes."""
 
     def __init__(self, directory, monkeypatch, choose=None):
         self.gpu = Gpu(1000, choose)
@@ -50,7 +50,7 @@ class Setup(SteppedLanes):
         self.disk = DiskTier(str(directory))
         self.residency = Residency(
             [Level("memory"), Level("device", 1000), Level("pinned", 1000), Level("disk")],
-            {HOME: (3,), DEVICE: (2, 3)},
+            {HOST: (3,), DEVICE: (2, 3)},
             POLICIES["lru"],
         )
         host = Packing(lambda value: value.nbytes, flatten, restore)
@@ -65,7 +65,7 @@ class Setup(SteppedLanes):
             [PinnedTier(self.pool), self.disk],
             [host, watched(self.packing, self.hazards)],
             Lanes(self.write, self.read, self.owner, self.later),
-            home_of=lambda value: DEVICE if is_on_device(value) else HOME,
+            top_level_of=lambda value: DEVICE if is_on_device(value) else HOST,
             on_lost=self.lost.append,
         )
         self.hooks = CallWhenFull(lambda nbytes: self.store.make_room(DEVICE, nbytes))
@@ -89,9 +89,9 @@ class Setup(SteppedLanes):
         assert not self.hazards
 
     def close(self):
-        self.hooks.remove()
+        self.hooks.uninstall()
         self.store.close()
-        self.store.forget()
+        self.store.release_objects()
         self.store.clear()
         gc.collect()
         if self.gpu.is_pumped:
@@ -181,7 +181,7 @@ def test_allocation_evicts_other_values(setup):
     for key in range(4):
         setup.store[key] = setup.gpu.full(key, 250)
     memory = setup.allocate(200)
-    assert [key for key in setup.store if setup.store.is_cold(key)] == [0]
+    assert [key for key in setup.store if setup.store.is_spilled(key)] == [0]
     del memory
     setup.assert_right(range(4))
 
@@ -225,7 +225,7 @@ def test_two_threads_without_room_evict_in_turn(setup):
     ]
     threads[0].start()
     assert copying.wait(PATIENCE_S)
-    # The copy stands still until the second one waits for it; it holds nothing that one needs.
+    # The copy pauses until the second thread waits for it, and holds no lock that thread needs.
     threads[1].start()
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -258,7 +258,7 @@ def test_copy_that_needs_room_itself_fails_without_waiting(setup):
 
 
 class Wasteful(GpuArray):
-    """An array that allocates as it dies, as a destructor may."""
+    """An array whose destructor allocates."""
 
     def __del__(self):
         try:
@@ -278,7 +278,7 @@ def test_allocation_inside_the_store_lock_is_refused(setup):
     assert setup.gpu.n_refused == 1
     assert setup.levels(0) == ["device"]
     assert setup.residency.levels[DEVICE].used_nbytes == 600
-    # Elsewhere the same thread is heard.
+    # Without the lock, the same thread can make room.
     setup.allocate(900)
     assert setup.levels(0) == ["pinned"]
 
@@ -317,11 +317,11 @@ def test_hooks_removed_below_others_do_nothing(setup):
     """Of two workers in a process, the first to end cannot remove its hook from the middle."""
     other = CallWhenFull(lambda nbytes: False)
     setup.store[0] = setup.gpu.full(0, 600)
-    setup.hooks.remove()
+    setup.hooks.uninstall()
     with pytest.raises(MemoryError):
         setup.allocate(900)
     assert setup.levels(0) == ["device"]
-    other.remove()
+    other.uninstall()
 
 
 # ------------------------------------------------------------------ faults
@@ -357,7 +357,7 @@ def test_any_failure_keeps_values_right_and_loses_no_memory(
             setup.settle()
     assert left[0] < 0, "nothing failed: the test is too short"
     monkeypatch.undo()
-    # What is further down is whole, whatever becomes of it on its way back.
+    # The copy below is intact, whatever happens on its way back.
     assert not setup.lost
     setup.assert_right(range(4))
     for key in list(setup.store):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant, rule
 
-from dask_gpurt.memory.store import HOME
+from dask_gpurt.memory.store import HOST
 from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.store_setup import Setup, filled
 
@@ -28,7 +28,7 @@ def test_value_is_reachable_at_every_step_of_a_spill_and_read():
         if setup.lanes:
             setup.lanes[0].step()
         elif claim is None:
-            assert store.is_cold("a")
+            assert store.is_spilled("a")
             claim, ready = store.claim("task", ["a"], 0, (), told.append)
             assert not ready
     assert told == [set()]
@@ -116,17 +116,17 @@ def test_value_is_deleted_during_its_read():
 def test_two_messages_share_one_read():
     setup = Setup()
     filled(setup, *"abc")
-    assert setup.store.is_cold("a")
-    loans = [setup.store.lend("a"), setup.store.lend("a")]
+    assert setup.store.is_spilled("a")
+    loans = [setup.store.read_for_send("a"), setup.store.read_for_send("a")]
     assert loans[0] is not None
     assert setup.residency.levels[0].reserved_nbytes == 40
     assert setup.store["a"] is setup.store["a"]
     # Sending does not bring it home.
-    assert setup.store.is_cold("a")
-    setup.store.take_back(loans[0])
+    assert setup.store.is_spilled("a")
+    setup.store.end_send(loans[0])
     assert setup.store["a"] == b"a" * 40
-    setup.store.take_back(loans[1])
-    assert setup.store.lend("gone") is None
+    setup.store.end_send(loans[1])
+    assert setup.store.read_for_send("gone") is None
     assert setup.residency.levels[0].reserved_nbytes == 0
 
 
@@ -139,7 +139,7 @@ def test_inputs_of_running_tasks_stay():
     assert "a" in setup.store.memory
     setup.store.end(claim)
     filled(setup, "e")
-    assert setup.store.is_cold("a") or setup.store.is_cold("b")
+    assert setup.store.is_spilled("a") or setup.store.is_spilled("b")
 
 
 def test_seceded_task_reserves_no_room():
@@ -191,24 +191,24 @@ def test_explain_gives_the_reason_in_a_sentence():
     filled(setup, "a", nbytes=150_000)
     assert reason("a") == "there is room for it in memory"
     claim, _ = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
-    assert reason("a") == "tasks that run, or are about to, take it (1), so it stays in memory"
+    assert reason("a") == "running or starting tasks use it (1), so it stays in memory"
     setup.store.end(claim)
     setup.store["b"] = b"b" * 150_000
     assert reason("b") == "there is room for it in memory"
     setup.owner.step()
     assert reason("a") == "it is being copied to tier 0, to leave memory"
     setup.settle()
-    assert reason("a") == "memory was needed for others; it comes back when a task takes it"
+    assert reason("a") == "memory was needed for other values; it is loaded when a task needs it"
     claim, _ = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
     while not setup.read.calls:
         setup.lanes[0].step()
     assert reason("a") == "it is being read back from tier 0"
     setup.settle()
     setup.store.end(claim)
-    assert reason("a").startswith("a task that took it has just ended")
+    assert reason("a").startswith("a task that used it has just ended")
     setup.settle()
     filled(setup, "c", nbytes=10)
-    assert reason("c") == "it is small, and what is small leaves memory last"
+    assert reason("c") == "it is small, and small values leave memory last"
     setup.store["event"] = threading.Event()
     setup.residency.levels[0].capacity_nbytes = 0
     setup.store.decide()
@@ -251,7 +251,7 @@ def test_store_is_closed_during_reads(is_begun, caplog):
     else:
         close()
         setup.settle()
-    assert setup.store.lend("b") is None
+    assert setup.store.read_for_send("b") is None
     setup.settle()
     # Whoever closed it took what was in it, or has no use for that any more.
     assert not setup.lost
@@ -270,7 +270,7 @@ def test_store_is_closed_during_a_read_for_a_message(caplog):
         return get(place)
 
     setup.tiers[0]._tier.get = close_and_get
-    assert setup.store.lend("a") is None
+    assert setup.store.read_for_send("a") is None
     setup.settle()
     assert not setup.lost
     assert "a" in setup.store
@@ -278,7 +278,7 @@ def test_store_is_closed_during_a_read_for_a_message(caplog):
 
 
 class Bytes(AgainstADict):
-    """Random operations and a random order of lane calls; values equal those of a dict."""
+    """Random operations and a random order of what lanes do: values are those of a dict."""
 
     def __init__(self):
         super().__init__()
@@ -299,10 +299,10 @@ class Bytes(AgainstADict):
 
     @rule(keys=st.lists(KEYS, unique=True, max_size=3), nbytes=st.integers(0, 80))
     def claim(self, keys, nbytes):
-        self.ask(keys, nbytes, HOME)
+        self.ask(keys, nbytes, HOST)
 
     @rule(key=KEYS)
-    def lend(self, key):
+    def read_for_send(self, key):
         self.borrow(key)
 
     @invariant()
@@ -314,7 +314,7 @@ class Bytes(AgainstADict):
     def books_are_right(self):
         store = self.setup.store
         for key in self.model:
-            assert (key in store.memory) == self.setup.residency.values[key].is_home
+            assert (key in store.memory) == self.setup.residency.values[key].in_memory
         at_home = sum(len(self.model[key]) for key in store.memory)
         assert self.setup.residency.levels[0].used_nbytes == at_home
         assert self.setup.residency.levels[0].reserved_nbytes >= 0

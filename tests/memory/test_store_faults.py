@@ -32,7 +32,7 @@ def test_direct_access_to_a_damaged_value_raises():
         setup.store["a"]
     setup.settle()
     assert setup.lost == ["a"]
-    assert setup.store.lend("a") is None
+    assert setup.store.read_for_send("a") is None
 
 
 def test_read_without_memory_is_deferred():
@@ -65,13 +65,13 @@ def test_task_whose_input_never_fits_starts_and_gets_the_reason():
     told = []
     setup.store.claim("task", ["a"], 0, (), told.append)
     step_all_but_later(setup)
-    (one,) = setup.store.put_off(0.0)
+    (one,) = setup.store.failed_reads(0.0)
     assert (one.value.key, one.reason, one.n_times) == ("a", "no room at all", 1)
     setup.later.step()
     step_all_but_later(setup)
     assert one.n_times == 2
     assert told == []
-    setup.store.give_in(setup.store.put_off(1.0))
+    setup.store.abandon_reads(setup.store.failed_reads(1.0))
     setup.settle()
     assert told == [set()]
     with pytest.raises(MemoryError, match="no room at all"):
@@ -88,11 +88,11 @@ def test_task_whose_input_does_not_fit_waits_for_a_running_one():
     told = []
     setup.store.claim("task", ["a"], 0, (), told.append)
     step_all_but_later(setup)
-    setup.store.give_in(setup.store.put_off(1.0))
+    setup.store.abandon_reads(setup.store.failed_reads(1.0))
     step_all_but_later(setup)
     assert told == []
     setup.store.end(running)
-    setup.store.give_in(setup.store.put_off(1.0))
+    setup.store.abandon_reads(setup.store.failed_reads(1.0))
     step_all_but_later(setup)
     assert told == [set()]
 
@@ -108,7 +108,7 @@ def test_task_that_waits_for_others_is_not_waited_for():
     told = []
     setup.store.claim("inner", ["a"], 0, (), told.append)
     step_all_but_later(setup)
-    setup.store.give_in(setup.store.put_off(1.0))
+    setup.store.abandon_reads(setup.store.failed_reads(1.0))
     step_all_but_later(setup)
     assert told == [set()]
 
@@ -119,9 +119,9 @@ def test_message_is_told_when_its_value_is_abandoned():
     never_enough_memory(setup)
     for is_over in (False, True, False):
         with pytest.raises(MemoryError):
-            setup.store.lend("a")
-        assert setup.store.is_given_up("a") == is_over
-        setup.store.give_in(setup.store.put_off(0.0))
+            setup.store.read_for_send("a")
+        assert setup.store.is_abandoned("a") == is_over
+        setup.store.abandon_reads(setup.store.failed_reads(0.0))
 
 
 def test_successful_read_clears_the_failed_read():
@@ -129,10 +129,10 @@ def test_successful_read_clears_the_failed_read():
     filled(setup, *"abc")
     setup.tiers[0].fail("get", MemoryError())
     with pytest.raises(MemoryError):
-        setup.store.lend("a")
-    assert setup.store.put_off(0.0)
+        setup.store.read_for_send("a")
+    assert setup.store.failed_reads(0.0)
     assert setup.store["a"] == b"a" * 40
-    assert not setup.store.put_off(0.0)
+    assert not setup.store.failed_reads(0.0)
 
 
 def test_a_full_disk_keeps_values_in_memory():
@@ -185,22 +185,22 @@ def test_full_tier_does_not_repeat_serialization():
         setup.settle()
     # At 1, 3 and 7 s, each time by all that could leave.
     assert 0 < len(taken_apart) <= 3 * MAX_MOVES
-    (cold,) = setup.store.cold()
+    (cold,) = setup.store.spilled()
     del setup.store[cold]
     setup.store.decide()
     setup.settle()
-    assert setup.store.has_cold
+    assert setup.store.has_spilled
 
 
 def test_lack_of_memory_does_not_count_as_a_full_tier():
     setup = Setup()
     setup.tiers[0].fail("put", MemoryError())
     filled(setup, *"abc")
-    assert not setup.store.has_cold
+    assert not setup.store.has_spilled
     setup.store.retry(0.0)
     setup.store.decide()
     setup.settle()
-    assert setup.store.has_cold
+    assert setup.store.has_spilled
 
 
 def test_full_tier_passes_values_on():

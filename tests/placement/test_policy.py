@@ -56,15 +56,15 @@ def test_chosen_worker_is_valid(policy, found):
     st.sampled_from([1.0, 1.0, 3.0, 1e3]),
     st.sampled_from([None, *NAMES]),
 )
-def test_policy_agrees_with_the_plain_reference(found, running, most, doubt, usual):
+def test_policy_agrees_with_the_plain_reference(found, running, most, doubt, stock):
     takes_tasks = None if running is None else running.__contains__
-    found = found._replace(takes_tasks=takes_tasks, doubt=doubt, usual=usual)
+    found = found._replace(takes_tasks=takes_tasks, doubt=doubt, stock=stock)
     with pytest.MonkeyPatch.context() as patch:
         # So low that there are too many now and then.
         for module in (policy, reference):
             patch.setattr(module, "MAX_CANDIDATES", most)
             patch.setattr(module, "MAX_RESTRICTED", most)
-            patch.setattr(module, "MAX_COMING", most)
+            patch.setattr(module, "MAX_FETCHING", most)
         assert DataAware().decide(found) == reference.decide(found)
 
 
@@ -171,7 +171,7 @@ def test_choice_of_dask_is_always_a_candidate():
     names = [f"w{i:02}" for i in range(MAX_CANDIDATES + 1)]
     inputs = [Input(one, 10**8 - i, {one}) for i, one in enumerate(names)]
     workers = [Worker(one, 1, occupancy_s=0.0 if one == names[-1] else 60.0) for one in names]
-    found = snapshot(Task("t", inputs), workers, even(1e8), doubt=10.0, usual=names[-1])
+    found = snapshot(Task("t", inputs), workers, even(1e8), doubt=10.0, stock=names[-1])
     assert DataAware().decide(found).worker == names[-1]
 
 
@@ -246,7 +246,7 @@ def test_worked_example_of_the_documentation_is_right():
         bandwidth_nbytes_per_s=1e9,
     )
     decision = DataAware().decide(found)
-    page = (ROOT / "docs" / "placement.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "placement.md").read_text()
     for worker in workers:
         one = decision.costs[worker.address]
         cells = [one.transfer_s, one.sending_s, one.queue_s, one.duration_s]
@@ -255,7 +255,7 @@ def test_worked_example_of_the_documentation_is_right():
         total = f"**{total}**" if worker.address == decision.worker else total
         stock = f"{Stock.objective(found, worker)[0]:.4f}"
         stock = f"**{stock}**" if worker.address == decision.stock else stock
-        stock = "not looked at" if worker.address in found.idle else stock
+        stock = "not a candidate" if worker.address in found.idle else stock
         assert f"| `{worker.address}` | {row} | {total} | {stock} |" in page
 
 

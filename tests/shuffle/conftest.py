@@ -9,5 +9,5 @@ from tests.shuffle.shard_rig import Rig
 
 @pytest.fixture
 def rig(tmp_path):
-    """A store that has room for everything."""
+    """A store with room for all shards."""
     return Rig(tmp_path)

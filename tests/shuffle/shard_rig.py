@@ -24,11 +24,11 @@ PLENTY = 1 << 30
 
 
 class TripleFrames:
-    """Bodies are arrays of triples; the smallest adapter that can be packed and unpacked."""
+    """The smallest adapter that can pack and unpack: bodies are arrays of triples."""
 
     def pack(self, body):
         buffer = np.frombuffer(body.tobytes(), dtype=np.uint8)
-        # The lengths of the sections are made up, so that losing them on the way shows.
+        # Arbitrary lengths of the sections, so that losing them shows.
         return Packed(buffer, len(body), arrow_nbytes=len(body), pickle_nbytes=2 * len(body))
 
     def unpack(self, layout_key, packed):
@@ -44,7 +44,7 @@ def make_rows(source, slot, count):
 
 
 def make_shard(source, first_slot, counts, number=0, count=1, attempt=1, packed=False):
-    """A shard with `counts` rows for each of the slots from `first_slot`."""
+    """Return a shard with `counts` rows for each of the slots from `first_slot`."""
     rows = [row for i, n in enumerate(counts) for row in make_rows(source, first_slot + i, n)]
     body = np.array(rows, dtype=np.int64).reshape(-1, 3)
     contents = {"packed": TripleFrames().pack(body)} if packed else {"body": body}
@@ -66,7 +66,7 @@ def read_slot(store, slot):
 
 
 class WatchedBudget(Budget):
-    """Says when nothing is used any more, and remembers the least that ever was."""
+    """A budget that signals when it is empty, and records its minimum."""
 
     def __init__(self, limit_nbytes):
         super().__init__(limit_nbytes)
@@ -81,7 +81,7 @@ class WatchedBudget(Budget):
 
 
 def files_of(directory):
-    """Paths that lead to the open files that once had a name in a directory."""
+    """Return the open files that once had a name in a directory."""
     found = {}
     for descriptor in pathlib.Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -92,14 +92,14 @@ def files_of(directory):
 
 
 def change(path, position, data):
-    """Put other bytes into a file."""
+    """Overwrite bytes of a file."""
     with open(path, "r+b", buffering=0) as file:
         file.seek(position)
         file.write(data)
 
 
 class Rig:
-    """A store for slots 0 to 9, and everything a test wants to look at beside it."""
+    """A store for slots 0 to 9, and all objects that a test inspects."""
 
     def __init__(self, root, limit_nbytes=PLENTY, **options):
         self.directory = pathlib.Path(root) / "run"
@@ -113,7 +113,7 @@ class Rig:
 
     @property
     def files(self):
-        """Files that are open: they have no name any more, but a descriptor leads to each."""
+        """Open files: they have no name any more, but descriptors refer to them."""
         assert not self.directory.exists()
         return files_of(self.directory)
 
@@ -122,7 +122,7 @@ class Rig:
 
 
 def in_thread(function, *args):
-    """Run a function in a thread; return a function that waits for its result."""
+    """Run a function in a thread; return a future of its result."""
     outcome = []
 
     def target():
@@ -145,7 +145,7 @@ def in_thread(function, *args):
 
 
 def spread_shards(n_shards, n_rows=2, source=0, packed=False):
-    """Shards of one source: `n_rows` rows for each of the first slots."""
+    """Return shards of one source: `n_rows` rows for each of the first slots."""
     return [
         make_shard(source, slot, [n_rows], number=slot, count=n_shards, packed=packed)
         for slot in range(n_shards)

@@ -57,7 +57,7 @@ def test_nothing_is_spilled_at_the_limit(tmp_path):
     assert rig.store.spilled_nbytes == 0
 
 
-def test_store_does_not_spill_for_another_store(tmp_path):
+def test_a_store_does_not_spill_for_another_store(tmp_path):
     budget = WatchedBudget(ROW_NBYTES)
     first, second = (Rig(tmp_path / name, budget=budget) for name in "ab")
     first.store.add(spread_shards(4))
@@ -66,7 +66,7 @@ def test_store_does_not_spill_for_another_store(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_spilled_shards_are_read_back_equal(tmp_path, packed):
+def test_spilled_shards_read_back_equal(tmp_path, packed):
     rig = Rig(tmp_path, limit_nbytes=0)
     for source in (1, 0, 2):
         rig.store.add(spread_shards(5, n_rows=source + 1, source=source, packed=packed))
@@ -80,7 +80,7 @@ def test_spilled_shards_are_read_back_equal(tmp_path, packed):
     assert rig.counted("unspilled_nbytes") == rig.counted("spilled_nbytes") == 30 * ROW_NBYTES
 
 
-def test_read_shard_takes_memory_until_it_is_released(tmp_path):
+def test_read_shard_takes_memory_until_it_is_freed(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([make_shard(0, 0, [1, 2])])
     rig.store.make_room()
@@ -128,7 +128,7 @@ def test_files_are_private(tmp_path):
     assert modes == [0o700]
 
 
-def test_existing_file_is_not_overwritten(tmp_path):
+def test_an_existing_file_is_not_overwritten(tmp_path):
     path = tmp_path / "000000.shards"
     path.write_bytes(b"of somebody else")
     with pytest.raises(FileExistsError):
@@ -136,7 +136,7 @@ def test_existing_file_is_not_overwritten(tmp_path):
     assert path.read_bytes() == b"of somebody else"
 
 
-def test_later_spills_use_the_same_file_until_it_is_full(tmp_path, monkeypatch):
+def test_later_spills_append_to_the_same_file_up_to_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "FILE_NBYTES", 4 * ROW_NBYTES)
     rig = Rig(tmp_path, limit_nbytes=0)
     n_files = []
@@ -154,7 +154,7 @@ def test_later_spills_use_the_same_file_until_it_is_full(tmp_path, monkeypatch):
     assert rig.files == []
 
 
-def test_spill_after_a_file_was_removed_uses_a_new_one(tmp_path):
+def test_spills_after_a_file_was_deleted_get_a_new_one(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([make_shard(0, 0, [1])])
     rig.store.make_room()
@@ -166,7 +166,7 @@ def test_spill_after_a_file_was_removed_uses_a_new_one(tmp_path):
     assert len(rig.files) == 1
 
 
-def test_file_is_removed_with_its_last_shard(tmp_path, monkeypatch):
+def test_a_file_is_deleted_with_the_last_of_its_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "FILE_NBYTES", 1)
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(spread_shards(3))
@@ -183,23 +183,23 @@ def test_file_is_removed_with_its_last_shard(tmp_path, monkeypatch):
     assert rig.budget.used_nbytes == 0
 
 
-def test_file_is_removed_outside_of_the_releasing_thread(tmp_path):
+def test_file_is_deleted_outside_of_the_releasing_call(tmp_path):
     removals = []
-    rig = Rig(tmp_path, limit_nbytes=0, elsewhere=removals.append)
+    rig = Rig(tmp_path, limit_nbytes=0, run_later=removals.append)
     rig.store.add(spread_shards(2))
     rig.store.make_room()
     rig.store.seal()
     for slot in range(2):
         rig.store.release(slot)
     assert len(rig.files) == 1
-    # The run may end before the file is removed, and leaves nothing behind.
+    # The run may end before the file is removed, and leaves no file behind.
     rig.store.close()
     assert rig.files == []
     (removal,) = removals
     removal()
 
 
-def test_shard_in_memory_and_on_disk_is_released_from_both(tmp_path):
+def test_a_shard_in_memory_and_on_disk_is_freed_in_both(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([make_shard(0, 0, [2])])
     rig.store.make_room()
@@ -210,7 +210,7 @@ def test_shard_in_memory_and_on_disk_is_released_from_both(tmp_path):
     assert rig.files == []
 
 
-def test_releasing_a_spilled_shard_keeps_the_budget(tmp_path):
+def test_freeing_a_shard_on_disk_does_not_change_the_budget(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([make_shard(0, 0, [2])])
     rig.store.make_room()
@@ -223,7 +223,7 @@ def test_releasing_a_spilled_shard_keeps_the_budget(tmp_path):
 
 
 class FullDisk(SpillFile):
-    """Fails from the n-th write on."""
+    """A file that fails from the n-th write on."""
 
     n_writes_left = 0
 
@@ -273,7 +273,7 @@ def test_disk_that_fills_up_within_a_file_loses_no_shard(tmp_path, n_writes):
     shards = spread_shards(4)
     rig.store.add(shards)
     rig.store.make_room()
-    # The furthest first, so the last ones are on disk.
+    # The last slots are spilled first.
     assert [shard.is_resident for shard in shards] == [True] * (4 - n_writes) + [False] * n_writes
     assert len(rig.files) == (n_writes > 0)
     rig.store.seal()
@@ -285,7 +285,7 @@ def test_disk_that_fills_up_within_a_file_loses_no_shard(tmp_path, n_writes):
     assert rig.budget.used_nbytes == 0
 
 
-def test_lack_of_descriptors_is_logged_once_and_passes(tmp_path, caplog):
+def test_a_lack_of_descriptors_is_temporary_and_reported_once(tmp_path, caplog):
     def open_file(path):
         if failures:
             raise OSError(failures.pop(), "Too many open files")
@@ -301,7 +301,7 @@ def test_lack_of_descriptors_is_logged_once_and_passes(tmp_path, caplog):
     rig.store.make_room()
     assert rig.budget.used_nbytes == 0
     (report,) = [r for r in caplog.records if r.name == "dask_gpurt.shuffle"]
-    assert (report.levelno, "tried again" in report.message) == (logging.WARNING, True)
+    assert (report.levelno, "retried later" in report.message) == (logging.WARNING, True)
     rig.store.seal()
     assert [read_slot(rig.store, slot) for slot in range(3)] == [
         make_rows(0, s, 2) for s in range(3)
@@ -412,7 +412,7 @@ def test_changed_bytes_are_an_error_before_they_are_parsed(tmp_path, damage):
     rig.store.seal()
     (path,) = rig.files
     damage(path, *(shard.on_disk[1].position for shard in shards))
-    with pytest.raises(ShardStorageError, match="gave back other bytes"):
+    with pytest.raises(ShardStorageError, match="returned other bytes"):
         rig.store.pieces(0)
     assert rig.budget.used_nbytes == 0
 
@@ -429,7 +429,7 @@ def test_every_byte_of_a_spill_file_is_checked(tmp_path, nbytes):
     (path,) = files_of(tmp_path)
     for position in sorted({0, nbytes // 3, nbytes - 1} & set(range(nbytes))):
         change(path, extent.position + position, bytes([contents[position] ^ 1]))
-        with pytest.raises(ShardStorageError, match="gave back other bytes"):
+        with pytest.raises(ShardStorageError, match="returned other bytes"):
             file.read_into(found, extent)
         change(path, extent.position + position, contents[position : position + 1].tobytes())
     file.read_into(found, extent)
@@ -448,8 +448,8 @@ def test_store_without_a_disk_keeps_shards_in_memory(tmp_path):
     ]
 
 
-def test_removed_directory_loses_no_shard(tmp_path):
-    """As when an administrator cleans up."""
+def test_removing_the_directory_loses_no_shard(tmp_path):
+    """A user may clean up the directory."""
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(spread_shards(3))
     rig.store.make_room()

@@ -23,9 +23,11 @@ from tests.shuffle.shard_rig import (
     spread_shards,
 )
 
+# ------------------------------------------------------------------ at the same time
+
 
 class SlowDisk(SpillFile):
-    """A spill file whose first write waits for the test."""
+    """A file whose first write waits for the test."""
 
     begun: threading.Event
     may_end: threading.Event
@@ -42,7 +44,7 @@ class SlowDisk(SpillFile):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_shard_is_released_during_its_write(tmp_path, packed):
+def test_a_shard_that_is_freed_while_it_is_written(tmp_path, packed):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2], packed=packed)])
@@ -58,7 +60,7 @@ def test_shard_is_released_during_its_write(tmp_path, packed):
     assert rig.files == []
 
 
-def test_shard_is_released_right_after_its_write(tmp_path):
+def test_a_shard_that_is_freed_right_after_it_was_written(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2])])
@@ -74,7 +76,7 @@ def test_shard_is_released_right_after_its_write(tmp_path):
     assert rig.files == []
 
 
-def test_shard_is_released_before_its_write(tmp_path):
+def test_a_shard_that_is_freed_before_its_turn_to_be_written(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     near, far = spread_shards(2)
@@ -112,7 +114,7 @@ def test_shard_is_readable_during_its_write(tmp_path, packed):
     assert rig.files == []
 
 
-def test_shards_arrive_during_writes_of_others(tmp_path):
+def test_shards_that_arrive_while_others_are_written(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2])])
@@ -128,7 +130,7 @@ def test_shards_arrive_during_writes_of_others(tmp_path):
 
 
 def test_only_one_thread_spills_at_a_time(tmp_path):
-    """The second one finds that there is room by the time it gets its turn."""
+    """The second thread finds enough room when its turn comes."""
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add(spread_shards(4))
@@ -158,7 +160,7 @@ def test_store_is_closed_during_a_write(tmp_path, caplog):
     assert not caplog.messages, "the disk is not full, the run is over"
 
 
-def test_store_is_closed_between_a_write_and_its_bookkeeping(tmp_path):
+def test_closing_between_a_write_and_its_accounting(tmp_path):
     class ClosingCounters(Counters):
         def add(self, **amounts):
             super().add(**amounts)
@@ -194,7 +196,7 @@ def test_store_is_closed_before_the_first_file_is_made(tmp_path, caplog):
 
 @pytest.mark.parametrize("is_spilled", [False, True])
 def test_closing_during_a_read_leaves_the_budget_empty(tmp_path, is_spilled):
-    """The budget outlives the run, so a leak would shrink it for all later runs."""
+    """The budget outlives the run: leaked bytes would be missing for every later run."""
 
     class ClosingFrames(TripleFrames):
         def unpack(self, layout_key, packed):
@@ -209,15 +211,15 @@ def test_closing_during_a_read_leaves_the_budget_empty(tmp_path, is_spilled):
     try:
         found = read_slot(rig.store, 0)
     except PartitionReleasedError:
-        pass  # as good an answer as the rows
+        pass  # as valid as the rows
     else:
         assert found == make_rows(0, 0, 2)
     assert rig.budget.used_nbytes == rig.store.resident_nbytes == rig.budget.least_nbytes == 0
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
-def test_read_that_outlives_its_store_is_an_error(tmp_path, is_reused):
-    """The file is closed under it, and its descriptor may be another file's by then."""
+def test_a_read_that_outlives_its_store_is_discarded(tmp_path, is_reused):
+    """The file is closed during the read, and its descriptor may belong to another file."""
 
     class ClosingFile(SpillFile):
         def read_into(self, buffer, extent):
@@ -252,7 +254,7 @@ def test_shard_read_by_two_threads_counts_once(tmp_path):
     assert rig.budget.used_nbytes == rig.store.resident_nbytes == 5 * ROW_NBYTES
 
 
-def test_shard_released_during_a_read_is_not_kept(tmp_path):
+def test_a_shard_that_is_freed_while_it_is_read_is_not_kept(tmp_path):
     class ReleasingFrames(TripleFrames):
         def unpack(self, layout_key, packed):
             rig.store.release(0)

@@ -1,4 +1,4 @@
-"""Shards are kept, read and released; no row is lost, doubled or given to another slot."""
+"""Shards are kept, read and let go; no row is lost, doubled or given to another slot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_shard_knows_its_rows():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_shard_counts_the_memory_of_its_body(packed):
+def test_a_shard_counts_the_memory_of_its_content(packed):
     assert make_shard(0, 0, [5], packed=packed).nbytes == 5 * ROW_NBYTES
 
 
@@ -92,7 +92,7 @@ def test_a_packed_shard_is_unpacked_once(tmp_path):
 
 
 @pytest.mark.parametrize("is_spilled", [False, True])
-def test_growth_of_an_unpacked_shard_is_counted(tmp_path, is_spilled):
+def test_a_shard_that_grows_when_unpacked_counts_its_new_size(tmp_path, is_spilled):
     class Growing(TripleFrames):
         def unpack(self, layout_key, packed):
             return super().unpack(layout_key, packed).astype(complex)
@@ -146,13 +146,13 @@ def test_second_attempt_with_other_cuts_is_dropped(rig):
     assert rig.budget.used_nbytes == 4 * ROW_NBYTES
 
 
-def test_attempts_are_counted_per_source(rig):
+def test_attempts_of_different_sources_are_independent(rig):
     rig.store.add([make_shard(0, 0, [1], attempt=1), make_shard(1, 0, [1], attempt=2)])
     rig.store.seal()
     assert read_slot(rig.store, 0) == [(0, 0, 0), (1, 0, 0)]
 
 
-def test_duplicate_of_a_released_shard_is_dropped(rig):
+def test_a_duplicate_of_a_freed_shard_is_dropped(rig):
     rig.store.add([make_shard(0, 0, [1])])
     rig.store.seal()
     rig.store.release(0)
@@ -173,7 +173,7 @@ def test_a_duplicate_does_not_stand_in_for_a_missing_shard(rig):
         rig.store.seal()
 
 
-def test_missing_shard_may_still_arrive(rig):
+def test_missing_shards_may_still_arrive(rig):
     rig.store.add([make_shard(0, 4, [1], number=1, count=2)])
     with pytest.raises(IncompleteExchangeError):
         rig.store.seal()
@@ -204,7 +204,7 @@ def test_shards_for_slots_of_another_worker_are_refused(tmp_path, first_slot, co
     assert read_slot(rig.store, 9) == make_rows(0, 9, 1)
 
 
-# ------------------------------------------------------------------ releasing
+# ------------------------------------------------------------------ release
 
 
 def test_reading_a_released_slot_is_refused(rig):
@@ -238,7 +238,7 @@ def test_memory_is_freed_with_the_last_partition_of_a_shard(rig, packed):
     assert used == [7, 7, 0]
 
 
-def test_body_of_a_shard_is_freed_with_its_last_partition(rig):
+def test_the_body_of_a_shard_is_freed_with_its_last_partition(rig):
     shard = make_shard(0, 0, [1, 1])
     rig.store.add([shard])
     rig.store.seal()
@@ -271,7 +271,7 @@ def test_stores_share_a_budget(tmp_path):
     assert budget.used_nbytes == 0
 
 
-def test_closing_a_store_frees_all_shards(tmp_path):
+def test_closing_frees_all_shards_and_files(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=3 * ROW_NBYTES)
     rig.store.add(
         [make_shard(0, first, [2], number=n, count=3) for n, first in enumerate((0, 3, 6))]
@@ -290,7 +290,7 @@ def test_closing_twice_counts_once(rig):
     assert rig.budget.used_nbytes == 0
 
 
-def test_shards_after_closing_are_dropped(rig):
+def test_shards_added_after_closing_are_dropped(rig):
     rig.store.close()
     rig.store.add([make_shard(0, 0, [2])])
     rig.store.make_room()
@@ -299,7 +299,7 @@ def test_shards_after_closing_are_dropped(rig):
 
 
 def test_reading_a_closed_store_is_an_error(rig):
-    """A task that is at work while the run is closed must fail, not return no rows."""
+    """A task that reads while the run is closed must fail, not return no rows."""
     rig.store.add([make_shard(0, 0, [2])])
     rig.store.seal()
     rig.store.close()

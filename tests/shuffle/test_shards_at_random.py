@@ -25,12 +25,15 @@ from dask_gpurt.shuffle.plan import cut_shards
 from dask_gpurt.shuffle.shards import LOW_WATER
 from tests.shuffle.shard_rig import ROW_NBYTES, Rig, make_rows, make_shard, read_slot
 
+# ------------------------------------------------------------------ against a plain dict
+
+
 N_SLOTS = 6
 row_counts = st.lists(st.integers(0, 3), min_size=N_SLOTS, max_size=N_SLOTS)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Random use of a store beside a dict of its expected contents."""
+    """Random operations on a store, compared with a dict."""
 
     @initialize(limit_rows=st.sampled_from([0, 3, 8, 1000]))
     def open(self, limit_rows):

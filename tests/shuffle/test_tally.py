@@ -1,4 +1,4 @@
-"""Counters of workers are kept once, within bounds, and only if valid."""
+"""Tests that a tally counts each worker once, stays bounded and validates its input."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def test_last_report_of_each_worker_counts() -> None:
     kept = Tally()
     kept.begin("id-a", "tcp://a")
     kept.begin("id-b", "tcp://b")
-    for sent in (3, 8, 5):  # the last one was overtaken
+    for sent in (3, 8, 5):  # the last message was overtaken
         kept.take("id-a", word(sent))
     kept.take("id-b", word(2))
     assert kept.totals() == {**metrics.total([]), "sent_nbytes": 10}
     assert kept.departed() == {"workers": 0, "totals": metrics.total([])}
 
 
-def test_departed_worker_counts_once_despite_late_reports() -> None:
+def test_a_departed_worker_counts_once_despite_late_messages() -> None:
     kept = Tally()
     kept.begin("id-a", "tcp://a")
     kept.take("id-a", word(3))
     kept.leave("tcp://a")
     kept.take("id-a", word(4))
-    # Another one, at the same address.
+    # Another worker at the same address.
     kept.begin("id-b", "tcp://a")
     kept.take("id-b", word(10))
     assert kept.totals()["sent_nbytes"] == 14
@@ -77,7 +77,7 @@ def test_runs_of_departed_workers_are_kept() -> None:
     assert kept.runs_without([])["a"][0]["links"] == {"c": (9, 0.5)}
 
 
-def test_number_of_kept_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tally, "MAX_RUNS", 3)
     monkeypatch.setattr(tally, "MAX_SNAPSHOTS", 5)
     kept = Tally()
@@ -116,7 +116,7 @@ def test_number_of_kept_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         word(1, a_run(), {**a_run(number=2), "fullest": 3}),
     ],
 )
-def test_invalid_report_changes_nothing(said: Any) -> None:
+def test_malformed_messages_change_nothing(said: Any) -> None:
     kept = Tally()
     kept.begin("a", "a")
     kept.take("a", word(5))

@@ -19,11 +19,11 @@ class Item:
 
 
 class Refused(Exception):
-    """The error of a send to an unreachable peer."""
+    """The error of sending to an unreachable peer."""
 
 
 class WatchedCondition(threading.Condition):
-    """Says when a producer begins to wait."""
+    """A condition that signals when a producer begins to wait."""
 
     def __init__(self):
         super().__init__()
@@ -35,19 +35,19 @@ class WatchedCondition(threading.Condition):
 
 
 def always(nbytes):
-    """Messages of one size for every peer."""
+    """Return a function with one message size for all peers."""
     return lambda peer: nbytes
 
 
 class Post:
-    """An outbox on the running loop, and peers whose gates the test opens and shuts."""
+    """An outbox on the running loop, with peers whose gates the test opens and closes."""
 
     def __init__(self, **options):
         options = {"limit_nbytes": 1 << 20, "message_nbytes": 1 << 20, "concurrency": 1} | options
         if not callable(size := options["message_nbytes"]):
             options["message_nbytes"] = always(size)
         self.outbox = Outbox(self._send, asyncio.get_running_loop(), **options)
-        self.outbox._changed = WatchedCondition()  # the one place where a wait can be seen
+        self.outbox._changed = WatchedCondition()  # the only place where a wait is visible
         self.gates = defaultdict(asyncio.Event)
         self.refusals = {}
         self.started = defaultdict(list)
@@ -79,11 +79,11 @@ class Post:
             await self._news.wait_for(lambda: len(self.started[peer]) >= n_messages)
 
     async def put(self, peer, *items):
-        """From a thread, as producers do."""
+        """Put from a thread, as producers do."""
         await asyncio.to_thread(self.outbox.put, peer, items)
 
     async def hold_back(self, peer, *items):
-        """A producer that is waiting by the time this returns."""
+        """Start a producer; return once it waits."""
         task = asyncio.create_task(self.put(peer, *items))
         held_back = self.outbox._changed.held_back
         assert await asyncio.to_thread(held_back.acquire, timeout=PATIENCE_S)
@@ -96,7 +96,7 @@ class Post:
 
 
 def run(scenario):
-    """Run a scenario on a loop of its own and see that it leaves no task there."""
+    """Run a scenario on a loop of its own, and check that it leaves no task there."""
 
     async def watched():
         async with asyncio.timeout(PATIENCE_S):
@@ -108,7 +108,7 @@ def run(scenario):
 
 
 async def settle():
-    """Let everything run that can without anything new happening."""
+    """Run the loop until all that can run without new events has run."""
     for _ in range(20):
         await asyncio.sleep(0)
 

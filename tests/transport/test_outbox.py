@@ -14,7 +14,7 @@ from tests.transport.outbox_post import PATIENCE_S, Item, Post, always, flat, ru
 # ------------------------------------------------------------------ messages
 
 
-def test_put_shards_arrive():
+def test_shards_that_are_put_arrive():
     async def scenario():
         post = Post()
         post.open("a", "b")
@@ -124,7 +124,7 @@ def test_each_peer_has_a_size_of_its_own():
 
 
 def test_order_of_shards_for_a_peer_is_kept():
-    """Per producer; concurrent puts of two producers may come in either order."""
+    """The order of each producer; concurrent puts of two producers may be in either order."""
 
     async def scenario():
         post = Post(limit_nbytes=200, message_nbytes=50)
@@ -147,7 +147,7 @@ def test_order_of_shards_for_a_peer_is_kept():
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 3])
-def test_messages_in_flight_to_a_peer_are_bounded(concurrency):
+def test_the_number_of_messages_in_flight_to_a_peer_is_bounded(concurrency):
     async def scenario():
         post = Post(concurrency=concurrency, message_nbytes=10)
         for number in range(8):
@@ -166,11 +166,11 @@ def test_messages_in_flight_to_a_peer_are_bounded(concurrency):
     run(scenario)
 
 
-def test_put_at_the_end_of_a_sender_is_sent():
-    """The last sender of a peer finds nothing to do, and before it is gone there is something.
+def test_a_put_while_a_sender_ends_is_sent():
+    """A shard is put after the last sender found an empty queue, and before that sender ends.
 
-    A producer's wake-up that comes in that moment must not take the sender for a busy one. A shard
-    that dies with the sender's frame makes the moment: it puts another one.
+    The producer's wake-up must not count the ending sender as active. A shard whose destruction
+    puts another shard creates that moment: it dies with the sender's frame.
     """
 
     class Last(Item):
@@ -199,8 +199,8 @@ def test_put_at_the_end_of_a_sender_is_sent():
     run(scenario)
 
 
-def test_shards_are_released_after_delivery():
-    """The peer has them: their memory is wanted for the ones that wait."""
+def test_shards_are_freed_once_they_are_delivered():
+    """The peer has them, and waiting shards need their memory."""
     alive = set()
 
     class Tracked(Item):
@@ -243,7 +243,7 @@ def test_flush_of_an_empty_outbox_returns():
     run(scenario)
 
 
-def test_flush_waits_for_queued_and_in_flight_shards():
+def test_flush_waits_for_messages_in_flight_and_for_the_queue():
     async def scenario():
         post = Post(message_nbytes=10)
         await post.put("a", Item(1), Item(2))
@@ -262,7 +262,7 @@ def test_flush_waits_for_queued_and_in_flight_shards():
 
 
 def test_flush_does_not_depend_on_wake_ups_of_producers():
-    """It may run before the loop learns of the last put."""
+    """A flush may run before the loop hears of the last put."""
 
     async def scenario():
         post = Post()
@@ -305,7 +305,7 @@ def test_an_outbox_can_be_used_again_after_a_flush():
 # ------------------------------------------------------------------ close
 
 
-def test_closing_cancels_sends_and_drops_queued_shards():
+def test_closing_cancels_sends_and_drops_the_queue():
     async def scenario():
         post = Post(concurrency=2, message_nbytes=10)
         await post.put("a", *(Item(number) for number in range(5)))
@@ -322,7 +322,7 @@ def test_closing_cancels_sends_and_drops_queued_shards():
     run(scenario)
 
 
-def test_put_after_closing_is_dropped():
+def test_shards_put_after_closing_are_dropped():
     async def scenario():
         post = Post()
         post.open("a")
@@ -335,8 +335,8 @@ def test_put_after_closing_is_dropped():
     run(scenario)
 
 
-def test_put_right_before_closing_is_dropped():
-    """The producer's wake-up finds nothing left to send."""
+def test_shards_put_right_before_closing_are_dropped():
+    """The producer's wake-up arrives when the queue is empty."""
 
     async def scenario():
         post = Post()
@@ -363,7 +363,7 @@ def test_closing_ends_a_flush():
 
 
 def test_closing_is_not_a_failure():
-    """Released producers ask their run, which knows why it was closed."""
+    """Unblocked producers ask their run, which knows why it was closed."""
 
     async def scenario():
         post = Post()
@@ -386,7 +386,7 @@ def test_closing_twice_is_allowed():
     run(scenario)
 
 
-def test_closing_waits_until_the_senders_are_gone():
+def test_closing_waits_for_the_senders_to_end():
     async def scenario():
         cleaned_up = []
 

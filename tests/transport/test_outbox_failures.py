@@ -9,6 +9,8 @@ import pytest
 from dask_gpurt.errors import ExchangeError
 from tests.transport.outbox_post import Item, Post, Refused, run, settle
 
+# ------------------------------------------------------------------ failure
+
 
 def test_failure_is_raised_by_put_and_flush_from_then_on():
     async def scenario():
@@ -27,7 +29,7 @@ def test_failure_is_raised_by_put_and_flush_from_then_on():
     run(scenario)
 
 
-def test_a_failure_while_flush_waits_ends_it():
+def test_a_failure_ends_a_waiting_flush():
     async def scenario():
         post = Post()
         await post.put("a", Item(1))
@@ -36,7 +38,7 @@ def test_a_failure_while_flush_waits_ends_it():
         await post.until_started("b", 1)
         post.refusals["b"] = Refused("b is gone")
         post.open("b")
-        # Although the other peer never answers.
+        # The other peer never answers.
         with pytest.raises(Refused, match="b is gone"):
             await flushing
         await post.outbox.close()
@@ -44,7 +46,7 @@ def test_a_failure_while_flush_waits_ends_it():
     run(scenario)
 
 
-def test_first_failure_is_raised():
+def test_the_first_failure_is_raised():
     async def scenario():
         post = Post()
         post.refusals |= {"a": Refused("a is gone"), "b": Refused("b is gone")}
@@ -62,7 +64,7 @@ def test_first_failure_is_raised():
     run(scenario)
 
 
-def test_nothing_more_is_sent_after_a_failure():
+def test_a_failure_stops_all_sending():
     async def scenario():
         post = Post(message_nbytes=10)
         post.refusals["b"] = Refused("b is gone")
@@ -80,7 +82,7 @@ def test_nothing_more_is_sent_after_a_failure():
 
 
 def test_cancelled_send_is_a_failure():
-    """A message that was given up is not a message that was delivered."""
+    """A cancelled message was not delivered."""
 
     async def scenario():
         post = Post()
@@ -95,7 +97,7 @@ def test_cancelled_send_is_a_failure():
     run(scenario)
 
 
-def test_cancelled_send_releases_producers():
+def test_a_cancelled_send_unblocks_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))

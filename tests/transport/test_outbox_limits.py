@@ -10,6 +10,8 @@ import pytest
 
 from tests.transport.outbox_post import PATIENCE_S, Item, Post, Refused, flat, run
 
+# ------------------------------------------------------------------ back-pressure
+
 
 def test_producer_waits_while_too_much_is_queued():
     async def scenario():
@@ -27,7 +29,7 @@ def test_producer_waits_while_too_much_is_queued():
     run(scenario)
 
 
-def test_shards_in_flight_count_as_queued():
+def test_bytes_in_flight_count_as_waiting():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -42,7 +44,7 @@ def test_shards_in_flight_count_as_queued():
     run(scenario)
 
 
-def test_queue_of_one_peer_does_not_block_producers_of_another():
+def test_full_queue_of_a_peer_does_not_block_other_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -65,7 +67,7 @@ def test_oversized_shards_are_accepted_by_an_empty_queue():
     run(scenario)
 
 
-def test_waiting_producers_continue_one_by_one():
+def test_blocked_producers_proceed_one_after_the_other():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(0))
@@ -78,7 +80,7 @@ def test_waiting_producers_continue_one_by_one():
     run(scenario)
 
 
-def test_failure_is_raised_in_waiting_producers():
+def test_a_failure_is_raised_in_blocked_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -93,8 +95,8 @@ def test_failure_is_raised_in_waiting_producers():
     run(scenario)
 
 
-def test_failure_does_not_keep_shards_alive():
-    """A logged or stored error keeps its frames and all objects in them."""
+def test_a_failure_does_not_keep_the_shards_in_flight_alive():
+    """A logged or stored error keeps its frames and their variables."""
 
     async def scenario():
         post = Post()
@@ -113,7 +115,7 @@ def test_failure_does_not_keep_shards_alive():
     run(scenario)
 
 
-def test_failure_of_one_peer_releases_producers_of_another():
+def test_a_failure_of_one_peer_unblocks_producers_for_another():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("b", Item(1))
@@ -128,7 +130,7 @@ def test_failure_of_one_peer_releases_producers_of_another():
     run(scenario)
 
 
-def test_closing_releases_producers():
+def test_closing_unblocks_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -141,15 +143,15 @@ def test_closing_releases_producers():
     run(scenario)
 
 
-def test_closing_releases_producers_before_any_send():
-    """There is no sender yet whose end could wake them."""
+def test_closing_unblocks_producers_before_the_first_send():
+    """There is no sender yet whose end could wake the producers."""
 
     async def scenario():
         post = Post(limit_nbytes=10)
         post.outbox.put("a", [Item(1)])
         thread = threading.Thread(target=post.outbox.put, args=("a", [Item(2)]), daemon=True)
         thread.start()
-        # Without a moment for the loop: it has not heard of the first one.
+        # The loop gets no turn, and has not heard of the first put.
         assert post.outbox._changed.held_back.acquire(timeout=PATIENCE_S)
         await post.outbox.close()
         thread.join(PATIENCE_S)

@@ -20,11 +20,13 @@ from tests.transport.ucx_processes import (
     until,
 )
 
+# ------------------------------------------------------------------ messages
+
 
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_sent_messages_arrive(options):
+def test_messages_arrive_intact(options):
     async def scenario():
         async with pair(options) as (engine, other):
             messages = [[], [0], [1], [8191], [8192], [1 << 16], [16 << 20], [3, 0, 1 << 20, 9000]]
@@ -41,12 +43,12 @@ def test_sent_messages_arrive(options):
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_many_messages_are_in_flight_in_any_order(options):
+def test_many_messages_are_in_flight_at_once_in_any_order(options):
     async def scenario():
         async with pair(options) as (engine, other):
             numbers = range(60)
             sizes = {n: [n * 11, n * 17_000, 5] for n in numbers}
-            # Sent before anybody asks for them, and asked for in another order.
+            # Send before the receiver asks, and receive in another order.
             sends = [exchange(engine, other.token, "send", n, sizes[n]) for n in numbers]
             sends = [asyncio.create_task(one) for one in sends]
             sent_back = [
@@ -89,7 +91,7 @@ def test_message_of_other_lengths_is_refused_and_the_link_stays(options, sent, a
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
-            # Memory around what is announced, to see that nothing is written there.
+            # Margins around the announced memory show writes outside of it.
             around = [np.full(size + 4096, 7, dtype=np.uint8) for size in announced]
             buffers = [whole[2048:-2048] for whole in around]
             results = await asyncio.gather(
@@ -98,7 +100,7 @@ def test_message_of_other_lengths_is_refused_and_the_link_stays(options, sent, a
                 return_exceptions=True,
             )
             assert isinstance(results[0], ProtocolError)
-            assert results[1] is None  # what is refused is taken off the sender's hands
+            assert results[1] is None  # the sender is done with a refused message
             for whole in around:
                 assert (whole[:2048] == 7).all() and (whole[-2048:] == 7).all()
             await one_way(here, there, 2, [50_000])
@@ -109,7 +111,7 @@ def test_message_of_other_lengths_is_refused_and_the_link_stays(options, sent, a
 
 @needs_ucxx
 @over_both
-def test_abandoned_message_is_not_written(options):
+def test_a_cancelled_receive_writes_nothing(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -132,7 +134,7 @@ def test_abandoned_message_is_not_written(options):
 
 @needs_ucxx
 @over_both
-def test_retracted_message_is_released_on_both_sides(options):
+def test_a_retracted_message_is_freed_on_both_sides(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -141,8 +143,8 @@ def test_retracted_message_is_released_on_both_sides(options):
                 await here.send(there.token, 1, [buffer], 0.05)
             await until(lambda: there.report().get("dropped_parcels") == 3)
             await until(lambda: not here.report()["held_nbytes"])
-            # Word of it may come later than the message, and find that it has gone.
-            with pytest.raises(TransportError, match="was taken back"):
+            # The retraction may arrive later than the message, and find it dropped.
+            with pytest.raises(TransportError, match="was retracted"):
                 await there.receive(here.token, 1, [np.zeros_like(buffer)], PATIENCE_S)
             await one_way(here, there, 2, [50_000])
 
@@ -151,7 +153,7 @@ def test_retracted_message_is_released_on_both_sides(options):
 
 @needs_ucxx
 @over_both
-def test_sent_message_can_be_retracted(options):
+def test_a_message_that_was_sent_in_full_can_be_retracted(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -160,12 +162,12 @@ def test_sent_message_can_be_retracted(options):
             await until(lambda: there.report()["under_way"]["unclaimed_parcels"] == 2)
             here.retract(there.token, 1)
             await until(lambda: there.report()["under_way"]["unclaimed_parcels"] == 1)
-            with pytest.raises(TransportError, match="was taken back"):
+            with pytest.raises(TransportError, match="was retracted"):
                 await there.receive(here.token, 1, [np.zeros(10, np.uint8)], PATIENCE_S)
             buffer = np.zeros(10, np.uint8)
             await there.receive(here.token, 2, [buffer], PATIENCE_S)
             assert buffer.all()
-            here.retract("nobody", 1)  # whose links are gone
+            here.retract("nobody", 1)  # a peer without links
             await here.send(there.token, 4, [], PATIENCE_S)
 
     run(scenario())
@@ -187,7 +189,7 @@ def test_one_number_is_received_once_at_a_time():
 
 
 @needs_ucxx
-def test_invalid_message_is_refused_before_ucx_sees_it():
+def test_a_malformed_message_is_refused_before_ucx_sees_it():
     async def scenario():
         async with engine_here() as here:
             words = np.zeros(10, dtype=np.uint16)

@@ -28,11 +28,13 @@ from tests.transport.ucx_processes import (
     until,
 )
 
+# -------------------------------------------------------------------- ending
+
 
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_killed_peer_fails_pending_messages(options):
+def test_a_killed_peer_fails_waiting_transfers(options):
     async def scenario():
         async with pair(options) as (engine, other):
             await both_ways(engine, other, 1, [1 << 20])
@@ -66,7 +68,7 @@ def test_killed_peer_fails_pending_messages(options):
 @pytest.mark.cluster
 @over_both
 @pytest.mark.parametrize("is_back", [True, False], ids=["and comes back", "for good"])
-def test_hanging_peer_delays_no_call_beyond_the_deadline(options, is_back):
+def test_a_peer_that_hangs_blocks_no_caller_beyond_the_timeout(options, is_back):
     async def scenario():
         async with pair(options) as (engine, other):
             os.kill(other.process.pid, signal.SIGSTOP)
@@ -76,7 +78,7 @@ def test_hanging_peer_delays_no_call_beyond_the_deadline(options, is_back):
             with pytest.raises(TransportError, match="not done within"):
                 await engine.receive(other.token, 1, [buffer], 0.1)
             await engine.disconnect(other.token)
-            # Until it answers or is gone, UCX does not say that it is done with the memory.
+            # UCX reports the memory as used until the peer answers or is gone.
             assert engine.report()["held_nbytes"] >= 16 << 20
             if is_back:
                 os.kill(other.process.pid, signal.SIGCONT)
@@ -93,9 +95,9 @@ def test_hanging_peer_delays_no_call_beyond_the_deadline(options, is_back):
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_process_with_a_hanging_peer_ends_cleanly():
-    """The test above in a process of its own, which must not crash at its end."""
-    test = test_hanging_peer_delays_no_call_beyond_the_deadline.__name__
+def test_a_process_with_a_hung_peer_exits_cleanly():
+    """Run that test in its own process: memory that UCX still holds must not crash its exit."""
+    test = test_a_peer_that_hangs_blocks_no_caller_beyond_the_timeout.__name__
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"{__file__}::{test}", "-k", "good and shared"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -104,7 +106,7 @@ def test_process_with_a_hanging_peer_ends_cleanly():
 
 
 @needs_ucxx
-def test_connection_to_a_closing_engine_is_refused():
+def test_a_caller_of_a_closing_engine_is_rejected():
     async def scenario():
         may_go_on = threading.Event()
         async with engine_here() as here:
@@ -112,7 +114,7 @@ def test_connection_to_a_closing_engine_is_refused():
                 there._session.call(lambda: may_go_on.wait(PATIENCE_S))
                 with pytest.raises(TransportError, match="not done within"):
                     await here.connect(there.descriptor, 0.1)
-                # It closes before it has looked who is there.
+                # It closes before it has read the greeting.
                 there._session.close()
                 may_go_on.set()
             await until(lambda: not here.report()["under_way"]["closing_links"])
@@ -124,12 +126,12 @@ def test_connection_to_a_closing_engine_is_refused():
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_closing_fails_messages_in_flight(options):
+def test_closing_fails_transfers_in_flight(options):
     async def scenario():
         async with pair(options) as (engine, other):
             buffer = np.ones(16 << 20, dtype=np.uint8)
             theirs = other.begin("receive", peer=engine.token, number=9, sizes=[10])
-            # Arrived and never asked for.
+            # A message that arrives and is never asked for.
             await other.run("send", peer=engine.token, number=5, sizes=[10])
             waiting = [
                 asyncio.create_task(engine.send(other.token, 1, [buffer], PATIENCE_S)),
@@ -154,15 +156,15 @@ def test_closing_fails_messages_in_flight(options):
 
 @needs_ucxx
 @over_both
-def test_broken_link_fails_its_pending_receives(options):
-    """Also while the link of the other direction is whole."""
+def test_a_link_that_breaks_fails_the_messages_expected_on_it(options):
+    """Also if the link of the other direction still works."""
 
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
             await there.connect(here.descriptor, PATIENCE_S)
             await until(lambda: here.report()["peers"] == {there.token: 2})
-            # One is here already, one is waited for.
+            # One message has arrived, and one is awaited.
             await here.send(there.token, 1, [np.ones(10, np.uint8)], PATIENCE_S)
             await until(lambda: there.report()["under_way"]["unclaimed_parcels"] == 1)
             buffer = np.zeros(10, dtype=np.uint8)
@@ -174,7 +176,7 @@ def test_broken_link_fails_its_pending_receives(options):
             with pytest.raises(TransportError, match="UCX link to"):
                 await waiting
             assert there.report()["peers"] == {here.token: 1}
-            with pytest.raises(TransportError, match="taken back"):
+            with pytest.raises(TransportError, match="retracted"):
                 await there.receive(here.token, 1, [buffer], PATIENCE_S)
             await one_way(here, there, 3, [100_000])
 
@@ -182,7 +184,7 @@ def test_broken_link_fails_its_pending_receives(options):
 
 
 @needs_ucxx
-def test_invalid_token_is_refused_without_side_effects():
+def test_a_malformed_token_is_refused():
     async def scenario():
         async with engine_here() as engine:
             for token in ({}, [], None, 7):
@@ -197,7 +199,7 @@ def test_invalid_token_is_refused_without_side_effects():
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_closed_link_is_made_again():
+def test_a_closed_link_can_be_made_again():
     async def scenario():
         async with pair() as (engine, other):
             await engine.disconnect(other.token)
@@ -242,7 +244,7 @@ def test_engine_works_beside_a_ucxx_cluster():
                         exchange(late, engine.token, "send", 1, [1 << 20]),
                         exchange(engine, late.token, "receive", 1, [1 << 20]),
                     )
-                # One engine fewer; the others and the cluster go on.
+                # Only this engine is lost; the others and the cluster continue.
                 assert await client.submit(sum, [1, 2]) == 3
                 await both_ways(engine, other, 2, [1 << 20])
             await both_ways(engine, other, 3, [1 << 20])

@@ -25,6 +25,8 @@ from tests.transport.ucx_processes import (
     until,
 )
 
+# --------------------------------------------------------------------- links
+
 
 @needs_ucxx
 @pytest.mark.cluster
@@ -44,7 +46,7 @@ def test_callers_share_one_link_per_direction():
 
 
 def carried(at_least_nbytes):
-    """Both ends of each TCP connection on which so much was brought to the first of them."""
+    """Return both ends of each TCP connection that has brought this many bytes to its first end."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -62,10 +64,10 @@ def carried(at_least_nbytes):
 
 @needs_ucxx
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a connection carried")
-def test_tcp_directions_have_separate_connections():
+def test_over_tcp_each_direction_has_a_connection_of_its_own():
     async def scenario():
         async with engine_here({"TLS": "tcp"}) as here, engine_here({"TLS": "tcp"}) as there:
-            # One after the other: where one link is there already, too.
+            # One after the other, so that the second finds an existing link.
             await here.connect(there.descriptor, PATIENCE_S)
             await there.connect(here.descriptor, PATIENCE_S)
             nbytes = 4 << 20
@@ -73,7 +75,7 @@ def test_tcp_directions_have_separate_connections():
             await asyncio.gather(
                 one_way(here, there, 1, [nbytes]), one_way(there, here, 1, [nbytes])
             )
-            # The last packets need not be acknowledged yet.
+            # The last packets may not be acknowledged yet.
             one, other = [ends for ends in carried(nbytes // 2) if ends not in of_others]
             assert set(one) != set(other)
 
@@ -112,7 +114,7 @@ def test_an_engine_can_talk_to_itself():
 
 @needs_ucxx
 def test_device_memory_is_sent_and_filled_in_place():
-    """Emulated memory has the interface of a GPU's and no other access."""
+    """Emulated memory: it has a GPU's array interface, and allows no other access."""
 
     async def scenario():
         async with engine_here() as engine, engine_here() as other:
@@ -130,7 +132,7 @@ def test_device_memory_is_sent_and_filled_in_place():
                 )
             for filled in (target.on_device(), host, back.on_device()):
                 np.testing.assert_array_equal(filled, raw)
-            # Small buffers travel in an envelope, which is the host's.
+            # Small buffers travel in an envelope, which is in host memory.
             with pytest.raises(ValueError, match="too few"):
                 await engine.send(other.token, 9, [EmulatedMemory(8191)], PATIENCE_S)
 
@@ -139,8 +141,8 @@ def test_device_memory_is_sent_and_filled_in_place():
 
 @needs_ucxx
 @over_both
-def test_device_memory_needs_a_ucx_transport_for_it(options):
-    """That it is built for CUDA is not enough."""
+def test_device_memory_needs_ucx_s_transport_for_copies(options):
+    """A UCX that is built for CUDA is not enough."""
 
     async def scenario():
         async with engine_here(options) as engine:
@@ -153,7 +155,7 @@ def test_device_memory_needs_a_ucx_transport_for_it(options):
 
 
 @needs_ucxx
-def test_new_engine_at_an_address_is_not_mistaken_for_the_old():
+def test_another_engine_at_the_address_is_refused():
     async def scenario():
         async with engine_here() as here, engine_here() as there:
             someone = "0" * 32
@@ -176,7 +178,7 @@ def test_address_without_an_engine_is_an_error():
                 nobody = {**here.descriptor, "token": "1" * 32, "port": taken.getsockname()[1]}
                 with pytest.raises(TransportError):
                     await here.connect(nobody, PATIENCE_S)
-            # One that takes connections and says nothing.
+            # A server that accepts connections and stays silent.
             with socket.socket() as silent:
                 silent.bind(("127.0.0.1", 0))
                 silent.listen()
@@ -203,13 +205,13 @@ def test_noise_on_the_port_is_ignored():
 
 
 @needs_ucxx
-def test_ucx_shared_memory_queues_are_off_by_default(monkeypatch):
-    """A killed peer would block these queues for all processes."""
+def test_ucx_has_no_queues_in_shared_memory_unless_configured(monkeypatch):
+    """A killed peer would block the queue for all others."""
     queues = {"posix", "sysv", "xpmem"}
 
     async def scenario():
         monkeypatch.delenv("UCX_TLS", raising=False)
-        # Asked for where UCX is used by others; without the queues it means nothing here.
+        # Other users of UCX set this variable; without the queues it has no effect here.
         monkeypatch.setenv("UCX_POSIX_ERROR_HANDLING", "y")
         async with engine_here() as engine:
             transports = set(engine.report()["transports"])

@@ -21,14 +21,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 needs_ucxx = pytest.mark.skipif(
     importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"
 )
-#: UCX as the runtime uses it, which inside a host is TCP, and UCX's shared memory. That is not used
-#: otherwise; it stands for whatever else is not TCP, which has other protocols and other timing.
+#: Two configurations: UCX as the runtime uses it, which inside a host is TCP, and UCX's shared
+#: memory. The runtime does not use the latter; it stands for other transports, with other protocols
+#: and timing.
 SHARED_MEMORY = {"TLS": "all", "SYSV_ERROR_HANDLING": "y"}
 over_both = pytest.mark.parametrize("options", [SHARED_MEMORY, {}], ids=["shared memory", "tcp"])
 
 
 class OtherProcess:
-    """Handle of a `ucx_peer` process."""
+    """A handle of a `ucx_peer` process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -47,7 +48,7 @@ class OtherProcess:
             self._replies.pop(reply["id"]).set_result(reply)
 
     def begin(self, do: str, **more) -> asyncio.Future:
-        """Start a command; the future has the reply."""
+        """Start a command; return a future of the reply."""
         assert self.process.stdin is not None
         self._n_commands += 1
         future = self._replies[self._n_commands] = asyncio.get_running_loop().create_future()
@@ -100,7 +101,7 @@ async def engine_here(options=None):
 
 @contextlib.asynccontextmanager
 async def pair(options=None):
-    """An engine here, a process with another, and a link from here."""
+    """Start an engine here and one in another process, and link them."""
     async with other_process(options) as other, engine_here(options) as engine:
         await engine.connect(other.descriptor, PATIENCE_S)
         yield engine, other
@@ -115,14 +116,14 @@ def run(scenario):
 
 
 async def until(condition):
-    """Poll for a state of the thread, which sends no notification."""
+    """Poll for a state of the thread that has no notification."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)
 
 
 async def both_ways(engine, other, number, sizes):
-    """A message there and one back under the same number."""
+    """Exchange a message in each direction under the same number."""
     there, back, *_ = await asyncio.gather(
         other.begin("receive", peer=engine.token, number=number, sizes=sizes),
         other.begin("send", peer=engine.token, number=number, sizes=sizes),

@@ -1,4 +1,4 @@
-"""Ranges for a profiler: named by lane and phase, closed in order, and nothing without one."""
+"""Profiler ranges: named by lane and phase, closed in order, and free without a profiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_gpurt.devices.cuda.ranges import Ranges, listening_domain, range_
 
 
 class FakeDomain:
-    """The methods of a domain that are used; what was opened and closed, by thread."""
+    """A fake domain that records opened and closed ranges, by thread."""
 
     def __init__(self, name=None):
         self.name = name
@@ -41,7 +41,7 @@ class FakeDomain:
 
 
 class FakeDummyDomain:
-    """The domain that nvtx returns without a profiler."""
+    """A fake of the object that `nvtx` returns without a listening profiler."""
 
 
 def fake_nvtx(domain, *, enabled=True):
@@ -54,7 +54,7 @@ def fake_nvtx(domain, *, enabled=True):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """As in a process that has opened no range."""
+    """Restore the state of a process that has opened no range."""
     monkeypatch.setattr(ranges, "_ranges", None)
 
 
@@ -69,7 +69,7 @@ def test_a_range_is_named_by_lane_and_phase(monkeypatch):
     assert [made["category"] for made in domain.made] == ["communication", "copy"]
 
 
-def test_error_closes_the_range_and_is_raised():
+def test_a_range_closes_on_an_error_and_propagates_it():
     domain = FakeDomain()
     with pytest.raises(KeyError), Ranges(domain).open("compute", "task"):
         raise KeyError
@@ -113,16 +113,16 @@ def test_each_thread_closes_its_own_ranges():
     ],
     ids=["no package", "no profiler", "disabled"],
 )
-def test_ranges_do_nothing_without_a_profiler(monkeypatch, module):
+def test_a_range_does_nothing_without_a_profiler(monkeypatch, module):
     monkeypatch.setitem(sys.modules, "nvtx", module)
     assert listening_domain() is None
     with range_("compute", "task") as value:
         assert value is None
-    # The same object each time: nothing is made.
+    # The same object each time, so no allocation.
     assert range_("compute", "task") is range_("copy", "read")
 
 
-def test_profiler_is_looked_for_once(monkeypatch):
+def test_the_profiler_is_detected_once(monkeypatch):
     asked = []
     monkeypatch.setattr(ranges, "listening_domain", lambda: asked.append(1))
     for _ in range(5):
@@ -152,7 +152,7 @@ def test_real_nvtx_without_a_profiler_has_no_domain():
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_real_nvtx_with_a_profiler_gets_ranges(tmp_path):
-    """With a small profiler that is loaded the way real ones are."""
+    """A small profiler, loaded as real profilers are."""
     pytest.importorskip("nvtx")
     source, tool, out = (
         pathlib.Path(__file__).parents[1].joinpath("nvtx_tool.c"),

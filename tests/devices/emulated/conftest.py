@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from tests.conformance.device_suite import (
     CAPACITY,
 )
@@ -13,7 +13,7 @@ from tests.devices.emulated.pumping import pumped
 
 @pytest.fixture(params=["threaded", "pumped"])
 def device(request):
-    device = pumped() if request.param == "pumped" else HostDevice(CAPACITY)
+    device = pumped() if request.param == "pumped" else EmulatedDevice(CAPACITY)
     yield device
     device.close()
 

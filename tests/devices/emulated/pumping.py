@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from tests.conformance.device_suite import (
     CAPACITY,
 )
 
 
 def pumped(seed=0):
-    return HostDevice(CAPACITY, choose=random.Random(seed).randrange)
+    return EmulatedDevice(CAPACITY, choose=random.Random(seed).randrange)

@@ -11,7 +11,7 @@ import pytest
 
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.emulated.emulated_device import POISON, HostDevice
+from dask_gpurt.devices.emulated.emulated_device import POISON, EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import Entry, Ledger
@@ -29,14 +29,14 @@ from tests.devices.emulated.pumping import pumped
 
 class TestThreaded(DeviceSuite):
     def make_device(self, capacity_nbytes, seed=0):
-        return HostDevice(capacity_nbytes)
+        return EmulatedDevice(capacity_nbytes)
 
 
 class TestPumped(DeviceSuite):
     n_programs = 300
 
     def make_device(self, capacity_nbytes, seed=0):
-        return HostDevice(capacity_nbytes, choose=random.Random(seed).randrange)
+        return EmulatedDevice(capacity_nbytes, choose=random.Random(seed).randrange)
 
 
 # ------------------------------------------------------------------ pumped
@@ -63,7 +63,7 @@ def test_no_work_runs_before_it_is_pumped():
     assert device.pump() == 0
 
 
-def test_a_host_buffer_that_is_read_before_the_event_is_poisoned():
+def test_host_memory_is_poisoned_until_the_event():
     device = pumped()
     stream = device.stream("only")
     buffer = device.allocate(10, stream)
@@ -76,7 +76,7 @@ def test_a_host_buffer_that_is_read_before_the_event_is_poisoned():
     np.testing.assert_array_equal(out, noise(10))
 
 
-def test_host_buffer_changed_before_the_event_is_copied_changed():
+def test_changes_of_host_memory_before_the_event_are_copied():
     device = pumped()
     stream = device.stream("only")
     buffer = device.allocate(10, stream)
@@ -100,7 +100,7 @@ def test_fresh_and_freed_memory_is_poisoned():
 
 
 def orders_of(seed):
-    """In which order two streams, of which the second waits in its midst, get things done."""
+    """Return the orders in which two streams run if the second waits in the middle."""
     device = pumped(seed)
     one, other = device.stream("one"), device.stream("other")
     done = []
@@ -134,7 +134,7 @@ def test_seed_determines_the_order():
 
 
 def test_waiting_pumps_only_the_necessary_work():
-    device = HostDevice(CAPACITY, choose=lambda n: 0)
+    device = EmulatedDevice(CAPACITY, choose=lambda n: 0)
     one, other = device.stream("one"), device.stream("other")
     ran = []
     one.launch(lambda: ran.append("one"))
@@ -149,11 +149,11 @@ def test_kernel_waiting_for_its_own_stream_does_not_hang():
     device = pumped()
     stream = device.stream("only")
     stream.launch(lambda: stream.synchronize())
-    with pytest.raises(HazardError, match="no work that is queued"):
+    with pytest.raises(HazardError, match="no queued work completes"):
         stream.synchronize()
 
 
-def test_allocation_pumps_until_pending_frees_make_room():
+def test_allocation_pumps_queued_frees():
     device = pumped()
     stream = device.stream("only")
     asked = []
@@ -166,14 +166,14 @@ def test_allocation_pumps_until_pending_frees_make_room():
 
 def test_a_device_with_threads_is_not_pumped():
     with pytest.raises(RuntimeError, match="not pumped"):
-        HostDevice(CAPACITY).pump()
+        EmulatedDevice(CAPACITY).pump()
 
 
 # ------------------------------------------------------------------ threads
 
 
 class Gate:
-    """A kernel that waits to be let through."""
+    """A kernel that waits until the test opens the gate."""
 
     def __init__(self):
         self.entered, self.open = threading.Event(), threading.Event()
@@ -185,7 +185,7 @@ class Gate:
 
 @pytest.fixture
 def threaded():
-    device = HostDevice(CAPACITY)
+    device = EmulatedDevice(CAPACITY)
     yield device
     device.close()
 
@@ -202,8 +202,8 @@ def test_copies_go_on_while_a_kernel_runs(threaded):
     compute.synchronize()
 
 
-def test_urgent_kernel_overtakes_queued_kernels(threaded):
-    """Its start is delayed by one kernel at most."""
+def test_an_urgent_kernel_overtakes_waiting_kernels(threaded):
+    """At most one kernel runs before it."""
     compute = threaded.stream("compute")
     urgent = threaded.stream("communication", Priority.HIGH)
     ran = []
@@ -221,7 +221,7 @@ def test_urgent_kernel_overtakes_queued_kernels(threaded):
 
 @pytest.mark.parametrize("n_waiting", [0, 1, 100])
 def test_urgent_kernel_begins_within_one_step(n_waiting):
-    """However many wait that came before it. By a clock that only steps move."""
+    """The number of earlier waiting kernels does not matter. Only steps move the clock."""
     time, ledger, gate = Time(), Ledger(), Gate()
     step_s = 1.0
 
@@ -230,7 +230,7 @@ def test_urgent_kernel_begins_within_one_step(n_waiting):
             gate()
         time.wait(seconds)
 
-    device = HostDevice(
+    device = EmulatedDevice(
         CAPACITY, rates={Engine.COMPUTE: Rate(1e9, step_s)}, ledger=ledger, clock=time, wait=wait
     )
     compute = device.stream("compute")
@@ -251,9 +251,9 @@ def test_urgent_kernel_begins_within_one_step(n_waiting):
 
 
 def test_urgent_copy_does_not_overtake_queued_copies():
-    """As on a GPU, where urgency means nothing to the engines that copy."""
+    """As on a GPU, whose copy engines ignore priorities."""
     ledger, gate = Ledger(), Gate()
-    device = HostDevice(CAPACITY, rates={Engine.IN: Rate(1.0)}, ledger=ledger, wait=gate)
+    device = EmulatedDevice(CAPACITY, rates={Engine.IN: Rate(1.0)}, ledger=ledger, wait=gate)
     priorities = {"first": Priority.NORMAL, "second": Priority.LOW, "third": Priority.HIGH}
     streams = [device.stream(name, priority) for name, priority in priorities.items()]
     buffers = [device.allocate(10, stream) for stream in streams]
@@ -268,8 +268,8 @@ def test_urgent_copy_does_not_overtake_queued_copies():
     device.close()
 
 
-def test_closing_drops_work_that_has_not_begun():
-    device = HostDevice(CAPACITY)
+def test_closing_drops_queued_work():
+    device = EmulatedDevice(CAPACITY)
     stream = device.stream("only")
     gate, ran, heard = Gate(), [], []
     stream.launch(gate)
@@ -296,10 +296,10 @@ def test_closing_drops_work_that_has_not_begun():
 
 def test_threads_of_a_closed_device_end():
     def n_threads():
-        # Not all: threads of earlier tests may be ending.
+        # Only new threads: threads of earlier tests may still be ending.
         return sum(thread.name.startswith(f"{device.name} ") for thread in threading.enumerate())
 
-    class Counted(HostDevice):
+    class Counted(EmulatedDevice):
         name = "counted"
 
     device = Counted(CAPACITY)
@@ -317,7 +317,7 @@ def test_threads_of_a_closed_device_end():
 
 
 class Time:
-    """A clock that moves only when a thread waits."""
+    """A clock that moves only when the device waits."""
 
     def __init__(self):
         self.now_s = 100.0
@@ -331,7 +331,7 @@ class Time:
 
 def test_work_keeps_the_rate_and_enters_the_ledger():
     time, ledger = Time(), Ledger()
-    device = HostDevice(
+    device = EmulatedDevice(
         CAPACITY,
         choose=lambda n: 0,
         rates={Engine.IN: Rate(100.0, 0.5), Engine.OUT: Rate(50.0)},
@@ -354,7 +354,7 @@ def test_work_keeps_the_rate_and_enters_the_ledger():
 
 def test_emulated_rate_never_exceeds_the_machine():
     time = Time()
-    device = HostDevice(
+    device = EmulatedDevice(
         CAPACITY, choose=lambda n: 0, rates={Engine.COMPUTE: Rate(1e9)}, clock=time, wait=time.wait
     )
     stream = device.stream("only")
@@ -403,7 +403,7 @@ def test_an_array_is_read_into_place(device, streams):
 @pytest.mark.parametrize(
     "values", [np.array(["a", None]), np.arange(10)[::2], np.ones((3, 4)).T], ids=str
 )
-def test_array_that_cannot_be_on_a_device_is_refused(device, streams, values):
+def test_arrays_that_cannot_be_on_a_device_are_refused(device, streams, values):
     with pytest.raises(ValueError, match=r"objects|contiguous"):
         DeviceArray.from_host(values, device, streams[0])
     assert device.used_nbytes == 0
@@ -421,7 +421,7 @@ def test_memory_is_freed_with_the_array_after_its_copies(device, streams):
     assert device.used_nbytes == again.nbytes
 
 
-def test_array_may_die_while_the_device_is_locked(device, streams):
+def test_an_array_destructor_does_not_wait_for_the_device(device, streams):
     array = DeviceArray.from_host(np.arange(100), device, streams[0])
     cycle = [array]
     cycle.append(cycle)
@@ -436,7 +436,7 @@ def test_array_may_die_while_the_device_is_locked(device, streams):
     assert device.used_nbytes == 0
 
 
-def test_unregistered_use_is_found_when_the_array_dies(device, streams):
+def test_an_unknown_use_of_an_array_is_found_when_it_dies(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.zeros(10, dtype=np.uint8), device, one)
     other.wait(array.ready)
@@ -447,7 +447,7 @@ def test_unregistered_use_is_found_when_the_array_dies(device, streams):
     device.allocate(1, one)
 
 
-def test_registered_use_of_an_array_is_in_order(device, streams):
+def test_a_recorded_use_of_an_array_is_ordered(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.zeros(10, dtype=np.uint8), device, one)
     other.wait(array.ready)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.ordering import HazardError
 from tests.conformance.device_suite import (
     LENGTH,
@@ -23,6 +23,8 @@ from tests.conformance.device_suite import (
     read,
     run_program,
 )
+
+# ------------------------------------------------------------------ hazards
 
 
 def test_read_of_memory_being_written_by_another_stream_is_found(device, streams):
@@ -91,7 +93,7 @@ def test_event_covers_only_earlier_work(device, streams):
 
 
 def test_order_through_events_is_transitive(device, streams):
-    """One, then other, then third: third need not know of one."""
+    """One, then other, then third: third need not know one."""
     one, other = streams
     third = device.stream("third")
     buffer = device.allocate(10, one)
@@ -101,8 +103,8 @@ def test_order_through_events_is_transitive(device, streams):
     np.testing.assert_array_equal(read(third, buffer), noise(10))
 
 
-def test_finished_work_orders_nothing_until_it_is_queried(device, streams):
-    """A copy that happens to be finished now may not be finished the next time."""
+def test_a_finished_copy_gives_no_order_until_the_host_checks(device, streams):
+    """A copy that happens to be done proves nothing about the next run."""
     one, other = streams
     buffer = device.allocate(10, one)
     one.to_device(buffer, noise(10))
@@ -130,7 +132,7 @@ def test_free_during_a_copy_of_another_stream_is_found(device, streams):
 
 
 @pytest.mark.parametrize("use", ["copy", "kernel", "part", "free"])
-def test_use_after_free_is_found(device, streams, use):
+def test_freed_memory_is_not_used(device, streams, use):
     one, _ = streams
     buffer = device.allocate(10, one)
     part = buffer.part(3, 4)
@@ -148,8 +150,8 @@ def test_use_after_free_is_found(device, streams, use):
     assert device.used_nbytes == 0
 
 
-def test_refused_operation_leaves_no_record(device, streams):
-    """A kernel that may use the one buffer and not the other has used neither."""
+def test_a_refused_use_leaves_no_trace(device, streams):
+    """A kernel that may use only one of two buffers has used neither."""
     one, other = streams
     mine = device.allocate(10, one)
     other.wait(one.record())
@@ -168,14 +170,14 @@ def test_kernel_cannot_write_its_own_input(device, streams):
         one.synchronize()
 
 
-def test_unordered_programs_are_found_or_give_the_same_result():
-    """A program without a hazard gives the same result in every order a device may choose."""
+def test_unordered_programs_are_refused_or_deterministic():
+    """All accepted programs give the same result in every order that a device may choose."""
     outcomes = set()
 
     @settings(derandomize=True, max_examples=600)
     @given(programs(n_most=12), st.integers(0, 2**32))
     def check(steps, seed):
-        device = HostDevice(N_BUFFERS * LENGTH, choose=random.Random(seed).randrange)
+        device = EmulatedDevice(N_BUFFERS * LENGTH, choose=random.Random(seed).randrange)
         try:
             got = run_program(device, steps, in_order=False)
         except HazardError:
@@ -188,7 +190,7 @@ def test_unordered_programs_are_found_or_give_the_same_result():
     assert outcomes == {"found", "harmless"}
 
 
-# What later uses stand for is forgotten; what they do not stand for must not be.
+# A use covered by a later one is forgotten. Other uses must not be forgotten.
 
 
 def test_a_read_does_not_hide_the_write_before_it(device, streams):
@@ -210,7 +212,7 @@ def test_a_read_does_not_hide_a_read_of_another_stream(device, streams):
 
 
 @pytest.mark.parametrize("later", [(0, 4), (6, 4), (2, 6)])
-def test_write_hides_only_uses_within_its_range(device, streams, later):
+def test_a_write_hides_only_uses_of_its_own_bytes(device, streams, later):
     one, other = streams
     buffer = device.allocate(10, one)
     other.wait(one.record())

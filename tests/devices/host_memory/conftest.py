@@ -11,7 +11,7 @@ from tests.devices.host_memory.pool_pages import MANY
 
 @pytest.fixture(params=[PrivatePages, SharedPages])
 def pool(request):
-    """A pool that keeps all returned memory."""
+    """A pool that keeps all returned pages."""
     pool = HostPool(MANY, lane_pages=1, source=request.param())
     yield pool
     pool.trim()

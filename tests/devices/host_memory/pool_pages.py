@@ -19,13 +19,13 @@ def address_of(buffer):
 
 
 def pages_of(pool):
-    """Pages in use, and pages that are idle."""
+    """Return the numbers of used and idle pages."""
     report = pool_report(pool)
     return report["used_nbytes"] / PAGE_NBYTES, report["idle_nbytes"] / PAGE_NBYTES
 
 
 class Walk:
-    """Random use of a pool. Every live buffer is full of a number of its own."""
+    """Random use of a pool. Every live buffer is filled with its own number."""
 
     def __init__(self, pool, seed, lanes):
         self.pool = pool

@@ -1,4 +1,4 @@
-"""The first user of a shuffle raises the allocator's thresholds, and the last one restores them."""
+"""The allocator keeps pages from the first user on, until the last user is done."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class FakeMallopt:
         return 1
 
     def taken(self):
-        """What was called since the last time."""
+        """Return the calls since the last `taken`."""
         calls, self.calls = self.calls, []
         return calls
 
 
 @pytest.fixture
 def mallopt(monkeypatch):
-    """In an environment that sets no thresholds, and with trims among the calls."""
+    """Calls of `mallopt` and of trims, in an environment without thresholds."""
     for name in ALL_THAT_COUNTS:
         monkeypatch.delenv(name, raising=False)
     mallopt = FakeMallopt()
@@ -43,7 +43,7 @@ def mallopt(monkeypatch):
     return mallopt
 
 
-def test_allocator_is_unchanged_before_the_first_user(mallopt):
+def test_a_pumped_device_runs_nothing_before_the_host_waits(mallopt):
     PageKeeper(100 * MIB, mallopt)
     assert mallopt.taken() == []
 
@@ -53,7 +53,7 @@ def test_first_user_raises_both_thresholds(mallopt):
     assert sorted(mallopt.taken()) == sorted(RAISED)
 
 
-def test_last_user_restores_thresholds_and_trims(mallopt):
+def test_the_last_user_sets_glibcs_final_thresholds_and_trims(mallopt):
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
     mallopt.taken()
@@ -82,7 +82,9 @@ def test_last_user_restores_thresholds_and_trims(mallopt):
         ),
     ],
 )
-def test_thresholds_of_the_environment_are_restored(mallopt, monkeypatch, environment, trim, mmap):
+def test_the_thresholds_of_the_environment_are_restored(
+    mallopt, monkeypatch, environment, trim, mmap
+):
     for name, said in environment.items():
         monkeypatch.setenv(name, said)
     keeper = PageKeeper(100 * MIB, mallopt)
@@ -92,7 +94,7 @@ def test_thresholds_of_the_environment_are_restored(mallopt, monkeypatch, enviro
     assert sorted(mallopt.taken()[:-1]) == [(MMAP, mmap), (TRIM, trim)]
 
 
-def test_only_the_first_and_last_user_change_the_thresholds(mallopt):
+def test_only_the_first_and_last_user_call_the_allocator(mallopt):
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
     mallopt.taken()
@@ -129,7 +131,7 @@ def test_values_fit_into_a_c_int(mallopt):
     assert (TRIM, 2**31 - 1) in mallopt.taken()
 
 
-def test_the_environments_values_fit_into_a_c_int_too(mallopt, monkeypatch):
+def test_environment_values_are_limited_to_a_c_int(mallopt, monkeypatch):
     """The C library reads a larger type from the environment than `mallopt` takes."""
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 32))
     keeper = PageKeeper(100 * MIB, mallopt)
@@ -140,7 +142,7 @@ def test_the_environments_values_fit_into_a_c_int_too(mallopt, monkeypatch):
 
 
 class OtherLibrary:
-    """A C library without the functions that only glibc has."""
+    """A C library without the functions of glibc."""
 
     def __getattr__(self, name):
         raise AttributeError(name)
@@ -170,7 +172,7 @@ def test_trimming_without_glibc_is_no_error(monkeypatch, load):
 
 
 class GlibcLike:
-    """A C library that writes down what is asked of it."""
+    """A C library that records calls."""
 
     def __init__(self, calls):
         self._calls = calls
@@ -218,8 +220,8 @@ print(before, faults())
 """
 
 
-def test_memory_is_reused_after_the_last_user_as_before():
-    """Mapped afresh, 20 times 8 MiB are more than 40000 faults."""
+def test_memory_is_reused_after_the_last_user():
+    """If they were mapped again, 20 times 8 MiB would cost more than 40000 page faults."""
     environment = {key: on for key, on in os.environ.items() if key not in ALL_THAT_COUNTS}
     ran = subprocess.run(
         [sys.executable, "-c", FAULTS], capture_output=True, check=True, env=environment

@@ -1,4 +1,4 @@
-"""Blocks of pinned memory are reused, never overlap and stay within the limit."""
+"""Blocks of one size are reused, two values never overlap, and the capacity holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 20.0
 
 
 class Pinner:
-    """A pinner that counts its blocks and fails when a test says so."""
+    """A fake `pin` that counts calls and fails on request."""
 
     def __init__(self):
         self.asked = []
@@ -87,7 +87,7 @@ def test_no_allocations_after_the_warm_up():
     held = {}
     for number in range(2000):
         values = noise(int(rng.integers(0, 2000)), number)
-        # The last of several blocks is never full: ten values of 2000 bytes fit for certain.
+        # The last of several blocks is never full, so ten values of 2000 bytes always fit.
         if len(held) == 9:
             oldest = min(held)
             blocks, expected = held.pop(oldest)
@@ -128,7 +128,7 @@ def test_the_cap_is_whole_blocks():
     assert pool.used_nbytes == 1000
 
 
-def test_value_that_does_not_fit_takes_no_block():
+def test_a_value_that_does_not_fit_takes_no_memory():
     pinner = Pinner()
     pool = PinnedPool(1000, 100, pinner)
     with pytest.raises(MemoryError):
@@ -160,8 +160,8 @@ def test_released_pinned_memory_cannot_be_used():
     assert (pool.used_nbytes, pool.idle_nbytes) == (0, 300)
 
 
-def test_idle_blocks_are_served_while_others_are_pinned():
-    """Pinning takes milliseconds, and a request for idle blocks must not wait for it."""
+def test_idle_blocks_are_handed_out_while_others_are_pinned():
+    """Pinning takes milliseconds. Requests that idle blocks satisfy must not wait for it."""
     entered, go_on = threading.Event(), threading.Event()
     slow = False
 

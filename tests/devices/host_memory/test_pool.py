@@ -30,8 +30,8 @@ def test_buffer_has_its_length_is_aligned_and_writable(pool, nbytes):
         buffer[:] = 1
 
 
-def test_lane_that_gets_no_pages_keeps_its_pages(pool, monkeypatch):
-    """If it released its pages twice, another lane's buffer would lose its memory."""
+def test_a_lane_keeps_its_run_if_the_system_has_no_pages(pool, monkeypatch):
+    """Otherwise, the lane's run would be released twice, and reused while a buffer is in it."""
     first, second = pool.empty(HALF, "a"), pool.empty(HALF, "a")
     second[:] = 2
 
@@ -139,7 +139,7 @@ def test_a_page_is_filled_to_its_last_byte(pool):
     assert pages_of(pool) == (1, 0)
 
 
-def test_page_is_freed_with_its_last_buffer(pool):
+def test_a_page_is_freed_with_its_last_buffer(pool):
     first, second = pool.empty(HALF, lane="a"), pool.empty(HALF, lane="a")
     pool.close_lane("a")
     del first
@@ -149,7 +149,7 @@ def test_page_is_freed_with_its_last_buffer(pool):
     assert pages_of(pool) == (0, 1)
 
 
-def test_page_being_filled_stays_with_its_lane(pool):
+def test_the_page_of_an_open_lane_stays_in_use(pool):
     del_me = pool.empty(HALF, lane="a")
     address = address_of(del_me)
     del del_me
@@ -179,7 +179,7 @@ def test_closing_a_lane_keeps_other_lanes_and_its_buffers(pool):
     assert address_of(pool.empty(HALF, lane="b")) == address_of(other) + HALF
 
 
-def test_a_lane_can_be_used_again_after_it_was_closed(pool):
+def test_a_closed_pool_lane_can_be_used_again(pool):
     first = pool.empty(16 << 10, lane="a")
     pool.close_lane("a")
     second = pool.empty(16 << 10, lane="a")
@@ -189,26 +189,26 @@ def test_a_lane_can_be_used_again_after_it_was_closed(pool):
 # ------------------------------------------------------------------ tenants
 
 
-def test_departing_tenant_closes_its_own_lanes_only(pool):
+def test_closing_a_tenant_closes_only_its_lanes(pool):
     one, other, pools = Tenant(), Tenant(), (pool, HostPool(1 << 30))
     buffers = [one.empty(each, HALF, lane) for each in pools for lane in "ab"]
     theirs = other.empty(pool, HALF, "a")
-    one.leave()
+    one.close()
     del buffers
     assert [each.used_nbytes for each in pools] == [PAGE_NBYTES, 0]
     assert address_of(other.empty(pool, HALF, "a")) == address_of(theirs) + HALF
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_request_of_a_departing_tenant_keeps_no_page(pool, monkeypatch, when):
+def test_a_request_while_a_tenant_closes_keeps_no_page(pool, monkeypatch, when):
     tenant, empty = Tenant(), pool.empty
 
     def leave_meanwhile(nbytes, lane):
         if when == "before":
-            tenant.leave()
+            tenant.close()
         buffer = empty(nbytes, lane)
         if when == "after":
-            tenant.leave()
+            tenant.close()
         return buffer
 
     monkeypatch.setattr(pool, "empty", leave_meanwhile)
@@ -243,8 +243,8 @@ def test_memory_of_a_large_buffer_becomes_small_buffers(pool):
     assert pages_of(pool) == (3, 0)
 
 
-def test_large_buffer_does_not_wait_for_pages_in_use(pool):
-    """It takes the idle pages, and the rest from the system."""
+def test_a_large_buffer_does_not_wait_for_pages_in_use(pool):
+    """A large buffer takes idle pages, and gets the rest from the system."""
     first = pool.empty(PAGE_NBYTES)
     second = pool.empty(PAGE_NBYTES)
     second[:] = 2
@@ -274,7 +274,7 @@ def test_pool_with_a_limit_of_zero_keeps_nothing(keep_nbytes):
     assert pages_of(pool) == (0, 0)
 
 
-def test_pages_over_the_limit_are_returned(monkeypatch):
+def test_pages_beyond_the_limit_are_returned(monkeypatch):
     given_back = []
     source = PrivatePages()
     give_back = source.give_back
@@ -293,7 +293,7 @@ def test_pages_over_the_limit_are_returned(monkeypatch):
     assert set(given_back) == expected
 
 
-def test_trimming_returns_idle_pages_only(pool):
+def test_trimming_returns_only_idle_pages(pool):
     buffers = [pool.empty(PAGE_NBYTES) for _ in range(4)]
     buffers[0][:] = 4
     del buffers[1:]

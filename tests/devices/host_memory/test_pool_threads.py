@@ -11,6 +11,8 @@ from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, SharedPages
 from dask_gpurt.devices.host_memory.pool import HostPool
 from tests.devices.host_memory.pool_pages import HALF, MANY, PATIENCE_S, Walk, pages_of
 
+# ------------------------------------------------------------------ threads and garbage
+
 
 def test_threads_use_one_pool_at_once(pool):
     def work(number):
@@ -43,7 +45,7 @@ def test_a_buffer_may_die_in_another_thread(pool):
 
 
 def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
-    """Garbage is collected wherever Python likes, in the midst of `empty` as well."""
+    """The garbage collector may run at any point, even inside `empty`."""
     source = pool._pages
     build = source.build
 
@@ -70,12 +72,12 @@ def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
     assert pages_of(pool) == (1, 2)
 
 
-def test_active_lane_gets_more_pages_at_a_time():
+def test_a_lane_that_continues_gets_more_pages_at_a_time():
     pool = HostPool(1 << 30, lane_pages=4)
     buffers = [pool.empty(PAGE_NBYTES * 5 // 8, lane="a")]
     assert pages_of(pool) == (1, 0)
     buffers += [pool.empty(PAGE_NBYTES * 5 // 8, lane="a") for _ in range(6)]
-    # Six of them fill all but a quarter of a page of the four that came next.
+    # Six of them fill the next four pages except for a quarter of a page.
     assert pages_of(pool) == (5, 0)
     buffers.append(pool.empty(PAGE_NBYTES * 5 // 8, lane="a"))
     assert pages_of(pool) == (9, 0)
@@ -87,7 +89,7 @@ def test_active_lane_gets_more_pages_at_a_time():
     ("nbytes", "n_pages"),
     [(PAGE_NBYTES, 1), (PAGE_NBYTES + 1, 0), (PAGE_NBYTES // 2, 0), (10 * PAGE_NBYTES + 1, 11)],
 )
-def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
+def test_unshared_buffer_has_pages_unless_most_are_wasted(nbytes, n_pages):
     pool = HostPool(1 << 30)
     buffer = pool.empty_alone(nbytes)
     buffer[:] = 3
@@ -96,8 +98,8 @@ def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
     assert pages_of(pool) == (0, n_pages)
 
 
-def test_buffer_freed_after_trimming_is_returned_at_once():
-    """A result may outlive its shuffle, and no later request would return its memory."""
+def test_buffers_that_die_after_trimming_are_returned_at_once():
+    """A result may outlive its shuffle. The pool gets no request when it dies."""
     pool = HostPool(1 << 30)
     kept = pool.empty_alone(4 * PAGE_NBYTES)
     pool.trim()
@@ -114,7 +116,7 @@ def test_pool_keeps_pages_again_once_it_is_used():
     assert pages_of(pool) == (0, 4)
 
 
-def test_buffer_may_die_while_the_lock_is_held():
+def test_a_destructor_does_not_wait_for_the_lock():
     pool = HostPool(1 << 30)
     buffer = pool.empty_alone(PAGE_NBYTES)
     pool.trim()
@@ -124,8 +126,8 @@ def test_buffer_may_die_while_the_lock_is_held():
     assert pages_of(pool) == (0, 0)
 
 
-def test_page_file_is_not_closed_while_it_is_in_use():
-    """Its number may be another file's a moment later, and pages are punched out of files."""
+def test_the_page_file_is_closed_under_the_lock():
+    """The file's number may be reused at once, and the pool punches holes into the file."""
     seen = []
 
     class Source(SharedPages):

@@ -1,4 +1,4 @@
-"""A driver that records launches, and a hook on it."""
+"""A driver that writes down launches, and a hook on it."""
 
 from __future__ import annotations
 

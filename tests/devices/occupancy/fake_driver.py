@@ -1,4 +1,4 @@
-"""A driver that records launches."""
+"""A driver that writes down launches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dask_gpurt.devices.occupancy.shaping import (
 
 KIB = 1 << 10
 GRID, BLOCK = (1000, 1, 1), (16, 8, 2)  # 256 threads
-TWO, FOUR = 76928, 45696  # bytes that leave so many blocks on an sm_90
+TWO, FOUR = 76928, 45696  # bytes that leave 2 and 4 blocks on an sm_90
 
 
 @dataclass(frozen=True)
 class Made:
-    """A launch as it reached the driver."""
+    """A launch that reached the driver."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -29,7 +29,7 @@ class Made:
 
 
 class FakeDriver:
-    """A driver that keeps CUDA's rules about shared memory and counts queries."""
+    """A driver with CUDA's rules about shared memory that counts calls."""
 
     def __init__(self, registers=32, static_nbytes=0, opt_in_nbytes=227 * KIB):
         self.registers = registers
@@ -69,7 +69,7 @@ class FakeDriver:
 
 
 class CountingPlanner:
-    """A planner that records its queries."""
+    """A planner that records calls."""
 
     def __init__(self, leave, architecture=SM90):
         self.planner = Planner(architecture, leave)

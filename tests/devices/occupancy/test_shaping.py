@@ -1,4 +1,4 @@
-"""Launches inside of `shaped` carry the planned bytes; all others are unchanged."""
+"""Launches inside `shaped` carry what was planned, all others what they ask for."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.devices.occupancy.fake_driver import (
     launch,
 )
 
-# ------------------------------------------------------------------ shared memory of launches
+# ------------------------------------------------------------------ what launches carry
 
 
-def test_shaped_launch_changes_only_its_shared_memory(hook, driver):
+def test_intercepted_launches_change_only_their_shared_memory(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
     assert driver.launches == [Made("k", GRID, BLOCK, TWO, 7)]
@@ -53,7 +53,7 @@ def test_launch_after_an_error_in_a_scope_is_unshaped(hook, driver):
     assert driver.carried == [0]
 
 
-def test_disabled_hook_changes_nothing(driver):
+def test_a_disabled_hook_changes_nothing(driver):
     hook = LaunchHook(driver, enabled=False)
     planner = CountingPlanner(2)
     with shaped(planner, always, hook):
@@ -64,7 +64,7 @@ def test_disabled_hook_changes_nothing(driver):
 
 
 def test_scope_does_not_shape_while_nothing_is_pending(hook, driver):
-    """The hook asks at each launch, because communication may start and end within a scope."""
+    """Each launch asks, because communication starts and ends within one `with` block."""
     pending = iter([False, True, True, False])
     planner = CountingPlanner(2)
     with shaped(planner, lambda: next(pending), hook):
@@ -76,8 +76,8 @@ def test_scope_does_not_shape_while_nothing_is_pending(hook, driver):
     assert driver.carried == [0, TWO, TWO, 0]
 
 
-def test_shared_memory_of_a_launch_is_never_reduced(hook, driver):
-    """The plan for it is to do nothing; and a planner that asks for less is not followed."""
+def test_shaping_never_lowers_a_launchs_shared_memory(hook, driver):
+    """The plan leaves it unchanged, and a planner that asks for less is ignored."""
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook, shared_nbytes=48 * KIB)
     less = Plan(16, 16, 4, 8, 0, needs_opt_in=False)
@@ -86,7 +86,7 @@ def test_shared_memory_of_a_launch_is_never_reduced(hook, driver):
     assert driver.carried == [48 * KIB, 1024]
 
 
-def test_planner_is_given_the_launch(driver):
+def test_the_planner_gets_the_resources_of_the_launch(driver):
     driver.registers, driver.static_nbytes = 40, 3 * KIB
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
@@ -96,7 +96,7 @@ def test_planner_is_given_the_launch(driver):
     assert driver.carried == [TWO - 3 * KIB]
 
 
-def test_driver_refuses_a_launch_with_too_many_threads(hook, driver):
+def test_the_driver_refuses_launches_with_too_many_threads(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook, block=(1025, 1, 1))
     assert driver.carried == [0]
@@ -118,7 +118,7 @@ def test_decision_carries_its_reason(hook, driver):
 # ------------------------------------------------------------------ more than 48 KiB
 
 
-def test_kernel_limit_is_raised_once_before_the_launch(hook, driver):
+def test_the_allowance_is_raised_once_before_the_launch(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         for _ in range(5):
             launch(hook)
@@ -127,15 +127,15 @@ def test_kernel_limit_is_raised_once_before_the_launch(hook, driver):
     assert driver.carried == [TWO] * 5
 
 
-def test_kernel_limit_is_kept_when_it_suffices(hook, driver):
+def test_a_kernel_without_a_larger_plan_is_unchanged(hook, driver):
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook)
     assert driver.carried == [FOUR]
     assert driver.allowances == []
 
 
-def test_kernel_limit_only_grows(hook, driver):
-    """Other launches of the same kernel may need the higher limit."""
+def test_the_allowance_of_a_kernel_only_grows(hook, driver):
+    """The kernel's owner may have launches that need the allowance."""
     driver.set_max_dynamic_shared("k", 200 * KIB)
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -145,7 +145,7 @@ def test_kernel_limit_only_grows(hook, driver):
 
 
 def test_launch_is_unchanged_where_the_device_refuses_the_limit():
-    """The table of architectures claims that the device allows it."""
+    """The table promised that it would."""
     driver = FakeDriver(opt_in_nbytes=64 * KIB)
     hook = LaunchHook(driver, enabled=True)
     with shaped(Planner(SM90, 2), always, hook):
@@ -159,8 +159,8 @@ def test_launch_is_unchanged_where_the_device_refuses_the_limit():
     assert "bytes" in str(decided.why)
 
 
-def test_refused_launch_is_repeated_and_not_shaped_again(hook, driver):
-    """The kernel's owner has reset its limit to what its own launches need."""
+def test_a_refused_launch_is_repeated_unchanged_and_remembered(hook, driver):
+    """Meanwhile, the kernel's owner has reset the allowance to its own need."""
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         del driver.allowed["k"]
@@ -173,7 +173,7 @@ def test_refused_launch_is_repeated_and_not_shaped_again(hook, driver):
     assert decided.nbytes == 0
 
 
-def test_launch_refused_without_shaping_raises(hook, driver):
+def test_a_refusal_of_the_original_launch_is_raised(hook, driver):
     with (
         shaped(Planner(SM90, 2), always, hook),
         pytest.raises(LaunchRefusedError, match=str(100 * KIB)),
@@ -181,8 +181,8 @@ def test_launch_refused_without_shaping_raises(hook, driver):
         launch(hook, shared_nbytes=100 * KIB, block=(512, 1, 1))
 
 
-def test_other_launch_errors_are_not_retried(hook, driver, monkeypatch):
-    """The launch may have been made: a second one would do its work twice."""
+def test_other_launch_errors_are_not_refusals(hook, driver, monkeypatch):
+    """The launch may have run. A second launch would repeat its work."""
     tried = []
 
     def lost(*arguments):
@@ -195,7 +195,7 @@ def test_other_launch_errors_are_not_retried(hook, driver, monkeypatch):
     assert len(tried) == 1
 
 
-def test_reloaded_kernel_is_queried_again(hook, driver):
+def test_an_unloaded_kernel_is_decided_again(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         launch(hook, kernel="other")
@@ -207,10 +207,10 @@ def test_reloaded_kernel_is_queried_again(hook, driver):
     assert driver.carried == [TWO, TWO, 0, 16]
 
 
-# ------------------------------------------------------------------ failures leave launches as is
+# ------------------------------------------------------------------ what fails costs the shape only
 
 
-def test_failing_planner_leaves_the_launch_unchanged(hook, driver):
+def test_a_failing_planner_leaves_the_launch_unchanged(hook, driver):
     asked = []
 
     def fails(one):
@@ -234,7 +234,7 @@ def test_failing_attributes_leave_the_launch_unchanged(hook, driver, monkeypatch
     assert "ZeroDivisionError" in str(hook.decisions()[0].why)
 
 
-def test_failing_pending_check_leaves_the_launch_unchanged(hook, driver):
+def test_a_failing_pending_leaves_the_launch_unchanged(hook, driver):
     def pending():
         raise RuntimeError("no ledger")
 
@@ -247,7 +247,7 @@ def test_failing_pending_check_leaves_the_launch_unchanged(hook, driver):
 # ------------------------------------------------------------------ nesting
 
 
-def test_inner_scope_applies_until_the_outer_one_resumes(hook, driver):
+def test_an_inner_scope_replaces_the_outer_one_until_it_ends(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         with shaped(Planner(SM90, 4), always, hook):
@@ -256,7 +256,7 @@ def test_inner_scope_applies_until_the_outer_one_resumes(hook, driver):
     assert driver.carried == [TWO, FOUR, TWO]
 
 
-def test_inner_scope_with_nothing_pending_is_unshaped(hook, driver):
+def test_an_inner_scope_without_pending_work_is_unshaped(hook, driver):
     with shaped(Planner(SM90, 2), always, hook), shaped(Planner(SM90, 4), lambda: False, hook):
         launch(hook)
     assert driver.carried == [0]
@@ -282,10 +282,10 @@ def test_equal_planners_decide_once(hook, driver):
     assert len(hook.decisions()) == 1
 
 
-# ------------------------------------------------------------------ cost of the hook
+# ------------------------------------------------------------------ what it costs
 
 
-def test_decided_launch_asks_only_whether_work_is_pending(hook, driver):
+def test_a_decided_launch_asks_only_pending(hook, driver):
     planner = CountingPlanner(2)
     n_asked = 0
 
@@ -303,7 +303,7 @@ def test_decided_launch_asks_only_whether_work_is_pending(hook, driver):
     assert driver.allowances == [("k", TWO)]
 
 
-def test_remembered_decisions_are_bounded(hook, driver, monkeypatch):
+def test_the_number_of_decisions_is_bounded(hook, driver, monkeypatch):
     monkeypatch.setattr(shaping, "_MOST_DECISIONS", 10)
     for leave in range(1, 25):
         with shaped(Planner(SM90, leave), always, hook):

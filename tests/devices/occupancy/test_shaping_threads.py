@@ -17,6 +17,8 @@ from dask_gpurt.devices.occupancy.shaping import (
 )
 from tests.devices.occupancy.fake_driver import TWO, CountingPlanner, FakeDriver, always, launch
 
+# ------------------------------------------------------------------ threads and coroutines
+
 
 def test_a_thread_that_starts_inside_is_unshaped(hook, driver):
     with shaped(Planner(SM90, 2), always, hook), ThreadPoolExecutor(1) as pool:
@@ -26,7 +28,7 @@ def test_a_thread_that_starts_inside_is_unshaped(hook, driver):
 
 
 def test_threads_shape_their_own_launches():
-    """Each with a number of its own, all inside at the same time."""
+    """All threads are inside at the same time, each with its own number."""
     leaves = [1, 2, 3, 4, 6, 7]
     driver = FakeDriver()
     hook = LaunchHook(driver, enabled=True)
@@ -55,14 +57,14 @@ def test_threads_shape_their_own_launches():
         planned = plan(SM90, Launch(256, 32), leave, pending=True).dynamic_nbytes
         assert carried[number] == {planned: 50}
     assert carried["outside"] == {0: 50}
-    # One question for each number of blocks, and what the kernel is allowed only grew.
+    # One question for each number of blocks. The allowance only grew.
     assert driver.asked == {"shared by all": len(leaves)}
     assert driver.allowances == sorted(driver.allowances)
     assert driver.refused == []
 
 
 class Door:
-    """A lock that tells which threads wait for it."""
+    """A lock that tells which threads have reached it."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -76,13 +78,13 @@ class Door:
         self.lock.release()
 
 
-def test_kernel_met_by_many_threads_is_decided_once(driver, monkeypatch):
-    """The first is kept inside until all the others have found nothing decided."""
+def test_many_threads_decide_a_new_kernel_once(driver, monkeypatch):
+    """The first thread stays inside until all others have found no decision."""
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
     n_threads = 4
     door = Door()
-    # Entering takes the lock too, so the door is put in once all have.
+    # Entering takes the lock too, so install the door after all threads have entered.
     entered = threading.Barrier(
         n_threads, timeout=60, action=lambda: monkeypatch.setattr(hook, "_lock", door)
     )

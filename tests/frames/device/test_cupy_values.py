@@ -1,4 +1,4 @@
-"""Real CuPy arrays over host memory are serialized and restored."""
+"""CuPy arrays are decomposed and composed; real arrays over host memory."""
 
 from __future__ import annotations
 

@@ -17,13 +17,15 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
+# ------------------------------------------------------------------ arrays
+
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_array_is_restored_equal(name):
     assert_same(there_and_back(ARRAYS[name]), ARRAYS[name])
 
 
-def test_array_subclass_keeps_its_attributes():
+def test_a_subclass_keeps_its_extra_state():
     assert there_and_back(ARRAYS["subclass"]).tag == "tag"
 
 
@@ -49,7 +51,7 @@ def test_arrays_are_not_copied(name):
     assert np.shares_memory(restore(flat.header, buffers), buffers[0])
 
 
-def test_broadcast_array_is_stored_once():
+def test_repeated_elements_are_stored_once():
     assert flatten(np.broadcast_to(np.float64(1), (1000, 1000))).buffers[0].nbytes == 8
     assert flatten(np.broadcast_to(np.arange(10.0), (1000, 10))).buffers[0].nbytes == 80
 

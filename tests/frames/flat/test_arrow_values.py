@@ -16,6 +16,8 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
+# ------------------------------------------------------------------ Arrow
+
 
 @pytest.mark.parametrize("name", ARROW)
 @pytest.mark.parametrize("first", [0, 3, 8, 11])
@@ -44,7 +46,7 @@ def test_tables_without_rows_or_columns_are_restored():
         assert there_and_back(value).num_rows == value.num_rows
 
 
-def test_slice_of_an_arrow_array_stores_only_its_own_rows():
+def test_an_arrow_slice_does_not_keep_its_parent():
     for name in ("integers", "bits", "text", "large text", "bytes of one length", "dictionary"):
         parent = pa.concat_arrays([ARROW[name]] * 10_000)
         flat = flatten(parent.slice(200_003, 17))

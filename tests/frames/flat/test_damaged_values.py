@@ -27,6 +27,9 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
+# ------------------------------------------------------------------ damage
+
+
 DAMAGED = [
     ARRAYS["Fortran"],
     ARRAYS["rows repeated"],
@@ -53,7 +56,7 @@ def test_a_damaged_header_is_a_value_error(number):
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
-def test_buffers_of_other_lengths_are_a_value_error(number):
+def test_buffers_of_another_header_are_a_value_error(number):
     flat = flatten(DAMAGED[number])
     buffers = copies_of(flat)
     for wrong in (
@@ -62,7 +65,7 @@ def test_buffers_of_other_lengths_are_a_value_error(number):
         [buffers[0][:-1], *buffers[1:]],
         [np.append(buffers[0], np.uint8(0)), *buffers[1:]],
     ):
-        with pytest.raises(ValueError, match="lengths"):
+        with pytest.raises(ValueError, match="length"):
             restore(flat.header, wrong)
 
 
@@ -77,7 +80,7 @@ def sealed(plain):
 
 
 def replaced(node, target, leaf):
-    """A copy of a node with its `target`-th leaf replaced, and how many there are."""
+    """Return a copy of a node with leaf number `target` replaced, and the number of leaves."""
     count = 0
 
     def walk(inner):
@@ -92,8 +95,8 @@ def replaced(node, target, leaf):
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
 @pytest.mark.parametrize("leaf", [None, -1, 1 << 40, "?", [], b""])
-def test_sealed_wrong_header_changes_nothing(number, leaf):
-    """A wrong header with a right checksum gives an error or another value, and no crash."""
+def test_an_inconsistent_node_is_a_value_error_or_a_value(number, leaf):
+    """A wrong header with a valid checksum gives an error or another value, never a crash."""
     flat = flatten(DAMAGED[number])
     buffers = copies_of(flat)
     sizes, node = msgpack.unpackb(flat.header[values._PREAMBLE.size :])
@@ -103,7 +106,7 @@ def test_sealed_wrong_header_changes_nothing(number, leaf):
         try:
             restore(sealed(msgpack.packb([sizes, wrong])), buffers)
         except (ValueError, EOFError, pickle.UnpicklingError):
-            pass  # the last two are what pickle says of a stream that is none
+            pass  # pickle raises the last two for invalid streams
     # None of them changed the buffers.
     assert_same(restore(flat.header, buffers), DAMAGED[number])
 
@@ -112,7 +115,7 @@ def test_sealed_wrong_header_changes_nothing(number, leaf):
     "error", [ModuleNotFoundError("gone"), KeyError("k"), MemoryError("no"), OSError(2, "gone")]
 )
 @pytest.mark.parametrize("column", [False, True])
-def test_error_of_the_unpickler_is_raised_unchanged(error, column):
+def test_an_error_of_the_values_class_is_raised_unchanged(error, column):
     def loads(data, *, buffers=()):
         raise error
 
@@ -147,7 +150,7 @@ def test_index_and_categories_may_share_a_name():
     assert_same(there_and_back(index), index)
 
 
-def test_restored_broadcast_frame_is_read_only():
+def test_elements_that_share_memory_do_not_become_writable():
     row = np.broadcast_to(np.array([1.0, 2.0, 3.0]), (4, 3))
     for value in (pd.DataFrame(row, copy=False), pd.Series(row[:, 0], copy=False)):
         found = there_and_back(value)

@@ -21,6 +21,8 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
+# ------------------------------------------------------------------ columns and indexes
+
 
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize("rows", [slice(None), slice(0), slice(1, -1), slice(None, None, 2)])
@@ -70,7 +72,7 @@ PLAIN = [
 ]
 
 
-#: msgpack begins with 256 KiB, whatever it then writes.
+#: msgpack allocates 256 KiB at the start, independent of its output.
 SLACK_NBYTES = 300_000
 
 
@@ -97,7 +99,7 @@ def blocks_of(frame):
     return [np.asarray(block.values) for block in frame._mgr.blocks]
 
 
-def test_frames_are_not_copied_in_any_block_order():
+def test_frames_are_not_copied_for_any_block_order():
     rng = np.random.default_rng(0)
     rows_first = pd.DataFrame(rng.random((1000, 8)), copy=False)
     columns_first = pd.DataFrame({str(i): rng.random(1000) for i in range(8)})
@@ -113,7 +115,7 @@ def test_frames_are_not_copied_in_any_block_order():
         assert_same(got, frame)
 
 
-def test_overhead_of_a_wide_frame_is_constant():
+def test_the_cost_of_a_wide_frame_does_not_grow_with_its_columns():
     def counts(n_columns):
         frame = pd.DataFrame(np.ones((10, n_columns)), columns=pd.RangeIndex(n_columns))
         frame = pd.concat([frame, frame.astype("i4")], axis=1, ignore_index=True)
@@ -126,7 +128,7 @@ def test_overhead_of_a_wide_frame_is_constant():
 
 
 def test_frames_are_restored_without_access_to_blocks():
-    """Other versions of pandas may hold their memory elsewhere: then column by column."""
+    """Other versions of pandas may store their memory differently. Then columns are separate."""
     frame = pd.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"], "c": [3.0, 4.0]})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joining, "create_dataframe_from_blocks", None)

@@ -24,6 +24,9 @@ from tests.frames.flat.value_cases import (
     there_and_back,
 )
 
+# ------------------------------------------------------------------ anything else
+
+
 OTHERS = {
     "nothing": None,
     "number": 5,
@@ -104,7 +107,7 @@ def test_any_tree_is_restored_equal(tree):
     assert_same(there_and_back(tree), tree)
 
 
-def test_pickled_buffers_are_views():
+def test_buffers_of_pickled_values_are_views():
     array = np.arange(1000.0)
     flat = flatten(Point(array, read_only(np.arange(500))))
     assert np.shares_memory(flat.buffers[0], array)
@@ -116,7 +119,7 @@ def test_pickled_buffers_are_views():
 
 
 class Gaps:
-    """Hands pickle memory that has no raw bytes; pickle cannot carry it in its stream either."""
+    """A value that gives pickle a buffer without raw bytes, which its stream cannot hold either."""
 
     def __reduce_ex__(self, protocol):
         return bytes, (pickle.PickleBuffer(memoryview(bytearray(b"abcdef"))[::2]),)
@@ -138,7 +141,7 @@ def test_given_pickling_functions_are_used():
         restore(flat.header, copies_of(flat))
 
 
-def test_object_that_occurs_twice_is_stored_once():
+def test_objects_that_occur_twice_are_stored_once():
     array, frame = np.arange(1000), pd.DataFrame({"a": np.arange(1000)})
     value = [array, (frame, array), {"x": frame}, array]
     flat = flatten(value)
@@ -174,8 +177,8 @@ def test_deeply_nested_list_is_restored():
     assert_same(got, inner)
 
 
-def test_unpicklable_part_is_named():
-    with pytest.raises(TypeError, match=r"value_cases\.Unpicklable"):
+def test_errors_name_the_unpicklable_type():
+    with pytest.raises(TypeError, match=r"test_values\.Unpicklable"):
         flatten(Unpicklable())
     with pytest.raises(TypeError, match=r"test_values\.Gaps"):
         flatten(Gaps())
@@ -200,7 +203,7 @@ def test_references_between_objects_of_a_value_are_kept(wrap):
     model, history = Model(np.arange(100)), np.zeros(100_000)
     value = wrap([model, Optimizer(model), model.weights, history])
     flat = flatten(value)
-    # Memory stays apart from what is pickled.
+    # Memory stays separate from pickled data.
     assert len(flat.header) < 2_000
     got = restore(flat.header, copies_of(flat))
     items = got[0] if len(got) == 1 else [got[n] for n in range(4)]
@@ -209,7 +212,7 @@ def test_references_between_objects_of_a_value_are_kept(wrap):
     assert_same(items[3], history)
 
 
-def test_keys_may_be_tuples_and_column_labels_dates():
+def test_dict_keys_may_be_tuples_and_labels_may_be_dates():
     frame = pd.DataFrame({"a": np.arange(100)})
     value = {
         ("x", 1): frame,

@@ -1,4 +1,4 @@
-"""Values of all kinds, and a comparison of values with restored ones."""
+"""Values of all kinds, and the comparison of a value with what came back."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ deterministic = settings(
 
 
 class Point(collections.namedtuple("Point", "x y")):
-    """A tuple that is more than one."""
+    """A tuple with more than its items."""
 
 
 class Tagged(np.ndarray):
-    """An array that is more than its memory."""
+    """An array with more than its memory."""
 
     def __reduce__(self):
         return tagged, (np.asarray(self), self.tag)
@@ -49,7 +49,7 @@ class Unpicklable:
 
 
 def copies_of(flat):
-    """The buffers as a tier would bring them back: other memory, aligned, writable."""
+    """Return the buffers as a tier restores them: other memory, aligned, writable."""
     made = []
     for buffer in flat.buffers:
         block = np.empty(buffer.nbytes + 64, np.uint8)
@@ -70,7 +70,7 @@ def there_and_back(value):
 
 
 def assert_same(got, expected):
-    """Equal in everything a program can ask for."""
+    """Check equality in everything that a program can observe."""
     assert type(got) is type(expected)
     if isinstance(expected, pd.DataFrame):
         pd.testing.assert_frame_equal(got, expected, check_exact=True, check_freq=True)
@@ -296,8 +296,8 @@ FRAMES = {
 
 
 def allocating(function, *args):
-    """Return a function's result and its peak allocation, NumPy's memory included."""
-    function(*args)  # what is allocated once and for all, is
+    """Return a function's result and its peak allocation, including NumPy's memory."""
+    function(*args)  # allocates what is allocated only once
     tracemalloc.start()
     try:
         result = function(*args)

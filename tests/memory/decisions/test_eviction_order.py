@@ -1,4 +1,4 @@
-"""The eviction order: exact for few values, sampled for many."""
+"""The order of eviction: exact for few values, by samples for many."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from weakref import WeakSet
 
 import pytest
 
-from dask_gpurt.memory.decisions.eviction_order import RANKED_AT_ONCE, Order
+from dask_gpurt.memory.decisions.eviction_order import RANKED_AT_ONCE, EvictionOrder
 
 
 class Ranks:
-    """Numbers are their own ranks; counts how often that is asked."""
+    """A rank function that returns its argument and counts its calls."""
 
     def __init__(self):
         self.asked = 0
@@ -23,18 +23,18 @@ class Ranks:
 
 def begun(values):
     ranks = Ranks()
-    order = Order(ranks)
+    order = EvictionOrder(ranks)
     for value in values:
         order.add(value)
-    order.begin()
+    order.refresh()
     return order, ranks
 
 
 def left(order):
-    """Return all values in the order in which they would leave."""
+    """Return all values in the order of eviction."""
     found = []
-    while order.go_on():
-        found.append(order.left.pop())
+    while order.rank_more():
+        found.append(order.ranked.pop())
     return found
 
 
@@ -53,10 +53,10 @@ def test_many_values_are_ranked_in_batches_without_a_gap():
     order, ranks = begun(shuffled(n))
     asked = [ranks.asked]
     found = []
-    while order.go_on():
+    while order.rank_more():
         if ranks.asked != asked[-1]:
             asked.append(ranks.asked)
-        found.append(order.left.pop())
+        found.append(order.ranked.pop())
     assert sorted(found) == list(range(n))
     batches = [end - first for first, end in zip([0, *asked[:-1]], asked, strict=True)]
     assert len(batches) == 4
@@ -67,7 +67,7 @@ def test_many_values_are_ranked_in_batches_without_a_gap():
 def test_first_victims_rank_among_the_first_of_all():
     n = 10 * RANKED_AT_ONCE
     order, _ = begun(shuffled(n))
-    first = [order.left.pop() for _ in range(RANKED_AT_ONCE // 16)]
+    first = [order.ranked.pop() for _ in range(RANKED_AT_ONCE // 16)]
     assert min(first) > n * 7 // 8
 
 
@@ -75,7 +75,7 @@ def test_values_added_later_leave_last():
     order, ranks = begun(shuffled(100))
     for late in (200, 300, 250):
         order.add(late)
-    order.begin()
+    order.refresh()
     assert ranks.asked == 100
     assert left(order) == [*reversed(range(100)), 300, 250, 200]
     order.add(400)
@@ -93,8 +93,8 @@ def test_removed_values_are_not_kept_by_the_order(n_before):
         gone.add(value)
     del value
     assert len(gone) <= RANKED_AT_ONCE // 16
-    order.left = []
-    order.begin()
+    order.ranked = []
+    order.refresh()
     assert not gone
 
 
@@ -104,12 +104,12 @@ class Value:
 
 def test_another_sample_is_ranked_each_time():
     order, _ = begun(shuffled(3 * RANKED_AT_ONCE))
-    seen = set(order.left)
+    seen = set(order.ranked)
     for _ in range(2):
-        order.left = []
-        order.begin()
-        assert seen.isdisjoint(order.left)
-        seen.update(order.left)
+        order.ranked = []
+        order.refresh()
+        assert seen.isdisjoint(order.ranked)
+        seen.update(order.ranked)
     assert seen == set(range(3 * RANKED_AT_ONCE))
 
 
@@ -121,8 +121,8 @@ def test_order_is_renewed_after_a_share_of_it_has_changed(n, change):
     asked = ranks.asked
     for _ in range(min(n, RANKED_AT_ONCE) // 16):
         getattr(order, change)(*() if change == "changed" else (next(values),))
-    order.begin()
+    order.refresh()
     assert ranks.asked == asked
     getattr(order, change)(*() if change == "changed" else (next(values),))
-    order.begin()
+    order.refresh()
     assert ranks.asked > asked

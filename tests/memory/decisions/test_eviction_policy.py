@@ -1,4 +1,4 @@
-"""The order of eviction under each policy."""
+"""The order of eviction by each policy."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class InStep(Informed):
 
     def look(self) -> Outlook[int]:
         outlook = super().look()
-        return Outlook(outlook._priority, outlook._waits_for, outlook._is_held_back)
+        return Outlook(outlook._priority, outlook._waits_for, outlook._is_unassigned)
 
 
 def times_belady(name: str, share: float, chooser) -> float:

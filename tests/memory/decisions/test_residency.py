@@ -28,7 +28,7 @@ def two_levels(capacity, policy="lru", uses=None):
 
 
 def settle(residency, fail=()):
-    """Carry out all due moves at once; return them."""
+    """Carry out everything that is due, at once; returns the moves."""
     done = []
     moves = residency.due()
     while moves:
@@ -40,7 +40,7 @@ def settle(residency, fail=()):
                 else:
                     residency.put_done(move, residency.values[move.key].nbytes)
             elif isinstance(move, Load):
-                residency.loaded(move)
+                residency.load_done(move)
         moves = residency.take_moves() + residency.due()
     return done
 
@@ -240,7 +240,7 @@ def test_clean_value_is_dropped_while_all_writes_are_busy():
         uses[key] = (n - key,)
         if key in (near, far):
             residency.load(residency.insert(key, SMALL_NBYTES, level=1))
-            residency.loaded(*residency.take_moves())
+            residency.load_done(*residency.take_moves())
         else:
             residency.insert(key, SMALL_NBYTES)
     residency.levels[MEMORY].capacity_nbytes = 0
@@ -253,7 +253,7 @@ def test_clean_value_is_dropped_while_all_writes_are_busy():
         for move in puts:
             residency.put_done(move, SMALL_NBYTES)
         puts = [move for move in residency.due() if isinstance(move, Put)]
-    assert all(not value.is_home for value in residency.values.values())
+    assert all(not value.in_memory for value in residency.values.values())
 
 
 def test_values_sink_through_the_tiers():
@@ -298,8 +298,8 @@ def test_claim_waits_for_room_but_the_first_not_for_ever():
     admission = Admission(residency)
     for key in "abc":
         residency.insert(key, 30)
-    first = admission.ask("x", ["a"], 60, (0, 1))
-    second = admission.ask("y", ["b"], 60, (0, 2))
+    first = admission.request("x", ["a"], 60, (0, 1))
+    second = admission.request("y", ["b"], 60, (0, 2))
     assert admission.due() == []
     settle(residency)  # the others are written, which makes room
     assert admission.due() == [first]
@@ -310,7 +310,7 @@ def test_claim_waits_for_room_but_the_first_not_for_ever():
     while not admission.due():
         assert settle(residency)
     assert second.is_ready
-    third = admission.ask("z", [], 1000, (0, 3))
+    third = admission.request("z", [], 1000, (0, 3))
     assert not admission.due()
     admission.end(second)
     settle(residency)
@@ -322,29 +322,29 @@ def test_claim_waits_for_room_but_the_first_not_for_ever():
 
 def test_nested_tasks_start_one_by_one_after_the_patience_time():
     admission = Admission(two_levels(100))
-    outer = admission.ask("outer", [], 90, (0, 0))
-    inner = [admission.ask(number, [], 40, (1, number)) for number in range(3)]
+    outer = admission.request("outer", [], 90, (0, 0))
+    inner = [admission.request(number, [], 40, (1, number)) for number in range(3)]
     assert outer.is_ready
     assert admission.due() == []
-    assert admission.hurry()
+    assert admission.force_progress()
     for claim in inner:
         assert admission.due() == [claim]
         # One that is at work leaves room when it ends.
         assert admission.due() == []
         admission.end(claim)
-    assert not admission.hurry()
+    assert not admission.force_progress()
     admission.end(outer)
     # Nothing is remembered of those that are gone.
-    first = admission.ask("first", [], 90, (2, 0))
-    admission.ask("second", [], 90, (2, 1))
+    first = admission.request("first", [], 90, (2, 0))
+    admission.request("second", [], 90, (2, 1))
     assert admission.running == {first}
     assert admission.due() == []
 
 
 def test_subtasks_start_beside_a_task_that_waits_for_them():
     admission = Admission(two_levels(100))
-    outer = admission.ask("outer", [], 90, (0, 0))
-    inner = [admission.ask(number, [], 40, (1, number)) for number in range(2)]
+    outer = admission.request("outer", [], 90, (0, 0))
+    inner = [admission.request(number, [], 40, (1, number)) for number in range(2)]
     admission.may_wait(outer)
     assert admission.due() == [inner[0]]
     assert admission.due() == []
@@ -352,7 +352,7 @@ def test_subtasks_start_beside_a_task_that_waits_for_them():
     # One that is over is not told apart from those that run.
     admission.may_wait(outer)
     assert admission.due() == [inner[1]]
-    third = admission.ask("third", [], 90, (2, 0))
+    third = admission.request("third", [], 90, (2, 0))
     assert admission.due() == []
     for claim in inner:
         admission.end(claim)
@@ -361,10 +361,10 @@ def test_subtasks_start_beside_a_task_that_waits_for_them():
 
 def test_forcibly_started_task_may_itself_wait():
     admission = Admission(two_levels(100))
-    claims = [admission.ask(number, [], 90, (0, number)) for number in range(4)]
+    claims = [admission.request(number, [], 90, (0, number)) for number in range(4)]
     for nested in claims[1:]:
         assert admission.due() == []
-        assert admission.hurry()
+        assert admission.force_progress()
         assert admission.due() == [nested]
     for claim in claims[::-1]:
         admission.end(claim)
@@ -374,7 +374,7 @@ def test_forcibly_started_task_may_itself_wait():
 def test_at_most_two_tasks_of_four_tenths_run_at_once():
     residency = two_levels(100)
     admission = Admission(residency)
-    claims = [admission.ask(n, [], 40, (n,)) for n in range(6)]
+    claims = [admission.request(n, [], 40, (n,)) for n in range(6)]
     most = 0
     while any(not claim.is_ready for claim in claims):
         admission.due()
@@ -388,11 +388,11 @@ def test_a_lost_input_does_not_hold_its_task():
     residency = two_levels(100)
     admission = Admission(residency)
     residency.insert("a", 10, level=1)
-    claim = admission.ask("x", ["a"], 0, ())
+    claim = admission.request("x", ["a"], 0, ())
     assert admission.due() == []
     (move,) = residency.take_moves()
     assert not residency.load_failed(move)
-    admission.lost("a")
+    admission.mark_lost("a")
     residency.remove("a")
     assert admission.due() == [claim]
     assert claim.lost == {"a"}

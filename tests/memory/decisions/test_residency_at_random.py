@@ -72,14 +72,14 @@ class Histories(RuleBasedStateMachine):
         priority=st.integers(0, 9),
     )
     def ask(self, keys, nbytes, priority):
-        return self.admission.ask(object(), keys, nbytes, (priority,))
+        return self.admission.request(object(), keys, nbytes, (priority,))
 
     @rule()
     def admit(self):
         for claim in self.admission.due():
             for value in claim.values:
                 if self.residency.values.get(value.key) is value:
-                    assert value.is_home
+                    assert value.in_memory
         self.took()
 
     @rule(claim=consumes(claims))
@@ -98,11 +98,11 @@ class Histories(RuleBasedStateMachine):
             else:
                 self.residency.put_failed(move, [move.target] if outcome == "for good" else [])
         elif outcome == "done":
-            self.residency.loaded(move)
+            self.residency.load_done(move)
         elif outcome == "failed":
-            self.residency.load_put_off(move)
+            self.residency.load_deferred(move)
         elif not self.residency.load_failed(move):
-            self.admission.lost(move.key)
+            self.admission.mark_lost(move.key)
             self.residency.remove(move.key)
         self.took()
 
@@ -134,13 +134,13 @@ class Histories(RuleBasedStateMachine):
         for value in self.residency.values.values():
             assert value.copies
             assert value.pins >= 0
-            if value.pins and value.is_home and value.moving is None:
+            if value.pins and value.in_memory and value.moving is None:
                 continue
         for claim in self.admission.running:
             if claim.is_ready:
                 for value in claim.values:
                     if self.residency.values.get(value.key) is value:
-                        assert value.is_home or value.key in claim.lost
+                        assert value.in_memory or value.key in claim.lost
 
     @invariant()
     def moves_are_few_and_of_this_world(self):

@@ -17,7 +17,7 @@ def parent(tmp_path):
 
 @pytest.fixture
 def has_direct(tmp_path):
-    if not block_io.takes_direct(os, str(tmp_path / "probe")):
+    if not block_io.supports_direct(os, str(tmp_path / "probe")):
         pytest.skip("this file system has no direct I/O")
 
 

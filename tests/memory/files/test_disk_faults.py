@@ -106,7 +106,7 @@ def test_missing_file_counts_as_damage(parent, lengths):
 
 
 def test_torn_write_is_not_a_value(parent, monkeypatch):
-    """All blocks are written except for the last one."""
+    """Everything is there but what is written last."""
     tier = DiskTier(str(parent))
     place = tier.put(flat_of(LARGE))
     with open(place.path, "r+b") as file:
@@ -171,7 +171,7 @@ def open_files():
     ],
 )
 def test_value_is_whole_or_absent_after_any_failed_call(tmp_path, lengths, code):
-    """After any failed system call the value is whole or absent, and the tier goes on."""
+    """Whichever call it is: the value is kept whole or not at all, and then it goes on."""
     value, failed = flat_of(lengths), set()
     for n in itertools.count(1):
         parent = tmp_path / str(n)
@@ -270,7 +270,7 @@ def test_full_tier_is_not_logged_as_a_failure(parent, caplog):
     with pytest.raises(TierFullError, match="do not fit"):
         tier.put(flat_of((200_000,)))
     # Which never will, and is no matter of the others.
-    with pytest.raises(ValueRefusedError, match="more than all"):
+    with pytest.raises(ValueRefusedError, match="exceed the disk limit"):
         tier.put(flat_of((400_000,)))
     tier.drop(place)
     tier.put(flat_of((200_000,)))

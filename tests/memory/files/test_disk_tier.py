@@ -1,4 +1,4 @@
-"""The disk tier reads values back equal and leaves no files behind."""
+"""The disk tier: values come back from files; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestDiskInMemory(DiskSuite):
         shutil.rmtree(self.parent, ignore_errors=True)
 
 
-# ------------------------------------------------------------------ files
+# ------------------------------------------------------------------ what is on the disk
 
 
 def test_no_directory_is_made_before_the_first_value(parent):
@@ -115,7 +115,7 @@ def test_frame_is_read_writable_and_without_another_copy(parent):
 
 
 def test_large_buffers_are_freed_one_by_one(parent):
-    """A column that is still in use does not keep the whole frame alive."""
+    """A column that somebody goes on using does not hold on to the whole frame."""
     tier = DiskTier(str(parent))
     got = tier.get(tier.put(flat_of((1_000_000, 1_000_000, 10))))
     roots = [buffer if buffer.base is None else buffer.base for buffer in got.buffers]
@@ -124,7 +124,7 @@ def test_large_buffers_are_freed_one_by_one(parent):
     tier.close()
 
 
-# ------------------------------------------------------------------ writing
+# ------------------------------------------------------------------ how it gets there
 
 
 def test_only_large_values_bypass_the_page_cache(parent, has_direct):
@@ -337,33 +337,33 @@ def test_file_names_do_not_contain_keys(parent):
     tier.close()
 
 
-# ------------------------------------------------------------------ check before the first value
+# ------------------------------------------------------------------ a look before it is needed
 
 
 def test_check_reports_the_directory(parent, has_direct):
     tier = DiskTier(str(parent))
-    found = tier.look()
+    found = tier.probe()
     assert pathlib.Path(found["directory"]).parent == parent
     assert (found["is_direct"], found["problem"]) == (True, None)
-    assert tier.look() == found
+    assert tier.probe() == found
     place = tier.put(flat_of(LARGE))
     assert place.path.startswith(found["directory"])
     tier.close()
     assert not list(parent.iterdir())
-    assert tier.look()["problem"] == "the store was closed"
+    assert tier.probe()["problem"] == "the store was closed"
     assert not list(parent.iterdir())
 
 
 def test_check_reports_missing_direct_io(parent):
     tier = DiskTier(str(parent), system=System(open=without_direct))
-    assert tier.look()["is_direct"] is False
+    assert tier.probe()["is_direct"] is False
     tier.close()
 
 
 def test_check_reports_why_the_directory_is_unusable(tmp_path):
     (tmp_path / "file").touch()
     tier = DiskTier(str(tmp_path / "file" / "spill"))
-    assert tier.look() == {
+    assert tier.probe() == {
         "directory": str(tmp_path / "file" / "spill"),
         "is_direct": None,
         "problem": "Not a directory",

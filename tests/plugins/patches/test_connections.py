@@ -1,4 +1,4 @@
-"""Patches of distributed's connections keep the loop free during large messages."""
+"""Contract tests of distributed's connections; large messages leave the loop free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dask_gpurt.plugins.patches.connections import (
     SMALL_NBYTES,
     PiecewiseReads,
     ShortTurns,
-    let_go_of_message,
+    drop_message,
     read_in_pieces,
 )
 
@@ -36,7 +36,7 @@ STOCK = tcp.read_bytes_rw
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
-    """Workers of other tests in this process may have it so still."""
+    """Install stock's function; workers of other tests in this process may still use the patch."""
     monkeypatch.setattr(tcp, "read_bytes_rw", STOCK)
     monkeypatch.setattr(connections, "_replaced", connections._Replaced())
 
@@ -45,12 +45,12 @@ def nobody_else(monkeypatch):
 def reads(nobody_else):
     reads = PiecewiseReads()
     yield reads
-    reads.end()
+    reads.uninstall()
     assert tcp.read_bytes_rw is STOCK
 
 
 class QuickPeer:
-    """A stream that has all of its bytes, so that no read waits."""
+    """A stream whose data has all arrived, so that no read waits."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -66,7 +66,7 @@ class QuickPeer:
 
 
 async def received(read, n):
-    """Return a buffer, the lengths of its reads, and the rounds of the loop during them."""
+    """Return a buffer, the lengths in which it was read, and the turns of the loop meanwhile."""
     data = np.random.default_rng(n).bytes(n)
     peer = QuickPeer(data)
     rounds = 0
@@ -91,12 +91,12 @@ async def received(read, n):
 def test_comm_receives_a_buffer_by_a_module_function():
     assert list(inspect.signature(STOCK).parameters) == ["stream", "n"]
     assert inspect.getsource(tcp.TCP.read).count("await read_bytes_rw(stream, ") == 2
-    # One for TLS would have to be replaced as well.
+    # A separate TLS function would have to be replaced as well.
     assert tcp.TLS.read is tcp.TCP.read
 
 
-def test_dask_alone_blocks_the_loop_while_bytes_arrive():
-    # Were it otherwise, there would be nothing to replace.
+def test_stock_blocks_the_loop_while_the_socket_has_data():
+    # The reason for the patch.
     lengths, rounds = asyncio.run(received(STOCK, 8 * PIECE_NBYTES))
     assert lengths == [8 * PIECE_NBYTES]
     assert rounds == 0
@@ -117,7 +117,7 @@ def test_dask_alone_blocks_the_loop_while_bytes_arrive():
         (8 * PIECE_NBYTES, [PIECE_NBYTES] * 8, 8),
     ],
 )
-def test_patched_read_yields_to_the_loop_after_each_piece(n, lengths, rounds):
+def test_the_loop_runs_after_each_piece(n, lengths, rounds):
     assert asyncio.run(received(read_in_pieces, n)) == (lengths, rounds)
 
 
@@ -143,7 +143,7 @@ def test_message_arrives_complete(reads):
 def test_closed_connection_is_noticed(reads):
     async def exchange():
         async def leave(comm):
-            # A length, and then less than that.
+            # A length, and then fewer bytes.
             await comm.stream.write(tcp.struct.pack("Q", 4 * PIECE_NBYTES) + b"x" * PIECE_NBYTES)
             comm.abort()
 
@@ -159,7 +159,7 @@ def test_closed_connection_is_noticed(reads):
 
 
 @pytest.mark.parametrize("is_let_go_of", [False, True])
-def test_failed_message_is_kept_until_it_is_released(is_let_go_of):
+def test_unwritten_message_is_kept_until_it_is_dropped(is_let_go_of):
     async def no_answer(comm):
         await asyncio.Event().wait()
 
@@ -172,7 +172,7 @@ def test_failed_message_is_kept_until_it_is_released(is_let_go_of):
         except OSError as error:
             assert "Broken pipe" in str(error)
             if is_let_go_of:
-                let_go_of_message(error)
+                drop_message(error)
             assert "Broken pipe" in str(error)
             return weakref.ref(message)
 
@@ -192,22 +192,22 @@ def test_failed_message_is_kept_until_it_is_released(is_let_go_of):
 # ------------------------------------------------------------------ retracted messages
 
 
-def test_patch_stays_until_its_last_worker_removes_it(reads):
+def test_the_patch_stays_until_the_last_worker_uninstalls_it(reads):
     other = PiecewiseReads()
     assert tcp.read_bytes_rw is read_in_pieces
-    other.end()
-    other.end()
+    other.uninstall()
+    other.uninstall()
     assert tcp.read_bytes_rw is read_in_pieces
 
 
-def test_collected_worker_counts_as_removed():
+def test_a_collected_worker_releases_the_patch():
     reads = PiecewiseReads()
     assert tcp.read_bytes_rw is read_in_pieces
     del reads
     assert tcp.read_bytes_rw is STOCK
 
 
-def test_patch_is_installed_while_the_runtime_is_enabled():
+def test_workers_have_the_patch_while_the_runtime_is_enabled():
     with (
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
@@ -221,7 +221,7 @@ def test_patch_is_installed_while_the_runtime_is_enabled():
 
 
 class Batches:
-    """A connection on which messages arrive as they were given to it."""
+    """A connection that delivers messages in the given batches."""
 
     def __init__(self, *batches):
         self._batches = list(batches)
@@ -231,7 +231,7 @@ class Batches:
 
 
 class Reader:
-    """The part of a worker that `ShortTurns` uses."""
+    """The parts of a worker that `ShortTurns` uses."""
 
     def __init__(self, comm):
         self.batched_stream = SimpleNamespace(comm=comm)
@@ -251,14 +251,14 @@ async def test_long_batch_of_messages_is_handled_in_portions():
     assert list(chain.from_iterable(found)) == messages
     assert await comm.read() == tuple(messages[:N_IN_TURN])
     assert await comm.read() == {"op": "one"}
-    turns.end()
+    turns.uninstall()
     assert await comm.read() == messages
     assert "read" not in vars(comm)
 
 
 @pytest.mark.parametrize("other", [{"op": "free-keys"}, {"op": "remove-replicas"}, "OK"])
 @gen_test()
-async def test_other_batches_are_handled_at_once(other):
+async def test_other_parts_of_a_message_are_handled_in_one_turn(other):
     computed = tasks(3 * N_IN_TURN)
     for before in (0, 1, N_IN_TURN, 2 * N_IN_TURN):
         messages = [*computed[:before], other, *computed[before:]]
@@ -270,41 +270,41 @@ async def test_other_batches_are_handled_at_once(other):
         while len(first) + len(rest) < len(messages):
             rest += await comm.read()
         assert [*first, *rest] == messages
-        turns.end()
+        turns.uninstall()
     comm = Batches(messages := [*computed, other])
     turns = ShortTurns(Reader(comm))
     assert await comm.read() is messages
-    turns.end()
+    turns.uninstall()
 
 
 @gen_test()
-async def test_rest_of_a_batch_is_handled_after_removal():
+async def test_the_rest_of_a_message_is_handed_out_after_uninstall():
     messages = tasks(N_IN_TURN + 1)
     comm = Batches(messages, messages)
     turns = ShortTurns(Reader(comm))
     assert await comm.read() == messages[:N_IN_TURN]
-    turns.end()
+    turns.uninstall()
     assert await comm.read() == messages[N_IN_TURN:]
     assert "read" not in vars(comm)
     assert await comm.read() == messages
 
 
 @gen_test()
-async def test_patch_may_be_replaced_while_a_batch_is_handled():
+async def test_patches_may_overlap_while_a_message_is_handed_out():
     messages = tasks(3 * N_IN_TURN)
     comm = Batches(messages, messages, messages)
     first = ShortTurns(Reader(comm))
     assert await comm.read() == messages[:N_IN_TURN]
-    first.end()
+    first.uninstall()
     second = ShortTurns(Reader(comm))
     assert await comm.read() == messages[N_IN_TURN : 2 * N_IN_TURN]
-    second.end()
+    second.uninstall()
     assert await comm.read() == messages[2 * N_IN_TURN :]
     assert "read" not in vars(comm)
     first, second = ShortTurns(Reader(comm)), ShortTurns(Reader(comm))
-    first.end()
+    first.uninstall()
     assert await comm.read() == messages[:N_IN_TURN]
-    second.end()
+    second.uninstall()
     assert [*await comm.read(), *await comm.read()] == messages[N_IN_TURN:]
     assert "read" not in vars(comm)
     assert await comm.read() == messages
@@ -324,14 +324,14 @@ async def test_pending_read_returns_the_whole_batch_after_removal():
     turns = ShortTurns(Reader(comm))
     waiting = asyncio.create_task(comm.read())
     await asyncio.sleep(0)
-    turns.end()
+    turns.uninstall()
     arrived.set()
     assert await waiting == messages
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 @gen_test()
-async def test_loop_runs_while_a_graph_is_handled(enabled):
+async def test_the_loop_runs_while_a_graph_is_handled(enabled):
     n = 10 * N_IN_TURN
     async with (
         Scheduler(dashboard_address=":0", port=0) as s,
@@ -354,7 +354,7 @@ async def test_loop_runs_while_a_graph_is_handled(enabled):
                 await asyncio.sleep(0)
                 in_round = 0
 
-        # What the worker was waiting to read when the turns began is not cut up.
+        # A message that the worker was already reading is not split.
         await c.submit(int)
         w.stream_handlers["compute-task"] = count
         counting = asyncio.create_task(rounds())
@@ -367,5 +367,5 @@ async def test_loop_runs_while_a_graph_is_handled(enabled):
         assert handled == n + 1
         assert most <= N_IN_TURN if enabled else most > N_IN_TURN
         if turns is not None:
-            turns.end()
+            turns.uninstall()
             assert "read" not in vars(w.batched_stream.comm)

@@ -1,4 +1,4 @@
-"""Metrics registered with Prometheus, beside those of distributed."""
+"""Tests of the metrics registered with Prometheus, beside distributed's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.plugins.patches.prometheus import FAMILIES, ShownShuffles
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """One of its own: workers of other tests in this process may be in the usual one still."""
+    """A registry for this test: workers of other tests may still be in the usual one."""
     monkeypatch.setattr(prometheus, "_workers", prometheus.WeakSet())
     monkeypatch.setattr(prometheus, "_collector", None)
     registry = CollectorRegistry(auto_describe=True)
@@ -49,30 +49,30 @@ def test_metrics_of_all_workers_are_summed_until_the_last_ends(registry):
     workers = worker(100), worker(10)
     first, second = map(ShownShuffles, workers)
     assert shown(registry) == [(*SENT, 112)]
-    first.end()
-    first.end()
+    first.uninstall()
+    first.uninstall()
     assert shown(registry) == [(*SENT, 11)]
-    second.end()
+    second.uninstall()
     assert list(registry.collect()) == []
     again = ShownShuffles(workers[0])
     assert shown(registry) == [(*SENT, 101)]
-    again.end()
+    again.uninstall()
 
 
 def test_without_prometheus_nothing_is_shown(monkeypatch, registry):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     one = ShownShuffles(worker(1))
     assert shown(registry) == []
-    one.end()
+    one.uninstall()
 
 
-def test_existing_metric_names_are_left_to_their_owner(registry):
+def test_names_that_are_taken_are_not_registered(registry):
     class Taken:
         def collect(self):
             yield CounterMetricFamily("dask_worker_shuffle_bytes", "", value=3)
 
     registry.register(Taken())
-    ShownShuffles(worker(1)).end()
+    ShownShuffles(worker(1)).uninstall()
     assert shown(registry) == [("dask_worker_shuffle_bytes_total", {}, 3)]
 
 
@@ -83,11 +83,11 @@ def test_metric_names_have_the_prefix_of_dask(registry):
         one = ShownShuffles(worker(1))
         names = {family.name for family in registry.collect()}
     assert names == {stock.build_name(name) for name, _ in FAMILIES.values()}
-    one.end()
+    one.uninstall()
 
 
 def test_dask_shows_no_shuffle_metrics(client):
-    """Once Dask shows them, ours have to be removed."""
+    """Once stock exports them, this package's metrics must go."""
     server = next(iter(client.cluster.workers.values()))
     told = ("p2p", None, "background-comms", "send", "bytes")
     server.digest_metric(told, 5)

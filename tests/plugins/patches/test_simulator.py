@@ -1,4 +1,4 @@
-"""Contracts of a simulation with private parts of dask and distributed."""
+"""Contract tests of the private parts of dask and distributed that a simulation uses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_worker_tasks_hash_like_their_keys():
     assert hash(found) == hash(key)
 
 
-def test_events_equal_those_that_workers_create():
+def test_events_equal_those_that_workers_make_of_messages():
     source = inspect.getsource(Worker.__init__)
     for op, event in seams.EVENTS.items():
         if op == "remove-worker":
@@ -59,7 +59,7 @@ def test_events_equal_those_that_workers_create():
             assert f'"{op}": self._handle_remote_stimulus({event.__name__})' in source
 
 
-def test_instructions_equal_those_that_workers_execute():
+def test_instructions_equal_those_that_workers_follow():
     source = inspect.getsource(BaseWorker.handle_stimulus)
     named = [seams.SendMessageToScheduler, seams.Execute, seams.GatherDep]
     assert source.count("isinstance(inst,") == 4
@@ -89,16 +89,16 @@ def test_scheduler_hashes_follow_from_given_names():
     assert "self._hash = hash(self.server_id)" in inspect.getsource(scheduler.WorkerState.__init__)
 
 
-def test_graph_names_dependencies():
+def test_a_graph_has_the_dependencies_of_its_tasks():
     model = workload(task("a-0", source=True), task("b-0", 0))
     message = seams.graph_message(model, [model.tasks[1].key])
     graph = seams._Graph([(t.key, t.dependencies, t.produces_data) for t in model.tasks])
     tasks = graph.__dask_graph__()
     assert {type(one) for one in tasks.values()} == {Task}
-    # Compared as lists: keys of ours and plain text have different hashes.
+    # Compare as lists: the package's keys and plain text have different hashes.
     assert [list(one.dependencies) for one in tasks.values()] == [[], ["a-0"]]
     assert [one.data_producer for one in tasks.values()] == [True, False]
-    # The key itself, and not a copy as plain text.
+    # The key itself, not a copy as plain text.
     assert TaskRef(model.tasks[0].key).key is model.tasks[0].key
     assert set(message) <= set(inspect.signature(Scheduler.update_graph).parameters) | {"op"}
     assert message["internal_priority"] == {one.key: n for n, one in enumerate(model.tasks)}

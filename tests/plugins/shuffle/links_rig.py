@@ -24,7 +24,7 @@ async def compose(path):
 
 
 def with_links(test, **more):
-    """Run a coroutine function with links of a worker, with more attributes, on its loop."""
+    """Run a coroutine function with the links of a worker with these attributes, on its loop."""
 
     async def main():
         loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
@@ -35,7 +35,7 @@ def with_links(test, **more):
         try:
             await test(links)
         finally:
-            await links.close()
+            await links.disconnect()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
@@ -44,7 +44,7 @@ OPEN = SimpleNamespace(require_encryption=False)
 
 
 class Engine:
-    """Of the address that it was started with."""
+    """An engine with the address that it was started with."""
 
     takes_device_memory = False
     is_closing = False
@@ -64,7 +64,7 @@ class Engine:
 
 
 def resolving(monkeypatch, *addresses, error=None):
-    """Answers of a resolver; returns the names it was asked for, and in which threads."""
+    """Replace the resolver; return the names it was asked for, and in which threads."""
     asked = []
 
     def getaddrinfo(name, *args, **kwargs):

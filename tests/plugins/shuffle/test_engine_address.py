@@ -4,13 +4,47 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from dask_gpurt.errors import (
     ConfigError,
+    TransportError,
 )
-from tests.plugins.shuffle.links_rig import OPEN, compose, resolving, with_links
+from tests.plugins.shuffle.links_rig import OPEN, Engine, compose, resolving, with_links
+
+# ------------------------------------------------------------------ before anything is sent
+
+
+@pytest.mark.parametrize(
+    "encrypted, missing, start, lacks",
+    [
+        (False, None, None, {}),
+        (False, "no UCX without ucxx", None, {"ucx": "no UCX without ucxx"}),
+        (True, None, None, {"ucx": "the cluster's connections are encrypted, and UCX's are not"}),
+        (False, None, TransportError("no device"), {"ucx": "no device"}),
+    ],
+)
+def test_a_worker_reports_missing_paths_by_itself(monkeypatch, encrypted, missing, start, lacks):
+    resolving(monkeypatch)
+    monkeypatch.setattr("dask_gpurt.plugins.shuffle.worker_ucx.ucx.why_not", lambda: missing)
+
+    async def fail(host):
+        raise start
+
+    async def test(links):
+        if start is not None:
+            monkeypatch.setattr(Engine, "start", fail)
+            assert (await links.accept({"ucx": {}}))["ours"] is None
+        assert links.lacks() == lacks
+
+    security = SimpleNamespace(require_encryption=encrypted)
+    with_links(test, security=security, address="tcp://10.0.0.3:4567", ip="10.0.0.3")
+
+
+# ------------------------------------------------------------------ where peers reach our engine
+
 
 NAMED = {"address": "tcp://worker-3:4567", "ip": "worker-3"}
 
@@ -24,7 +58,7 @@ NAMED = {"address": "tcp://worker-3:4567", "ip": "worker-3"}
         (["127.0.1.1"], "127.0.1.1"),
     ],
 )
-def test_worker_known_by_a_name_is_reached_at_its_address(monkeypatch, addresses, host):
+def test_a_worker_with_a_host_name_is_reached_at_its_address(monkeypatch, addresses, host):
     asked = resolving(monkeypatch, *addresses)
 
     async def test(links):
@@ -62,7 +96,7 @@ def test_numeric_addresses_need_no_resolver(monkeypatch, address, ip, host):
         UnicodeError("label empty or too long"),
     ],
 )
-def test_unresolvable_name_rules_out_ucx(monkeypatch, error):
+def test_a_host_name_without_an_address_rules_out_ucx(monkeypatch, error):
     resolving(monkeypatch, error=error)
 
     async def test(links):
@@ -80,7 +114,7 @@ def test_unresolvable_name_rules_out_ucx(monkeypatch, error):
         assert (path["path"], path["why_not"]["ucx"]) == ("comm", refused)
         with pytest.raises(ConfigError, match="'worker-3' has none"):
             await links.deliver("peer", "ucx", compose, call)
-        # It may have one later.
+        # It may have an address later.
         resolving(monkeypatch, "10.0.0.3")
         assert (await links.accept({"ucx": {}}))["ours"]["host"] == "10.0.0.3"
 

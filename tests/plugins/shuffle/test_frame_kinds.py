@@ -1,4 +1,4 @@
-"""Supported kinds of frames, decided by type names without importing their library."""
+"""Tests of the supported kinds of frames, recognised by name without their library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUMBERS = np.dtype("i8")
 
 
 def cudf_frame(*dtypes, index=(NUMBERS,)):
-    """Return a stand-in with the type name and metadata of an empty cuDF frame."""
+    """An object with the attributes of an empty cuDF frame."""
     frame = type("DataFrame", (), {"__module__": "cudf.core.dataframe"})()
     frame.dtypes = pd.Series(dict(zip("abcdef", dtypes, strict=False)), dtype=object)
     frame.index = Index(*index)
@@ -62,7 +62,7 @@ def test_cudf_is_recognised_by_its_name():
         (cudf_frame(index=(np.dtype("i8"), StructDtype())), "index level 1"),
     ],
 )
-def test_frames_that_cannot_be_rebuilt_are_left_to_dask(frame, named):
+def test_types_that_cannot_be_rebuilt_are_left_to_stock(frame, named):
     assert named in obstacle(frame)
 
 
@@ -75,13 +75,13 @@ def test_only_plain_pandas_frames_are_supported():
 
 
 def test_series_has_no_adapter():
-    """Dask makes a frame of one before it shuffles it; no adapter ever opens one."""
+    """Dask converts a series to a frame before a shuffle; no adapter ever opens a series."""
     cudf_series = type("Series", (), {"__module__": "cudf.core.series"})()
     for series in (pd.Series([1]), cudf_series):
         assert obstacle(series) == "there is no adapter for this kind of data"
 
 
-def test_host_frames_import_no_gpu_library():
+def test_frames_of_the_host_import_no_gpu_library():
     script = (
         "import sys, dask_gpurt.plugins.scheduler, dask_gpurt.plugins.worker\n"
         "print(sorted({'cudf', 'cupy', 'pylibcudf', 'nvidia'} & set(sys.modules)))"

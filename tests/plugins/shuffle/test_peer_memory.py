@@ -16,7 +16,7 @@ from dask_gpurt.errors import (
     DamagedError,
     ProtocolError,
 )
-from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, LEAST_BESIDE_NBYTES
+from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, LEAST_THREAD_NBYTES
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
 from tests.plugins.shuffle.links_rig import DEADLINE_S, RunIsOver, compose, with_links
@@ -25,7 +25,7 @@ from tests.plugins.shuffle.links_rig import DEADLINE_S, RunIsOver, compose, with
 
 
 class Peer:
-    """Lends buffers of these sizes; three bytes more are in its message."""
+    """A peer that lends buffers of these sizes, and sends three bytes more in its message."""
 
     def __init__(self, *sizes):
         memory = SharedPages()
@@ -69,32 +69,32 @@ def in_lane(lane, asked):
 
 def test_only_large_messages_are_read_outside_of_the_loop():
     async def test(links):
-        large = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 3)
-        small = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 4)
+        large = Peer(LEAST_THREAD_NBYTES - 100_000, 100_000 - 3)
+        small = Peer(LEAST_THREAD_NBYTES - 100_000, 100_000 - 4)
         asked = []
         with Lane("beside") as lane:
             for peer in (large, small):
                 assert (await links.accept(peer.offer))["why_not"] is None
             large.assert_equal(await large.fetched_by(links, in_lane(lane, asked)))
             small.assert_equal(await small.fetched_by(links, never))
-        assert asked == [LEAST_BESIDE_NBYTES]
+        assert asked == [LEAST_THREAD_NBYTES]
 
     with_links(test)
 
 
-def test_incomplete_message_is_not_read():
+def test_an_incomplete_message_is_not_read_at_all():
     async def test(links):
-        peer = Peer(LEAST_BESIDE_NBYTES)
+        peer = Peer(LEAST_THREAD_NBYTES)
         peer.payload["places"][-1] = b"too long"
         peer.sign()
         await links.accept(peer.offer)
-        with pytest.raises(ProtocolError, match="8 bytes came of 3"):
+        with pytest.raises(ProtocolError, match="received 8 of 3 bytes"):
             await peer.fetched_by(links, never)
 
     with_links(test)
 
 
-#: Smaller ones are not in shared memory.
+#: Smaller buffers are not in shared memory.
 PLACED_NBYTES = 100_000
 
 
@@ -109,8 +109,8 @@ PLACED_NBYTES = 100_000
     ],
     ids=["elsewhere", "cut otherwise", "other bytes", "one more", "another order"],
 )
-def test_damaged_memory_places_are_not_read(damaged):
-    """They may point inside of the shared memory, to other rows."""
+def test_damaged_places_are_not_read(damaged):
+    """Damaged places may be inside the lent memory, and lead to other rows."""
 
     async def test(links):
         peer = Peer(PLACED_NBYTES)
@@ -125,7 +125,7 @@ def test_damaged_memory_places_are_not_read(damaged):
 
 
 @pytest.mark.parametrize("parts", [None, 7, [None], ["text"], [[("a", 1)]], [[(-1, 1)]]])
-def test_invalid_memory_places_are_refused(parts):
+def test_malformed_places_are_refused(parts):
     async def test(links):
         peer = Peer(PLACED_NBYTES)
         await links.accept(peer.offer)
@@ -136,7 +136,7 @@ def test_invalid_memory_places_are_refused(parts):
     with_links(test)
 
 
-def test_abandoned_read_ends_by_itself(monkeypatch):
+def test_a_read_without_a_waiting_caller_finishes(monkeypatch):
     begun, may_go_on = threading.Event(), threading.Event()
     read_into = shared._read_into
 
@@ -148,7 +148,7 @@ def test_abandoned_read_ends_by_itself(monkeypatch):
     monkeypatch.setattr(shared, "_read_into", held)
 
     async def test(links):
-        peer = Peer(LEAST_BESIDE_NBYTES)
+        peer = Peer(LEAST_THREAD_NBYTES)
         await links.accept(peer.offer)
         with Lane("beside") as lane:
             jobs = []
@@ -162,7 +162,7 @@ def test_abandoned_read_ends_by_itself(monkeypatch):
             fetching.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fetching
-            await links.close()
+            await links.disconnect()
             may_go_on.set()
             assert jobs[0].result(DEADLINE_S) is None
 
@@ -172,7 +172,7 @@ def test_abandoned_read_ends_by_itself(monkeypatch):
         may_go_on.set()
 
 
-# ------------------------------------------------------------------ damaged messages
+# ------------------------------------------------------------------ where peers reach our engine
 
 
 @pytest.mark.parametrize("n_damaged", [1, 2, 3])
@@ -223,7 +223,7 @@ def test_second_error_does_not_keep_the_first_message_alive():
 @pytest.mark.parametrize(
     ("transport", "stays"), [("auto", True), ("comm", False), ("device", False)]
 )
-def test_path_within_the_host_is_known_after_its_first_use(transport, stays):
+def test_on_host_has_only_peers_whose_path_is_known(transport, stays):
     async def test(links):
         async def call(data):
             return {"status": "OK", "ours": None, "why_not": None}

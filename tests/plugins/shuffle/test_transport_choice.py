@@ -19,20 +19,12 @@ from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.codecs.test_nvcomp import emulated
-from tests.plugins.shuffle.links_rig import (
-    DEADLINE_S,
-    OPEN,
-    Engine,
-    RunIsOver,
-    compose,
-    resolving,
-    with_links,
-)
+from tests.plugins.shuffle.links_rig import DEADLINE_S, OPEN, RunIsOver, compose, with_links
 from tests.transport.ucx_peer import open_door
 from tests.transport.ucx_processes import needs_ucxx
 
 
-def test_run_that_ends_during_linking_does_not_end_others():
+def test_a_run_that_ends_during_a_negotiation_fails_no_other_run():
     async def test(links):
         asked, refuse = asyncio.Event(), asyncio.Event()
         answered = []
@@ -60,7 +52,7 @@ def test_run_that_ends_during_linking_does_not_end_others():
     with_links(test)
 
 
-def test_failure_of_an_abandoned_link_is_silent():
+def test_a_link_that_fails_without_waiting_callers_is_not_logged():
     complaints = []
 
     async def test(links):
@@ -87,7 +79,7 @@ def test_failure_of_an_abandoned_link_is_silent():
     assert complaints == []
 
 
-def test_failed_link_does_not_keep_its_message_alive():
+def test_a_link_that_fails_does_not_keep_the_message_alive():
     async def test(links):
         async def call(data):
             raise OSError("no route to host")
@@ -103,7 +95,7 @@ def test_failed_link_does_not_keep_its_message_alive():
             return weakref.ref(buffer)
 
         kept = await attempt()
-        await asyncio.sleep(0)  # the loop still has what woke this up
+        await asyncio.sleep(0)  # the loop still references the callback that woke this task
         gc.collect()
         assert kept() is None
 
@@ -121,11 +113,11 @@ def test_error_of_a_run_is_raised_unchanged():
     with_links(test)
 
 
-# ------------------------------------------------------------------ a silent transport
+# ------------------------------------------------------------------ a path on which nothing arrives
 
 
 class Deaf:
-    """A peer whose UCX engine receives nothing, but which takes other transports."""
+    """A peer whose engine receives nothing, and that accepts messages on other paths."""
 
     def __init__(self, engine, is_silent):
         self._engine = engine
@@ -144,7 +136,7 @@ class Deaf:
 
 
 def noting(taken):
-    """Return a function that composes messages and records the transport of each."""
+    """Return a function that composes slow UCX messages and records the path of each."""
 
     async def compose(path):
         taken.append(path.name)
@@ -154,7 +146,7 @@ def noting(taken):
 
 
 def with_links_to_the_deaf(test, *, is_silent):
-    """Run a coroutine function with a worker's links and a call to a deaf peer."""
+    """Run a coroutine function with the links of a worker, and the calls of a deaf peer."""
 
     async def with_engine(links):
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
@@ -169,7 +161,7 @@ def with_links_to_the_deaf(test, *, is_silent):
 
 @needs_ucxx
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "asks for another link"])
-def test_ucx_gives_up_on_an_unreachable_peer(monkeypatch, is_silent):
+def test_auto_stops_using_ucx_to_a_peer_that_it_does_not_reach(monkeypatch, is_silent):
     monkeypatch.setattr("dask_gpurt.plugins.shuffle.transports.MESSAGE_DEADLINE_S", 0.1)
     taken = []
     compose = noting(taken)
@@ -182,7 +174,7 @@ def test_ucx_gives_up_on_an_unreachable_peer(monkeypatch, is_silent):
         assert taken == (["ucx", "comm"] if is_silent else ["ucx", "ucx", "comm"])
         why_not = "not done within 0.1 s" if is_silent else "the peer could not receive"
         assert why_not in links.report()["peer"]["why_not"]["ucx"]
-        # Whoever asks for it gets it, and everybody after the next cool-down.
+        # An explicit setting still uses UCX, and so does `auto` after the next cool-down.
         with pytest.raises(TransportError):
             await links.deliver("peer", "ucx", compose, call)
         links.cool_down()
@@ -214,36 +206,10 @@ def test_ucx_link_is_renewed_once_and_then_given_up(monkeypatch):
     with_links_to_the_deaf(test, is_silent=True)
 
 
-# ------------------------------------------------------------------ before the first message
+# ------------------------------------------------------------------ before anything is sent
 
 
-@pytest.mark.parametrize(
-    "encrypted, missing, start, lacks",
-    [
-        (False, None, None, {}),
-        (False, "no UCX without ucxx", None, {"ucx": "no UCX without ucxx"}),
-        (True, None, None, {"ucx": "the cluster's connections are encrypted, and UCX's are not"}),
-        (False, None, TransportError("no device"), {"ucx": "no device"}),
-    ],
-)
-def test_missing_transports_are_known_without_a_peer(monkeypatch, encrypted, missing, start, lacks):
-    resolving(monkeypatch)
-    monkeypatch.setattr("dask_gpurt.plugins.shuffle.worker_ucx.ucx.why_not", lambda: missing)
-
-    async def fail(host):
-        raise start
-
-    async def test(links):
-        if start is not None:
-            monkeypatch.setattr(Engine, "start", fail)
-            assert (await links.accept({"ucx": {}}))["ours"] is None
-        assert links.lacks() == lacks
-
-    security = SimpleNamespace(require_encryption=encrypted)
-    with_links(test, security=security, address="tcp://10.0.0.3:4567", ip="10.0.0.3")
-
-
-def test_unshareable_memory_is_a_missing_transport(monkeypatch):
+def test_a_worker_without_shared_memory_reports_it_as_missing(monkeypatch):
     def no_files():
         raise OSError(38, "Function not implemented")
 
@@ -253,11 +219,11 @@ def test_unshareable_memory_is_a_missing_transport(monkeypatch):
     assert links.lacks()["shared"] == "no files in memory here (Function not implemented)"
 
 
-# ------------------------------------------------------------------ device codecs
+# ------------------------------------------------------------------ codecs of devices
 
 
 def asked_of(answer):
-    """Return the request for a peer with this answer, and the resulting codecs."""
+    """Return the questions to a peer that gives this answer, and the resulting codecs."""
     asked = []
 
     async def test(links):
@@ -285,7 +251,7 @@ def test_device_codecs_are_used_where_both_peers_have_them(monkeypatch, theirs, 
         assert asked_of(theirs) == (["codecs"], both)
 
 
-def test_peer_without_device_codecs_asks_nothing():
+def test_a_worker_without_device_codecs_does_not_ask_its_peer():
     assert asked_of([128]) == ([], set())
 
 
