@@ -143,8 +143,9 @@ def test_links_have_targets(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_named_files_exist(page):
     for span in SPAN.findall(prose(page)):
+        is_made = span.startswith("docs/_build")  # by `make docs`
         if (span.startswith(FOLDERS) and " " not in span) or TOP_FILE.fullmatch(span):
-            assert list(ROOT.glob(span)), f"{name_of(page)} names {span}"
+            assert is_made or list(ROOT.glob(span)), f"{name_of(page)} names {span}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
