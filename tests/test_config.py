@@ -25,14 +25,14 @@ from tests.config_cases import DEFAULTS, GIB, MIB, leaves, schema_leaves
 
 @pytest.fixture(autouse=True)
 def pristine():
-    """Dask's configuration as it is where nobody has set anything of ours."""
+    """Set Dask's configuration to our defaults alone."""
     with dask.config.set(gpurt=copy.deepcopy(dict(config.defaults()))):
         yield
 
 
 @pytest.fixture
 def warnings(caplog):
-    """What was logged about settings so far."""
+    """Return a function that lists warnings about settings so far."""
     caplog.set_level(logging.WARNING, "dask_gpurt")
     return lambda: caplog.messages
 
@@ -328,7 +328,7 @@ WORDS = [
 
 @pytest.mark.parametrize(("key", "word"), WORDS)
 def test_every_choice_can_be_set_in_the_environment(key, word):
-    """Dask makes other things than words of some, as of `none`."""
+    """Dask parses some words into other values, such as `none`."""
     name = f"GPURT__{key}".replace(".", "__").replace("-", "_").upper()
     with dask.config.set(gpurt=_environment(**{name: word})):
         assert leaves(config.read().to_plain())[key] == word

@@ -47,7 +47,7 @@ def test_defaults_have_the_types_of_the_schema():
 
 
 def test_every_setting_is_read():
-    """One that nobody reads would be ignored without a word."""
+    """A setting that no code reads would be ignored silently."""
     changed = {"enabled": True, "strict": True}
     changed |= {
         "shuffle.transport": "comm",

@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a process."""
+    """The output and exit code of a process."""
 
     code: int
     out: str

@@ -145,7 +145,7 @@ async def _say_versions(dask_worker: Any) -> None:
 def test_versions_come_from_all_workers_that_answer_in_time(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the runtime is off, so that nobody knows who is silent."""
+    """Also where the runtime is off, so that no report names the silent workers."""
     with connect.connected(scheduler_address(sides.stock)) as client:
         in_time = connect.ask(client, versions=True)
         one = [next(iter(in_time["versions"]["workers"]))]

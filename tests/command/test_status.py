@@ -64,7 +64,7 @@ def table(text: str) -> list[dict[str, str]]:
 
 
 def as_cells(one: dict[str, Any]) -> dict[str, str]:
-    """What a line has to say."""
+    """Return the cells of a line."""
     sender, receiver, nbytes, seconds = one["busiest_link"]
     ends = f"{sender.removeprefix('tcp://')} > {receiver.removeprefix('tcp://')}"
     return {

@@ -1,4 +1,4 @@
-"""Flips single bits in files and messages; whoever reads them notices, or gets the same rows.
+"""Flips single bits in files and messages; readers notice each flip or get the same rows.
 
 The files are on a real disk, and the messages are what workers send. The seed says which bits. A
 crash ends the process, so the last line tells where it was. That is why tests start it as a
@@ -118,7 +118,7 @@ def shards_of_an_array() -> Shards:
 
 @dataclass
 class Kind:
-    """Bytes of one kind: how many, and what comes of them with one bit flipped."""
+    """Bytes of one kind: how many there are, and the outcomes of single flipped bits."""
 
     name: str
     nbytes: int
@@ -199,7 +199,7 @@ def message(name: str, shards: Shards, codec: int | None) -> Kind:
 
 
 def within_a_host(shards: Shards) -> Kind:
-    """What travels of a message whose shard is in memory that the receiver can read."""
+    """Return the bytes of a message whose shard is in memory that the receiver can read."""
     memory = SharedPages()
     lent = HostPool(0, source=memory).empty(shards.packed.buffer.nbytes)
     lent[:] = shards.packed.buffer

@@ -1,4 +1,4 @@
-"""What befalls a worker, when, and in which role: equal results each time, and nothing left.
+"""Every failure of a worker, at every point and in every role: equal results, nothing left.
 
 Each cell stops the shuffle at a gate, does its deed, opens the gate and looks at the outcome. How
 many runs it takes is part of it: a worker that takes no part in a shuffle does not disturb it,

@@ -105,10 +105,7 @@ def _conclude_late(worker: Any, path: str, when: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_late_barrier_of_an_old_run_does_not_end_the_new_run(quiet_stage: Stage, when: str) -> None:
-    """Its thread is late: by then the same worker was told to conclude the next run.
-
-    What it says is then taken for a word about that one. It must not end it.
-    """
+    """The late call reaches a worker that concludes the next run, and must not end that run."""
     stage = quiet_stage
     victim, sender = stage.addresses("sender")
     concluding = stage.addresses("receiver")[1]

@@ -160,7 +160,7 @@ def test_released_output_is_computed_again(client, tmp_path, monkeypatch):
 
 
 def rechunked(path=None):
-    """Columns of an array that is made in rows, and what it is; made behind a gate if there is."""
+    """Return columns of an array made in rows, and the array; made behind a gate if given."""
     source = np.arange(64.0).reshape(8, 8)
 
     def row(number):

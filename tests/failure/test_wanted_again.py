@@ -130,7 +130,7 @@ def assert_both_have_rows_of_the_second_run(
     first: list[Any],
     n_shuffles: int,
 ) -> None:
-    """Where `first` is what the first computation reads, by way of so many shuffles."""
+    """`first` is the input of the first computation, behind this many shuffles."""
     total = client.compute(dask.delayed(times_of)(first))
     gate.wait_for()
     wait_for_runs(client, n_shuffles)

@@ -18,6 +18,6 @@ def flagged():
 
 
 async def until_workers(client, condition):
-    """Wait for the scheduler's workers to fulfil a condition; it is asked, nobody sleeps."""
+    """Poll the scheduler, without sleeping, until its workers fulfil a condition."""
     while not condition((await client.scheduler.identity(n_workers=-1))["workers"]):
         pass

@@ -1,4 +1,4 @@
-"""One flag, on real clusters: who sees it, when, and what happens where it cannot work."""
+"""The flag on real clusters: which processes see it, and what happens where it cannot work."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ print(time.perf_counter() - began)
 
 
 def _leftovers(client):
-    """What a disabled runtime left on the live objects it had changed."""
+    """Return what a disabled runtime left on the live objects that it had changed."""
 
     def on_scheduler(dask_scheduler):
         plugin = dask_scheduler.plugins["shuffle"]

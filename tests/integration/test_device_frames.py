@@ -1,4 +1,4 @@
-"""Shuffles of frames of a device, emulated in host memory, on whole clusters and over real UCX.
+"""Shuffles of device frames, emulated in host memory, on whole clusters and over real UCX.
 
 pandas frames take the way of device frames here: what a transport is given is not the host's
 memory, and whoever reads it as such gets an error.
@@ -63,7 +63,7 @@ def left_to_pickle(array):
 
 
 class Device:
-    """An emulated device for each worker, and what was copied out of the memory of all.
+    """An emulated device for each worker, and the bytes copied out of all of their memory.
 
     Attributes
     ----------

@@ -137,7 +137,7 @@ def scraped(client):
 
 
 def at_the_scheduler(client, expected):
-    """What the scheduler has of shuffles, once that is what is expected or workers said it often.
+    """Return the scheduler's shuffle metrics, once as expected or after several heartbeats.
 
     What a worker says by itself may still be on its way when it is asked to say more.
     """

@@ -112,7 +112,7 @@ def waits_for_the_word():
 
 
 class Understated:
-    """Takes much more than it says."""
+    """A value that takes much more memory than its sizeof."""
 
     def __init__(self, number):
         self.number = number

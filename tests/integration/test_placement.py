@@ -362,10 +362,7 @@ async def test_task_leaves_a_slow_worker_when_moving_its_input_pays(c, s, a, b):
 
 
 def queue_of(**durations: str) -> dict:
-    """Settings with which root tasks may be held back.
-
-    Stock's checks of itself include that none is, and then none is.
-    """
+    """Return settings that let root tasks stay queued. Validation has to be off for that."""
     key = "distributed.scheduler."
     return {
         f"{key}worker-saturation": 1.0,
@@ -375,7 +372,7 @@ def queue_of(**durations: str) -> dict:
 
 
 async def wait_for_a_quick_one(c, s, quick, slow) -> tuple:
-    """Have root tasks that are to stay in the queue, while the quick worker waits for the outside.
+    """Make root tasks that should stay queued, while the quick worker waits for an event.
 
     Returns the placement, the event that is waited for, what waits for it, and the root tasks.
     """

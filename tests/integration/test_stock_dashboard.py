@@ -42,7 +42,7 @@ def shuffled(n_outputs):
 
 
 def draw(applications, server, variables):
-    """Open each page, and have it brought up to date as for a browser that looks at it.
+    """Open each page and update it as for a browser that shows it.
 
     Returns the pages, and what kind of error each one raised that failed.
     """

@@ -69,7 +69,7 @@ def held_up(worker):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_silent_worker_does_not_delay_enabling(c, s, a, b, monkeypatch):
-    """Its event loop may be held up for minutes; it takes part when it comes to."""
+    """Its event loop may be blocked for minutes; it takes part once it responds."""
     monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
     comes_to = held_up(b)
     await dask_gpurt.enable(c)
@@ -114,7 +114,7 @@ async def test_client_of_another_version_does_not_block_others(c, s, a, b, monke
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
 async def test_departed_worker_does_not_delay_enabling(c, s, a, b):
-    """In less time than anybody would be waited for."""
+    """Enabling takes less time than the wait for a silent worker."""
     comes_to = held_up(b)
     enabled = asyncio.ensure_future(dask_gpurt.enable(c))
     await async_poll_for(lambda: "gpurt_status" in s.handlers, timeout=5)
@@ -131,7 +131,7 @@ async def test_departed_worker_does_not_delay_enabling(c, s, a, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
 async def test_disable_moves_a_shuffle_awaiting_a_worker_to_dask(c, s, a, b):
-    """In less time than anybody would be waited for."""
+    """Disabling takes less time than the wait for a silent worker."""
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
     # As one that is joining, and has not said so yet.
@@ -170,7 +170,7 @@ async def test_worker_that_joins_during_disable_is_answered(c, s, a, b):
     timeout=8,
 )
 async def test_scheduler_without_extensions_runs_dask(c, s, a):
-    """Nobody waits for a runtime that cannot come."""
+    """No call waits for a runtime that cannot start."""
     for _ in range(2):
         with pytest.raises(ActivationError, match="without distributed's shuffle extension"):
             await dask_gpurt.enable(c)
@@ -234,7 +234,7 @@ async def test_only_one_of_concurrent_clients_enables_the_runtime(c, s, a, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_runtime_can_be_enabled_during_disable(c, s, a, b):
-    """A worker may take its time to let go of it."""
+    """A worker may take long to disable the runtime."""
     lets_go, plugin_remove = asyncio.Event(), b.handlers["plugin-remove"]
 
     async def remove_later(**message):

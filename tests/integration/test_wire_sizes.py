@@ -61,7 +61,7 @@ def headers(monkeypatch):
 
 
 def shuffled(client, monkeypatch, mode, kind, rows):
-    """What status says of a shuffle between hosts, on links so slow that any codec would pay."""
+    """Return the status of a shuffle between hosts over links so slow that any codec pays."""
     monkeypatch.setattr(CommTransport, "bandwidth", 1e6)
     with dask.config.set({"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": mode}):
         dask_gpurt.enable(client)

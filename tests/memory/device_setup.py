@@ -93,7 +93,7 @@ class Setup(SteppedLanes):
         self.device.on_full(lambda nbytes: self.store.make_room(DEVICE, nbytes))
 
     def made(self, array):
-        """What a task would make: an array on the device."""
+        """Return an array on the device, like the output of a task."""
         return DeviceArray.from_host(array, self.device, self.compute)
 
     def host_copy(self, value):

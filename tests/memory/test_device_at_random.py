@@ -20,7 +20,7 @@ from tests.memory.device_setup import DEVICE, Setup, noise
 
 
 class Arrays(AgainstADict):
-    """Random operations, orders of lanes and orders of streams: values are those of a dict."""
+    """Random operations in random orders of lanes and streams; values equal those of a dict."""
 
     @initialize(seed=st.integers(0, 1 << 16))
     def begin(self, seed):

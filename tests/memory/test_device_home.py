@@ -244,7 +244,7 @@ def test_room_is_made_for_a_value_being_read_back():
 
 
 class Threaded(Setup):
-    """On a threaded device, with one value on it whose copy stands still until `go` is set."""
+    """A setup on a threaded device, with one value whose copy is blocked until `go` is set."""
 
     def __init__(self):
         super().__init__(None)

@@ -1,4 +1,4 @@
-"""Values of a library of an emulated GPU in the store, and who evicts for whom, thread by thread.
+"""Values of an emulated GPU library in the store, and evictions for other allocations.
 
 Everybody allocates as CuPy does, through an allocator that the store's hook was put in front of. A
 hazard anywhere fails the test: the store itself would take it for an error of one value.

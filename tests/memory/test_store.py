@@ -278,7 +278,7 @@ def test_store_is_closed_during_a_read_for_a_message(caplog):
 
 
 class Bytes(AgainstADict):
-    """Random operations and a random order of what lanes do: values are those of a dict."""
+    """Random operations and a random order of lane calls; values equal those of a dict."""
 
     def __init__(self):
         super().__init__()

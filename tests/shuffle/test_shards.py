@@ -1,4 +1,4 @@
-"""Shards are kept, read and let go; no row is lost, doubled or given to another slot."""
+"""Shards are kept, read and released; no row is lost, doubled or given to another slot."""
 
 from __future__ import annotations
 

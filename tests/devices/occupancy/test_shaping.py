@@ -1,4 +1,4 @@
-"""Launches inside `shaped` carry what was planned, all others what they ask for."""
+"""Launches inside of `shaped` carry the planned bytes; all others are unchanged."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_launch_is_unchanged_where_the_device_refuses_the_limit():
 
 
 def test_a_refused_launch_is_repeated_unchanged_and_remembered(hook, driver):
-    """Meanwhile, the kernel's owner has reset the allowance to its own need."""
+    """The kernel's owner has reset the limit to its own need."""
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         del driver.allowed["k"]

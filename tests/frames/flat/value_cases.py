@@ -1,4 +1,4 @@
-"""Values of all kinds, and the comparison of a value with what came back."""
+"""Values of all kinds, and a comparison of values with restored ones."""
 
 from __future__ import annotations
 

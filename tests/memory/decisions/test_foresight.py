@@ -11,7 +11,7 @@ from dask_gpurt.memory.decisions.foresight import Outlook, Pace, reachable
 
 
 class Graph:
-    """Tasks by name, with a number for a priority and what they wait for.
+    """Tasks by name, with a number as priority and the tasks that they wait for.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Policies against an oracle, on traces of real programs.
+"""Eviction policies against an oracle, on traces of real programs.
 
 Bytes moved, as a multiple of what Belady's rule moves, both workers together, at 70 / 50 / 30 % of
 the memory that would have held everything:

@@ -1,4 +1,4 @@
-"""Decisions on residency: what each rule says."""
+"""Decisions on residency: eviction, prefetch and admission, rule by rule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def two_levels(capacity, policy="lru", uses=None):
 
 
 def settle(residency, fail=()):
-    """Carry out everything that is due, at once; returns the moves."""
+    """Carry out all due moves at once; return them."""
     done = []
     moves = residency.due()
     while moves:

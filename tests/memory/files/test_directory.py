@@ -67,7 +67,7 @@ def inside(parent):
 
 
 def left_by(parent, name, **changes):
-    """As the system leaves it when an owner like this process dies: nobody has the lock.
+    """Make a directory as a dead owner leaves it, whose lock no process holds.
 
     `started` is another unless it is given: a later process has the id of the dead one.
     """

@@ -106,7 +106,7 @@ def test_missing_file_counts_as_damage(parent, lengths):
 
 
 def test_torn_write_is_not_a_value(parent, monkeypatch):
-    """Everything is there but what is written last."""
+    """All blocks are written except for the last one."""
     tier = DiskTier(str(parent))
     place = tier.put(flat_of(LARGE))
     with open(place.path, "r+b") as file:
@@ -171,7 +171,7 @@ def open_files():
     ],
 )
 def test_value_is_whole_or_absent_after_any_failed_call(tmp_path, lengths, code):
-    """Whichever call it is: the value is kept whole or not at all, and then it goes on."""
+    """After any failed system call the value is whole or absent, and the tier goes on."""
     value, failed = flat_of(lengths), set()
     for n in itertools.count(1):
         parent = tmp_path / str(n)

@@ -115,7 +115,7 @@ def test_frame_is_read_writable_and_without_another_copy(parent):
 
 
 def test_large_buffers_are_freed_one_by_one(parent):
-    """A column that somebody goes on using does not hold on to the whole frame."""
+    """A column that is still in use does not keep the whole frame alive."""
     tier = DiskTier(str(parent))
     got = tier.get(tier.put(flat_of((1_000_000, 1_000_000, 10))))
     roots = [buffer if buffer.base is None else buffer.base for buffer in got.buffers]

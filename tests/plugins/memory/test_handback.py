@@ -1,4 +1,4 @@
-"""Return of all values to Dask's store, including those that are spilled meanwhile."""
+"""Return of all values to Dask's store, including those that are spilled during it."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_remembered_paths_are_bounded(monkeypatch):
 
 
 def test_paths_from_equal_hosts_are_computed_on_arrival():
-    """Of the first host nobody can say until there is another."""
+    """The paths of a first host are unknown until a second one joins."""
     links = ClusterLinks(gpu_hosts(3, 0, nic_bandwidth=12e9, nvlink=False))
     addresses = []
     for host in range(3):

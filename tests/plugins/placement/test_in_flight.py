@@ -48,7 +48,7 @@ def in_flight(clock):
 
 
 def fetches(in_flight, target, *sources, plain):
-    """A decision has a worker fetch a gigabyte from each of others, one way or the other."""
+    """Record a decision by which a worker fetches a gigabyte from each of the others."""
     holders = [one.address for one in sources]
     keys = [f"x-{number}-{target.address}" for number in range(len(sources))]
     if plain:
