@@ -32,13 +32,13 @@ from dask_gpurt.plugins.patches.worker_memory import (
     take_apart_on_device,
 )
 from tests.memory.emulated_gpu import Gpu, GpuArray
-from tests.memory.stepping import watched
+from tests.memory.stepping import SteppedLanes, watched
 
 DEVICE = 1
 PATIENCE_S = 30.0
 
 
-class Setup:
+class Setup(SteppedLanes):
     """A store over a GPU of 1000 bytes, and its lanes."""
 
     def __init__(self, directory, monkeypatch, choose=None):

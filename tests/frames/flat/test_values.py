@@ -178,7 +178,7 @@ def test_deeply_nested_list_is_restored():
 
 
 def test_errors_name_the_unpicklable_type():
-    with pytest.raises(TypeError, match=r"test_values\.Unpicklable"):
+    with pytest.raises(TypeError, match=r"value_cases\.Unpicklable"):
         flatten(Unpicklable())
     with pytest.raises(TypeError, match=r"test_values\.Gaps"):
         flatten(Gaps())
