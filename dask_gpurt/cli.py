@@ -1,7 +1,8 @@
-"""``dask gpurt``: run a script with the runtime on, look for what is wrong, see what it does.
+"""The ``dask gpurt`` command line: options, arguments and help texts.
 
-Parses command lines and nothing else. Dask loads this module for every ``dask --help``, so that
-everything but click is imported inside the commands; the work is done in `dask_gpurt.command`.
+This module parses command lines and nothing else; `dask_gpurt.command` and `dask_gpurt.demo` do the
+work. Dask imports this module for every ``dask --help``, so each command imports everything but
+click in its own function.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dask_gpurt import __version__
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 88}
 
-#: What a bad address, a missing file or a wrong option exits with.
+#: Exit status for an unusable address, a missing file or a wrong option.
 _BAD_USAGE = 2
 
 
@@ -27,7 +28,7 @@ def _fail(command: str, error: Exception) -> int:
 @click.group(context_settings=_CONTEXT)
 @click.version_option(__version__, prog_name="dask-gpurt")
 def gpurt() -> None:
-    """Faster shuffles for Dask, without changing a line of the program."""
+    """Speed up Dask's shuffles without changing the program."""
 
 
 @gpurt.command(context_settings={**_CONTEXT, "allow_interspersed_args": False})
@@ -59,11 +60,10 @@ def run(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT as it is, with the runtime on. Options after SCRIPT are the script's own.
+    """Run SCRIPT unchanged, with the runtime on. Options after SCRIPT belong to the script.
 
-    A script that starts a Dask client of its own keeps it. For one that does not, a cluster of
-    this machine's size is started when it first computes something; --n-workers and --threads
-    are for that one.
+    A script that starts its own Dask client keeps it. For any other script, the first computation
+    starts a cluster on this machine. --n-workers and --threads set the size of that cluster.
     """
     from dask_gpurt.command.run import Options, run_script
     from dask_gpurt.command.script import ScriptError
@@ -94,7 +94,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_scheduler_file
 @_json
 def doctor(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> None:
-    """Say what is installed, what is switched on, what is wrong, and what to do about it.
+    """Check the installation and a cluster: versions, settings, problems, and remedies.
 
     Exits with 0 if there is no problem, 1 if there is one, and 2 if the scheduler does not answer.
     """
@@ -137,8 +137,8 @@ def topology(
 ) -> None:
     """Write a description of the machines of a running cluster, as YAML, to standard output.
 
-    It is what workers find out about their hosts: GPUs, NUMA nodes, network cards, and the links
-    between them. Look at it, correct it, and name it in `gpurt.topology.file`.
+    Workers report the GPUs, NUMA nodes and network cards of their hosts, and the links between
+    them. Check the description, correct it, and name the file in `gpurt.topology.file`.
     """
     from dask_gpurt.command.topology import TopologyError, check_file, write
 
@@ -166,10 +166,10 @@ def occupancy(
     leave: int | None,
     as_json: bool,
 ) -> None:
-    """Say how many blocks of a kernel a multiprocessor of a GPU holds, and what limits them.
+    """Compute how many blocks of a kernel fit on a multiprocessor of a GPU, and what limits them.
 
-    With --leave, also with how much dynamic shared memory it would hold only K. Computed from a
-    table: no GPU is asked, and none is needed.
+    With --leave, also compute the dynamic shared memory at which only K blocks fit. The figures
+    come from a table; no GPU is needed.
     """
     from dask_gpurt.command.occupancy import UnknownGpuError, show
 

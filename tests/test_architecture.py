@@ -200,10 +200,11 @@ def test_private_things_have_one_door(path):
                 assert name_of(path) in allowed, f"{imported} belongs into {allowed}"
 
 
-def test_only_config_reads_our_settings():
+def test_gpurt_settings_are_read_in_config_only():
+    """`gpurt.*` settings are read in config.py only; Dask's own settings, where they are used."""
     readers = {name_of(p) for p in MODULES if 'config.get("gpurt.' in p.read_text()}
-    # The preload reads the flag by itself, so that a program without it pays for nothing else; the
-    # doctor asks where it was set.
+    # Two exceptions: the preload reads the flag itself, so that a program without the flag imports
+    # nothing else. The doctor reports where the flag was set.
     assert readers == {"preload.py", "command/findings.py"}
 
 
