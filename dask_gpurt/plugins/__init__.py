@@ -1,1 +1,3 @@
-"""The only room that knows distributed: plugins, and the patches they need."""
+"""Scheduler, worker and client plugins, and the patches they need. Only this package imports
+distributed's internals.
+"""

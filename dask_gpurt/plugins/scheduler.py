@@ -1,8 +1,8 @@
-"""The scheduler's side: who is ready, which data plane each new shuffle run gets, who places tasks.
+"""The scheduler's side of the runtime: worker readiness, choice of data plane, placement.
 
-The plugin is what activation registers; the scheduler then sends a bootstrap to every worker it
-has or will have. A run is put on our data plane if every worker is ready for it and there is an
-adapter for its kind of data. Otherwise stock Dask does that run, and why is kept and logged once.
+Activation registers this plugin. The scheduler then sends a bootstrap plugin to every present and
+future worker. A shuffle run uses our data plane if every worker is ready and there is an adapter
+for its kind of data. Otherwise stock Dask runs it; the plugin records the reason and logs it once.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
-#: How long a new run waits for workers that are just joining to say that they are ready.
+#: How long a new run waits for joining workers to report.
 JOIN_TIMEOUT_S = 10.0
-#: How long a worker may take to say what it has done, or where something is.
+#: Longest wait for a worker's report, or for its answer to `explain`.
 ANSWER_DEADLINE_S = 5.0
-#: Share of the scheduler's time in which it may tell workers when their values are needed.
+#: Share of the scheduler's time for telling workers when their values are needed next.
 TELLING_SHARE = 0.1
-#: Shuffles whose skew is remembered, for when they start over.
+#: Most shuffles whose sketch is kept, in case they restart.
 MAX_SKETCHES = 256
 
-#: By scheduler: held while the runtime is switched on or off there, of which two at a time would
-#: each take the other's for stock's.
+#: By scheduler: held while the runtime is switched on or off. Two concurrent activations would each
+#: save the other's functions as stock Dask's.
 _switching: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
 
 
@@ -60,16 +60,16 @@ def _switching_of(scheduler: Scheduler) -> asyncio.Lock:
 
 
 class GpurtScheduler(SchedulerPlugin):
-    """Registered by activation, as idempotent; one a scheduler.
+    """The scheduler plugin that activation registers. Idempotent, one per scheduler.
 
-    Of those that are registered at the same time, the others leave it at the first.
+    If several are registered at once, the first one stays.
 
     Parameters
     ----------
     settings
-        Of the client, or of the scheduler's own configuration.
+        Settings of the client, or of the scheduler's own configuration.
     version
-        Of dask_gpurt where the settings come from.
+        Version of dask_gpurt in the process that the settings come from.
     """
 
     name = NAME
@@ -81,14 +81,14 @@ class GpurtScheduler(SchedulerPlugin):
         self._telling_workers: asyncio.Future[Any] | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Called by the scheduler.
+        """Start the runtime. distributed calls this.
 
         Raises
         ------
         ActivationError
-            The client has another version. It leaves nothing here that would keep out others.
+            The client has another version. No state stays behind that would block other clients.
         ConfigError
-            The description of the machines is wrong.
+            The description of the machines is invalid.
         """
         if self.version != dask_gpurt.__version__:
             raise ActivationError(
@@ -97,18 +97,19 @@ class GpurtScheduler(SchedulerPlugin):
                 f"run `pip install dask-gpurt=={self.version}` there"
             )
         async with _switching_of(scheduler):
-            # The scheduler, too, leaves it at the first: it looks before it calls this, and after.
+            # The scheduler keeps the first plugin too: it checks before and after this call.
             if NAME not in scheduler.plugins:
                 self._opened = asyncio.Event()
                 try:
                     await self._start(scheduler)
                 finally:
-                    # Also where that failed: clients that come wait to be told what is on here.
+                    # Also after a failure: connecting clients wait for this event before they get a
+                    # status.
                     self._opened.set()
 
     async def _start(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        #: What is counted here is of this activation; there may have been others before.
+        #: Identifies this activation, to which all counts here belong.
         self.activation = uuid4().hex
         self.is_active = False
         self.inactive_reason: str | None = self._unusable()
@@ -118,13 +119,13 @@ class GpurtScheduler(SchedulerPlugin):
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self._sketches: OrderedDict[str, list[int]] = OrderedDict()
         self._pace = Pace(TELLING_SHARE)
-        #: Is set, and another one takes its place, whenever a worker has reported or has left.
+        #: Set and replaced whenever a worker reports or leaves.
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
         self.tally = Counted.at(scheduler)
         self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
-        # For clients, which cannot ask what handlers there are.
+        # Clients cannot list handlers, so an event tells them.
         scheduler.log_event(bootstrap.EVENTS, {"answers": True})
         try:
             await self.machines.configure(self.settings.topology)
@@ -154,15 +155,16 @@ class GpurtScheduler(SchedulerPlugin):
         self._lost_values = LostValues(scheduler)
         self._owners = OutputOwners(scheduler)
         self.is_active = True
-        # Not only once workers know, as the scheduler would: some may come or leave until then.
+        # Register now. The scheduler would register only after all workers know, and miss workers
+        # that join or leave until then.
         scheduler.add_plugin(self, name=NAME, idempotent=True)
         self._opened.set()
         telling = scheduler.register_worker_plugin(
             None, self._bootstrap(), name=NAME, idempotent=False
         )
         self._telling_workers = asyncio.ensure_future(telling)
-        # A worker whose event loop is held up takes it in when it comes to; until then it is one
-        # that is not ready, and nobody waits for it any longer than for others.
+        # A worker with a blocked event loop takes the plugin in later. Until then it is not ready,
+        # and runs wait for it no longer than for others.
         self._telling_workers.add_done_callback(_worth_a_line)
         await asyncio.wait({self._telling_workers}, timeout=JOIN_TIMEOUT_S)
 
@@ -170,18 +172,21 @@ class GpurtScheduler(SchedulerPlugin):
         return p2p.unsupported_reason() or p2p.lacks_shuffles(self.scheduler)
 
     async def configure(self, settings: dict[str, Any], version: str) -> str | None:
-        """Handler: another client with the flag came; its settings hold for runs to come.
+        """Handler: apply the settings of another client with the flag to future runs.
 
-        And for workers to come, where they are about what a worker makes when it starts.
+        Settings about what a worker creates at its start apply to future workers.
 
-        Returns why not, if they cannot.
+        Returns
+        -------
+        str or None
+            Why the settings cannot be applied, if so.
 
         Raises
         ------
         ConfigError
-            A setting or the description of the machines is wrong; nothing has changed.
+            A setting or the description of the machines is invalid. Nothing has changed.
         ProtocolError
-            The version is none.
+            The version is not a version string.
         """
         if request_checks.name("version", version) != self.version:
             return (
@@ -206,11 +211,11 @@ class GpurtScheduler(SchedulerPlugin):
         return None
 
     def _bootstrap(self) -> bytes:
-        """What makes a worker one of ours."""
+        """Return the pickled plugin that attaches the runtime to workers."""
         return bootstrap.pickled(p2p.TESTED, self.settings.to_plain())
 
     def _place(self) -> None:
-        """Choose workers as the settings say, or leave that to stock."""
+        """Start placement as the settings say, or leave it to stock Dask."""
         self._leave_placing()
         if self.settings.placement.enabled:
             policy = self.settings.placement.policy
@@ -228,11 +233,13 @@ class GpurtScheduler(SchedulerPlugin):
             self.placement = None
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:
-        """Handler: the machines that workers report, and on demand what is between them."""
+        """Handler: return the machines that workers report, and on demand the links between
+        them.
+        """
         return await self.machines.found(request_checks.flag("probe", probe))
 
     async def explain(self, key: Any) -> dict[str, Any]:
-        """Handler: why a task ran where it did, and where its output is on those who have it."""
+        """Handler: return why a task ran on its worker, and how its holders store its output."""
         request_checks.key(key)
         if self.placement is None:
             reason = "gpurt.placement.enabled is false"
@@ -254,13 +261,13 @@ class GpurtScheduler(SchedulerPlugin):
         return answers._replace(said=_understood(answers))
 
     async def disable(self) -> None:
-        """Handler: stock behaviour from here on. Runs that are under way end on our data plane."""
+        """Handler: restore stock behaviour. Runs in progress finish on our data plane."""
         async with _switching_of(self.scheduler):
             if self.is_active:
                 await self._stop()
 
     async def _stop(self) -> None:
-        # Whoever switches it on again has another one, which waits for the end of this.
+        # A new activation uses a new plugin, which waits for the end of this method.
         if self.scheduler.plugins.get(NAME) is self:
             self.scheduler.remove_plugin(NAME)
         self.is_active = False
@@ -269,24 +276,24 @@ class GpurtScheduler(SchedulerPlugin):
         self._restarts.remove()
         self._owners.remove()
         self._leave_placing()
-        # Shuffles that are about to begin need not wait for workers that are joining.
+        # Wake new shuffles that wait for joining workers.
         self._say_who_reported()
-        # `gpurt_status` stays: it can still say that, and why, the runtime is off. Others are asked
-        # until workers have given back the last of their values, have said what they counted, and
-        # those that are joining just now have said so.
+        # `gpurt_status` stays, to report that and why the runtime is off. The three `lasting`
+        # handlers stay until workers have handed back their values, sent their final counters, and
+        # joining workers have reported.
         lasting = ("gpurt_counted", "gpurt_next_uses", "gpurt_worker_ready")
         for_workers = {name: self._handlers.pop(name) for name in lasting}
         self._take_off(self._handlers)
-        # After that nobody has links probed again.
+        # From here on, no handler can start another probe of links.
         await self.machines.close()
         try:
-            # A worker that has yet to take the plugin in is not told to remove it before that.
+            # Wait, or a worker could be told to remove a plugin before it has it.
             if self._telling_workers is not None:
                 await asyncio.wait({self._telling_workers})
             await self.scheduler.unregister_worker_plugin(None, name=NAME)
         finally:
             self._take_off(for_workers)
-            # Workers may lose values for as long as they give them back.
+            # Workers may lose values until they have handed back all of them.
             self._lost_values.remove()
 
     def _take_off(self, handlers: dict[str, Callable[..., Any]]) -> None:
@@ -303,11 +310,11 @@ class GpurtScheduler(SchedulerPlugin):
     # ------------------------------------------------------------------ workers
 
     async def worker_ready(self, worker: str, problem: str | None) -> None:
-        """Handler: the bootstrap ran on a worker."""
+        """Handler: record that the bootstrap ran on a worker."""
         request_checks.name("worker", worker)
         request_checks.problem(problem)
         if not self.is_active or worker not in self.scheduler.workers:
-            # It left meanwhile, and nobody would take it off again.
+            # The worker left meanwhile. An entry would never be removed.
             return
         self.not_ready.pop(worker, None)
         if problem is None:
@@ -321,7 +328,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._say_who_reported()
 
     async def counted(self, worker: str, said: Any) -> None:
-        """Handler: the last word of a worker, by its id, that closes or lets go of the runtime."""
+        """Handler: record the final counters of a worker (by its id) that closes or detaches."""
         take(self.tally, worker, said)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -329,15 +336,14 @@ class GpurtScheduler(SchedulerPlugin):
             self.placement.add_worker(scheduler.workers[worker])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        # Not a coroutine: the scheduler would wait for it, and log that it was cancelled as it
-        # closes.
+        # Not a coroutine: the scheduler would wait for it, and log its cancellation at its close.
         if self.placement is not None:
             self.placement.remove_worker(worker)
         self.machines.remove_worker(worker)
         self.tally.leave(worker)
         self.ready.discard(worker)
         self.not_ready.pop(worker, None)
-        # It may have been the last one that had not reported.
+        # It may have been the last worker that had not reported.
         self._say_who_reported()
 
     def _say_who_reported(self) -> None:
@@ -363,9 +369,9 @@ class GpurtScheduler(SchedulerPlugin):
     # ------------------------------------------------------------------ runs
 
     def _choose(self, stock: p2p.ShuffleSpec[Any]) -> p2p.ShuffleSpec[Any]:
-        """Spec to run: ours where everything is there for it, or the stock one."""
+        """Return the spec to run: ours if there is no obstacle, else the stock one."""
         if not self.is_active:
-            # Switched off while it waited for workers that were joining.
+            # Switched off while this run waited for joining workers.
             return stock
         what, why = self._obstacle(stock)
         if why is None:
@@ -389,10 +395,10 @@ class GpurtScheduler(SchedulerPlugin):
         return stock
 
     async def sketch(self, shuffle_id: str, rows: list[int] | None = None) -> Any:
-        """Handler: how full output partitions are in an input partition that is at hand.
+        """Handler: record the rows of each output partition in a sample input partition.
 
-        Asked without `rows`, answers with the label of the column that has their numbers, or None
-        if that is not wanted.
+        Without `rows`, return the label of the column with partition numbers, or None if no sketch
+        is wanted.
         """
         request_checks.name("shuffle_id", shuffle_id)
         if shuffle_id in p2p.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
@@ -408,9 +414,10 @@ class GpurtScheduler(SchedulerPlugin):
         return None
 
     async def next_uses(self, keys: list[Any], worker: str) -> tuple[list[Any], float]:
-        """Handler: when values are needed next, for a worker that runs short of memory.
+        """Handler: return when values are needed next, for a worker that is short of memory.
 
-        And for how many seconds it should not ask again: all may run short of it at a time.
+        Also return for how many seconds the worker should not ask again: all workers may be short
+        of memory at once.
         """
         request_checks.keys(keys)
         request_checks.name("worker", worker)
@@ -435,9 +442,9 @@ class GpurtScheduler(SchedulerPlugin):
         return what, None
 
     async def status(self, reports: bool = True) -> dict[str, Any]:
-        """Handler: what is active here, what fell back and why, and each worker's report."""
+        """Handler: return activity, fallbacks with reasons, and each worker's report."""
         request_checks.flag("reports", reports)
-        # A client that comes while this one is being switched on must not do it again.
+        # A client that connects during activation must not activate again.
         await self._opened.wait()
         asked = sorted(self.ready) if reports and self.is_active else []
         answers = await ask(self.scheduler, {"op": "gpurt_report"}, asked, ANSWER_DEADLINE_S)
@@ -471,11 +478,11 @@ class GpurtScheduler(SchedulerPlugin):
 
 
 def _understood(answers: Answers) -> dict[str, Any]:
-    """Answers of those that could be asked."""
+    """Return the answers that are reports, without errors."""
     return {one: answer for one, answer in answers.said.items() if isinstance(answer, dict)}
 
 
 def _worth_a_line(telling: asyncio.Future[Any]) -> None:
-    """A worker that left as it was told is none that has to have the runtime."""
+    """Log an error of telling workers. A worker that left meanwhile needs no runtime."""
     if not telling.cancelled() and (error := telling.exception()) is not None:
         logger.warning("not every worker could be told of the runtime: %s", error)
