@@ -177,11 +177,11 @@ class Settings:
         if not _has_fields(plain, Settings) or not all(
             _has_fields(plain[name], kind) for name, kind in _SECTIONS.items()
         ):
-            raise ConfigError("settings came that are not those of this version of dask_gpurt")
+            raise ConfigError("the settings in the message are of another version of dask_gpurt")
         file, text = plain["topology"]["file"], plain["topology"]["text"]
         for value in (file, text):
             if value is not None and not (isinstance(value, str) and len(value) <= MAX_TEXT):
-                raise ConfigError("gpurt.topology.file came as something else than a text")
+                raise ConfigError("gpurt.topology.file in the message is not a text")
 
         def get(key: str) -> Any:
             found: Any = plain
@@ -279,7 +279,7 @@ def unknown_keys() -> list[tuple[str, str | None]]:
     """Return the unknown keys under `gpurt.`, each with the known key it resembles."""
     section = dask.config.get("gpurt", None)
     if not isinstance(section, Mapping | None):
-        raise ConfigError(f"gpurt is {section!r}; it may be a section of settings")
+        raise ConfigError(f"gpurt is {section!r}; it must be a section of settings")
     known = {_normal(key) for key in _flatten(defaults())}
     sections = {_normal(name) for name, value in defaults().items() if isinstance(value, Mapping)}
     given = {_normal(key) for key in _flatten(section or {})}

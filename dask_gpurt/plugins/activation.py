@@ -108,8 +108,8 @@ async def on_connect(client: Client) -> None:
     ConfigError
         A setting, or the file that describes the machines, is invalid.
     """
-    if (worker := await client_origin.worker_around(client)) is not None:
-        logger.info("a client of a task on worker %s leaves the settings as they are", worker)
+    if (worker := await client_origin.creating_worker(client)) is not None:
+        logger.info("a client of a task on worker %s does not change the settings", worker)
         return
     try:
         await activate(client, config.read())

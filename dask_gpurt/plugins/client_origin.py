@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distributed import Client, Worker
 
 
-async def worker_around(client: Client) -> str | None:
+async def creating_worker(client: Client) -> str | None:
     """Return the address of the worker that created a client; None for a program's client.
 
     Runs on the client's event loop, while the client connects. A worker of another cluster does not
@@ -43,7 +43,7 @@ async def worker_around(client: Client) -> str | None:
     # If the program runs the cluster in its own process, only the context identifies a task.
     if identity["id"] not in client_patches.scheduler_ids_here():
         around += [client_patches.address_at_scheduler(one) for one in beside]
-        around += descended_from(identity, ports, _addresses_here())
+        around += ancestor_workers(identity, ports, _addresses_here())
     return next((one for one in around if one in identity["workers"]), None)
 
 
@@ -55,7 +55,7 @@ def _worker_of_task() -> Worker | None:
         return None
 
 
-def descended_from(
+def ancestor_workers(
     identity: Mapping[str, Any], ports: Collection[int], hosts: Collection[str]
 ) -> list[str]:
     """Return the workers of a cluster that are ancestors of this process.

@@ -34,7 +34,7 @@ from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.worker import NAME
-from dask_gpurt.plugins.worker_counters import Counted, take
+from dask_gpurt.plugins.worker_counters import CounterReceiver, take
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -46,17 +46,18 @@ JOIN_TIMEOUT_S = 10.0
 #: Longest wait for a worker's report, or for its answer to `explain`.
 ANSWER_DEADLINE_S = 5.0
 #: Share of the scheduler's time for telling workers when their values are needed next.
-TELLING_SHARE = 0.1
+NEXT_USES_SHARE = 0.1
 #: Most shuffles whose sketch is kept, in case they restart.
 MAX_SKETCHES = 256
 
 #: By scheduler: held while the runtime is switched on or off. Two concurrent activations would each
 #: save the other's functions as stock Dask's.
-_switching: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
+_activation_locks: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
 
 
-def _switching_of(scheduler: Scheduler) -> asyncio.Lock:
-    return _switching.setdefault(scheduler, asyncio.Lock())
+def activation_lock(scheduler: Scheduler) -> asyncio.Lock:
+    """Return the lock that serialises activations on a scheduler."""
+    return _activation_locks.setdefault(scheduler, asyncio.Lock())
 
 
 class GpurtScheduler(SchedulerPlugin):
@@ -78,7 +79,7 @@ class GpurtScheduler(SchedulerPlugin):
     def __init__(self, settings: Settings, version: str) -> None:
         self.settings = settings
         self.version = version
-        self._telling_workers: asyncio.Future[Any] | None = None
+        self._registering_workers: asyncio.Future[Any] | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
         """Start the runtime. distributed calls this.
@@ -96,7 +97,7 @@ class GpurtScheduler(SchedulerPlugin):
                 f"{dask_gpurt.__version__}, the client {self.version}; "
                 f"run `pip install dask-gpurt=={self.version}` there"
             )
-        async with _switching_of(scheduler):
+        async with activation_lock(scheduler):
             # The scheduler keeps the first plugin too: it checks before and after this call.
             if NAME not in scheduler.plugins:
                 self._opened = asyncio.Event()
@@ -118,11 +119,11 @@ class GpurtScheduler(SchedulerPlugin):
         self.runs: Counter[str] = Counter()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self._sketches: OrderedDict[str, list[int]] = OrderedDict()
-        self._pace = Pace(TELLING_SHARE)
+        self._pace = Pace(NEXT_USES_SHARE)
         #: Set and replaced whenever a worker reports or leaves.
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
-        self.tally = Counted.at(scheduler)
+        self.tally = CounterReceiver.at(scheduler)
         self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
         # Clients cannot list handlers, so an event tells them.
@@ -136,7 +137,7 @@ class GpurtScheduler(SchedulerPlugin):
         if self.inactive_reason is not None:
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
-        self._place()
+        self._start_placement()
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_configure": self.configure,
             "gpurt_counted": self.counted,
@@ -149,7 +150,7 @@ class GpurtScheduler(SchedulerPlugin):
         }
         scheduler.handlers.update(self._handlers)
         self._swap = p2p.SpecSwap(
-            scheduler, self._choose, self._everyone_reported, self.ready.__contains__
+            scheduler, self._choose, self._wait_for_reports, self.ready.__contains__
         )
         self._restarts = Restarts(scheduler)
         self._lost_values = LostValues(scheduler)
@@ -162,11 +163,11 @@ class GpurtScheduler(SchedulerPlugin):
         telling = scheduler.register_worker_plugin(
             None, self._bootstrap(), name=NAME, idempotent=False
         )
-        self._telling_workers = asyncio.ensure_future(telling)
+        self._registering_workers = asyncio.ensure_future(telling)
         # A worker with a blocked event loop takes the plugin in later. Until then it is not ready,
         # and runs wait for it no longer than for others.
-        self._telling_workers.add_done_callback(_worth_a_line)
-        await asyncio.wait({self._telling_workers}, timeout=JOIN_TIMEOUT_S)
+        self._registering_workers.add_done_callback(_log_failure)
+        await asyncio.wait({self._registering_workers}, timeout=JOIN_TIMEOUT_S)
 
     def _unusable(self) -> str | None:
         return p2p.unsupported_reason() or p2p.lacks_shuffles(self.scheduler)
@@ -199,13 +200,13 @@ class GpurtScheduler(SchedulerPlugin):
             return "another client switched the runtime off meanwhile"
         before, self.settings = self.settings, new
         if (new.placement, new.topology) != (before.placement, before.topology):
-            self._place()
+            self._start_placement()
         if new.memory != before.memory:
             self.scheduler.worker_plugins[NAME] = self._bootstrap()
             if self.scheduler.workers:
                 logger.warning(
-                    "new gpurt.memory settings hold for workers that start from now on; the %d"
-                    " that run keep theirs until they are restarted",
+                    "new gpurt.memory settings apply to workers that start from now on; the %d"
+                    " that run keep theirs until they restart",
                     len(self.scheduler.workers),
                 )
         return None
@@ -214,29 +215,27 @@ class GpurtScheduler(SchedulerPlugin):
         """Return the pickled plugin that attaches the runtime to workers."""
         return bootstrap.pickled(p2p.TESTED, self.settings.to_plain())
 
-    def _place(self) -> None:
+    def _start_placement(self) -> None:
         """Start placement as the settings say, or leave it to stock Dask."""
-        self._leave_placing()
+        self._stop_placement()
         if self.settings.placement.enabled:
             policy = self.settings.placement.policy
             if policy == "auto":
                 policy = "data-aware" if self.machines.is_described else "stock"
             self.placement = Placement(self.scheduler, policy, self.machines.topology)
             if policy == "data-aware":
-                self.machines.inform(self.placement)
+                self.machines.set_learner(self.placement)
         self.machines.workers_changed()
 
-    def _leave_placing(self) -> None:
-        self.machines.inform(None)
+    def _stop_placement(self) -> None:
+        self.machines.set_learner(None)
         if self.placement is not None:
             self.placement.remove()
             self.placement = None
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:
-        """Handler: return the machines that workers report, and on demand the links between
-        them.
-        """
-        return await self.machines.found(request_checks.flag("probe", probe))
+        """Handler: return the machines that workers report; with `probe`, measure links first."""
+        return await self.machines.describe(request_checks.flag("probe", probe))
 
     async def explain(self, key: Any) -> dict[str, Any]:
         """Handler: return why a task ran on its worker, and how its holders store its output."""
@@ -247,7 +246,7 @@ class GpurtScheduler(SchedulerPlugin):
         else:
             said = self.placement.explain(key)
         where = await self._where(key)
-        return {**said, "memory": where.said, "silent": where.silent}
+        return {**said, "memory": where.received, "silent": where.silent}
 
     async def _where(self, key: Any) -> Answers:
         task = self.scheduler.tasks.get(key)
@@ -258,11 +257,11 @@ class GpurtScheduler(SchedulerPlugin):
             sorted(holders & self.ready),
             ANSWER_DEADLINE_S,
         )
-        return answers._replace(said=_understood(answers))
+        return answers._replace(received=_reports_in(answers))
 
     async def disable(self) -> None:
         """Handler: restore stock behaviour. Runs in progress finish on our data plane."""
-        async with _switching_of(self.scheduler):
+        async with activation_lock(self.scheduler):
             if self.is_active:
                 await self._stop()
 
@@ -275,36 +274,36 @@ class GpurtScheduler(SchedulerPlugin):
         self._swap.remove()
         self._restarts.remove()
         self._owners.remove()
-        self._leave_placing()
+        self._stop_placement()
         # Wake new shuffles that wait for joining workers.
-        self._say_who_reported()
+        self._wake_waiting_runs()
         # `gpurt_status` stays, to report that and why the runtime is off. The three `lasting`
         # handlers stay until workers have handed back their values, sent their final counters, and
         # joining workers have reported.
         lasting = ("gpurt_counted", "gpurt_next_uses", "gpurt_worker_ready")
         for_workers = {name: self._handlers.pop(name) for name in lasting}
-        self._take_off(self._handlers)
+        self._remove_handlers(self._handlers)
         # From here on, no handler can start another probe of links.
         await self.machines.close()
         try:
             # Wait, or a worker could be told to remove a plugin before it has it.
-            if self._telling_workers is not None:
-                await asyncio.wait({self._telling_workers})
+            if self._registering_workers is not None:
+                await asyncio.wait({self._registering_workers})
             await self.scheduler.unregister_worker_plugin(None, name=NAME)
         finally:
-            self._take_off(for_workers)
+            self._remove_handlers(for_workers)
             # Workers may lose values until they have handed back all of them.
             self._lost_values.remove()
 
-    def _take_off(self, handlers: dict[str, Callable[..., Any]]) -> None:
+    def _remove_handlers(self, handlers: dict[str, Callable[..., Any]]) -> None:
         registered = self.scheduler.handlers
         for name, handler in handlers.items():
             if registered.get(name) == handler:
                 del registered[name]
 
     async def close(self) -> None:
-        if self._telling_workers is not None:
-            self._telling_workers.cancel()
+        if self._registering_workers is not None:
+            self._registering_workers.cancel()
         await self.machines.close()
 
     # ------------------------------------------------------------------ workers
@@ -323,9 +322,9 @@ class GpurtScheduler(SchedulerPlugin):
         else:
             self.not_ready[worker] = problem
             logger.error("%s", problem)
-        if not self._silent():
+        if not self._unreported():
             self.machines.workers_changed()
-        self._say_who_reported()
+        self._wake_waiting_runs()
 
     async def counted(self, worker: str, said: Any) -> None:
         """Handler: record the final counters of a worker (by its id) that closes or detaches."""
@@ -344,25 +343,25 @@ class GpurtScheduler(SchedulerPlugin):
         self.ready.discard(worker)
         self.not_ready.pop(worker, None)
         # It may have been the last worker that had not reported.
-        self._say_who_reported()
+        self._wake_waiting_runs()
 
-    def _say_who_reported(self) -> None:
+    def _wake_waiting_runs(self) -> None:
         self._reported.set()
         self._reported = asyncio.Event()
 
-    def _silent(self) -> set[str]:
+    def _unreported(self) -> set[str]:
         return set(self.scheduler.workers) - self.ready - set(self.not_ready)
 
-    async def _everyone_reported(self) -> None:
+    async def _wait_for_reports(self) -> None:
         def known() -> bool:
-            return not self.is_active or not self._silent()
+            return not self.is_active or not self._unreported()
 
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S):
                 while not known():
                     await self._reported.wait()
         except TimeoutError:
-            for worker in sorted(self._silent()):
+            for worker in sorted(self._unreported()):
                 self.not_ready[worker] = f"no word from worker {worker} in {JOIN_TIMEOUT_S:g} s"
                 logger.warning("%s", self.not_ready[worker])
 
@@ -434,10 +433,10 @@ class GpurtScheduler(SchedulerPlugin):
             if (why := obstacle(stock.meta)) is not None:
                 return what, why
         else:
-            return f"shuffle of {type(stock).__name__}", "this kind of shuffle is not known"
+            return f"shuffle of {type(stock).__name__}", "this kind of shuffle is not supported"
         if self.not_ready:
             return what, next(iter(self.not_ready.values()))
-        if silent := self._silent():
+        if silent := self._unreported():
             return what, f"no word from worker {min(silent)}"
         return what, None
 
@@ -448,7 +447,7 @@ class GpurtScheduler(SchedulerPlugin):
         await self._opened.wait()
         asked = sorted(self.ready) if reports and self.is_active else []
         answers = await ask(self.scheduler, {"op": "gpurt_report"}, asked, ANSWER_DEADLINE_S)
-        understood = _understood(answers)
+        understood = _reports_in(answers)
         for worker, report in understood.items():
             if (known := self.scheduler.workers.get(worker)) is not None:
                 take(self.tally, known.server_id, report)
@@ -477,12 +476,12 @@ class GpurtScheduler(SchedulerPlugin):
         }
 
 
-def _understood(answers: Answers) -> dict[str, Any]:
+def _reports_in(answers: Answers) -> dict[str, Any]:
     """Return the answers that are reports, without errors."""
-    return {one: answer for one, answer in answers.said.items() if isinstance(answer, dict)}
+    return {one: answer for one, answer in answers.received.items() if isinstance(answer, dict)}
 
 
-def _worth_a_line(telling: asyncio.Future[Any]) -> None:
+def _log_failure(telling: asyncio.Future[Any]) -> None:
     """Log an error of telling workers. A worker that left meanwhile needs no runtime."""
     if not telling.cancelled() and (error := telling.exception()) is not None:
-        logger.warning("not every worker could be told of the runtime: %s", error)
+        logger.warning("the runtime could not be registered on every worker: %s", error)

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Set
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.codecs.rule import Mode
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.devices.host_memory.malloc import PageKeeper
-from dask_gpurt.devices.host_memory.pool import HostPool
+from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.metrics import Counters, since
@@ -39,14 +39,12 @@ from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.topology.host_report import MachineReport
-from dask_gpurt.plugins.worker_counters import Counting
+from dask_gpurt.plugins.worker_counters import CounterSender
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 from dask_gpurt.shuffle.tally import MAX_RUNS, brief
 
 if TYPE_CHECKING:
     from distributed import Worker
-
-    from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -58,6 +56,26 @@ KEEP_SHARE = 0.1
 IDLE_S = 60.0
 #: Smallest input partition, in rows, that justifies a sketch message to the scheduler.
 SKETCHED_ROWS = 10_000
+
+
+class RunLike(Protocol):
+    """The part of an `ExchangeRun` that the worker's runtime and the messenger use.
+
+    A protocol, because `exchange_run` imports this module.
+    """
+
+    id: Any
+    run_id: int
+
+    def outgoing_memory(self, nbytes: int) -> Buffer: ...
+
+    def memory_for(self, nbytes: int, first_slot: int) -> Buffer: ...
+
+    def raise_if_closed(self) -> None: ...
+
+    def make_room(self) -> None: ...
+
+    def report(self) -> dict[str, Any]: ...
 
 
 class ShuffleLanes:
@@ -78,7 +96,7 @@ class ShuffleLanes:
         self.spill.close()
 
 
-class WorkerState:
+class WorkerRuntime:
     """The state of the runtime on one worker. Outlives the plugin while runs need it."""
 
     def __init__(self, worker: Worker) -> None:
@@ -91,7 +109,7 @@ class WorkerState:
         self.links = Links(worker, int(KEEP_SHARE * memory_nbytes))
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._row_numbers = RowNumbers()
-        self._runs: set[ExchangeRun] = set()
+        self._runs: set[RunLike] = set()
         #: Counters at the time the runtime was last switched on here.
         self._counted_before: dict[str, int] = {}
         self._past_runs: deque[dict[str, Any]] = deque(maxlen=MAX_RUNS)
@@ -99,11 +117,11 @@ class WorkerState:
         self._untold_runs: deque[dict[str, Any]] = deque(maxlen=MAX_RUNS)
         self._choosers: dict[tuple[Mode, Set[int]], Chooser] = {}
         self._lanes: ShuffleLanes | None = None
-        self._cooling: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
         #: Closes links that runs opened after the runtime was detached.
-        self._unlinking: asyncio.Task[None] | None = None
+        self._closing_links: asyncio.Task[None] | None = None
         #: Closes the rest of the runtime when the worker closes. May be called twice.
-        self.last_work: Callable[[], Awaitable[None]] | None = None
+        self.final_close: Callable[[], Awaitable[None]] | None = None
         #: Whether the runtime is on here. If not, nothing is kept for a next run.
         self.is_attached = True
         #: Shards that each output task read, by its key. Released once its result is in memory.
@@ -119,7 +137,7 @@ class WorkerState:
         if shuffle_id not in self.kept_off_disk:
             self.kept_off_disk.add(shuffle_id)
             logger.error(
-                "%s gave back damaged data of shuffle %s, which starts over and stays in memory "
+                "%s gave back damaged data of shuffle %s, which restarts and stays in memory "
                 "here. Check that disk, or point Dask's temporary-directory to another one.",
                 self._worker.local_directory,
                 shuffle_id,
@@ -187,19 +205,19 @@ class WorkerState:
         assert self._lanes is not None, "no run, no lanes"
         return self._lanes
 
-    def begin_run(self, run: ExchangeRun) -> None:
+    def begin_run(self, run: RunLike) -> None:
         """Register a shuffle run that begins on this worker. Runs on the event loop."""
         self.counters.add(shuffle_runs=1)
         self._runs.add(run)
-        if self._cooling is not None:
-            self._cooling.cancel()
-            self._cooling = None
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
         if self._lanes is None:
             self._lanes = ShuffleLanes(self._worker.state.nthreads, self.ledger)
             self._pages.acquire()
         self._row_numbers.acquire()
 
-    def end_run(self, run: ExchangeRun, report: dict[str, Any]) -> None:
+    def end_run(self, run: RunLike, report: dict[str, Any]) -> None:
         """Unregister a run that ended. Runs on the event loop.
 
         `IDLE_S` after the last run, idle memory is released.
@@ -209,11 +227,11 @@ class WorkerState:
         self._untold_runs.append(report)
         if not self._runs:
             if self.is_attached:
-                self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
+                self._idle_timer = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
             else:
                 self.cool_down()
                 # Links that existed before the runtime was detached are closed already.
-                self._unlinking = asyncio.create_task(self.links.close())
+                self._closing_links = asyncio.create_task(self.links.close())
 
     def attach(self) -> None:
         """Start a new count: the runtime is switched on. Runs on the event loop."""
@@ -226,13 +244,13 @@ class WorkerState:
         """Release what is kept for later runs: the runtime is detached. Runs on the event loop."""
         self.is_attached = False
         self._to_release.clear()
-        if self._cooling is not None:
-            self._cooling.cancel()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         self.cool_down()
 
     def cool_down(self) -> None:
         """Release pooled memory and idle threads, unless there are runs."""
-        self._cooling = None
+        self._idle_timer = None
         if self._lanes is not None and not self._runs:
             self._lanes.close()
             self._lanes = None
@@ -274,23 +292,26 @@ class WorkerState:
         Drops a cancellation, because the rest of the worker's close waits for this. Never raises,
         because an error would stop the worker's close half-way.
         """
-        for work in (self.last_work, self._unlink, self.links.close):
+        for work in (self.final_close, self._links_closed, self.links.close):
             try:
                 if work is not None and not await to_its_end(work):
-                    logger.warning("%s: closed without waiting any longer", self._worker.name)
+                    logger.warning(
+                        "%s: the runtime did not close in time; the worker closes without it",
+                        self._worker.name,
+                    )
             except Exception:
-                logger.exception("%s: closing failed", self._worker.name)
+                logger.exception("%s: the runtime failed to close", self._worker.name)
         self.links.end()
 
-    async def _unlink(self) -> None:
-        if self._unlinking is not None:
-            await asyncio.wait({self._unlinking})
+    async def _links_closed(self) -> None:
+        if self._closing_links is not None:
+            await asyncio.wait({self._closing_links})
 
     def counted(self) -> dict[str, int]:
         """Return the counters since the runtime was switched on."""
         return since(self._counted_before, self.counters.snapshot())
 
-    def news(self) -> dict[str, Any]:
+    def heartbeat_data(self) -> dict[str, Any]:
         """Return the counters, and the runs that ended since the last call. Runs on the
         event loop.
         """
@@ -298,7 +319,7 @@ class WorkerState:
         self._untold_runs.clear()
         return {"counters": self.counted(), "runs": runs}
 
-    def last_word(self) -> dict[str, Any]:
+    def final_counters(self) -> dict[str, Any]:
         """Return the counters, and all runs known here. Runs on the event loop."""
         runs = [*self._past_runs, *(run.report() for run in self._runs)]
         return {"counters": self.counted(), "runs": [brief(run) for run in runs]}
@@ -319,15 +340,15 @@ class WorkerState:
         }
 
 
-def state_of(worker: Worker) -> WorkerState:
+def state_of(worker: Worker) -> WorkerRuntime:
     """Return the runtime of a worker, creating it on first use.
 
     The worker holds it. A table in this module would keep both alive forever, even with weak keys,
     because the runtime refers to its worker.
     """
-    state: WorkerState | None = worker.extensions.get(NAME)
+    state: WorkerRuntime | None = worker.extensions.get(NAME)
     if state is None:
-        state = worker.extensions[NAME] = WorkerState(worker)
+        state = worker.extensions[NAME] = WorkerRuntime(worker)
     return state
 
 
@@ -394,7 +415,7 @@ class Attachment:
         self._shown = ShownShuffles(worker)
         self._whole_close = WholeClose(worker, state.close)
         self._detaching: asyncio.Task[None] | None = None
-        self._counting = Counting(worker, state)
+        self._counter_sender = CounterSender(worker, state)
         # Last, when everything that the runtime needs is imported.
         self._set_apart = SetApart(worker)
 
@@ -416,16 +437,16 @@ class Attachment:
         does the rest there.
         """
         if self._detaching is None:
-            self._leave()
-            self.state.last_work = self._let_go
+            self._uninstall()
+            self.state.final_close = self._finish_close
             if is_closing(self._worker):
                 self.state.detach()
                 return
-            self._detaching = asyncio.create_task(self._give_back(), name="gpurt-detach")
+            self._detaching = asyncio.create_task(self._restore(), name="gpurt-detach")
         await asyncio.shield(self._detaching)
 
-    def _leave(self) -> None:
-        self._counting.leave()
+    def _uninstall(self) -> None:
+        self._counter_sender.leave()
         self._set_apart.end()
         self._reads.end()
         self._turns.end()
@@ -435,21 +456,21 @@ class Attachment:
         for name in self._handlers:
             self._worker.handlers.pop(name, None)
 
-    async def _give_back(self) -> None:
-        await self._counting.say_last()
+    async def _restore(self) -> None:
+        await self._counter_sender.send_final()
         if self._memory is not None:
             await self._memory.close()
         self.state.detach()
         await self.state.links.close()
         if not is_closing(self._worker):
-            self.state.last_work = None
+            self.state.final_close = None
             self._whole_close.end()
 
-    async def _let_go(self) -> None:
+    async def _finish_close(self) -> None:
         """Finish at the worker's close, when stock behaviour need not be restored."""
         if self._detaching is not None:
             await asyncio.wait({self._detaching}, timeout=DEADLINE_S / 2)
         else:
-            await self._counting.say_last()
+            await self._counter_sender.send_final()
         if self._memory is not None:
             await self._memory.close()

@@ -16,17 +16,17 @@ from dask_gpurt.shuffle.tally import Tally
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
-    from dask_gpurt.plugins.worker import WorkerState
+    from dask_gpurt.plugins.worker import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
 
 #: Name of the extension on the scheduler and on workers. distributed matches heartbeat data by it.
 EXTENSION = "gpurt-counting"
 #: Longest wait for the final counters of a detaching worker.
-LAST_WORD_S = 2.0
+FINAL_TIMEOUT_S = 2.0
 
 
-class Counted:
+class CounterReceiver:
     """The scheduler's extension, which receives counters with heartbeats.
 
     It stays registered when the runtime is off. distributed closes a worker whose heartbeat has
@@ -40,7 +40,7 @@ class Counted:
     def at(scheduler: Scheduler) -> Tally:
         """Register a new tally on a scheduler, replacing that of an earlier activation."""
         tally = Tally()
-        scheduler.extensions[EXTENSION] = Counted(tally)
+        scheduler.extensions[EXTENSION] = CounterReceiver(tally)
         return tally
 
     def heartbeat(self, ws: Any, said: Any) -> None:
@@ -56,17 +56,17 @@ def take(tally: Tally, worker: str, said: Any) -> None:
         logger.debug("worker %s: %s", worker, error)
 
 
-class Counting:
+class CounterSender:
     """The worker's extension, while the runtime is on."""
 
-    def __init__(self, worker: Worker, state: WorkerState) -> None:
+    def __init__(self, worker: Worker, state: WorkerRuntime) -> None:
         self._worker, self._state = worker, state
         self._last: dict[str, Any] = {}
         worker.extensions[EXTENSION] = self
 
     def heartbeat(self) -> dict[str, Any]:
         """Return the data for the next heartbeat. distributed calls this."""
-        return self._state.news()
+        return self._state.heartbeat_data()
 
     def leave(self) -> None:
         """Stop adding data to heartbeats.
@@ -74,9 +74,9 @@ class Counting:
         Must not be called while the worker iterates over its extensions, as it does at its close.
         """
         self._worker.extensions.pop(EXTENSION, None)
-        self._last = self._state.last_word()
+        self._last = self._state.final_counters()
 
-    async def say_last(self) -> None:
+    async def send_final(self) -> None:
         """Send the final counters.
 
         Bounded in time. Never raises: the scheduler may be gone.
@@ -87,6 +87,6 @@ class Counting:
         # Retrieve the error, or asyncio logs an error that was never retrieved.
         saying.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            await asyncio.wait({saying}, timeout=LAST_WORD_S)
+            await asyncio.wait({saying}, timeout=FINAL_TIMEOUT_S)
         finally:
             saying.cancel()

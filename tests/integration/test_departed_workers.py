@@ -96,7 +96,7 @@ async def test_what_a_worker_says_wrongly_costs_it_nothing_but_the_word(c, s, a,
         said.append({"counters": {"sent_nbytes": "many"}, "runs": None})
         return said[-1]
 
-    a.extensions["gpurt"].news = nonsense
+    a.extensions["gpurt"].heartbeat_data = nonsense
     # The next one is sent when the one before it was answered.
     await async_poll_for(lambda: len(said) > 1, timeout=20)
     assert await c.scheduler.gpurt_counted(worker=a.id, said=[1]) is None

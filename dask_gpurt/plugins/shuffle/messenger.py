@@ -32,7 +32,7 @@ from dask_gpurt.plugins.patches.p2p import (
 )
 from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, came_inside
 from dask_gpurt.plugins.shuffle.transports import Path
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import RunLike, state_of
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shards import Shard
@@ -41,8 +41,6 @@ from dask_gpurt.transport.ucx_protocol import LEAST_DEVICE_NBYTES
 
 if TYPE_CHECKING:
     from distributed import Worker
-
-    from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
 T = TypeVar("T")
 
@@ -61,7 +59,7 @@ class Courier:
 
     def __init__(
         self,
-        run: ExchangeRun,
+        run: RunLike,
         worker: Worker,
         settings: ShuffleSettings,
         adapter: BodyAdapter,

@@ -24,13 +24,13 @@ class Answers(NamedTuple):
 
     Attributes
     ----------
-    said
+    received
         Answers by address, in the order of the calls. An exception if the call failed.
     silent
         Addresses of workers that did not answer in time.
     """
 
-    said: dict[str, Any]
+    received: dict[str, Any]
     silent: list[str]
 
 
@@ -48,12 +48,12 @@ async def ask(
     finally:
         # Also if the caller was cancelled.
         late = {one: None for asking, one in asked.items() if asking.cancel()}
-    said = {}
+    received = {}
     for asking, one in asked.items():
         if one not in late:
             error = asking.exception()
-            said[one] = asking.result()[one] if error is None else error
-    return Answers(said, list(late))
+            received[one] = asking.result()[one] if error is None else error
+    return Answers(received, list(late))
 
 
 async def _until_late(asked: Collection[asyncio.Future[Any]], deadline_s: float) -> None:

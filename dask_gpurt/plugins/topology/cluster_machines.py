@@ -96,11 +96,11 @@ class Machines:
 
     # ------------------------------------------------------------------ probing
 
-    def inform(self, placement: Placement | None) -> None:
+    def set_learner(self, placement: Placement | None) -> None:
         """Set the placement that receives measured rates from now on, and replay earlier ones."""
         self._learner = placement
         for pair, found in self._measured.items():
-            self._tell(*pair, found)
+            self._feed_learner(*pair, found)
 
     def workers_changed(self) -> None:
         """Probe the links if wanted. Called when all present workers have reported."""
@@ -109,11 +109,11 @@ class Machines:
 
     async def _probe_if_wanted(self) -> None:
         # More workers may join during the probe.
-        while probing.pairs(self._ends(), self._tried):
+        while probing.pairs(self._endpoints(), self._tried):
             why_not = probing.why_not(
                 self._settings.probe,
-                n_hosts=len({end.host for end in self._ends()}),
-                is_described=self._is_anybody_described(),
+                n_hosts=len({end.host for end in self._endpoints()}),
+                is_described=self._is_any_described(),
                 is_used=self._learner is not None,
                 is_busy=self._is_busy(),
             )
@@ -136,7 +136,7 @@ class Machines:
             return []
         return self._learner.undescribed()
 
-    def _is_anybody_described(self) -> bool:
+    def _is_any_described(self) -> bool:
         """Return whether any worker is on a described machine.
 
         The description may be of other machines.
@@ -146,7 +146,7 @@ class Machines:
     def _is_busy(self) -> bool:
         return any(ws.processing for ws in self._scheduler.workers.values())
 
-    def _ends(self) -> list[End]:
+    def _endpoints(self) -> list[End]:
         workers = self._scheduler.workers
         return [End(one, workers[one].host) for one in sorted(self._ready) if one in workers]
 
@@ -154,7 +154,7 @@ class Machines:
         """Measure the pairs that were not measured yet, one at a time."""
         self._state, self._reason = "running", ""
         began = time() - self._spent_s
-        for source, target in probing.pairs(self._ends(), self._tried):
+        for source, target in probing.pairs(self._endpoints(), self._tried):
             reason = why_stop()
             if reason is None and time() - began > probing.MAX_S:
                 reason = f"it took {probing.MAX_S:g} s"
@@ -166,11 +166,11 @@ class Machines:
             try:
                 found = probing.conclude(await self._measure(source, target))
             except (ProtocolError, OSError) as error:
-                self._note(about, str(error) or repr(error))
+                self._record_problem(about, str(error) or repr(error))
             else:
                 self._problems.pop(about, None)
                 self._measured[source, target] = found
-                self._tell(source, target, found)
+                self._feed_learner(source, target, found)
             self._spent_s = time() - began
         else:
             self._state = "done"
@@ -180,21 +180,21 @@ class Machines:
         answers = await ask(self._scheduler, msg, [target.address], _PROBE_DEADLINE_S)
         if answers.silent:
             raise TimeoutError(_NO_ANSWER.format(_PROBE_DEADLINE_S))
-        answer = answers.said[target.address]
+        answer = answers.received[target.address]
         if isinstance(answer, Exception):
             raise OSError(repr(answer)[:200]) from answer
         if isinstance(answer, dict) and "problem" in answer:
             raise ProtocolError(str(answer["problem"])[:200])
         return answer
 
-    def _tell(self, source: End, target: End, found: Measured) -> None:
+    def _feed_learner(self, source: End, target: End, found: Measured) -> None:
         if self._learner is not None:
             rates = {source.address: (found.nbytes_per_s * _WEIGHT, _WEIGHT)}
             self._learner.observe(target.address, rates)
 
     # ------------------------------------------------------------------ asked for
 
-    async def found(self, probe: bool) -> dict[str, Any]:
+    async def describe(self, probe: bool) -> dict[str, Any]:
         """Return the machines as workers report them, as an editable description.
 
         Parameters
@@ -207,7 +207,7 @@ class Machines:
         dict
             `text`, the number of `workers` in it, and `problems` by worker or pair.
         """
-        await self._ask()
+        await self._fetch_reports()
         if probe:
             # Another client may have started a probe meanwhile.
             while self._probing is not None and not self._probing.done():
@@ -228,29 +228,29 @@ class Machines:
         }
         # For hundreds of hosts this takes seconds.
         text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
-        silent = "not in it: it has not reported yet, or the runtime is not on there"
+        silent = "not included: it has not reported yet, or the runtime is off there"
         left_out = dict.fromkeys(sorted(set(workers) - self._reports.keys()), silent)
         return {"text": text, "workers": len(seen), "problems": {**left_out, **self._problems}}
 
-    async def _ask(self) -> None:
+    async def _fetch_reports(self) -> None:
         missing = sorted(set(self._ready) - self._reports.keys())
         if not missing:
             return
         answers = await ask(self._scheduler, {"op": "gpurt_machine"}, missing, _REPORT_DEADLINE_S)
         for address in answers.silent:
-            self._note(address, _NO_ANSWER.format(_REPORT_DEADLINE_S))
-        for address, answer in answers.said.items():
+            self._record_problem(address, _NO_ANSWER.format(_REPORT_DEADLINE_S))
+        for address, answer in answers.received.items():
             if address not in self._ready:
                 # The worker left meanwhile. Its report would never be removed.
                 continue
             try:
                 self._reports[address] = Report.from_plain(answer)
             except ProtocolError as error:
-                self._note(address, f"its report cannot be used: {error}")
+                self._record_problem(address, f"its report cannot be used: {error}")
             else:
                 self._problems.pop(address, None)
 
-    def _note(self, about: str, problem: str) -> None:
+    def _record_problem(self, about: str, problem: str) -> None:
         if len(self._problems) < _MAX_PROBLEMS:
             self._problems[about] = problem
 

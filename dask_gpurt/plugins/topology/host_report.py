@@ -87,7 +87,7 @@ class MachineReport:
             # The runtime was switched off there meanwhile.
             raise TransportError(f"{source} no longer answers")
         if sum(memoryview(part).nbytes for part in answer["parts"]) != nbytes:
-            raise TransportError(f"{source} sent something else than {nbytes} bytes")
+            raise TransportError(f"{source} did not send the {nbytes} bytes that were requested")
         return Transfer(nbytes, seconds)
 
     async def probe_data(self, nbytes: int) -> dict[str, Any]:
