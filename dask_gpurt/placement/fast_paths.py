@@ -22,7 +22,7 @@ from dask_gpurt.placement.policy import (
     unless_in_doubt,
 )
 from dask_gpurt.topology.model import Path
-from dask_gpurt.topology.places import Places, way
+from dask_gpurt.topology.places import Places, path_between
 
 #: More than sums of seconds are off by, as a share, and far less than matters.
 _ROUNDING = 2.0**-40
@@ -117,7 +117,7 @@ def _only_way(holders: Sequence[str], places: Places) -> Path | None:
     """The way from any holder to any other; None if there are several, or it takes long to see."""
     if len(holders) == 2:
         one, other = holders
-        there, back = way(places, one, other), way(places, other, one)
+        there, back = path_between(places, one, other), path_between(places, other, one)
         if there is back:
             return there
         alike = (

@@ -67,7 +67,7 @@ hosts:
         ("between", "name: x, between: ['numa*', 'numa*'], x", 5, "has no key 'x'"),
         ("[numa0, numa1]", "['numa*', 'numa*'], name: x", 5, "would name 2 links"),
         ("name: box", "name: a/b", 2, "hosts[0].name is 'a/b'"),
-        ("{name: numa1}", "{name: numa0}", 3, "'box/numa0' is there twice"),
+        ("{name: numa1}", "{name: numa0}", 3, "'box/numa0' occurs twice"),
         ("[{name: numa0}, {name: numa1}]", "[]", 3, "at least one NUMA node"),
         ("    links:", "    addresses: here\n    links:", 4, "hosts[0].addresses is 'here'"),
         ("    links:", "    name: other\n    links:", 4, "given twice"),

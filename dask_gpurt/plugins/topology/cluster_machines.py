@@ -20,7 +20,7 @@ from dask_gpurt.plugins.shielding import DEADLINE_S
 from dask_gpurt.plugins.topology.broadcast import ask
 from dask_gpurt.topology import probing
 from dask_gpurt.topology.description import parse
-from dask_gpurt.topology.discovery import Measured, Seen, discover
+from dask_gpurt.topology.discovery import Measured, WorkerReport, discover
 from dask_gpurt.topology.learned import End
 from dask_gpurt.topology.machine import Report
 from dask_gpurt.topology.model import Topology
@@ -219,7 +219,7 @@ class Machines:
             await self._probing
         workers = self._scheduler.workers
         seen = [
-            Seen(address, workers[address].name, workers[address].host, report)
+            WorkerReport(address, workers[address].name, workers[address].host, report)
             for address, report in self._reports.items()
             if address in workers
         ]

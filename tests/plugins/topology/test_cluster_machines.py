@@ -155,7 +155,7 @@ def test_links_are_measured_where_somebody_goes_by_them():
         found = await machines(cluster)
         await settled(found)
         assert cluster.probed() == []
-        assert "does not go by" in found.summary()["probe"]["reason"]
+        assert "does not use" in found.summary()["probe"]["reason"]
         found.set_learner(learner)
         await settled(found)
         both = {(address(0), address(1)), (address(1), address(0))}
