@@ -202,7 +202,7 @@ def test_a_sender_has_room_again_when_the_one_it_sends_to_dies():
 
 def test_without_workers_nothing_is_left_to_happen():
     machine = flat(1).with_incidents(Dies(address(0), 0.1))
-    with pytest.raises(SimulationError, match="nothing is left"):
+    with pytest.raises(SimulationError, match="is not done"):
         simulate(chain(2), machine)
 
 

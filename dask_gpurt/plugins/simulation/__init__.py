@@ -1,1 +1,3 @@
-"""Simulated clusters: distributed's own scheduler, on virtual time and modelled workers."""
+"""Simulations in which distributed's own scheduler and worker state machines run in virtual
+time.
+"""

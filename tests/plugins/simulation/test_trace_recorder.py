@@ -58,7 +58,7 @@ def test_what_was_there_before_is_there_from_the_start(client):
 
 
 def test_nothing_computed_is_no_trace(client):
-    with recorded(client) as recording, pytest.raises(TraceError, match="at least one"):
+    with recorded(client) as recording, pytest.raises(TraceError, match="no task is wanted"):
         recording.workload("nothing")
 
 
