@@ -1,7 +1,7 @@
-"""``dask gpurt doctor``: what was found, here and on a cluster, and what to do about it.
+"""``dask gpurt doctor``: check the environment and a cluster, with a remedy for each problem.
 
-The local half is `dask_gpurt.command.findings`; the cluster is asked here, without switching
-anything on there.
+`dask_gpurt.command.findings` checks the local environment. This module checks the cluster, without
+switching anything on.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dask_gpurt.command.run_report import advice, device_note, times
 
 _BAD_USAGE = 2
 
-#: Packages whose versions matter between processes that send each other data.
+#: Packages whose versions must match between processes that exchange data.
 _COMPARED = ("python", "dask", "distributed", "pandas", "numpy")
 
 
 def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> int:
-    """Look at everything and print what was found.
+    """Run all checks and print the findings.
 
     Returns
     -------
     int
-        0 without problems, 1 with one, 2 if the scheduler that was asked for does not answer.
+        0 without problems, 1 with problems, 2 if the named scheduler does not answer.
     """
-    # A finding says what is wrong with a setting; the warning would say it again.
+    # A finding reports an invalid setting. The warning would repeat it.
     with silent("dask_gpurt"):
         findings = local_findings()
     failure: ConnectError | None = None
@@ -59,12 +59,12 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
 
 
 def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
-    """What a cluster's status says.
+    """Return the findings in a cluster's status.
 
     Parameters
     ----------
     found
-        Of `dask_gpurt.command.connect.ask`.
+        Result of `dask_gpurt.command.connect.ask`.
     """
     findings = [Finding("ok", "cluster", f"reachable at {found['scheduler']}")]
     if found["active"]:
@@ -106,7 +106,7 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
 _SILENT_REMEDY = (
     "something holds up its event loop: look for code that keeps the GIL, or restart it"
 )
-#: What can be done about a worker that keeps Dask's store, by a part of the reason.
+#: Remedies for a worker that uses Dask's store, by a part of the reason.
 _STORE_REMEDIES = {
     "gpurt.memory.enabled": "set gpurt.memory.enabled to true, if that was not on purpose",
     "no memory limit": "start workers with --memory-limit, and leave Dask's spilling on",
@@ -116,7 +116,7 @@ _STORE_REMEDIES = {
 
 
 def _memory(worker: str, report: Mapping[str, Any]) -> Finding:
-    """Whether a worker's task outputs are managed, where they go, and why not."""
+    """Return whether a worker's task outputs are managed, with their directory, or why not."""
     if report["memory"] is None:
         why = str(report["unmanaged"])
         remedies = (remedy for part, remedy in _STORE_REMEDIES.items() if part in why)
@@ -139,7 +139,7 @@ def _memory(worker: str, report: Mapping[str, Any]) -> Finding:
 
 
 def _device(worker: str, report: Mapping[str, Any]) -> list[Finding]:
-    """Whether values of a GPU are managed, and who has others leave for want of room there."""
+    """Return whether GPU values are managed, and which libraries' allocations may evict them."""
     device = (report["memory"] or {}).get("device")
     if device is None:
         return []
@@ -157,12 +157,12 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(names) if names else "nobody who finds no room"
 
 
-#: Workers that a finding names, of those that it is about.
+#: Most workers that a finding names.
 _MAX_NAMED = 3
 
 
 def _topology(found: Mapping[str, Any]) -> list[Finding]:
-    """Whether placement knows the machines, and whether the probe of links worked."""
+    """Return whether the machines are described, and whether the probe of links succeeded."""
     topology = found.get("topology")
     if topology is None:
         return []
@@ -194,7 +194,7 @@ def _topology(found: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
-#: What each way between two workers is, for `doctor`.
+#: Description of each transport between two workers.
 _PATHS = {
     "shared": "in shared memory",
     "ucx": "over UCX",
@@ -205,7 +205,7 @@ _UCX_REMEDY = "install the ucx extra (pip install '.[ucx]') on every worker, if 
 
 
 def _links(found: Mapping[str, Any]) -> list[Finding]:
-    """Ways that shuffled data took between workers, and why not better ones."""
+    """Return the transports between workers, and why faster ones were not used."""
     links = [
         link for report in found["workers"].values() if report for link in report["links"].values()
     ]
@@ -227,7 +227,7 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
 
 
 def _ways_there_are(found: Mapping[str, Any]) -> list[Finding]:
-    """What workers lack for an exchange, as far as is known before any pair has tried."""
+    """Return what workers lack for each transport, before any pair has connected."""
     reports = [report for report in found["workers"].values() if report]
     findings = []
     for name in ("shared", "ucx"):
@@ -243,7 +243,7 @@ def _ways_there_are(found: Mapping[str, Any]) -> list[Finding]:
 
 
 def _versions(found: Mapping[str, Any]) -> list[Finding]:
-    """Where another version runs than here."""
+    """Return where installed versions differ from those here."""
     findings = []
     ours = found.get("version")
     if ours is not None and ours != dask_gpurt.__version__:
@@ -274,12 +274,12 @@ def _packages(one: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_text(findings: list[Finding], n_problems: int, columns: int | None = None) -> str:
-    """The findings for a terminal, of so many columns if that is given."""
+    """Return the findings as text, wrapped at `columns` if given."""
     width = max(len(finding.what) for finding in findings)
     lines = []
     for finding in findings:
         first = f"{finding.level:<7}  {finding.what:<{width}}  "
-        # In a narrow terminal, what goes on does so below the level.
+        # In a narrow terminal, indent continuation lines only a little.
         blank = " " * (len(first) if columns is None or columns >= 3 * len(first) else 4)
         lines += wrapped(finding.text, columns, first, blank)
         if finding.remedy:

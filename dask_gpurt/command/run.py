@@ -1,8 +1,7 @@
-"""``dask gpurt run``: a script as it is, with the runtime on, and a report at the end.
+"""``dask gpurt run``: run an unchanged script with the runtime on, and report at the end.
 
-Puts together what the other modules of this package do: the script is run by `script`, computes
-on the cluster of `lazy_client` if it has none, is watched by `observe` and shown by `progress`.
-All output of ours goes to stderr.
+`script` runs the script. If the script has no cluster, `lazy_client` starts one. `observe` records
+counters and `progress` shows them. All our output goes to stderr.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from dask_gpurt.command.script import (
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line said before the script.
+    """Options on the command line before the script.
 
     Attributes
     ----------
     n_workers, threads_per_worker
-        Of the cluster for a script that starts none; None is as many as fit.
+        Size of the cluster for a script without one. None fits the machine.
     progress
-        None is only on a terminal.
+        None shows progress only on a terminal.
     """
 
     n_workers: int | None = None
@@ -128,10 +127,10 @@ def run_script(
 
 
 def others_go_on() -> bool:
-    """Whether there are threads that the interpreter waits for, and that have something to do.
+    """Return whether the interpreter will wait for other threads that still have work.
 
-    Where that cannot be told, as of a pool's thread that runs a function not written in Python,
-    they are taken for idle: Dask's pools have such threads in every script.
+    A pool's thread that runs a function not written in Python looks idle, and counts as idle:
+    Dask's pools have idle threads in every script.
     """
     frames = sys._current_frames()
     for thread in threading.enumerate():
@@ -151,7 +150,7 @@ def _switch_on(is_strict: bool) -> None:
     dask.config.set(settings)
     preload = "distributed.client.preload"
     if not config.preloads()["client"]:
-        # A list of the user's has replaced ours.
+        # A user's own list has replaced ours.
         dask.config.set({preload: [config.PRELOAD, *config.preload_list("client")]})
         argv = list(dask.config.get(f"{preload}-argv", None) or [])
         if argv and not any(isinstance(one, str) for one in argv):
@@ -171,7 +170,7 @@ def _conclude(
             run_report.write(found, path)
         except OSError as error:
             found["notes"].append(f"the report was not written: {error}")
-    # The script may have closed stderr, or put something else in its place.
+    # The script may have closed or replaced stderr.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(run_report.as_text(found), file=sys.stderr, flush=True)
     return asked

@@ -1,6 +1,7 @@
-"""``dask gpurt topology``: the machines of a cluster as a file, and whether such a file is right.
+"""``dask gpurt topology``: print the machines of a cluster as a description, or check one.
 
-Workers do the looking, the scheduler puts it together; here it is printed, for a person to edit.
+Workers examine their machines, the scheduler combines the reports, and this module prints the
+result for the user to edit.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _HEAD = """\
 """
 
 
-#: So many hosts are listed, and so many that cannot be reached.
+#: Most hosts that are listed, and most hosts without a path.
 MAX_LINES = 16
 
 
 class TopologyError(GpurtError, ValueError):
-    """There is no description to be had, or the one that was given is wrong."""
+    """There is no description to print, or the given one is invalid."""
 
 
 def write(scheduler: str | None, scheduler_file: Path | None, *, probe: bool) -> int:
@@ -43,7 +44,7 @@ def write(scheduler: str | None, scheduler_file: Path | None, *, probe: bool) ->
     Raises
     ------
     TopologyError
-        There is no such scheduler, or the runtime is not on there.
+        There is no such scheduler, or the runtime is off there.
     """
     try:
         address = address_of(scheduler, scheduler_file)
@@ -78,12 +79,12 @@ def _ask(client: Client, probe: bool) -> dict[str, Any]:
 
 
 def check_file(path: Path) -> int:
-    """Say shortly what is in a description.
+    """Print a summary of a description.
 
     Raises
     ------
     TopologyError
-        It cannot be used. Says why, and where.
+        The description is invalid. The message says why, and where.
     """
     try:
         found = parse(path.read_text(encoding="utf-8"), str(path))

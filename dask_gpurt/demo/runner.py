@@ -1,9 +1,9 @@
-"""Run the same queries on two clusters in turn, time them, and check every answer.
+"""Alternating, timed runs of the same queries on two clusters, with a check of every answer.
 
-The two sides alternate, and which goes first alternates too, so that a machine which slows down
-or speeds up meanwhile does so for both. Every answer is compared: enabled with stock, and each
-with DuckDB. The clusters and the queries are made by the caller,
-:mod:`dask_gpurt.demo.command`; files are written by :mod:`dask_gpurt.demo.report`.
+The two sides alternate, and so does the side that goes first, so that a change of the machine's
+speed affects both. Every answer is compared: enabled with stock, and each with DuckDB. The caller,
+:mod:`dask_gpurt.demo.command`, creates the clusters and the queries. :mod:`dask_gpurt.demo.report`
+writes files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dask_gpurt.demo.results import (
     verdict,
 )
 
-#: Reads the runtime's counters of one cluster; an empty mapping where there are none.
+#: Reads the runtime's counters of a cluster; empty for a cluster without counters.
 ReadTotals = Callable[[Client], Mapping[str, int]]
 
 
@@ -46,7 +46,7 @@ class Workload:
     name, title, group
         "Q3", "shipping priority", "TPC-H".
     run
-        Computes the answer with Dask, on whatever client is the current one.
+        Computes the answer with Dask on the current client.
     expected
         Computes the answer with another engine.
     ordered_by
@@ -176,7 +176,7 @@ def run_demo(
 
 
 def _log(console: Console, position: str, row: Row) -> None:
-    """Say what was just run, where a bar that moves is not seen: in a file, or in a pipe."""
+    """Print the last result as a line, for a file or pipe, which cannot show a progress bar."""
     sides = {"stock": row.stock_s, "enabled": row.enabled_s}
     times = ", ".join(f"{side} {taken[-1]:.2f} s" for side, taken in sides.items() if taken)
     line = f"{position} {row.group} {row.name}: {row.difference or times}"
@@ -184,15 +184,14 @@ def _log(console: Console, position: str, row: Row) -> None:
 
 
 def _run_on(side: _Side, workload: Workload) -> pd.DataFrame:
-    """Run a workload on one side, with that side's client and setting as the current ones."""
-    # The setting is read while a graph is built too, and that happens in this process, which
-    # both sides share.
+    """Run a workload with one side's client and setting as the current ones."""
+    # The setting is also read while a graph is built, in this process, which both sides share.
     with side.client.as_current(), dask.config.set({"gpurt.enabled": side.is_enabled}):
         return workload.run()
 
 
 def _warm_up(side: _Side, workload: Workload, row: Row) -> None:
-    """Run a workload untimed; a failure is noted like that of a timed run."""
+    """Run a workload untimed. A failure is recorded like that of a timed run."""
     try:
         _run_on(side, workload)
     except Exception as error:
@@ -202,12 +201,12 @@ def _warm_up(side: _Side, workload: Workload, row: Row) -> None:
 def _timed_run(
     side: _Side, workload: Workload, row: Row, read_totals: ReadTotals | None
 ) -> pd.DataFrame | None:
-    """Run a workload once, note its time and counters in ``row``, return its answer."""
+    """Run a workload once, record its time and counters in ``row``, and return its answer."""
     times = row.enabled_s if side.is_enabled else row.stock_s
     read = read_totals if read_totals is not None and not times else None
     before = dict(read(side.client)) if read else {}
-    # What the previous query left behind must not be collected in this query's time. What is still
-    # there stays: looking through it again before each run would take a sixth of a second.
+    # Collect the garbage of the previous query before the timed part. Freeze the rest: a full
+    # collection before each run would take a sixth of a second.
     gc.collect()
     gc.freeze()
     start_s = time.perf_counter()
@@ -254,7 +253,7 @@ def _check_sides(workload: Workload, row: Row, answers: Mapping[str, pd.DataFram
 
 
 def _failure(side: _Side, error: Exception) -> str:
-    """Return one sentence on a workload which raised."""
+    """Return one sentence on a workload that raised."""
     lines = str(error).strip().splitlines() or [""]
     return f"{side.label} failed: {type(error).__name__}: {lines[0][:200]}"
 
@@ -263,16 +262,16 @@ _STYLES = {"faster": "green", "slower": "red", "same": "", "none": "red"}
 
 
 def print_table(report: Report, console: Console) -> None:
-    """Print one line per query, the slower ones included, and the totals.
+    """Print one line per query, including slower ones, and the totals.
 
     Parameters
     ----------
     report
-        What :func:`run_demo` returned.
+        Result of :func:`run_demo`.
     console
-        Where to print.
+        Output console.
     """
-    # Everything fits into 80 columns, the width of a terminal which does not say its own.
+    # Everything fits into 80 columns, the default width of a terminal.
     table = Table(
         title="stock Dask against Dask with dask_gpurt",
         title_justify="left",
