@@ -102,14 +102,10 @@ def _run(
     json_output: bool,
     queries: Sequence[str] | None,
 ) -> int:
-    """Do what :func:`main` says; raise :class:`DemoError` if the demo cannot run."""
+    """Run the demo like :func:`main`. Raise :class:`DemoError` if the demo cannot run."""
     start_s = time.perf_counter()
-    try:
-        # Minutes before there is something to write.
-        out_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out_dir).close()
-    except OSError as error:
-        raise DemoError(f"cannot write to {out_dir}: {error.strerror}") from error
+    # Check now, minutes before there is something to write.
+    _check_writable(out_dir)
     with _demo_packages():
         from rich.console import Console
 
@@ -118,11 +114,11 @@ def _run(
     notes = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         with notes.status("starting") as status:
-            # A line that is written over is not seen in a file or in a pipe.
+            # A status line is overwritten, and so invisible in a file or pipe.
             say = status.update if notes.is_terminal else notes.print
             workloads = _workloads(scale, cache_dir, queries, say, stack)
             if quick:
-                # Should time be up before the last of them, it is one of the other kind.
+                # Flights first: if time runs out, only TPC-H queries are left out.
                 workloads.sort(key=lambda workload: workload.group != "flights")
             with _children_ignore_ctrl_c():
                 say("starting the cluster without the runtime")
@@ -140,8 +136,8 @@ def _run(
             console=notes,
             read_totals=read_totals,
             deadline_s=max(0.0, _BUDGET_S * max(1.0, scale) - elapsed_s),
-            # Three queries are enough for workers to have imported and shuffled; the files are in
-            # memory anyway once DuckDB has read them. More warm-ups would cost timed runs.
+            # After three queries, all workers have imported their modules and shuffled. DuckDB
+            # has read the files into memory. More warm-ups would cost timed runs.
             n_warm_up=3,
             stop_s=_QUICK_S if quick else None,
             settings={
@@ -158,6 +154,15 @@ def _run(
     print_table(report, notes if json_output else Console())
     notes.print(f"wrote {out_dir / 'report.json'} and {out_dir / 'report.html'}", markup=False)
     return 0 if report.agrees else 1
+
+
+def _check_writable(directory: Path) -> None:
+    """Create a directory if needed. Raise :class:`DemoError` if no file can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise DemoError(f"cannot write to {directory}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
