@@ -38,16 +38,16 @@ def gpurt() -> None:
     "--progress/--no-progress",
     "progress",
     default=None,
-    help="Show progress on stderr; by default if that is a terminal.",
+    help="Show progress on stderr. Default: only on a terminal.",
 )
 @click.option(
     "--report",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the closing report to FILE as JSON, too.",
+    help="Also write the closing report to FILE as JSON.",
 )
-@click.option("--strict", is_flag=True, help="An error where stock Dask would do the work.")
-@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT names a module.")
+@click.option("--strict", is_flag=True, help="Raise an error instead of a fallback to stock Dask.")
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -82,9 +82,11 @@ def run(
     sys.exit(code)
 
 
-_scheduler = click.option("--scheduler", metavar="ADDR", help="Such as tcp://10.0.0.1:8786.")
+_scheduler = click.option(
+    "--scheduler", metavar="ADDR", help="Address of the scheduler, such as tcp://10.0.0.1:8786."
+)
 _scheduler_file = click.option(
-    "--scheduler-file", type=click.Path(path_type=Path), metavar="FILE", help="Names the scheduler."
+    "--scheduler-file", type=click.Path(path_type=Path), metavar="FILE", help="Scheduler file."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -107,7 +109,7 @@ def doctor(scheduler: str | None, scheduler_file: Path | None, as_json: bool) ->
 @_scheduler
 @_scheduler_file
 @_json
-@click.option("--placement", is_flag=True, help="Show where tasks were sent, and why, instead.")
+@click.option("--placement", is_flag=True, help="Show only where tasks were placed, and why.")
 def status(
     scheduler: str | None, scheduler_file: Path | None, as_json: bool, placement: bool
 ) -> None:
@@ -130,7 +132,7 @@ def status(
     "--check",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Say whether a description can be used, and what is in it, instead.",
+    help="Only check a description file, and print a summary of it.",
 )
 def topology(
     scheduler: str | None, scheduler_file: Path | None, probe: bool, check: Path | None
@@ -150,12 +152,14 @@ def topology(
 
 
 @gpurt.command(context_settings=_CONTEXT)
-@click.option("--gpu", required=True, metavar="NAME", help="Such as H200.")
-@click.option("--threads", required=True, type=click.IntRange(1), help="Threads of a block.")
-@click.option("--registers", required=True, type=click.IntRange(0), help="Registers of a thread.")
-@click.option("--static", type=click.IntRange(0), default=0, help="Bytes the kernel declares.")
-@click.option("--dynamic", type=click.IntRange(0), default=0, help="Bytes it is launched with.")
-@click.option("--leave", type=click.IntRange(1), metavar="K", help="Plan to leave K blocks.")
+@click.option("--gpu", required=True, metavar="NAME", help="Name of the GPU, such as H200.")
+@click.option("--threads", required=True, type=click.IntRange(1), help="Threads per block.")
+@click.option("--registers", required=True, type=click.IntRange(0), help="Registers per thread.")
+@click.option("--static", type=click.IntRange(0), default=0, help="Static shared memory per block.")
+@click.option(
+    "--dynamic", type=click.IntRange(0), default=0, help="Dynamic shared memory per block."
+)
+@click.option("--leave", type=click.IntRange(1), metavar="K", help="Plan for K resident blocks.")
 @_json
 def occupancy(
     gpu: str,
@@ -188,19 +192,21 @@ def occupancy(
     show_default=True,
     help="TPC-H scale factor; 1 is about a gigabyte of text.",
 )
-@click.option("--quick", is_flag=True, help="Less data, each query once: what a minute allows.")
+@click.option("--quick", is_flag=True, help="Less data, one run per query: about a minute.")
 @click.option(
     "--cache-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where the data is kept; the user's cache directory by default.",
+    help="Directory for the data. Default: the user's cache directory.",
 )
 @click.option(
     "--out-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
-    help="Where report.json and report.html go; the current directory by default.",
+    help="Directory for report.json and report.html. Default: the current directory.",
 )
-@click.option("--queries", metavar="LIST", help="Such as 1,3,9 or q3,weather; all by default.")
+@click.option(
+    "--queries", metavar="LIST", help="Queries, such as 1,3,9 or q3,weather. Default: all."
+)
 @_json
 def demo(
     scale: float,

@@ -146,8 +146,8 @@ def _touch(address: str) -> None:
         try:
             first = connection.recv(8)
         except TimeoutError:
-            remedy = "check the port, and whether the scheduler is held up or wants tls://"
-            raise failure(f"it says nothing for {seconds}", remedy) from None
+            remedy = "check the port, and whether the scheduler is stuck or requires tls://"
+            raise failure(f"it sends nothing for {seconds}", remedy) from None
         except ConnectionResetError:
             first = b""
     if int.from_bytes(first.ljust(8, b"\xff"), "little") > _MAX_FIRST_NBYTES:

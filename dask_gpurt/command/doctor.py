@@ -73,9 +73,9 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
     else:
         never = "version" not in found
         remedy = (
-            "set DASK_GPURT__ENABLED=true where the program runs that connects to it"
+            "set DASK_GPURT__ENABLED=true in the environment of the program that connects to it"
             if never
-            else "dask_gpurt.enable(client), once the reason is gone"
+            else "remove the reason, then call dask_gpurt.enable(client)"
         )
         level: Level = "problem" if "not one this dask_gpurt" in str(found["reason"]) else "note"
         findings.append(Finding(level, "runtime", f"off: {found['reason']}", remedy))
@@ -91,7 +91,7 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
             text = f"{worker} does not answer"
             findings.append(Finding("problem", "worker", text, _SILENT_REMEDY))
         elif found["active"]:
-            text = f"{worker} has not said that it is ready"
+            text = f"{worker} has not reported that it is ready"
             findings.append(Finding("note", "worker", text, advice("no word from worker")))
     findings += _topology(found)
     findings += _links(found)
@@ -99,19 +99,19 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
         text = f"{one['what']} ran on stock Dask {times(one['count'])}: {one['why']}"
         findings.append(Finding("note", "fallback", text, advice(one["why"])))
     if found["active"] and not found["fallbacks"]:
-        findings.append(Finding("ok", "fallback", "nothing was left to stock Dask"))
+        findings.append(Finding("ok", "fallback", "no shuffle fell back to stock Dask"))
     return findings
 
 
 _SILENT_REMEDY = (
-    "something holds up its event loop: look for code that keeps the GIL, or restart it"
+    "something blocks its event loop: look for code that holds the GIL, or restart the worker"
 )
 #: Remedies for a worker that uses Dask's store, by a part of the reason.
 _STORE_REMEDIES = {
     "gpurt.memory.enabled": "set gpurt.memory.enabled to true, if that was not on purpose",
-    "no memory limit": "start workers with --memory-limit, and leave Dask's spilling on",
-    "dask-cuda": "set gpurt.memory.replace-dask-cuda to true, to have its place taken",
-    "store of its own kind": "start workers without `data=`, to have their data managed",
+    "no memory limit": "start workers with --memory-limit, and keep Dask's spilling on",
+    "dask-cuda": "set gpurt.memory.replace-dask-cuda to true, to replace that store",
+    "store of its own kind": "start workers without `data=`, so that the runtime manages data",
 }
 
 
@@ -123,17 +123,17 @@ def _memory(worker: str, report: Mapping[str, Any]) -> Finding:
         text = f"{worker}: Dask's own store, because {why}"
         return Finding("note", "memory", text, next(remedies, ""))
     disk = report["memory"]["disk"]
-    text = f"{worker}: managed; what does not fit goes to {disk['directory']}"
+    text = f"{worker}: managed; values that do not fit spill to {disk['directory']}"
     if disk["problem"] is not None:
         remedy = "set gpurt.memory.directory, or Dask's temporary-directory, to a disk with room"
         problem = f"{text}, which cannot be written to: {disk['problem']}"
         return Finding("problem", "memory", problem, remedy)
     if not disk["is_direct"]:
         remedy = (
-            "set gpurt.memory.directory to a local disk; tmpfs and some network file systems do no"
+            "set gpurt.memory.directory to a local disk; tmpfs and some network file systems lack"
             " direct I/O"
         )
-        through = f"{text}, through the page cache, which takes memory"
+        through = f"{text}, through the page cache, which uses memory"
         return Finding("note", "memory", through, remedy)
     return Finding("ok", "memory", f"{text}, past the page cache")
 
@@ -145,16 +145,17 @@ def _device(worker: str, report: Mapping[str, Any]) -> list[Finding]:
         return []
     note = device_note(device)
     if note is not None:
-        remedy = "cudf.set_option('spill', False) on workers, to have its values managed here"
+        remedy = "call cudf.set_option('spill', False) on workers, so that the store manages them"
         return [Finding("note", "gpu", f"{worker}: {note}", remedy if "cuDF" in note else "")]
     if device["name"] is None:
         return [Finding("ok", "gpu", f"{worker}: not used yet")]
-    text = f"{worker}: {device['name']}, managed; values leave for {_listed(device['evicts_for'])}"
+    evicts_for = _listed(device["evicts_for"])
+    text = f"{worker}: {device['name']}, managed; values are evicted for {evicts_for}"
     return [Finding("ok", "gpu", text)]
 
 
 def _listed(names: Sequence[str]) -> str:
-    return " and ".join(names) if names else "nobody who finds no room"
+    return " and ".join(names) if names else "no failed allocation"
 
 
 #: Most workers that a finding names.
@@ -176,7 +177,7 @@ def _topology(found: Mapping[str, Any]) -> list[Finding]:
         findings = [Finding("ok", "topology", f"machines are described in {topology['file']}")]
     elif topology["hosts"] > 1:
         by_cost = (found.get("placement") or {}).get("policy") == "data-aware"
-        so = "what links carry is learnt" if by_cost else "stock Dask places tasks"
+        so = "bandwidths are learnt" if by_cost else "stock Dask places tasks"
         text = f"{topology['hosts']} hosts that are not described: {so}"
         remedy = (
             "write a description with `dask gpurt topology`, and name it in gpurt.topology.file"
@@ -233,8 +234,8 @@ def _ways_there_are(found: Mapping[str, Any]) -> list[Finding]:
     for name in ("shared", "ucx"):
         lacking = Counter(why for report in reports if (why := report["lacks"].get(name)))
         if not lacking and reports:
-            text = f"no worker lacks what it takes to exchange {_PATHS[name]}"
-            findings.append(Finding("ok", "links", f"{text}; pairs try when they have to"))
+            text = f"all workers can exchange {_PATHS[name]}"
+            findings.append(Finding("ok", "links", f"{text}; pairs connect on first use"))
         for why, count in lacking.most_common():
             text = f"{count} of {len(reports)} workers cannot exchange {_PATHS[name]}: {why}"
             remedy = _UCX_REMEDY if "without ucxx" in why else ""
@@ -253,7 +254,7 @@ def _versions(found: Mapping[str, Any]) -> list[Finding]:
     versions = found["versions"]
     here = _packages(versions["client"])
     if versions["workers"] is None:
-        text = "not all workers said in time what is installed there"
+        text = "not all workers reported their versions in time"
         findings.append(Finding("problem", "versions", text, _SILENT_REMEDY))
     others = {"the scheduler": versions["scheduler"], **(versions["workers"] or {})}
     for who, theirs in others.items():

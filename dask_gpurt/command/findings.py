@@ -132,8 +132,8 @@ def settings() -> Finding:
         if topology.text is not None:
             description.parse(topology.text, topology.file or "topology")
     except ConfigError as error:
-        return Finding("problem", "settings", str(error), "correct that")
-    return Finding("ok", "settings", "all values can be used")
+        return Finding("problem", "settings", str(error), "correct the setting")
+    return Finding("ok", "settings", "all values are valid")
 
 
 def preloads() -> list[Finding]:
@@ -181,17 +181,17 @@ def huge_pages() -> Finding:
 
     policy = pages.system_policy()
     if policy in ("always", "madvise"):
-        return Finding("ok", "huge pages", f"{policy}: shuffle buffers get them")
+        return Finding("ok", "huge pages", f"{policy}: shuffle buffers use them")
     path = "/sys/kernel/mm/transparent_hugepage/enabled"
     remedy = f"as root: echo madvise > {path}"
-    return Finding("note", "huge pages", f"{policy}: shuffles work, and take longer", remedy)
+    return Finding("note", "huge pages", f"{policy}: shuffles work, but take longer", remedy)
 
 
 def gpu() -> Finding:
     """Report how far the runtime was tested with GPUs."""
     text = (
-        "not yet run on one: shuffles of cuDF, rechunks of CuPy's arrays and task outputs on a GPU "
-        "were tested over emulated devices"
+        "not yet run on a GPU: cuDF shuffles, CuPy rechunks and task outputs on a GPU were tested "
+        "on emulated devices only"
     )
     return Finding("note", "gpu", text)
 

@@ -41,7 +41,7 @@ def show(
     """
     gpu = gpu_named(gpu_name)
     if gpu is None:
-        raise UnknownGpuError(f"no limits of {gpu_name!r} are known, only of {', '.join(GPUS)}")
+        raise UnknownGpuError(f"unknown GPU {gpu_name!r}; known are {', '.join(GPUS)}")
     launch = Launch(threads, registers, static_nbytes, dynamic_nbytes)
     found = occupancy(gpu.architecture, launch)
     planned = None

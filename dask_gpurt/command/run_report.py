@@ -57,7 +57,7 @@ def as_text(report: dict[str, Any]) -> str:
         ]
     for cluster in report["clusters"]:
         if not cluster["active"]:
-            why = cluster["reason"] or "it did not say why"
+            why = cluster["reason"] or "no reason was given"
             lines.append(f"  not active on {cluster['scheduler']}: {why}")
     for one in report["fallbacks"]:
         lines.append(f"  stock Dask: {one['what']} ({times(one['count'])}): {one['why']}")
@@ -72,9 +72,9 @@ def device_note(device: Mapping[str, Any] | None) -> str | None:
     if device is None:
         return None
     if device["problem"] is not None:
-        return f"values of the GPU are left to Dask: {device['problem']}"
+        return f"Dask manages the values on the GPU: {device['problem']}"
     if device["cudf_spills"]:
-        return "cuDF spills by itself: its values are left to it, and count"
+        return "cuDF spills its own values: the store counts them, but does not move them"
     return None
 
 
@@ -86,9 +86,9 @@ def times(count: int) -> str:
 def advice(why: str) -> str:
     """Return advice about a fallback."""
     if "pip install" in why:
-        return "do what it says, and start that worker again"
+        return "follow that advice, then restart the worker"
     if "no adapter" in why:
         return "use pandas DataFrames, or leave this one to stock Dask"
     if "no word from worker" in why:
-        return "look into the log of that worker, or start it again"
+        return "check the log of that worker, or restart it"
     return "see the logs of the scheduler and the workers"

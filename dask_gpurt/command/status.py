@@ -38,7 +38,7 @@ def show(
     """
     address = address_of(scheduler, scheduler_file)
     if address is None:
-        raise ConnectError("which cluster? give --scheduler or --scheduler-file")
+        raise ConnectError("no cluster is named; give --scheduler or --scheduler-file")
     with connected(address) as client:
         found = ask(client)
     shown: Any = found.get("placement") if placement else found
@@ -100,10 +100,10 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
     workers = sorted(found["workers"].items())
     lines += aligned([_worker(address, said, found) for address, said in workers], "  ", width)
     if any(said and said.get("memory") for _, said in workers):
-        text = "task outputs, where they are, and what was moved since the worker started"
+        text = "task outputs: bytes in each tier, and bytes moved since the worker started"
         lines += ["", *wrapped(text, width), *_memory(workers, width)]
     if busy := _lanes(workers, width):
-        text = "what lanes did lately, and how much of what could be was done beside it"
+        text = "recent work of lanes, and how much of the possible overlap was reached"
         lines += ["", *wrapped(text, width), *busy]
     if found["shuffles"]:
         text = "last shuffles with dask_gpurt (seconds are summed over workers)"
@@ -123,7 +123,7 @@ def _topology(topology: dict[str, Any] | None) -> list[tuple[str, str]]:
     probe = topology["probe"]
     known = topology["file"] or "not described, links are learnt"
     if undescribed := topology["undescribed"]:
-        known += f", on no host of which are {len(undescribed)} workers"
+        known += f", which lacks the hosts of {len(undescribed)} workers"
     rows = [("machines", f"{topology['hosts']} hosts, {known}")]
     text = probe["state"] + (f": {probe['reason']}" if probe["reason"] else "")
     if probe["pairs"]:

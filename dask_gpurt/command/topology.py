@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _HEAD = """\
 # Machines of the cluster at {address}, as {workers} of its workers report them.
-# Edit what is wrong; leave out links that are not to be relied on. To use it, set where the program
-# runs: DASK_GPURT__TOPOLOGY__FILE=FILE
+# Correct errors, and remove links that placement should not rely on. To use this file, set in the
+# program's environment: DASK_GPURT__TOPOLOGY__FILE=FILE
 """
 
 
@@ -49,13 +49,13 @@ def write(scheduler: str | None, scheduler_file: Path | None, *, probe: bool) ->
     try:
         address = address_of(scheduler, scheduler_file)
         if address is None:
-            raise TopologyError("which cluster? give --scheduler or --scheduler-file")
+            raise TopologyError("no cluster is named; give --scheduler or --scheduler-file")
         with connected(address) as client:
             found = _ask(client, probe)
     except ConnectError as error:
         raise TopologyError(str(error)) from error
     if not found["workers"]:
-        raise TopologyError(f"no worker of {address} has reported; ask again when there is one")
+        raise TopologyError(f"no worker of {address} has reported; try again later")
     print(_HEAD.format(address=address, workers=found["workers"]) + found["text"], end="")
     for about, problem in found["problems"].items():
         print(f"dask gpurt topology: {about}: {problem}", file=sys.stderr)
@@ -71,7 +71,7 @@ def _ask(client: Client, probe: bool) -> dict[str, Any]:
         )
     except GpurtError as error:
         raise TopologyError(
-            f"{error}; set DASK_GPURT__ENABLED=true where the program runs that connects to it"
+            f"{error}; set DASK_GPURT__ENABLED=true in the environment of the program that connects"
         ) from error
     except (OSError, TimeoutError) as error:
         raise TopologyError(f"the cluster does not answer: {error!r}") from error
@@ -103,7 +103,7 @@ def check_file(path: Path) -> int:
     ]
     nodes = [host.node(host.numa[0].name) for host in found.hosts]
     apart = [
-        f"no way from {nodes[0]} to {other}: what links carry there is learnt"
+        f"no path from {nodes[0]} to {other}: the bandwidth between them is learnt"
         for other in nodes[1:]
         if found.path(nodes[0], other) is None
     ]

@@ -43,7 +43,7 @@ def test_nothing_is_wrong(shell: Shell) -> None:
         assert found(outcome, name)[0]["level"] == "ok"
     for name in ("cudf", "cupy", "rmm", "ucxx", "nvcomp"):
         assert found(outcome, name)[0]["level"] == "ok"
-    assert "not yet run on one" in found(outcome, "gpu")[0]["text"]
+    assert "not yet run on a GPU" in found(outcome, "gpu")[0]["text"]
     assert found(outcome, "huge pages")
     assert found(outcome, "support")[0]["level"] == "ok"
     text = shell.gpurt("doctor").out
@@ -209,7 +209,7 @@ def test_scheduler_that_does_not_answer(
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         assert examine(address, None, as_json=False) == 2
     printed = capsys.readouterr()
-    problem = f"no scheduler answers at {address}: it says nothing for 0.3 s"
+    problem = f"no scheduler answers at {address}: it sends nothing for 0.3 s"
     assert printed.err.startswith(f"dask gpurt doctor: {problem}; check the port")
     assert len(printed.err.splitlines()) == 1
     # What was found here is said all the same.
@@ -334,7 +334,7 @@ def test_doctor_on_an_enabled_cluster(shell: Shell, sides: Sides) -> None:
     workers = dask_gpurt.status(sides.enabled)["workers"]
     for one, (address, worker) in zip(memory, sorted(workers.items()), strict=True):
         disk = worker["memory"]["disk"]
-        assert one["text"].startswith(f"{address}: managed; what does not fit goes to ")
+        assert one["text"].startswith(f"{address}: managed; values that do not fit spill to ")
         assert disk["directory"] in one["text"]
         assert ("past the page cache" in one["text"]) == disk["is_direct"]
 
@@ -404,7 +404,7 @@ def test_versions_are_those_of_all_who_answer_in_time(
     assert set(in_time["versions"]["workers"]) == set(sides.stock.scheduler_info()["workers"])
     assert late["versions"]["workers"] is None
     problems = [one.text for one in cluster_findings(late) if one.level == "problem"]
-    assert problems == ["not all workers said in time what is installed there"]
+    assert problems == ["not all workers reported their versions in time"]
 
 
 def test_every_remedy_of_a_cluster_in_trouble() -> None:
@@ -463,7 +463,7 @@ def test_before_a_shuffle_the_ways_that_there_are() -> None:
     report: dict[str, Any] = {"memory": None, "unmanaged": "it"}
     lacks = {"shared": "no files in memory", "ucx": "without ucxx"}
     assert said_of(report, "links") == [
-        ("ok", f"no worker lacks what it takes to exchange {way}; pairs try when they have to", "")
+        ("ok", f"all workers can exchange {way}; pairs connect on first use", "")
         for way in ("in shared memory", "over UCX")
     ]
     (level, text, remedy), *rest = said_of({**report, "lacks": lacks}, "links")
@@ -512,8 +512,8 @@ def test_a_worker_that_keeps_dasks_store_says_why(why: str, remedy: str) -> None
 @pytest.mark.parametrize(
     ("disk", "level", "said"),
     [
-        ({"is_direct": True, "problem": None}, "ok", "goes to /x, past the page cache"),
-        ({"is_direct": False, "problem": None}, "note", "goes to /x, through the page cache"),
+        ({"is_direct": True, "problem": None}, "ok", "spill to /x, past the page cache"),
+        ({"is_direct": False, "problem": None}, "note", "spill to /x, through the page cache"),
         ({"is_direct": None, "problem": "Read-only file system"}, "problem", "Read-only"),
     ],
 )
@@ -528,11 +528,11 @@ def test_where_values_of_a_worker_go(disk: dict[str, Any], level: str, said: str
 @pytest.mark.parametrize(
     ("device", "level", "said"),
     [
-        ({}, "ok", "tcp://a: H200, managed; values leave for rmm and cupy"),
-        ({"evicts_for": []}, "ok", "values leave for nobody who finds no room"),
+        ({}, "ok", "tcp://a: H200, managed; values are evicted for rmm and cupy"),
+        ({"evicts_for": []}, "ok", "values are evicted for no failed allocation"),
         ({"name": None}, "ok", "tcp://a: not used yet"),
-        ({"cudf_spills": True}, "note", "cuDF spills by itself: its values are left to it"),
-        ({"problem": "no driver"}, "note", "values of the GPU are left to Dask: no driver"),
+        ({"cudf_spills": True}, "note", "cuDF spills its own values: the store counts them"),
+        ({"problem": "no driver"}, "note", "Dask manages the values on the GPU: no driver"),
     ],
 )
 def test_what_is_done_with_values_of_a_gpu(device: dict[str, Any], level: str, said: str) -> None:
