@@ -94,16 +94,16 @@ def connected(address: str) -> Iterator[Client]:
     with dask.config.set(settings), silent("distributed", "tornado", "asyncio"):
         try:
             # distributed retries until its timeout if nothing listens.
-            _touch(address)
+            _check_port(address)
             # First without a client: a client that never connected logs errors at its close.
-            asyncio.run(_knock(address))
+            asyncio.run(_check_scheduler(address))
             client = Client(  # type: ignore[no-untyped-call]
                 address, timeout=CONNECT_TIMEOUT_S, set_as_default=False
             )
         except ConnectError:
             raise
         except Exception as error:
-            problem = f"no scheduler answers at {address}: {_brief(error)}"
+            problem = f"no scheduler answers at {address}: {_one_line(error)}"
             raise ConnectError(problem, _CHECK) from error
         try:
             yield client
@@ -112,7 +112,7 @@ def connected(address: str) -> Iterator[Client]:
                 client.close(timeout=CONNECT_TIMEOUT_S)  # type: ignore[no-untyped-call]
 
 
-def _touch(address: str) -> None:
+def _check_port(address: str) -> None:
     """Check quickly that something listens at an address with a port.
 
     Raises
@@ -154,7 +154,7 @@ def _touch(address: str) -> None:
         raise failure("another program listens on that port", "correct the port")
 
 
-async def _knock(address: str) -> None:
+async def _check_scheduler(address: str) -> None:
     from distributed.core import rpc
 
     scheduler = rpc(address, timeout=CONNECT_TIMEOUT_S)  # type: ignore[no-untyped-call]
@@ -194,7 +194,7 @@ def ask(client: Client, *, versions: bool = False) -> dict[str, Any]:
             both, callback_timeout=ANSWER_TIMEOUT_S
         )
     except Exception as error:
-        problem = f"the scheduler at {address} does not answer: {_brief(error)}"
+        problem = f"the scheduler at {address} does not answer: {_one_line(error)}"
         raise ConnectError(problem, _CHECK) from error
     return {"scheduler": address, **status}
 
@@ -219,7 +219,7 @@ async def _versions(client: Client, status: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _brief(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Return the first line of the root cause, or its type."""
     if isinstance(error, TimeoutError):
         return "it took too long"

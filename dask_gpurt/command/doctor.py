@@ -89,7 +89,7 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
             findings += _device(worker, report)
         elif worker in found.get("silent", ()):
             text = f"{worker} does not answer"
-            findings.append(Finding("problem", "worker", text, _SILENT_REMEDY))
+            findings.append(Finding("problem", "worker", text, _STUCK_REMEDY))
         elif found["active"]:
             text = f"{worker} has not reported that it is ready"
             findings.append(Finding("note", "worker", text, advice("no word from worker")))
@@ -103,7 +103,7 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
-_SILENT_REMEDY = (
+_STUCK_REMEDY = (
     "something blocks its event loop: look for code that holds the GIL, or restart the worker"
 )
 #: Remedies for a worker that uses Dask's store, by a part of the reason.
@@ -211,7 +211,7 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
         link for report in found["workers"].values() if report for link in report["links"].values()
     ]
     if not links:
-        return _ways_there_are(found)
+        return _available_transports(found)
     findings = []
     for name, text in _PATHS.items():
         taken = [link for link in links if link["path"] == name]
@@ -227,7 +227,7 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
-def _ways_there_are(found: Mapping[str, Any]) -> list[Finding]:
+def _available_transports(found: Mapping[str, Any]) -> list[Finding]:
     """Return what workers lack for each transport, before any pair has connected."""
     reports = [report for report in found["workers"].values() if report]
     findings = []
@@ -255,7 +255,7 @@ def _versions(found: Mapping[str, Any]) -> list[Finding]:
     here = _packages(versions["client"])
     if versions["workers"] is None:
         text = "not all workers reported their versions in time"
-        findings.append(Finding("problem", "versions", text, _SILENT_REMEDY))
+        findings.append(Finding("problem", "versions", text, _STUCK_REMEDY))
     others = {"the scheduler": versions["scheduler"], **(versions["workers"] or {})}
     for who, theirs in others.items():
         packages = _packages(theirs or {})

@@ -139,10 +139,10 @@ class Recorder:
         if (poll := self._polls.pop(client, None)) is not None:
             poll.cancel()
         if client in self._clients:
-            self.let_go(client)
+            self.drop(client)
             await self.read(client)
 
-    def let_go(self, client: Client) -> None:
+    def drop(self, client: Client) -> None:
         """Stop reading this client: its cluster closes, or has closed."""
         with self._lock:
             self._clients.discard(client)
@@ -312,13 +312,13 @@ def _read_before(owner: Any, name: str, clients_of: Callable[[Any], list[Client]
         if not getattr(self, "asynchronous", False):
             for client in clients:
                 _recorder.read_from_outside(client)
-                _recorder.let_go(client)
+                _recorder.drop(client)
             return method(self, *args, **kwargs)
 
         async def read_and_close() -> Any:
             for client in clients:
                 await _recorder.read(client)
-                _recorder.let_go(client)
+                _recorder.drop(client)
             return await method(self, *args, **kwargs)
 
         return read_and_close() if clients else method(self, *args, **kwargs)
