@@ -307,9 +307,7 @@ def preload_list(role: str) -> list[str]:
 
 
 def preloads() -> dict[str, bool]:
-    """Return whether each role's preload list contains ours. A user's own list replaces the
-    default.
-    """
+    """Return whether each role's preload list has ours. A user's own list replaces ours."""
     return {role: PRELOAD in preload_list(role) for role in ("client", "scheduler")}
 
 

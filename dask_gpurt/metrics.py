@@ -17,9 +17,9 @@ MEANING: dict[str, str] = {
     "spilled_nbytes": "shuffle bytes written to disk",
     "unspilled_nbytes": "shuffle bytes read back from disk",
     "messages": "shuffle messages sent",
-    "partitions_in": "input partitions taken apart",
-    "partitions_out": "output partitions put together",
-    "shuffle_runs": "shuffle runs taken part in",
+    "partitions_in": "input partitions split",
+    "partitions_out": "output partitions assembled",
+    "shuffle_runs": "shuffle runs joined",
 }
 
 

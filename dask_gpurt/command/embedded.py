@@ -135,8 +135,9 @@ class EmbeddedCluster:
 
 
 def serve(answer_fd: int) -> None:
-    """Start the cluster, report its address, and run until told to stop. Runs in the other
-    process.
+    """Start the cluster, report its address, and run until told to stop.
+
+    This is the main function of the other process.
     """
     os.set_inheritable(answer_fd, False)
     settings, n_workers, threads_per_worker = pickle.load(sys.stdin.buffer)

@@ -255,8 +255,9 @@ def scheduler_address(client: Client) -> str:
 
 
 def count_tasks(dask_scheduler: Any) -> tuple[int, int]:
-    """Return the numbers of done and of all tasks. Runs on a scheduler; only a reference is
-    sent.
+    """Return the numbers of done tasks and of all tasks on a scheduler.
+
+    Runs on the scheduler; only a reference to this function is sent.
     """
     open_states = ("waiting", "processing", "queued", "no-worker")
     total = to_do = 0

@@ -180,9 +180,7 @@ def _shuffles(shuffles: list[dict[str, Any]], width: int | None) -> list[str]:
 
 
 def _memory(workers: list[tuple[str, Any]], width: int | None) -> list[str]:
-    """Return a row per worker: bytes in each tier, bytes written and read, tasks waiting for
-    memory.
-    """
+    """Return a row per worker: bytes in each tier, bytes moved, tasks waiting for memory."""
     managed = [(address, said["memory"]) for address, said in workers if said and said["memory"]]
     names = list(dict.fromkeys(level["name"] for _, one in managed for level in one["levels"]))
     rows = []

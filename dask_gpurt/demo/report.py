@@ -189,9 +189,7 @@ def _chart(rows: list[Row]) -> str:
 
 
 def _tick(largest: float) -> float:
-    """Return the distance of grid lines: 1, 2, 2.5 or 5 times a power of ten, for four to nine
-    lines.
-    """
+    """Return the distance of four to nine grid lines: 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(largest))
     steps = (factor * power for factor in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0))
     return next(step for step in steps if largest / step <= 8)

@@ -29,8 +29,8 @@ SAME_WITHIN_ONCE = 0.20
 
 #: Warning against drawing conclusions from single runs.
 TIMED_ONCE = (
-    f"Where a query was timed only once, up to {SAME_WITHIN_ONCE:.0%} counts as no clear "
-    "difference, and more may still be chance."
+    f"For queries timed only once, up to {SAME_WITHIN_ONCE:.0%} counts as no clear difference, "
+    "and more may still be chance."
 )
 
 _PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "numpy", "duckdb", "dask-gpurt")
@@ -89,9 +89,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Stock time over enabled time: above 1, the runtime was faster. NaN if a side has
-        no time.
-        """
+        """Stock time over enabled time; above 1, the runtime was faster. NaN without both times."""
         enabled = self.enabled_median_s
         return self.stock_median_s / enabled if enabled > 0 else math.nan
 
@@ -166,7 +164,7 @@ class Report:
         if not self.left_out:
             return ""
         n, names = len(self.left_out), ", ".join(self.left_out)
-        return f"Time was up before {n} of the queries, which `--queries` has run: {names}."
+        return f"Time ran out before {n} of the queries. Run them with `--queries`: {names}."
 
     @property
     def agrees(self) -> bool:

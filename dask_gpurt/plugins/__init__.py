@@ -1,3 +1,4 @@
-"""Scheduler, worker and client plugins, and the patches they need. Only this package imports
-distributed's internals.
+"""Scheduler, worker and client plugins, and the patches they need.
+
+This is the only package that uses distributed's plugins, handlers and internals.
 """

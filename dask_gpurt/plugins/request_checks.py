@@ -59,9 +59,7 @@ def keys(value: Any) -> Sequence[Any]:
 
 
 def rows(value: Any, n_partitions: int) -> list[int]:
-    """Check the rows of each output partition of a shuffle. Trailing empty partitions are
-    omitted.
-    """
+    """Check the rows of each output partition of a shuffle. Empty last partitions are omitted."""
     if not isinstance(value, (list, tuple)) or len(value) > n_partitions:
         raise _wrong("rows", value, f"a list of at most {n_partitions} numbers")
     for number in value:
@@ -78,4 +76,4 @@ def _is_key(value: Any, depth: int) -> bool:
 
 def _wrong(what: str, value: Any, wanted: str) -> ProtocolError:
     shown = f"of {len(value)} entries" if isinstance(value, (list, tuple, dict)) else repr(value)
-    return ProtocolError(f"{what} is a {type(value).__name__} {shown[:80]}; it has to be {wanted}")
+    return ProtocolError(f"{what} is a {type(value).__name__} {shown[:80]}; it must be {wanted}")

@@ -20,8 +20,6 @@ logger = logging.getLogger("dask_gpurt")
 
 
 async def on_start(scheduler: Scheduler) -> None:
-    """Register the plugin on this scheduler. A client with the flag may replace the
-    settings later.
-    """
+    """Register the plugin on this scheduler. A client with the flag may change the settings."""
     plugin = GpurtScheduler(config.read(), dask_gpurt.__version__)
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

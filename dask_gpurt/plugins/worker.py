@@ -312,9 +312,7 @@ class WorkerRuntime:
         return since(self._counted_before, self.counters.snapshot())
 
     def heartbeat_data(self) -> dict[str, Any]:
-        """Return the counters, and the runs that ended since the last call. Runs on the
-        event loop.
-        """
+        """Return the counters, and the runs that ended since the last call. On the event loop."""
         runs = [brief(run) for run in self._untold_runs]
         self._untold_runs.clear()
         return {"counters": self.counted(), "runs": runs}
@@ -393,7 +391,7 @@ class Attachment:
         if self._unmanaged_reason is None:
             self._memory = ManagedMemory(worker, settings.memory, state)
         else:
-            logger.info("Dask's own store stays: %s", self._unmanaged_reason)
+            logger.info("this worker keeps Dask's own store: %s", self._unmanaged_reason)
 
         async def gpurt_report() -> dict[str, Any]:
             memory = await self._memory.report() if self._memory is not None else None

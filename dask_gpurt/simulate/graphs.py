@@ -214,9 +214,7 @@ def _name(key: Key) -> str:
 
 
 def chunk_nbytes(*arrays: Any) -> dict[Hashable, int]:
-    """Return the bytes of each chunk of Dask arrays, by key. Chunks of unknown length are
-    omitted.
-    """
+    """Return the bytes of each chunk of Dask arrays, by key, without chunks of unknown length."""
     found: dict[Hashable, int] = {}
     for array in arrays:
         shapes = itertools.product(*array.chunks)

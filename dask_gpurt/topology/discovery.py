@@ -56,9 +56,7 @@ class Discovery:
     notes: tuple[str, ...]
 
     def as_text(self) -> str:
-        """Return the description as a file that `description.parse` reads, with the notes
-        on top.
-        """
+        """Return the notes and the description as a file that `description.parse` reads."""
         return "".join(f"# {note}\n" for note in self.notes) + dump(self.topology)
 
 

@@ -92,10 +92,9 @@ class Routes:
         return found or self._best(None, source, target)
 
     def outside(self, node: str) -> int:
-        """Return a class number, equal for nodes with paths of equal width and latency to other
-        hosts.
+        """Return a class number, equal for nodes with similar paths to other hosts.
 
-        The width and latency of a path between hosts are thus the same for all nodes of a class.
+        The width and latency of a path between hosts are the same for all nodes of a class.
         """
         found = self._outside.get(node)
         if found is None:
@@ -160,9 +159,7 @@ class Routes:
         return None if width is None else self._quickest(within, source, width)[target]
 
     def _widths(self, within: set[str | None] | None, source: str) -> dict[str, float]:
-        """Return the width of the widest path to each node of these hosts; of all hosts, if
-        None.
-        """
+        """Return the width of the widest path to each node of these hosts (None: all hosts)."""
         widths: dict[str, float] = {}
         queue = [(-float("inf"), source)]
         while queue:
@@ -178,9 +175,7 @@ class Routes:
     def _quickest(
         self, within: set[str | None] | None, source: str, width: float
     ) -> dict[str, RankedPath]:
-        """Return to each node the first path, in their order, among paths of at least this
-        width.
-        """
+        """Return to each node the first path, in their order, that has at least this width."""
         paths: dict[str, RankedPath] = {}
         queue: list[tuple[RankedPath, str]] = [(RankedPath(0.0, 0, ()), source)]
         while queue:

@@ -34,14 +34,14 @@ class SectionLoader(_Loader):  # type: ignore[misc]
             return super().construct_object(node, deep)
         except _BAD_VALUE:
             value = f"{node.value!r:.100}" if isinstance(node, yaml.ScalarNode) else "this"
-            problem = f"{value} is no {node.tag.rpartition(':')[2]}"
+            problem = f"{value} is not a valid {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def section(self, node: yaml.MappingNode) -> Section:
         own = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value in own:
-                problem = f"the key {key.value!r} is given twice, or is no word"
+                problem = f"the key {key.value!r} occurs twice, or is not a word"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             own.add(key.value)
         self.flatten_mapping(node)

@@ -1,3 +1,1 @@
-"""Simulations in which distributed's own scheduler and worker state machines run in virtual
-time.
-"""
+"""Simulations of distributed's own scheduler and worker state machines in virtual time."""

@@ -270,9 +270,7 @@ class ModelledWorker:
         self._later(latency_s, lambda: source.serve(self, number))
 
     def serve(self, target: ModelledWorker, number: int) -> None:
-        """Answer a peer's request: send the requested results, or report that too many
-        peers ask.
-        """
+        """Answer a peer's request: send the results, or report that too many peers ask."""
         fetch = target._fetches.get(number)
         if fetch is None or not target.alive:
             return

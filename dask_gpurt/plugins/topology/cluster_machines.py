@@ -255,8 +255,9 @@ class Machines:
             self._problems[about] = problem
 
     def remove_worker(self, address: str) -> None:
-        """Forget a worker that left. Measurements of its host stay while the host has other
-        workers.
+        """Forget a worker that left.
+
+        Measurements of its host stay while the host has other workers.
         """
         self._reports.pop(address, None)
         for about in [one for one in self._problems if address in one.split(" to ")]:
