@@ -1,4 +1,4 @@
-"""Counters grow by what was added, from whichever thread."""
+"""Counters grow by exactly the added amounts, from any thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_unknown_name_is_refused():
 
 @pytest.fixture
 def restless():
-    """Threads take turns as often as they can."""
+    """Make threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -75,7 +75,7 @@ def test_nothing_added_from_many_threads_is_lost():
 
 @pytest.mark.usefixtures("restless")
 def test_a_snapshot_never_shows_half_an_addition():
-    """Whoever reads while others write finds amounts that were added together together."""
+    """A reader sees amounts that were added together only together."""
     counters = Counters()
     stop = threading.Event()
 
@@ -105,7 +105,7 @@ def test_total_of_no_workers():
 
 
 def test_total_keeps_names_it_does_not_know():
-    """A worker of a newer version may count more."""
+    """A worker of a newer version may have more counters."""
     assert total([{"later": 2}, {"later": 3}])["later"] == 5
 
 

@@ -1,4 +1,4 @@
-"""`dask gpurt occupancy`: what is resident, what would leave fewer, and what it does not know."""
+"""`dask gpurt occupancy`: resident blocks, plans for fewer, and unknown GPUs."""
 
 from __future__ import annotations
 

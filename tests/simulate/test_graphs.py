@@ -1,4 +1,4 @@
-"""Workloads made of Dask's graphs."""
+"""Workloads made from Dask graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_dependencies_are_the_graph_s():
 
 def test_tasks_come_in_the_order_of_dask():
     model = add(SCALE)
-    # A sum directly follows what it needs, so that both can go.
+    # A sum directly follows its inputs, so that they can be released.
     for position in model.wanted:
         assert position - max(model.tasks[position].dependencies) == 1
 

@@ -1,4 +1,4 @@
-"""Files that describe machines: read, written, and refused with the line that is wrong."""
+"""Descriptions of machines: parsing, writing, and errors with the invalid line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is believed of links before, and after, transfers over them were reported."""
+"""Estimates of links before and after reports of transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of NVML's answers: of real machines, and of drivers that lack some."""
+"""Facts from NVML's answers: on real machines, and with incomplete drivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of what a live cluster computed."""
+"""Traces of a live cluster's computation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_was_computed_can_be_replayed(client):
 
 
 def test_what_was_there_before_is_there_from_the_start(client):
-    # Ones alone are a single number that is looked at in many places.
+    # An array of ones is a single number with many views.
     x = client.persist(da.ones((40, 40), chunks=20) + 1)
     with client.as_current():
         wait(x)
