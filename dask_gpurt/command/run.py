@@ -80,13 +80,13 @@ class _Session:
         for one in (self._lazy, self._recorder):
             os.register_at_fork(after_in_child=one.forget)
 
-    def end(self, asked: int | str | None, start_s: float) -> None:
+    def end(self, status: int | str | None, start_s: float) -> None:
         """Close the clusters and print the report.
 
         Parameters
         ----------
-        asked
-            The exit status that the script asked for.
+        status
+            Exit status that the script asks for.
         start_s
             Time at the start of the script.
         """
@@ -94,11 +94,11 @@ class _Session:
             # In a child that the script forked: the parent closes and reports.
             return
         self._recorder.finish()
-        self._lazy.close(at_once=asked == INTERRUPTED)
+        self._lazy.close(at_once=status == INTERRUPTED)
         self._progress.stop()
         wall_s = time.perf_counter() - start_s
         report = run_report.as_dict(
-            self._recorder.snapshot(), wall_s, exit_code(asked), self._notes
+            self._recorder.snapshot(), wall_s, exit_code(status), self._notes
         )
         if self._report_path is not None:
             try:
@@ -136,12 +136,12 @@ def run_script(
     session = _Session(options, report_path)
 
     # A reference, or the current main module would lose its globals when it is replaced.
-    ours = sys.modules["__main__"]
+    own_main = sys.modules["__main__"]
     module = script.enter()
     start_s = time.perf_counter()
-    asked = script.run(module)
-    del ours
-    if asked == INTERRUPTED:
+    status = script.run(module)
+    del own_main
+    if status == INTERRUPTED:
         # As clients close, asyncio would print a traceback for every abandoned task.
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     for stream in (sys.stdout, sys.stderr):
@@ -149,16 +149,16 @@ def run_script(
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
-    if asked != INTERRUPTED and threads_still_work():
+    if status != INTERRUPTED and threads_still_work():
         # The threads may be computing. The interpreter waits for them, and then calls the last
         # registered function first: before Dask closes the script's own clients.
-        atexit.register(session.end, asked, start_s)
-        return asked
+        atexit.register(session.end, status, start_s)
+        return status
     try:
-        session.end(asked, start_s)
+        session.end(status, start_s)
     except KeyboardInterrupt:
         return INTERRUPTED
-    return asked
+    return status
 
 
 def threads_still_work() -> bool:
