@@ -175,7 +175,7 @@ def test_reading_the_defaults(warnings):
     assert warnings() == []
 
 
-def test_reading_without_defaults_in_dask(warnings):
+def test_reading_where_dask_found_no_defaults(warnings):
     with dask.config.set(gpurt={}):
         assert config.read() == DEFAULTS
     assert warnings() == []
@@ -214,7 +214,7 @@ def test_shares_and_sizes(key):
 
 
 @pytest.mark.parametrize("section", [1, "yes", True, ["enabled"]])
-def test_an_invalid_section_is_refused(section):
+def test_a_section_that_is_none_is_refused(section):
     with dask.config.set(gpurt=section), pytest.raises(ConfigError, match="gpurt"):
         config.read()
 
@@ -282,7 +282,7 @@ NO_SIZES = [
 
 @pytest.mark.parametrize("key", SIZES)
 @pytest.mark.parametrize("value", NO_SIZES, ids=repr)
-def test_invalid_sizes(key, value):
+def test_sizes_that_are_none(key, value):
     with (
         dask.config.set({f"gpurt.{key}": value}),
         pytest.raises(ConfigError, match=rf"gpurt\.{key} is .*a size"),
@@ -332,7 +332,7 @@ NO_MEMORY = [
 
 
 @pytest.mark.parametrize("value", NO_MEMORY, ids=repr)
-def test_invalid_memory(value):
+def test_memory_that_is_neither(value):
     with (
         dask.config.set({"gpurt.shuffle.memory": value}),
         pytest.raises(ConfigError, match=r"gpurt\.shuffle\.memory is"),
@@ -352,7 +352,7 @@ def test_invalid_memory(value):
         ("shufle.memory", "shuffle.memory"),
     ],
 )
-def test_a_misspelt_key_is_named_with_the_similar_key(warnings, key, suggestion):
+def test_a_misspelt_key_is_named_with_what_was_meant(warnings, key, suggestion):
     with dask.config.set({f"gpurt.{key}": 1}):
         assert config.read() == DEFAULTS
     (message,) = warnings()
@@ -360,7 +360,7 @@ def test_a_misspelt_key_is_named_with_the_similar_key(warnings, key, suggestion)
     assert f"did you mean gpurt.{suggestion}?" in message
 
 
-def test_a_key_without_a_similar_key_is_named_alone(warnings):
+def test_a_key_that_resembles_none_is_named_alone(warnings):
     with dask.config.set({"gpurt.zzz": 1}):
         config.read()
     (message,) = warnings()
@@ -375,7 +375,7 @@ def test_each_unknown_key_is_named(warnings):
     assert len(warnings()) == 2
 
 
-def test_a_file_is_read_with_its_name(tmp_path):
+def test_what_is_in_a_file_is_read_with_its_name(tmp_path):
     path = tmp_path / "machines.yaml"
     path.write_text("hosts: []  # für später", encoding="utf-8")
     with dask.config.set({"gpurt.topology.file": str(path)}):
@@ -395,7 +395,7 @@ def test_words_that_yaml_reads_as_truth_values(value, means):
 
 
 @pytest.mark.parametrize("value", ["always", None])
-def test_an_invalid_choice(value):
+def test_a_word_that_is_no_choice(value):
     with dask.config.set({"gpurt.topology.probe": value}):
         with pytest.raises(ConfigError, match=rf"gpurt\.topology\.probe is {value!r}.*auto or on"):
             config.read()
@@ -464,7 +464,7 @@ def test_spellings_of_the_flag(word):
         assert config.read().enabled is True
 
 
-def test_environment_variables_without_defaults_in_dask(warnings):
+def test_environment_variables_where_dask_found_no_defaults(warnings):
     section = dask.config.collect(paths=[], env={"DASK_GPURT__SHUFFLE__MESSAGE_SIZE": "1 MiB"})
     with dask.config.set(gpurt=section["gpurt"]):
         assert config.read().shuffle.message_nbytes == MIB
@@ -481,7 +481,7 @@ def test_a_misspelt_environment_variable(warnings):
 # ------------------------------------------------------------------ on the way to a cluster
 
 
-def test_settings_survive_a_round_trip():
+def test_settings_survive_the_way_to_a_cluster():
     settings = replace(
         DEFAULTS,
         enabled=True,
@@ -522,13 +522,13 @@ def test_settings_survive_a_round_trip():
 
 
 @pytest.mark.parametrize("size", ["2 B", "700 B", "4 KiB", 0.25, 1.0])
-def test_sizes_and_shares_survive_a_round_trip(size):
+def test_sizes_and_shares_arrive_as_they_were_read(size):
     with dask.config.set({"gpurt.shuffle.memory": size, "gpurt.memory.device": size}):
         settings = config.read()
     assert Settings.from_plain(settings.to_plain()) == settings
 
 
-def test_settings_are_frozen():
+def test_settings_do_not_change_once_they_are_read():
     settings = config.read()
     with dask.config.set({"gpurt.strict": True}):
         assert settings.strict is False
@@ -552,7 +552,7 @@ def test_preloads_that_are_all_there():
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("replacement", [["my_module"], [], None])
-def test_a_replaced_preload_list(role, replacement):
+def test_a_preload_that_somebody_replaced(role, replacement):
     lists = {name: [config.PRELOAD] for name in ROLES} | {role: replacement}
     with _preloads(**lists):
         assert config.preloads() == dict.fromkeys(ROLES, True) | {role: False}

@@ -115,6 +115,6 @@ def test_total_leaves_the_snapshots_alone():
     assert snapshot == {"messages": 1}
 
 
-def test_every_counter_has_a_meaning():
+def test_every_counter_says_what_it_means():
     assert all(meaning.strip() for meaning in MEANING.values())
     assert len(set(MEANING.values())) == len(MEANING)

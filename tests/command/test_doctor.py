@@ -223,7 +223,7 @@ def closed_port() -> int:
 
 
 @pytest.mark.parametrize("command", ["doctor", "status", "topology"])
-def test_nothing_listens_on_the_port(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nobody_listens(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The error comes at once, though distributed would retry until its timeout."""
     with pytest.MonkeyPatch.context() as patch:
         # The test must not wait for this.
@@ -261,7 +261,7 @@ def test_another_program(words: bytes, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.cluster
-def test_the_address_of_a_worker_gets_a_remedy(
+def test_what_to_do_about_the_address_of_a_worker(
     sides: Sides, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = next(iter(sides.stock.scheduler_info()["workers"]))
@@ -292,7 +292,7 @@ def test_status_of_an_enabled_cluster(
 
 
 @pytest.mark.cluster
-def test_non_finite_numbers_are_null_in_json(
+def test_what_json_has_no_word_for_is_null(
     sides: Sides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {"rates": [float("inf"), (1.5, float("nan"))], "n": 1, "on": True, "why": None}
@@ -351,7 +351,7 @@ def test_asking_switches_nothing_on(shell: Shell, sides: Sides, command: str) ->
 
 
 @pytest.mark.cluster
-def test_status_lists_workers_even_if_the_runtime_is_off(
+def test_status_names_workers_also_where_the_runtime_is_off(
     sides: Sides, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert show(scheduler_address(sides.stock), None, as_json=False) == 0
@@ -388,7 +388,7 @@ async def _say_versions(dask_worker: Any) -> None:
 
 
 @pytest.mark.cluster
-def test_versions_are_those_of_workers_that_answer_in_time(
+def test_versions_are_those_of_all_who_answer_in_time(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the runtime is off, so that stuck workers are unknown."""
@@ -459,7 +459,7 @@ def test_every_remedy_of_a_cluster_in_trouble() -> None:
     assert [bool(remedy) for _, remedy in said] == [False, False, False, True, False]
 
 
-def test_available_transports_before_a_shuffle() -> None:
+def test_before_a_shuffle_the_ways_that_there_are() -> None:
     report: dict[str, Any] = {"memory": None, "unmanaged": "it"}
     lacks = {"shared": "no files in memory", "ucx": "without ucxx"}
     assert said_of(report, "links") == [
@@ -517,7 +517,7 @@ def test_a_worker_that_keeps_dasks_store_says_why(why: str, remedy: str) -> None
         ({"is_direct": None, "problem": "Read-only file system"}, "problem", "Read-only"),
     ],
 )
-def test_spill_directory_of_a_worker(disk: dict[str, Any], level: str, said: str) -> None:
+def test_where_values_of_a_worker_go(disk: dict[str, Any], level: str, said: str) -> None:
     memory = {"disk": {"directory": "/x", **disk}}
     found_level, text, advice = memory_of({"memory": memory, "unmanaged": None})
     assert found_level == level
@@ -535,7 +535,7 @@ def test_spill_directory_of_a_worker(disk: dict[str, Any], level: str, said: str
         ({"problem": "no driver"}, "note", "Dask manages the values on the GPU: no driver"),
     ],
 )
-def test_management_of_gpu_values(device: dict[str, Any], level: str, said: str) -> None:
+def test_what_is_done_with_values_of_a_gpu(device: dict[str, Any], level: str, said: str) -> None:
     usual = {"name": "H200", "evicts_for": ["rmm", "cupy"], "cudf_spills": False, "problem": None}
     disk = {"directory": "/x", "is_direct": True, "problem": None}
     memory = {"disk": disk, "device": usual | device}

@@ -38,7 +38,7 @@ def test_workers_that_are_gone_still_count() -> None:
     assert record.totals == {"sent_nbytes": 14}
 
 
-def test_counts_of_an_earlier_activation_are_kept() -> None:
+def test_what_an_earlier_activation_counted_still_counts() -> None:
     record = ClusterRecord("tcp://s")
     for activation, n in (("one", 1), ("one", 2), ("two", 1), ("one", 1)):
         record.absorb(status(10 * n, activation=activation, runs={"gpurt": n, "stock": 0}))
@@ -59,13 +59,13 @@ def snapshot(**more: Any) -> Snapshot:
     return Snapshot(**{**values, **more})
 
 
-def test_a_stuck_worker_does_not_hide_other_workers() -> None:
+def test_a_worker_that_says_nothing_does_not_hide_what_others_say() -> None:
     """A reading waits until the scheduler's timeout for the stuck worker."""
     assert observe.READ_TIMEOUT_S > scheduler.ANSWER_DEADLINE_S + 1
 
 
 @pytest.mark.cluster
-def test_only_new_work_is_counted(sides: Sides) -> None:
+def test_only_what_is_new_is_counted(sides: Sides) -> None:
     """Earlier work of an existing cluster is not counted."""
     import dask
 
@@ -94,7 +94,7 @@ def test_only_new_work_is_counted(sides: Sides) -> None:
 
 
 @pytest.mark.cluster
-def test_clients_are_not_read_in_a_forked_process(sides: Sides) -> None:
+def test_clients_are_not_asked_in_a_process_that_was_forked_off(sides: Sides) -> None:
     """Their loops have no threads there, so a call would wait forever, and a closing
     cluster too.
     """

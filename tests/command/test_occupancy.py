@@ -66,7 +66,7 @@ def test_without_a_plan():
     assert "to leave" not in outcome.stdout
 
 
-def test_an_unknown_gpu():
+def test_a_gpu_that_is_not_known():
     outcome = run("--gpu", "GTX 1080", *KERNEL)
     assert outcome.exit_code == 2
     assert outcome.stdout == ""

@@ -29,7 +29,7 @@ def without_report(outcome: Outcome) -> str:
     return outcome.err.partition("dask gpurt: ")[0]
 
 
-def test_environment_of_a_script(shell: Shell) -> None:
+def test_surroundings_are_those_of_a_script(shell: Shell) -> None:
     shell.write("some dir/look.py", LOOKS_AROUND)
     args = ("some dir/look.py", "-x", "--help", "--report=a", "--", "--n-workers", "")
     plain, ours = both(shell, *args)
@@ -46,7 +46,7 @@ def test_link_to_a_script(shell: Shell, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["package.look", "package"])
-def test_environment_of_a_module(shell: Shell, module: str) -> None:
+def test_surroundings_are_those_of_a_module(shell: Shell, module: str) -> None:
     shell.write("package/__init__.py", "")
     shell.write("package/look.py", LOOKS_AROUND + "from package import helper\n")
     shell.write("package/__main__.py", LOOKS_AROUND + "from package import helper\n")
@@ -189,7 +189,7 @@ def test_importing_the_command_line_is_cheap(shell: Shell) -> None:
     assert shell.python("-c", code).out.strip() == "[]"
 
 
-def test_demo_gets_the_command_line_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_gets_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from click.testing import CliRunner
 
     from dask_gpurt.cli import gpurt

@@ -18,7 +18,7 @@ from dask_gpurt.plugins.patches import p2p
 HERE = bootstrap.installed()
 
 
-def test_package_metadata_match_the_version_gate():
+def test_the_metadata_bound_what_the_version_gate_refuses():
     """Otherwise pip installs a Dask that the package then refuses to run on."""
     oldest, first_unknown = p2p.TESTED
     needed = [Requirement(one) for one in requires("dask-gpurt")]
@@ -29,7 +29,7 @@ def test_package_metadata_match_the_version_gate():
 
 
 @pytest.mark.parametrize("version", ["unknown", "", "1!9999", "2026.8.0 "])
-def test_invalid_versions_are_refused_or_parsed(version):
+def test_versions_that_are_none_are_refused_or_read(version):
     reason = p2p.unsupported_reason(version) if version else bootstrap.untested("", p2p.TESTED)
     assert (reason is None) == (version.strip() == "2026.8.0")
 
@@ -67,7 +67,7 @@ def test_invalid_versions_are_refused_or_parsed(version):
         ),
     ],
 )
-def test_difference(found, said):
+def test_what_differs(found, said):
     names = {**HERE, "minor": HERE["python"].rpartition(".")[0]}
     found = {name: value and value.format(**names) for name, value in found.items()}
     expected = said and said.format(**names)

@@ -28,14 +28,14 @@ class Hostile:
 
 
 @pytest.mark.parametrize("value", [None, 3, ["a"], b"a", "a" * 1001, Hostile()])
-def test_invalid_names(value):
+def test_what_is_no_name(value):
     with pytest.raises(ProtocolError, match=r"worker is a .* a text of at most 1000") as caught:
         request_checks.name("worker", value)
     assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, "yes", []])
-def test_invalid_flags(value):
+def test_what_is_no_flag(value):
     with pytest.raises(ProtocolError, match="true or false"):
         request_checks.flag("probe", value)
 
@@ -48,18 +48,18 @@ def nested(depth):
 
 
 @pytest.mark.parametrize("value", [None, ["a"], {"a": 1}, ("a", ["b"]), nested(33), object()])
-def test_invalid_keys(value):
+def test_what_is_no_key(value):
     with pytest.raises(ProtocolError, match="the key of a task"):
         request_checks.key(value)
 
 
 @pytest.mark.parametrize("value", ["a", b"a", 1, 1.5, ("a", 0, ("b", 1)), nested(32)])
-def test_valid_keys(value):
+def test_what_is_a_key(value):
     assert request_checks.key(value) is value
 
 
 @pytest.mark.parametrize("value", [None, "abc", {"a"}, [["a"]], ["a"] * 100_001])
-def test_invalid_lists_of_keys(value):
+def test_what_is_no_list_of_keys(value):
     with pytest.raises(ProtocolError, match="key"):
         request_checks.keys(value)
 
@@ -67,13 +67,13 @@ def test_invalid_lists_of_keys(value):
 @pytest.mark.parametrize(
     "value", [None, "12", 3, {0: 1}, [1, 2, 3, 4], [-1], [True], [1.0], ["1"], [2**48 + 1], [None]]
 )
-def test_invalid_rows(value):
+def test_what_are_no_rows(value):
     with pytest.raises(ProtocolError, match="rows is a"):
         request_checks.rows(value, 3)
 
 
 @pytest.mark.parametrize("value", [5, ["why"], "a" * 10_001])
-def test_invalid_problems(value):
+def test_what_is_no_problem(value):
     with pytest.raises(ProtocolError, match="problem is a"):
         request_checks.problem(value)
 
@@ -188,7 +188,7 @@ async def test_wrong_calls_of_the_scheduler(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_sketches_of_unknown_shuffles_are_dropped(c, s, a, b):
+async def test_a_sketch_is_about_a_shuffle_that_there_is(c, s, a, b):
     """A sketch of unknown shuffles or partitions is not kept."""
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]

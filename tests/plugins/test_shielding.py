@@ -36,7 +36,7 @@ def test_a_cancellation_does_not_reach_the_work() -> None:
     run(main())
 
 
-def test_work_is_called_again_if_its_task_is_cancelled() -> None:
+def test_work_whose_own_task_is_cancelled_is_called_again() -> None:
     """The end of an event loop cancels all its tasks."""
 
     async def main() -> None:
@@ -116,7 +116,7 @@ def test_a_thread_is_waited_for_in_spite_of_a_cancellation() -> None:
     run(main())
 
 
-def test_a_hanging_thread_does_not_block_the_loop() -> None:
+def test_a_thread_that_hangs_does_not_keep_the_loop() -> None:
     """At its end, a loop waits for threads of its own executor. This thread is not one of them."""
     go_on = threading.Event()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dask_gpurt.simulate.clock import VirtualClock
 
 
-def test_events_run_by_time_and_ties_in_order_of_scheduling():
+def test_what_is_due_first_is_done_first_and_ties_in_the_order_of_asking():
     clock, done = VirtualClock(), []
     for when_s, name in ((2.0, "c"), (1.0, "a"), (2.0, "d"), (1.0, "b")):
         clock.call_at(when_s, lambda name=name: done.append((clock.now_s, name)))
@@ -29,7 +29,7 @@ def test_now_means_after_what_is_already_due_now():
     assert done == ["first", "second", "third"]
 
 
-def test_cancelled_events_do_not_run_and_take_no_time():
+def test_what_is_cancelled_is_not_done_and_takes_no_time():
     clock = VirtualClock()
     event = clock.call_at(5.0, lambda: 1 / 0)
     clock.call_at(1.0, event.cancel)

@@ -31,7 +31,7 @@ def test_a_described_machine_has_a_worker_on_each_device():
     assert {machine.network.capacities[link] for link in route.links} == {450e9}
 
 
-def test_placement_finds_workers_at_their_nodes():
+def test_workers_are_where_placement_will_look_for_them():
     for machine in (nvlink_hosts(2, 2), pcie_gpus(2, 2), one_slow_nic(2, 2)):
         network = machine.network
         assert isinstance(network, TopologyNetwork)
@@ -56,7 +56,7 @@ def test_hosts_may_have_addresses_of_ipv6():
     assert {moved.source, moved.target} == {one.address, other.address}
 
 
-def test_links_have_directions():
+def test_links_have_directions_and_the_way_back_is_the_other():
     machine = pcie_gpus(2, 2)
     one, other = machine.workers[0].address, machine.workers[-1].address
     there, back = machine.network.route(one, other), machine.network.route(other, one)
@@ -89,7 +89,7 @@ def test_the_slow_nic_is_slow():
     assert min(machine.network.capacities[link] for link in route.links) == 0.12e9
 
 
-def test_unconnected_hosts_have_no_route():
+def test_hosts_that_nothing_joins_have_no_way():
     hosts = tuple(Host(name, (Numa("numa0"),)) for name in ("a", "b"))
     machine = machine_of("two islands", Topology(hosts, ()))
     assert machine.network.route("tcp://a:40000", "tcp://a:40000").links == ()
@@ -122,6 +122,6 @@ def called(*names):
         (lambda: called("", address(0)), "two workers with the name tcp://10.0.0.0"),
     ],
 )
-def test_invalid_machines_are_refused(make, said):
+def test_what_cannot_be_is_said_before_anything_runs(make, said):
     with pytest.raises(SimulationError, match=said):
         make()

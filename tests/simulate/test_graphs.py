@@ -78,7 +78,7 @@ def test_chunks_of_unknown_length_have_no_size():
     assert chunk_nbytes(x[x > 0]) == {}
 
 
-def test_numbers_depend_on_dependents_and_not_on_tokens():
+def test_numbers_follow_from_what_results_are_used_for_and_not_from_tokens():
     def used_once_and_twice(*tokens):
         once, twice = (delayed(int)(dask_key_name=f"load-{token}") for token in tokens)
         made = delayed(abs)(twice, dask_key_name="abs-0")

@@ -42,7 +42,7 @@ def reduction(count: int, *, s: float = 0.25, nbytes: int = 16 * MIB) -> Workloa
     return workload(*sources, *pairs, task("end-0", *range(count, 2 * count), s=s))
 
 
-def test_a_chain_takes_its_durations_and_two_messages_per_task():
+def test_a_chain_takes_its_durations_and_a_message_either_way_for_each_link():
     result = simulate(chain(4), flat(1), validate=True)
     assert result.makespan_s == 4 * (0.5 + 2 * CONTROL_S) + CONTROL_S
     assert [run.key for run in result.tasks] == ["link-0", "link-1", "link-2", "link-3"]
@@ -60,7 +60,7 @@ def test_a_fan_out_takes_as_many_rounds_as_the_workers_need():
     assert result.transfers == ()  # a result is used where it was made
 
 
-def test_a_transfer_takes_request_bytes_and_latency():
+def test_a_transfer_takes_its_request_its_bytes_and_the_way_back():
     nbytes = 2**28
     two = workload(
         task("left-0", s=1.0, nbytes=nbytes),
@@ -275,7 +275,7 @@ def test_plugins_live_in_virtual_time():
     assert result.makespan_s == pytest.approx(simulate(chain(4), flat(1)).makespan_s, abs=1e-9)
 
 
-def test_an_error_of_a_policy_ends_the_simulation():
+def test_what_a_policy_breaks_ends_the_simulation():
     def install(scheduler):
         asyncio.get_running_loop().call_later(0.5, lambda: 1 / 0)
 
@@ -337,7 +337,7 @@ def test_plugins_may_stand_before_handlers():
     assert set(seen) == {address(0), address(1)}
 
 
-def test_heartbeats_report_bandwidths():
+def test_heartbeats_tell_the_scheduler_what_links_carry():
     measured = {}
 
     def install(scheduler):

@@ -14,7 +14,7 @@ def test_one_flow_gets_its_narrowest_link():
     assert fair_rates({0: ["a", "b"]}, {"a": 8.0, "b": 2.0}) == {0: 2.0}
 
 
-def test_unused_shares_go_to_other_flows():
+def test_what_one_cannot_use_goes_to_the_others():
     # `slow` limits flow 0, so flow 1 gets more than half of `shared`.
     rates = fair_rates({0: ["shared", "slow"], 1: ["shared"]}, {"shared": 8.0, "slow": 1.0})
     assert rates == {0: 1.0, 1: 7.0}
@@ -92,14 +92,14 @@ def test_the_two_directions_of_a_link_do_not_share():
     assert run.finish() == {"there": 1.0, "back": 1.0}
 
 
-def test_an_unfillable_link_couples_no_transfers():
+def test_a_wide_link_that_nobody_can_fill_ties_nothing_together():
     run = Run({"wide": 8.0, "a": 2.0, "b": 2.0})
     run.start("x", ["a", "wide"], 4)
     run.start("y", ["b", "wide"], 8, at_s=1.0)
     assert run.finish() == {"x": 2.0, "y": 5.0}
 
 
-def test_a_counted_flow_equals_several_flows():
+def test_what_stands_for_several_gets_what_each_would():
     ways = {0: ["a", "b"], 1: ["a"]}
     capacities = {"a": 12.0, "b": 4.0}
     each = fair_rates({0: ["a", "b"], 1: ["a"], 2: ["a"], 3: ["a", "b"]}, capacities)
@@ -130,7 +130,7 @@ def test_an_aborted_transfer_ends_without_notice_and_leaves_the_link():
         max_size=10,
     )
 )
-def test_incremental_rates_equal_full_rates(starts):
+def test_working_out_only_what_changed_is_working_out_everything(starts):
     run = Run(LINKS)
     under_way = {}
 

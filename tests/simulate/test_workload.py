@@ -22,7 +22,7 @@ def test_a_trace_replays_exactly():
     assert {type(one.key) for one in back.tasks} == {StableStr}
 
 
-def test_the_format_is_stable():
+def test_the_format_stays_what_it_is():
     assert json.loads(PAIR.to_json()) == {
         "format": "gpurt-trace",
         "version": 1,
@@ -59,19 +59,19 @@ def test_the_format_is_stable():
         ({"wanted": None}, "damaged"),
     ],
 )
-def test_invalid_traces_are_refused(change, reason):
+def test_what_is_not_a_trace_is_refused(change, reason):
     trace = {**json.loads(PAIR.to_json()), **change}
     with pytest.raises(TraceError, match=reason):
         Workload.from_json(json.dumps(trace))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{"])
-def test_json_that_is_not_an_object_is_refused(text):
+def test_what_is_not_even_an_object_is_refused(text):
     with pytest.raises(TraceError):
         Workload.from_json(text)
 
 
-def test_deep_nesting_is_refused():
+def test_what_is_nested_too_deeply_is_refused():
     """Also if it can be parsed but not shown: the error message needs a little more stack."""
     for depth in [*range(800, sys.getrecursionlimit()), 100_000]:
         text = json.dumps({"format": "gpurt-trace", "version": 0})

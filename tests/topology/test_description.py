@@ -15,7 +15,7 @@ from tests.topology.test_model import DATA
 
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.yaml")), ids=lambda path: path.stem)
-def test_round_trip(path):
+def test_what_is_written_reads_the_same(path):
     topology = description.parse(path.read_text(), path.name)
     again = description.parse(description.dump(topology))
     assert set(again.links) == set(topology.links)
@@ -86,7 +86,7 @@ hosts:
         ),
     ],
 )
-def test_errors_name_the_line(right, wrong, line, says):
+def test_what_is_wrong_is_named_with_its_line(right, wrong, line, says):
     assert HOST.count(right) == 1
     with pytest.raises(ConfigError) as caught:
         description.parse(HOST.replace(right, wrong), "machines.yaml")
@@ -142,7 +142,7 @@ def test_hosts_and_workers_of_devices_are_told_apart(right, wrong, says):
         ("#" * (description.MAX_NCHARS + 1), "has more than"),
     ],
 )
-def test_a_text_without_a_description_is_refused(text, says):
+def test_what_describes_nothing_is_refused(text, says):
     with pytest.raises(ConfigError, match="topology") as caught:
         description.parse(text)
     assert says in str(caught.value)
@@ -163,7 +163,7 @@ def test_a_text_without_a_description_is_refused(text, says):
         pytest.param("1" * 5000, "int", id="digits"),
     ],
 )
-def test_a_value_with_a_wrong_tag_is_named_with_its_line(value, kind):
+def test_a_value_that_is_not_what_it_looks_like_is_named_with_its_line(value, kind):
     text = HOST.replace("numa0}", f"numa0, memory: {value}}}", 1)
     with pytest.raises(ConfigError, match=r"machines\.yaml") as caught:
         description.parse(text, "machines.yaml")
@@ -172,7 +172,7 @@ def test_a_value_with_a_wrong_tag_is_named_with_its_line(value, kind):
 
 
 @pytest.mark.parametrize("text", ["- " * 200, "{a: " * 200, "[" * 200 + "]" * 200])
-def test_deep_nesting_is_refused_before_construction(text, monkeypatch):
+def test_what_is_nested_deeply_is_refused_before_anything_is_made_of_it(text, monkeypatch):
     monkeypatch.setattr(yaml_tree.SectionLoader, "get_single_data", None)
     with pytest.raises(ConfigError, match="line 1: nested too deeply"):
         description.parse(text)

@@ -51,14 +51,14 @@ CARDS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_round_trip(seen, name):
+def test_what_is_written_reads_the_same(seen, name):
     found = discover(seen(name))
     again = description.parse(found.as_text())
     assert set(again.links) == set(found.topology.links)
     assert (again.hosts, again.switches) == (found.topology.hosts, found.topology.switches)
 
 
-def test_the_documentation_example_matches_discovery(seen):
+def test_the_example_in_the_documentation_is_what_is_found(seen):
     *with_gpu, _ = seen("dgx-1-half")
     (example, *_) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert discover(with_gpu).as_text() == example
@@ -88,7 +88,7 @@ def paths(topology, host="box"):
         ("pcie-box", "pcie", 55.4e9, 2),
     ],
 )
-def test_the_path_between_the_first_two_gpus(seen, name, kind, nbytes_per_s, n_links):
+def test_the_way_between_the_first_two_gpus(seen, name, kind, nbytes_per_s, n_links):
     way = paths(discover(seen(name)).topology)("gpu0", "gpu1")
     assert (way.kind, way.bandwidth_nbytes_per_s, len(way.links)) == (kind, nbytes_per_s, n_links)
 
@@ -165,13 +165,13 @@ def test_hosts_are_connected_by_the_cards_that_workers_listen_on(seen):
     assert [host.addresses for host in topology.hosts] == [("10.0.0.1",), ("10.0.0.2",)]
 
 
-def test_faster_cards_without_listeners_connect_nothing(seen):
+def test_faster_cards_that_nobody_listens_on_connect_nothing(seen):
     both = [*seen("dgx-h100", host="left"), *seen("dgx-h100", "10.0.0.2", "right")]
     way = discover(both).topology.path("left/gpu0", "right/gpu0")
     assert (way.kind, way.bandwidth_nbytes_per_s) == ("ethernet", 12.5e9)
 
 
-def test_measurements_override_the_speed_of_a_card(seen):
+def test_what_was_measured_counts_more_than_what_a_card_says(seen):
     measured = {
         ("10.0.0.1", "10.0.0.2"): Measured(0.7123456e9, 0.001),
         ("10.0.0.2", "10.0.0.1"): Measured(0.9e9, 0.002),
@@ -185,7 +185,7 @@ def test_measurements_override_the_speed_of_a_card(seen):
     assert sum("as it was measured" in note for note in found.notes) == 2
 
 
-def test_a_host_with_an_unknown_network_is_not_connected(seen):
+def test_a_host_whose_network_is_not_known_is_connected_with_nobody(seen):
     both = [*seen("p4d", host="left"), *seen("p4d", "10.0.0.2", "right")]
     found = discover(both)
     assert found.topology.path("left/gpu0", "right/gpu0") is None
@@ -216,7 +216,7 @@ def test_two_machines_of_one_name_are_two_hosts_and_one_machine_is_one(tmp_path)
     assert hosts[0].addresses == ("10.0.0.0", "10.0.0.2")
 
 
-def test_shared_addresses_and_uuids_belong_to_the_first(tmp_path):
+def test_what_machines_or_gpus_have_in_common_is_of_the_first(tmp_path):
     """For example, containers share an address, or a UUID prefix matches several GPUs."""
     report = Report(machine("pcie-box", tmp_path, host="box"), "GPU-")
     inside = Report(dataclasses.replace(report.machine, name="inside"), "1")
@@ -265,7 +265,7 @@ def test_a_cluster_without_workers_has_no_hosts():
 # ---------------------------------------------------------------------- missing facts
 
 
-def test_unknown_speeds_are_assumed_with_a_note(seen):
+def test_speeds_that_are_not_known_are_assumed_and_that_is_said(seen):
     found = [
         one._replace(report=dataclasses.replace(one.report, machine=slow(one.report.machine)))
         for one in seen("pcie-box")

@@ -45,7 +45,7 @@ def test_unseen_pairs_are_believed_to_be_like_their_hosts_and_then_like_the_clus
     assert rate(links, A0, A1) == pytest.approx(learned.SAME_HOST_NBYTES_PER_S)
 
 
-def test_one_outlier_does_not_undo_many_reports():
+def test_one_report_that_is_far_off_does_not_undo_many():
     links = LearnedLinks()
     for _ in range(20):
         links.observe(A0, B0, 1e9)
@@ -77,14 +77,14 @@ def test_a_link_that_became_slow_is_noticed():
         (None, 1),
     ],
 )
-def test_implausible_reports_are_ignored(nbytes_per_s, count):
+def test_what_cannot_be_is_not_believed(nbytes_per_s, count):
     links = LearnedLinks()
     assert not links.observe(A0, B0, nbytes_per_s, count)
     assert rate(links, A0, B0) == pytest.approx(learned.OTHER_HOST_NBYTES_PER_S)
 
 
 @given(st.lists(st.tuples(st.floats(1e3, 1e13), st.integers(1, 10**6)), min_size=1))
-def test_a_rate_stays_between_the_reports_and_the_prior(reports):
+def test_a_rate_stays_between_what_was_reported_and_the_prior(reports):
     links = LearnedLinks()
     for nbytes_per_s, count in reports:
         assert links.observe(A0, B0, nbytes_per_s, count)
@@ -92,7 +92,7 @@ def test_a_rate_stays_between_the_reports_and_the_prior(reports):
     assert min(known) * 0.999 <= rate(links, A0, B0) <= max(known) * 1.001
 
 
-def test_memory_is_bounded(monkeypatch):
+def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(learned, "MAX_PAIRS", 10)
     links = LearnedLinks()
     for i in range(50):

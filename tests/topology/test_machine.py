@@ -20,7 +20,7 @@ def report(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reports_survive_a_round_trip(name, tmp_path):
+def test_reports_arrive_as_they_left(name, tmp_path):
     report = Report(machine(name, tmp_path, addresses={"ens27": ["10.0.0.1"]}), None)
     plain = msgpack.unpackb(msgpack.packb(report.to_plain()), use_list=False)
     assert Report.from_plain(plain) == report
@@ -69,7 +69,7 @@ CARD = "machine", "cards", 0
         ((*CARD, "nbytes_per_s"), False),
     ],
 )
-def test_invalid_reports_are_refused(report, path, value):
+def test_what_is_no_report_is_refused(report, path, value):
     assert Report.from_plain(report.to_plain()) == report
     with pytest.raises(ProtocolError):
         Report.from_plain(edited(report, path, value))

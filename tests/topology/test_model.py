@@ -18,7 +18,7 @@ def load(name):
     return description.parse((DATA / f"{name}.yaml").read_text(), name)
 
 
-def test_nvlink_is_used_if_present():
+def test_nvlink_is_taken_where_there_is_one():
     path = load("dgx-h100").path("dgx/gpu0", "dgx/gpu7")
     assert path.kind == "nvlink"
     assert path.bandwidth_nbytes_per_s == 450e9
@@ -41,7 +41,7 @@ def test_a_link_may_be_on_the_paths_of_several_pairs():
     assert "upi" in box.path("box/gpu1", "box/numa1").links
 
 
-def test_paths_do_not_pass_through_devices():
+def test_bytes_do_not_pass_through_a_device_on_their_way():
     """NVLink to the neighbour and then its slot would be as wide, but the neighbour computes."""
     path = load("two-hosts").path("left/gpu0", "right/gpu0")
     assert path.bandwidth_nbytes_per_s == 12.5e9
@@ -57,7 +57,7 @@ def test_each_end_of_a_slow_card_is_slow():
         assert hosts.path(*pair).bandwidth_nbytes_per_s == 1e9 / 8
 
 
-def test_paths_to_itself_and_between_islands():
+def test_a_place_is_no_way_from_itself_and_islands_have_none():
     islands = Topology((Host("a", (Numa("n"),)), Host("b", (Numa("n"),))), ())
     assert islands.path("a/n", "a/n") is LOCAL
     assert LOCAL.transfer_s(1e12) == 0
@@ -65,7 +65,7 @@ def test_paths_to_itself_and_between_islands():
 
 
 @pytest.mark.parametrize("name", ["dgx-h100", "pcie-box", "two-hosts", "slow-nic"])
-def test_no_path_is_wider_than_the_widest_link_at_either_end(name):
+def test_no_way_is_wider_than_the_widest_link_at_either_end(name):
     topology = load(name)
     for one, other in itertools.permutations(topology.nodes, 2):
         path = topology.path(one, other)
@@ -75,7 +75,7 @@ def test_no_path_is_wider_than_the_widest_link_at_either_end(name):
     assert topology.widest_nbytes_per_s("nowhere") == 0
 
 
-def test_the_fastest_of_equally_wide_paths_is_used():
+def test_of_equally_wide_ways_the_quickest_is_taken():
     ends = [("h/a", "h/x"), ("h/x", "h/b"), ("h/a", "h/y"), ("h/y", "h/b")]
     latencies = [3e-6, 3e-6, 1e-6, 4e-6]
     links = [
@@ -131,7 +131,7 @@ def test_a_worker_is_on_the_first_device_that_fits(users, device):
         ("w[[]1][?]", 4),
     ],
 )
-def test_exact_names_match_with_any_characters(word, port):
+def test_an_exact_spelling_fits_whatever_is_in_it(word, port):
     users = ("tcp://[fd00::1]:7", "w1?"), (word,)
     devices = tuple(Device(f"gpu{i}", "gpu", workers=one) for i, one in enumerate(users))
     topology = Topology((Host("h", (Numa("numa0"),), devices),), ())

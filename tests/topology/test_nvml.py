@@ -48,7 +48,7 @@ def test_a_driver_that_does_not_say_how_fast_a_link_is():
     assert known["0000:0b:00.0"] == 50e9
 
 
-def test_a_field_without_a_value_is_missing():
+def test_a_field_without_a_value_counts_as_none():
     class Silent(RecordedNvml):
         def nvmlDeviceGetFieldValues(self, handle, fieldIds):
             (field,) = super().nvmlDeviceGetFieldValues(handle, fieldIds)

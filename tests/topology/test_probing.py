@@ -33,7 +33,7 @@ def test_pairs_are_bounded_different_and_of_two_workers(n_hosts, per_host):
 
 
 @pytest.mark.parametrize("n_hosts", [2, 3, 4, 7, 8])
-def test_few_hosts_are_probed_in_both_directions(n_hosts):
+def test_few_hosts_are_probed_both_ways(n_hosts):
     found = {(one.host, other.host) for one, other in probing.pairs(ends(n_hosts, 2))}
     assert len(found) == n_hosts * n_hosts
 
@@ -49,7 +49,7 @@ def test_workers_of_one_host_are_a_pair():
     assert probing.pairs(ends(1)) == probing.pairs([]) == []
 
 
-def test_probed_pairs_are_not_repeated_and_count():
+def test_what_was_done_is_not_done_again_and_counts():
     first = probing.pairs(ends(2, 2))
     done = {(one.host, other.host) for one, other in first}
     assert probing.pairs(ends(2, 2), done) == []
@@ -73,7 +73,7 @@ def test_messages_grow_until_one_tells_and_stay_within_bounds(rate, latency_s):
 
 
 @pytest.mark.parametrize("held_up", range(6))
-def test_a_briefly_busy_process_does_not_make_a_link_slow(held_up):
+def test_a_process_that_is_busy_for_a_moment_makes_no_link_slow(held_up):
     transfers = []
     while nbytes := probing.next_nbytes(transfers):
         pause_s = 0.1 if len(transfers) == held_up else 0.0

@@ -70,7 +70,7 @@ TOPOLOGIES = {
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_each_path_is_the_first_of_all_paths(name):
+def test_each_way_is_the_first_of_all_there_are(name):
     topology = TOPOLOGIES[name]
     for source, target in itertools.permutations(topology.nodes, 2):
         best = min(every_way(topology, source, target), default=None)
@@ -86,7 +86,7 @@ HOST = "{{name: {name}, numa: [{{name: m}}], nics: [{{name: n}}], links: [{links
 INSIDE = "{between: [m, n], bandwidth: 10 GB/s}"
 
 
-def test_other_hosts_are_passed_through_only_without_another_path():
+def test_another_host_is_passed_through_only_where_nothing_else_leads():
     hosts = ", ".join(HOST.format(name=name, links=INSIDE) for name in "abc")
     links = [
         "{between: [a/n, b/n], bandwidth: 5 GB/s}",
@@ -101,7 +101,7 @@ def test_other_hosts_are_passed_through_only_without_another_path():
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_nodes_of_a_class_have_equal_paths_to_other_hosts(name):
+def test_hosts_are_reached_alike_from_nodes_that_are_alike(name):
     """One path then gives the width and the latency of many."""
     topology = TOPOLOGIES[name]
     found = {}
@@ -124,7 +124,7 @@ def test_nodes_of_hosts_with_links_of_their_own_are_like_no_other():
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_paths_within_similar_hosts_are_equal(name):
+def test_within_hosts_that_are_alike_ways_are(name):
     topology = TOPOLOGIES[name]
     found = {}
     for source, target in itertools.permutations(topology.nodes, 2):

@@ -66,13 +66,13 @@ def test_a_card_whose_driver_names_no_speed(tmp_path):
     assert {one.nbytes_per_s for one in machine("p4d", tmp_path).cards} == {0.0}
 
 
-def test_a_card_that_is_down_is_ignored(tmp_path):
+def test_a_card_that_is_down_is_no_way(tmp_path):
     make_tree("pcie-box", tmp_path)
     write(tmp_path / "class/net/enp5s0/operstate", "down")
     assert read(tmp_path).cards == ()
 
 
-def test_a_vlan_of_a_bond_has_the_place_of_its_first_card(tmp_path):
+def test_a_vlan_of_a_bond_is_where_its_first_card_is(tmp_path):
     make_tree("pcie-box", tmp_path)
     make_interface(tmp_path, "bond0", None, "ethernet", 20000, lower=["enp5s0"])
     make_interface(tmp_path, "bond0.7", None, "ethernet", 20000, lower=["bond0"])
@@ -109,7 +109,7 @@ def test_links_of_every_generation(tmp_path, speed, width, nbytes_per_s):
     assert place.hops[-1].nbytes_per_s == pytest.approx(nbytes_per_s)
 
 
-def test_an_empty_tree_gives_an_empty_machine(tmp_path):
+def test_where_there_is_nothing_nothing_is_found(tmp_path):
     found = read(tmp_path / "absent")
     assert (found.numa, found.gpus, found.cards) == ((), (), ())
 

@@ -23,7 +23,7 @@ def client():
         yield client
 
 
-def test_a_recorded_computation_can_be_replayed(client):
+def test_what_was_computed_can_be_replayed(client):
     x = da.ones((60, 60), chunks=20)
     with recorded(client) as recording:
         future = client.compute((x + 1).sum(), optimize_graph=False)
@@ -43,7 +43,7 @@ def test_a_recorded_computation_can_be_replayed(client):
     assert sum(result.busy_s.values()) == pytest.approx(sum(one.duration_s for one in model.tasks))
 
 
-def test_earlier_results_are_present_from_the_start(client):
+def test_what_was_there_before_is_there_from_the_start(client):
     # An array of ones is a single number with many views.
     x = client.persist(da.ones((40, 40), chunks=20) + 1)
     with client.as_current():

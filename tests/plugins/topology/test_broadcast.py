@@ -37,7 +37,7 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
-def test_answers_arrive_although_some_workers_are_stuck():
+def test_what_others_say_is_known_although_some_are_silent():
     cluster = Cluster(a=1, b=SILENT, c=OSError("gone"), d=SILENT)
 
     async def go():
@@ -53,13 +53,13 @@ def test_answers_arrive_although_some_workers_are_stuck():
     assert silent == cluster.given_up == ["b", "d"]
 
 
-def test_no_wait_if_all_answer_or_no_worker_is_called():
+def test_nobody_is_waited_for_where_all_answer_or_nobody_is_asked():
     cluster = Cluster(a=1, b=2)
     assert run(ask(cluster, {"op": "x"}, "ab", 1e9)) == ({"a": ("x", 1), "b": ("x", 2)}, [])
     assert run(ask(cluster, {"op": "x"}, "", 1e9)) == ({}, [])
 
 
-def test_a_cancelled_broadcast_cancels_its_calls():
+def test_who_stops_waiting_leaves_no_questions_behind():
     cluster = Cluster(a=SILENT)
 
     async def go():

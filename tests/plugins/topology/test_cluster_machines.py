@@ -98,7 +98,7 @@ def run(coroutine):
 # ---------------------------------------------------------------------- described
 
 
-def test_only_a_description_counts_as_described():
+def test_only_what_somebody_wrote_down_counts_as_described():
     cluster = Cluster(2)
     found = run(machines(cluster))
     assert not found.is_described
@@ -149,7 +149,7 @@ def test_a_description_is_read_once_however_many_clients_have_it():
 # ---------------------------------------------------------------------- probed by itself
 
 
-def test_links_are_measured_if_placement_uses_them():
+def test_links_are_measured_where_somebody_goes_by_them():
     async def go():
         cluster, learner = Cluster(2), Learner()
         found = await machines(cluster)
@@ -199,7 +199,7 @@ def test_when_links_are_measured(probe, name, n_hosts, is_probed):
 
 
 @pytest.mark.parametrize("n_strangers", [0, 1, 2])
-def test_a_description_of_other_machines_does_not_count(n_strangers):
+def test_a_description_of_other_machines_is_none(n_strangers):
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster, name="two-hosts")
@@ -214,7 +214,7 @@ def test_a_description_of_other_machines_does_not_count(n_strangers):
     run(go())
 
 
-def test_later_hosts_are_measured_without_repeating_earlier_pairs():
+def test_hosts_that_come_later_are_measured_with_the_others_and_those_not_again():
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster)
@@ -349,7 +349,7 @@ def test_closing_ends_a_probe():
 # ---------------------------------------------------------------------- asked for
 
 
-def test_machines_report_once_and_are_forgotten_when_they_leave():
+def test_machines_are_asked_once_and_forgotten_when_they_leave():
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster)
@@ -387,7 +387,7 @@ def test_a_worker_that_leaves_while_it_is_asked_is_not_remembered():
     run(go())
 
 
-def test_measurements_of_a_host_are_forgotten_with_its_last_worker():
+def test_what_was_measured_of_a_host_is_forgotten_with_its_last_worker():
     async def go():
         cluster = Cluster(2, per_host=2)
         cluster.answers[address(1), "gpurt_probe"] = {"problem": "nobody there"}
@@ -432,7 +432,7 @@ def test_clients_that_want_links_measured_take_turns():
     run(go())
 
 
-def test_an_invalid_report_is_named_and_left_out():
+def test_a_report_that_is_none_is_named_and_left_out():
     async def go():
         cluster = Cluster(2)
         cluster.answers[address(1), "gpurt_machine"] = {"machine": 7, "gpu": None}
@@ -447,7 +447,7 @@ def test_an_invalid_report_is_named_and_left_out():
     run(go())
 
 
-def test_on_demand_links_are_always_measured_again():
+def test_on_demand_links_are_measured_whatever_the_settings_are_and_again():
     async def go():
         cluster = Cluster(2)
         cluster.workers[address(0)].processing["task"] = 1
