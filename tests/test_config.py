@@ -1,4 +1,4 @@
-"""Settings: defaults, valid values, and messages about all others."""
+"""Settings: what the defaults are, what may be written, and what is said about the rest."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ DEFAULTS = Settings(
 
 @pytest.fixture(autouse=True)
 def pristine():
-    """Dask's configuration without any setting of ours."""
+    """Dask's configuration as it is where nobody has set anything of ours."""
     with dask.config.set(gpurt=copy.deepcopy(dict(config.defaults()))):
         yield
 
 
 @pytest.fixture
 def warnings(caplog):
-    """Warnings about settings so far."""
+    """What was logged about settings so far."""
     caplog.set_level(logging.WARNING, "dask_gpurt")
     return lambda: caplog.messages
 
@@ -131,7 +131,7 @@ def test_defaults_have_the_types_of_the_schema():
 
 
 def test_every_setting_is_read():
-    """A setting that nothing reads would be ignored silently."""
+    """One that nobody reads would be ignored without a word."""
     changed = {"enabled": True, "strict": True}
     changed |= {
         "shuffle.transport": "comm",
@@ -207,7 +207,7 @@ def test_shares_and_sizes(key):
         return getattr(getattr(settings, section), name)
 
     assert [read(value) for value in (0.4, "0.4", 1, 4096, "4 KiB")] == [0.4, 0.4, 1, 4096, 4096]
-    # A share above 1, or a percentage.
+    # A share of more than all, a percentage.
     for value in (1.5, "1.5", 30, 1023, 0, -1, True):
         with pytest.raises(ConfigError, match="may be a share"):
             read(value)
@@ -452,7 +452,7 @@ WORDS = [
 
 @pytest.mark.parametrize(("key", "word"), WORDS)
 def test_every_word_can_be_said_in_the_environment(key, word):
-    """Dask parses some words, such as `none`, as other values."""
+    """Dask makes other things than words of some, as of `none`."""
     name = f"GPURT__{key}".replace(".", "__").replace("-", "_").upper()
     with dask.config.set(gpurt=_environment(**{name: word})):
         assert _leaves(config.read().to_plain())[key] == word

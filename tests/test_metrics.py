@@ -1,4 +1,4 @@
-"""Counters grow by exactly the added amounts, from any thread."""
+"""Counters grow by what was added, from whichever thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_unknown_name_is_refused():
 
 @pytest.fixture
 def restless():
-    """Make threads switch as often as possible."""
+    """Threads take turns as often as they can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -75,7 +75,7 @@ def test_nothing_added_from_many_threads_is_lost():
 
 @pytest.mark.usefixtures("restless")
 def test_a_snapshot_never_shows_half_an_addition():
-    """A reader sees amounts that were added together only together."""
+    """Whoever reads while others write finds amounts that were added together together."""
     counters = Counters()
     stop = threading.Event()
 
@@ -105,7 +105,7 @@ def test_total_of_no_workers():
 
 
 def test_total_keeps_names_it_does_not_know():
-    """A worker of a newer version may have more counters."""
+    """A worker of a newer version may count more."""
     assert total([{"later": 2}, {"later": 3}])["later"] == 5
 
 

@@ -1,4 +1,4 @@
-"""Fallbacks for system calls that a Python build lacks."""
+"""Where a Python lacks a system call, the other ways do the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lacking(monkeypatch, *names):
 
 
 def forbidding(monkeypatch, code):
-    """Simulate a kernel without the calls, or a sandbox that forbids them."""
+    """As a kernel without the calls, or a sandbox that forbids them."""
 
     def refuse(*arguments):
         raise OSError(code, os.strerror(code))
@@ -88,7 +88,7 @@ def test_a_process_is_known_by_its_start():
     assert started != system_calls.process_start(os.getpid())
     child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(ProcessLookupError):  # a zombie
+    with pytest.raises(ProcessLookupError):  # it has ended, and is not waited for
         system_calls.process_start(child.pid)
     child.wait()
     with pytest.raises(ProcessLookupError):
@@ -118,7 +118,7 @@ def test_a_thread_is_woken(monkeypatch, is_lacking):
     before = set(os.listdir("/proc/self/fd"))
     wakeup = system_calls.Wakeup()
     assert not select.select([wakeup.fd], [], [], 0)[0]
-    wakeup.clear()  # idempotent
+    wakeup.clear()  # as often as one likes
     for _ in range(20_000):  # more than a pipe holds
         wakeup.set()
     assert select.select([wakeup.fd], [], [], 0)[0]

@@ -1,4 +1,4 @@
-"""Runs the command in processes of its own, as a user would, and plain Python for comparison."""
+"""Runs the command in processes of its own, as a user would, and plain Python next to it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-#: Far more than any test needs: a test that reaches it has found a hang.
+#: Far more than anything here takes: a test that waits for it has found a hang.
 TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The output and exit status of a process."""
+    """What came out of a process."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ class Shell:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # The test must not depend on a flag in the environment of the test run.
+        # The flag of whoever runs the tests is not what is tested.
         self.env = {
             name: value
             for name, value in os.environ.items()
@@ -76,7 +76,7 @@ def shell(tmp_path: Path) -> Shell:
 
 @pytest.fixture
 def user_yaml(shell: Shell, tmp_path: Path) -> Callable[[str], Path]:
-    """Writes a configuration file in the directory of a user's Dask configuration."""
+    """Writes a configuration file where Dask looks for a user's."""
     if "DASK_CONFIG" in os.environ:
         pytest.skip("DASK_CONFIG is set, and what it names counts more than a user's files")
     shell.env["HOME"] = str(tmp_path / "home")

@@ -1,4 +1,4 @@
-"""`dask gpurt doctor` and `status`: findings here, on a live cluster, and without one."""
+"""`dask gpurt doctor` and `status`: what they find here, on a live cluster, and nowhere."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_run_puts_a_replaced_preload_back(shell: Shell) -> None:
 
 
 def test_a_single_name_is_a_list_of_preloads(shell: Shell) -> None:
-    """Like in Dask. If it were split into letters, no client could start."""
+    """As Dask takes it; letter by letter, no client could start."""
     shell.write("show.py", "import dask; print(dask.config.get('distributed.client.preload'))")
     shell.env["DASK_DISTRIBUTED__CLIENT__PRELOAD"] = "json"
     names = ["dask_gpurt.preload", "json", "dask_gpurt.command.observe"]
@@ -185,7 +185,7 @@ def test_no_such_scheduler(
 
 @pytest.mark.parametrize("command", ["status", "doctor"])
 def test_nothing_comes_after_the_line(shell: Shell, command: str) -> None:
-    """A client that never connected may complain again when the interpreter ends."""
+    """A client that never connected may complain once more when the interpreter ends."""
     outcome = shell.gpurt(command, "--scheduler", "a:b:c")
     assert outcome.code == 2
     assert len(outcome.err.splitlines()) == 1
@@ -212,7 +212,7 @@ def test_scheduler_that_does_not_answer(
     problem = f"no scheduler answers at {address}: it sends nothing for 0.3 s"
     assert printed.err.startswith(f"dask gpurt doctor: {problem}; check the port")
     assert len(printed.err.splitlines()) == 1
-    # Local findings are printed all the same.
+    # What was found here is said all the same.
     assert "pandas" in printed.out
     assert "-> check the port" in printed.out
 
@@ -224,9 +224,9 @@ def closed_port() -> int:
 
 @pytest.mark.parametrize("command", ["doctor", "status", "topology"])
 def test_where_nobody_listens(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error comes at once, though distributed would retry until its timeout."""
+    """At once, though distributed would try again and again, until its time is up."""
     with pytest.MonkeyPatch.context() as patch:
-        # The test must not wait for this.
+        # Nobody waits for it.
         patch.setattr(connect, "CONNECT_TIMEOUT_S", 3600.0)
         with pytest.raises(SystemExit) as exit:
             gpurt.main([command, "--scheduler", f"127.0.0.1:{closed_port()}"])
@@ -371,7 +371,7 @@ def test_a_worker_is_no_scheduler(sides: Sides, capsys: pytest.CaptureFixture[st
 
 
 async def _say_no_versions(dask_worker: Any) -> None:
-    """Block the answer until `_say_versions`."""
+    """Until `_say_versions`."""
     dask_worker.told_to_go_on = asyncio.Event()
     versions = dask_worker.handlers["versions"]
 
@@ -391,7 +391,7 @@ async def _say_versions(dask_worker: Any) -> None:
 def test_versions_are_those_of_all_who_answer_in_time(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the runtime is off, so that stuck workers are unknown."""
+    """Also where the runtime is off, so that nobody knows who is silent."""
     with connect.connected(scheduler_address(sides.stock)) as client:
         in_time = connect.ask(client, versions=True)
         one = [next(iter(in_time["versions"]["workers"]))]

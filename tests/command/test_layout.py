@@ -1,4 +1,4 @@
-"""In a terminal of any width, every word is whole, and nothing is missing."""
+"""Every word is whole in a terminal of any width, and nothing is left out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def words(text: str) -> list[str]:
 
 
 def fits(text: str, width: int) -> bool:
-    """Return whether each line fits, except for one that is a single long word."""
+    """Each line, but for one that is a word too long for any."""
     return all(len(line) <= width or len(line.split()) == 1 for line in text.splitlines())
 
 
@@ -111,7 +111,7 @@ def test_columns_that_have_no_room() -> None:
 
 
 def test_in_a_terminal_and_in_a_pipe() -> None:
-    """The output of `doctor` in both, as a user sees it."""
+    """`doctor` in both, as a user sees it."""
     command = [sys.executable, "-m", "dask_gpurt.cli", "doctor"]
     env = {**os.environ, "COLUMNS": "50"}
     piped = subprocess.run(command, env=env, capture_output=True, text=True).stdout

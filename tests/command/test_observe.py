@@ -1,4 +1,4 @@
-"""Records of clusters, the report on them, and the progress line."""
+"""What is remembered of clusters, what is said of it, and the line that is drawn meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_workers_that_are_gone_still_count() -> None:
     record = ClusterRecord("tcp://s")
     record.absorb(status(12, "a", "b"))
     record.absorb(status(14, "b"))
-    # One reading overtook another, and one worker did not report.
+    # One reading overtook another, and one worker said nothing.
     late = status(13, "b")
     late["workers"]["c"] = None
     record.absorb(late)
@@ -60,13 +60,13 @@ def snapshot(**more: Any) -> Snapshot:
 
 
 def test_a_worker_that_says_nothing_does_not_hide_what_others_say() -> None:
-    """A reading waits until the scheduler's timeout for the stuck worker."""
+    """A reading waits until the scheduler has given it up."""
     assert observe.READ_TIMEOUT_S > scheduler.ANSWER_DEADLINE_S + 1
 
 
 @pytest.mark.cluster
 def test_only_what_is_new_is_counted(sides: Sides) -> None:
-    """Earlier work of an existing cluster is not counted."""
+    """A cluster that was there before, and did something, brings none of that along."""
     import dask
 
     before = dask_gpurt.status(sides.enabled)
@@ -80,7 +80,7 @@ def test_only_what_is_new_is_counted(sides: Sides) -> None:
     assert seen.is_set()
     assert set(recorder.snapshot().totals.values()) == {0}
     frame = dask.datasets.timeseries(end="2000-01-04", freq="1h")
-    # Tasks are forgotten with the last future on them.
+    # Tasks are forgotten with the last future that wants them.
     future = sides.enabled.compute(frame.shuffle("id", shuffle_method="p2p"))
     future.result()
     recorder.finish()
@@ -95,9 +95,7 @@ def test_only_what_is_new_is_counted(sides: Sides) -> None:
 
 @pytest.mark.cluster
 def test_clients_are_not_asked_in_a_process_that_was_forked_off(sides: Sides) -> None:
-    """Their loops have no threads there, so a call would wait forever, and a closing
-    cluster too.
-    """
+    """Their loops have no threads there: whoever asks waits, as a cluster does that closes."""
     recorder = Recorder(lambda: None, with_tasks=False)
     sides.enabled.sync(recorder.begin, sides.enabled)
     assert recorder.clients_of(sides.enabled.cluster) == [sides.enabled]
@@ -136,7 +134,7 @@ def test_advice(why: str) -> None:
 
 
 class Terminal(io.StringIO):
-    """Signals when something was drawn."""
+    """Says when something was drawn."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`dask gpurt occupancy`: resident blocks, plans for fewer, and unknown GPUs."""
+"""`dask gpurt occupancy`: what is resident, what would leave fewer, and what it does not know."""
 
 from __future__ import annotations
 

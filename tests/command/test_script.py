@@ -1,4 +1,4 @@
-"""A script cannot tell `dask gpurt run` from Python, except for the report on stderr at the end."""
+"""A script cannot tell `dask gpurt run` from Python, but for what is on stderr at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(sys.modules["__main__"].__dict__ is globals())
 
 
 def both(shell: Shell, *args: str, stdin: str = "") -> tuple[Outcome, Outcome]:
-    """Run a script with Python itself and with the command."""
+    """The same by Python itself and by us."""
     return shell.python(*args, stdin=stdin), shell.gpurt("run", *args, stdin=stdin)
 
 
@@ -83,7 +83,7 @@ def test_ends(shell: Shell, line: str, code: int) -> None:
     assert ours.code == plain.code == code
     assert ours.out == plain.out
     text = plain.err.strip()
-    # The interpreter prints the argument of `sys.exit` after everything else.
+    # What `sys.exit` was given is printed by the interpreter, after everything else.
     assert text in (without_report(ours).strip(), ours.err.strip().splitlines()[-1])
 
 

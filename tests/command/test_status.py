@@ -1,4 +1,4 @@
-"""The table of shuffles in `dask gpurt status` matches the runs, column by column."""
+"""What `dask gpurt status` says of shuffles is what ran, column by column."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOT = "the fullest output partitions are"
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    """A client of two workers that communicate as if on two hosts, with compression on."""
+    """Of two workers that talk as if they were on two hosts, and encode what gets smaller."""
     settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": "lz4"}
     with dask.config.set(settings), stock_client(2) as client:
         dask_gpurt.enable(client)
@@ -64,7 +64,7 @@ def table(text: str) -> list[dict[str, str]]:
 
 
 def as_cells(one: dict[str, Any]) -> dict[str, str]:
-    """The expected cells of a line."""
+    """What a line has to say."""
     sender, receiver, nbytes, seconds = one["busiest_link"]
     ends = f"{sender.removeprefix('tcp://')} > {receiver.removeprefix('tcp://')}"
     return {
@@ -114,7 +114,7 @@ def test_every_column_is_what_ran(client: Client, capsys: pytest.CaptureFixture[
 
 
 def test_no_column_has_another_one_s_number(client: Client) -> None:
-    """The figures of a short run may be equal by chance."""
+    """Those of a short run may look alike."""
     shuffled(client, list(range(ROWS)))
     found = {**dask_gpurt.status(client), "scheduler": "here"}
     (run,) = found["shuffles"]
@@ -124,7 +124,7 @@ def test_no_column_has_another_one_s_number(client: Client) -> None:
     run["skew"] = 1.19
     assert table(as_text(found)) == [as_cells(run)]
     assert len(set(as_cells(run).values())) == len(as_cells(run))
-    # Within a host, no bytes are on the wire, and one worker has no link.
+    # Within a host nothing is on the wire, and one worker has no link.
     run |= {"raw_nbytes": 0, "wire_nbytes": 0, "busiest_link": None}
     (row,) = table(as_text(found))
     assert (row["on the wire"], row["codec ratio"], row["busiest link"]) == ("0 B", "-", "-")
@@ -164,14 +164,14 @@ def test_decisions_of_compression_are_there_with_their_numbers(
         chosen = [c for c in one["candidates"] if c["codec"] == one["choice"]]
         assert len(chosen) == (one["choice"] != "none")
         for candidate in chosen:
-            # The chooser was told to use the smallest form.
+            # It is the smallest form that was asked for.
             assert candidate["ratio"] == max(c["ratio"] for c in one["candidates"]) > 1
             assert candidate["encode_rate"] > 0
             assert candidate["decode_rate"] > 0
     assert {one["choice"] for _, one in said if one["section"] == "key"} == {"narrow+lz4"}
     assert show(scheduler_address(client), None, as_json=True) == 0
     as_json = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    # Non-finite rates are null in JSON.
+    # Rates that JSON has no word for are null there.
     names = ("link", "section", "nbytes", "choice", "reason")
     assert [[one[n] for n in names] for a in as_json["workers"] for one in codecs(as_json, a)] == [
         [one[n] for n in names] for _, one in said

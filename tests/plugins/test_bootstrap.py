@@ -1,4 +1,4 @@
-"""The plugin as it travels to workers, and the comparison of processes' versions."""
+"""What crosses to workers, and when a process counts as one like the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = bootstrap.installed()
 
 
 def test_the_metadata_bound_what_the_version_gate_refuses():
-    """Otherwise pip installs a Dask that the package then refuses to run on."""
+    """Or pip installs a Dask that the package then refuses to run on."""
     oldest, first_unknown = p2p.TESTED
     needed = [Requirement(one) for one in requires("dask-gpurt")]
     for name in ("dask", "distributed"):
@@ -75,7 +75,7 @@ def test_what_differs(found, said):
 
 
 def test_nothing_compiled_crosses():
-    """Only the text of a module, plain values, and the builtin that builds the plugin."""
+    """Only the text of a module, plain values, and the builtin that makes a plugin of them."""
     data = bootstrap.pickled(p2p.TESTED, config.read().to_plain())
     strings: list[str] = []
     made = []

@@ -1,4 +1,4 @@
-"""Handlers that receive invalid values: one clear error, and no change of state."""
+"""Handlers that get something else than they expect: one clear error, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSION = dask_gpurt.__version__
 
 
 class Hostile:
-    """An object with a text of any length."""
+    """An object whose text is as long as somebody wants."""
 
     def __repr__(self) -> str:
         return "x" * 10**6
@@ -138,7 +138,7 @@ def test_a_description_of_machines_has_a_bounded_length(monkeypatch, tmp_path):
         config.read()
 
 
-#: Handlers of the scheduler, with invalid calls.
+#: Handlers of the scheduler and calls that are wrong.
 WRONG_ON_SCHEDULER = [
     *(("gpurt_configure", {"settings": one, "version": VERSION}) for one in WRONG_SETTINGS),
     ("gpurt_configure", {"settings": config.read().to_plain(), "version": 5}),
@@ -189,13 +189,13 @@ async def test_wrong_calls_of_the_scheduler(c, s, a, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_a_sketch_is_about_a_shuffle_that_there_is(c, s, a, b):
-    """A sketch of unknown shuffles or partitions is not kept."""
+    """Of partitions that it has; nothing else is kept."""
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
     for number in range(300):
         assert await c.scheduler.gpurt_sketch(shuffle_id=f"none-{number}", rows=[1] * 99) is None
     assert not plugin._sketches
-    # A shuffle whose input waits, so that it has not begun.
+    # One whose input waits, so that it has yet to begin.
     from distributed import Event
 
     event = Event("goes", client=c)

@@ -1,4 +1,4 @@
-"""Work that finishes despite cancellations, and the result if it does not."""
+"""Work that comes to its end whoever is cancelled, and what is done if it does not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_cancellation_does_not_reach_the_work() -> None:
 
 
 def test_work_whose_own_task_is_cancelled_is_called_again() -> None:
-    """The end of an event loop cancels all its tasks."""
+    """As the end of a loop does it, which cancels all tasks."""
 
     async def main() -> None:
         calls: list[asyncio.Task[None]] = []
@@ -117,7 +117,7 @@ def test_a_thread_is_waited_for_in_spite_of_a_cancellation() -> None:
 
 
 def test_a_thread_that_hangs_does_not_keep_the_loop() -> None:
-    """At its end, a loop waits for threads of its own executor. This thread is not one of them."""
+    """The loop waits for threads of its own executor as it ends. This is none of them."""
     go_on = threading.Event()
 
     async def main() -> None:
@@ -128,7 +128,7 @@ def test_a_thread_that_hangs_does_not_keep_the_loop() -> None:
 
 
 def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like at the end of the interpreter."""
+    """As when the interpreter ends."""
 
     def refuses(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")

@@ -1,6 +1,6 @@
-"""The smallest machine: each worker is a host with one link into a switch and one out of it.
+"""The smallest machine: each worker a host, with one link into a switch and one out of it.
 
-Numbers are powers of two, so that sums of times are exact in any order.
+Numbers are powers of two, so that sums of times are exact in whatever order they are made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BANDWIDTH = 2.0**30
 
 @dataclass
 class FlatNetwork:
-    """One link out of each worker, and one into it."""
+    """A link out of and a link into each worker."""
 
     capacities: dict[str, float]
 
@@ -29,12 +29,12 @@ class FlatNetwork:
 
 
 def address(number: int) -> str:
-    """Return the address of a worker of a flat machine."""
+    """Of a worker of a flat machine."""
     return f"tcp://10.0.0.{number}:40000"
 
 
 def flat(workers: int, *, nthreads: int = 1, speeds: Sequence[float] = ()) -> Machine:
-    """Return a machine of equal hosts; `speeds` are those of the first workers."""
+    """A machine of equal hosts; `speeds` are those of the first workers."""
     models = tuple(
         WorkerModel(address(number), nthreads=nthreads, speed=speed)
         for number, speed in enumerate([*speeds, *[1.0] * (workers - len(speeds))])
@@ -46,10 +46,10 @@ def flat(workers: int, *, nthreads: int = 1, speeds: Sequence[float] = ()) -> Ma
 def task(
     key: str, *dependencies: int, s: float = 1.0, nbytes: int = 0, source: bool = False
 ) -> TaskModel:
-    """Return a task; dependencies are positions in its workload."""
+    """A task; dependencies are positions in its workload."""
     return TaskModel(StableStr(key), dependencies, s, nbytes, source)
 
 
 def workload(*tasks: TaskModel, wanted: Sequence[int] = (-1,)) -> Workload:
-    """Return a workload. By default, the last task is wanted."""
+    """A workload of which the last task is wanted, if nothing else is said."""
     return Workload("test", tasks, tuple(position % len(tasks) for position in wanted))

@@ -1,4 +1,4 @@
-"""The event queue of a simulation: order and time."""
+"""The queue of a simulation: order and time."""
 
 from __future__ import annotations
 

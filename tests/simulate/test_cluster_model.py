@@ -1,4 +1,4 @@
-"""Machines: workers on a described topology, and the routes between them."""
+"""Machines: workers on a described topology, and the ways between them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_workers_are_where_placement_will_look_for_them():
             found = network.topology.node_of(
                 address=worker.address, name=worker.name or worker.address, host=worker.host
             )
-            # Without devices, it can only determine the host.
+            # Without devices it can only tell the host.
             assert found is not None
             if network.topology.hosts[0].devices:
                 assert found == network.nodes[worker.address]

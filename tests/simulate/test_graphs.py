@@ -1,4 +1,4 @@
-"""Workloads made from Dask graphs."""
+"""Workloads made of Dask's graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_dependencies_are_the_graph_s():
 
 def test_tasks_come_in_the_order_of_dask():
     model = add(SCALE)
-    # A sum directly follows its inputs, so that they can be released.
+    # A sum directly follows what it needs, so that both can go.
     for position in model.wanted:
         assert position - max(model.tasks[position].dependencies) == 1
 

@@ -1,4 +1,4 @@
-"""distributed's scheduler in virtual time: results computed by hand, and failures."""
+"""distributed's scheduler in virtual time: what can be worked out by hand, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def chain(length: int, s: float = 0.5) -> Workload:
 
 
 def spread(count: int, *, s: float = 0.25, nbytes: int = MIB) -> Workload:
-    """Sources, each with one dependent that is wanted."""
+    """Sources, each with a task of its own that is wanted."""
     sources = [task(f"('load-0', {n})", s=s, nbytes=nbytes, source=True) for n in range(count)]
     users = [task(f"('use-0', {n})", n, s=s) for n in range(count)]
     return workload(*sources, *users, wanted=range(count, 2 * count))
 
 
 def reduction(count: int, *, s: float = 0.25, nbytes: int = 16 * MIB) -> Workload:
-    """Sources, then pairs of distant ones, as stock Dask combines them."""
+    """Sources, then pairs of them, which stock Dask brings together from anywhere."""
     sources = [task(f"('load-0', {n})", s=s, nbytes=nbytes, source=True) for n in range(count)]
     pairs = [task(f"('pair-0', {n})", n, (n * 7 + 3) % count, s=s) for n in range(count)]
     return workload(*sources, *pairs, task("end-0", *range(count, 2 * count), s=s))
@@ -51,13 +51,13 @@ def test_a_chain_takes_its_durations_and_a_message_either_way_for_each_link():
 
 
 def test_a_fan_out_takes_as_many_rounds_as_the_workers_need():
-    # No source is sent to a worker in advance, so each round of four threads waits for messages.
+    # No worker has a source in advance, so each round of four threads waits for messages.
     with dask.config.set({"distributed.scheduler.worker-saturation": 1.0}):
         result = simulate(spread(8), flat(2, nthreads=2), validate=True)
     assert result.makespan_s == 4 * (0.25 + 2 * CONTROL_S) + CONTROL_S
     assert sum(result.busy_s.values()) == 16 * 0.25
     assert set(result.busy_s) == {address(0), address(1)}
-    assert result.transfers == ()  # a result is used where it was made
+    assert result.transfers == ()  # what a task makes is used where it is
 
 
 def test_a_transfer_takes_its_request_its_bytes_and_the_way_back():
@@ -87,7 +87,7 @@ def test_two_that_fetch_from_one_share_its_link():
         *(task(f"use-{n}", 0, 1 + n, s=1.0) for n in range(2)),
     ]
     result = simulate(workload(*models, wanted=(3, 4)), flat(3), validate=True)
-    # Both dependents run beside their larger input, and share the link out of the third worker.
+    # Both users run beside their larger input, and the link out of the third worker is halved.
     assert [moved.nbytes for moved in result.transfers] == [nbytes, nbytes]
     for moved in result.transfers:
         assert moved.stop_s - moved.start_s == 2 * LATENCY_S + 2 * nbytes / BANDWIDTH
@@ -157,7 +157,7 @@ def test_a_slow_worker_gets_less_and_the_end_is_not_five_times_later():
 
 
 def test_a_worker_that_slows_down_takes_longer_from_then_on():
-    # Half of the only task runs at full speed, the other half at an eighth of it.
+    # Half of the only task is done at full speed, and the other half at an eighth of it.
     machine = flat(1).with_incidents(ChangesSpeed(address(0), at_s=CONTROL_S + 0.5, speed=0.125))
     result = simulate(chain(1, s=1.0), machine)
     assert result.makespan_s == CONTROL_S + 0.5 + 0.5 / 0.125 + CONTROL_S + CONTROL_S
@@ -165,7 +165,7 @@ def test_a_worker_that_slows_down_takes_longer_from_then_on():
 
 @pytest.mark.parametrize("at_s", [0.1, 0.6, 0.9])
 def test_a_worker_that_dies_is_made_up_for(at_s):
-    # The last of these times is in the middle of transfers.
+    # The last of them in the midst of transfers.
     machine = flat(3).with_incidents(Dies(address(1), at_s))
     model = reduction(24)
     result = simulate(model, machine, validate=True)
@@ -191,7 +191,7 @@ def test_a_sender_has_room_again_when_the_one_it_sends_to_dies():
     with dask.config.set({"distributed.worker.connections.outgoing": 1}):
         healthy = simulate(model, flat(3), validate=True)
         one, other = healthy.transfers
-        # The second request was refused, and repeated after the first one was served.
+        # The second was refused, and tried again when the first had what it wanted.
         assert one.source == other.source
         assert other.stop_s > one.stop_s
         dies = Dies(one.target, at_s=(one.start_s + one.stop_s) / 2)
@@ -234,7 +234,7 @@ def test_sources_wait_at_the_scheduler_as_saturation_says():
 
 
 def test_work_is_stolen_in_virtual_time():
-    # Tasks run where their input is, and most of the input is on one of the workers.
+    # Tasks go where their input is, and most of the input is at one of the workers.
     model = workload(
         task("source-0", s=0.25, nbytes=1000),
         *(task(f"first-{n}", 0, s=0.25, nbytes=1000) for n in range(4)),
@@ -250,7 +250,7 @@ def test_work_is_stolen_in_virtual_time():
 
 
 def test_no_task_takes_no_time():
-    """distributed's stealing asserts that durations are positive."""
+    """distributed's stealing asserts that what it hears of took some."""
     result = simulate(workload(task("none-0", s=0.0), task("none-1", 0, s=0.0)), flat(2))
     assert all(run.stop_s > run.start_s for run in result.tasks)
 
@@ -271,7 +271,7 @@ def test_plugins_live_in_virtual_time():
     assert time.monotonic() - began_s < 60
     assert seen[0] == 3600
     assert len(seen[1:]) == 8  # every quarter of the two seconds that the chain takes
-    # Time before the submission of the graph does not count.
+    # Time spent before the graph is handed in does not count.
     assert result.makespan_s == pytest.approx(simulate(chain(4), flat(1)).makespan_s, abs=1e-9)
 
 
@@ -300,7 +300,7 @@ def test_a_simulation_opens_no_socket_and_leaves_nothing_behind(monkeypatch, tmp
     with dask.config.set({"temporary-directory": str(tmp_path)}):
         simulate(reduction(12), flat(3))
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    # A cluster of an earlier test may be closing, and remove its own directory.
+    # A cluster of an earlier test may be closing, and take its own directory out.
     assert set(sys.path) <= set(paths)
     assert distributed_scheduler.time is clock is time.time
 
@@ -347,8 +347,7 @@ def test_heartbeats_tell_the_scheduler_what_links_carry():
     simulate(reduction(40, nbytes=64 * MIB), flat(4), install)
     rates = measured["scheduler"].bandwidth_workers
     assert len(rates) == 12
-    # distributed adds up the rates of several transfers in one heartbeat, so there is no upper
-    # bound.
+    # distributed adds up what several transfers of one heartbeat got, so there is no upper bound.
     assert all(rate > BANDWIDTH / 16 for rate in rates.values())
 
 

@@ -1,4 +1,4 @@
-"""Shared links: the rate of each transfer, and its end."""
+"""Links that are shared: who gets how much, and when each is through."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_one_flow_gets_its_narrowest_link():
 
 
 def test_what_one_cannot_use_goes_to_the_others():
-    # `slow` limits flow 0, so flow 1 gets more than half of `shared`.
+    # Flow 0 is held back by `slow`, so flow 1 gets more than half of `shared`.
     rates = fair_rates({0: ["shared", "slow"], 1: ["shared"]}, {"shared": 8.0, "slow": 1.0})
     assert rates == {0: 1.0, 1: 7.0}
 
@@ -33,7 +33,7 @@ def test_rates_are_max_min_fair(ways):
     }
     assert all(load[link] <= LINKS[link] * (1 + 1e-9) for link in LINKS)
     for flow, rate in rates.items():
-        # Each flow is among the fastest on at least one full link of its route.
+        # Each flow is as fast as anybody on some full link of its way.
         assert any(
             load[link] >= LINKS[link] * (1 - 1e-9)
             and rate >= max(rates[o] for o in flows if link in flows[o]) * (1 - 1e-9)
@@ -42,7 +42,7 @@ def test_rates_are_max_min_fair(ways):
 
 
 class Run:
-    """Transfers on a clock, and the end of each."""
+    """Transfers on a clock, and when each was through."""
 
     def __init__(self, capacities):
         self.clock = VirtualClock()
@@ -74,7 +74,7 @@ def test_two_share_a_link_until_one_is_through():
     run = Run({"a": 2.0**20})
     run.start("short", ["a"], 2**20)
     run.start("long", ["a"], 2**21)
-    # Each has half the link for two seconds. Then one MiB is left, with the whole link.
+    # Half the link each for two seconds; then one MiB is left, with the link for itself.
     assert run.finish() == {"short": 2.0, "long": 3.0}
 
 

@@ -72,7 +72,7 @@ def test_what_is_not_even_an_object_is_refused(text):
 
 
 def test_what_is_nested_too_deeply_is_refused():
-    """Also if it can be parsed but not shown: the error message needs a little more stack."""
+    """Also what can just be read, but not be shown: saying so takes a little more of the stack."""
     for depth in [*range(800, sys.getrecursionlimit()), 100_000]:
         text = json.dumps({"format": "gpurt-trace", "version": 0})
         with pytest.raises(TraceError):

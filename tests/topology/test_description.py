@@ -1,4 +1,4 @@
-"""Descriptions of machines: parsing, writing, and errors with the invalid line."""
+"""Files that describe machines: read, written, and refused with the line that is wrong."""
 
 from __future__ import annotations
 

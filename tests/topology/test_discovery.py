@@ -1,4 +1,4 @@
-"""Topologies from reports of machines: DGX, virtual machines, PCIe boxes, two hosts."""
+"""Topologies of what machines report: DGX, virtual machines, PCIe boxes, two hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.topology.trees import NAMES, machine
 
 
 def workers(found, ip):
-    """One worker per GPU, and one without."""
+    """One a GPU, and one without."""
     n = len(found.gpus)
     seen = [WorkerReport(f"tcp://{ip}:{i}", str(i), ip, Report(found, str(i))) for i in range(n)]
     return [*seen, WorkerReport(f"tcp://{ip}:{n}", f"tcp://{ip}:{n}", ip, Report(found, None))]
@@ -30,7 +30,7 @@ def workers(found, ip):
 
 @pytest.fixture
 def seen(tmp_path):
-    """Reports of workers on a machine, which the name of its file describes."""
+    """Workers on a machine, as the name of its file says."""
 
     def make(name, ip="10.0.0.1", host="box", **given):
         found = machine(name, tmp_path / host, host=host, addresses={CARDS[name]: [ip]}, **given)
@@ -68,7 +68,7 @@ def test_the_example_in_the_documentation_is_what_is_found(seen):
 def test_everything_in_a_host_can_be_reached(seen, name):
     topology = discover(seen(name)).topology
     first, *others = topology.nodes
-    # Nothing passes through a GPU. NVSwitches connect GPUs only.
+    # Nothing goes through a GPU; NVSwitches are between them and nowhere else.
     ends = [other for other in others if not other.endswith("/nvswitch")]
     assert all(topology.path(first, other) is not None for other in ends)
 
@@ -176,7 +176,7 @@ def test_what_was_measured_counts_more_than_what_a_card_says(seen):
         ("10.0.0.1", "10.0.0.2"): Measured(0.7123456e9, 0.001),
         ("10.0.0.2", "10.0.0.1"): Measured(0.9e9, 0.002),
     }
-    # Between two workers of one host, no bytes crossed the network.
+    # Two workers of a host, of which nothing went over the network.
     measured["10.0.0.1", "10.0.0.1"] = Measured(9e9, 0.0001)
     found = discover(two_hosts(seen), measured)
     way = found.topology.path("left/gpu0", "right/gpu1")
@@ -217,7 +217,7 @@ def test_two_machines_of_one_name_are_two_hosts_and_one_machine_is_one(tmp_path)
 
 
 def test_what_machines_or_gpus_have_in_common_is_of_the_first(tmp_path):
-    """For example, containers share an address, or a UUID prefix matches several GPUs."""
+    """Such as containers behind one address, and a UUID that fits several GPUs."""
     report = Report(machine("pcie-box", tmp_path, host="box"), "GPU-")
     inside = Report(dataclasses.replace(report.machine, name="inside"), "1")
     seen = [
@@ -262,7 +262,7 @@ def test_a_cluster_without_workers_has_no_hosts():
     assert description.parse(discover([]).as_text()).hosts == ()
 
 
-# ---------------------------------------------------------------------- missing facts
+# ---------------------------------------------------------------------- what is not said
 
 
 def test_speeds_that_are_not_known_are_assumed_and_that_is_said(seen):

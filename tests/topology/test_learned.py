@@ -1,4 +1,4 @@
-"""Estimates of links before and after reports of transfers."""
+"""What is believed of links before, and after, transfers over them were reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of machines: a round trip keeps them, and validation rejects everything else."""
+"""Reports of machines: they arrive as they left, and what is none is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts from NVML's answers: on real machines, and with incomplete drivers."""
+"""What is made of NVML's answers: of real machines, and of drivers that lack some."""
 
 from __future__ import annotations
 

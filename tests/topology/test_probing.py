@@ -1,4 +1,4 @@
-"""Transfers of a probe: bounded, the most informative ones first; and conclusions from them."""
+"""Which transfers a probe makes: bounded, the telling ones first; and what follows from them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_messages_grow_until_one_tells_and_stay_within_bounds(rate, latency_s):
     assert transfers[0].nbytes == probing.SMALLEST_NBYTES
     assert len(transfers) <= 8
     assert sum(one.nbytes for one in transfers) <= probing.MAX_PAIR_NBYTES
-    # Nothing predicts that a message takes longer than the one before.
+    # It cannot be known beforehand that a message takes longer than the one before.
     assert sum(one.seconds for one in transfers[:-1]) <= probing.MAX_PAIR_S
     assert all(one.nbytes <= other.nbytes for one, other in pairwise(transfers))
 

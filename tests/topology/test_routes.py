@@ -1,4 +1,4 @@
-"""Paths joined from two halves equal the result of an exhaustive search."""
+"""Ways put together of halves are those that a search through everything finds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.topology.test_model import load
 
 
 def every_way(topology, source, target):
-    """Yield all paths without a loop, by (width, then latency, links and names)."""
+    """All ways without a loop, by (width, then latency, links and names)."""
     neighbours = {}
     for link in topology.links:
         for here, there in (link.ends, link.ends[::-1]):
@@ -102,7 +102,7 @@ def test_another_host_is_passed_through_only_where_nothing_else_leads():
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_hosts_are_reached_alike_from_nodes_that_are_alike(name):
-    """One path then gives the width and the latency of many."""
+    """So that one path tells the width and the latency of many."""
     topology = TOPOLOGIES[name]
     found = {}
     for source, target in itertools.permutations(topology.nodes, 2):

@@ -1,4 +1,4 @@
-"""Facts from `/sys`: of real machines, and with odd files."""
+"""What is read from `/sys`: of real machines, and where files are odd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_gpus_are_the_same_with_nvml_and_without(name, tmp_path):
 def test_devices_are_behind_the_bridges_that_are_above_them(tmp_path):
     found = machine("dgx-a100", tmp_path)
     first, second = (one.place for one in found.gpus[:2])
-    # A root port, then two switches, each with an upstream and a downstream port.
+    # A port of the processor, then two switches with a port that leads up and one that leads down.
     assert [hop.address for hop in first.hops][1:5:2] == ["0000:01:00.0", "0000:03:00.0"]
     assert [hop.address for hop in second.hops][1:5:2] == ["0000:01:00.0", "0000:0a:00.0"]
     assert first.hops[:3] == second.hops[:1] + first.hops[1:3]

@@ -1,4 +1,4 @@
-"""Real machines as `/sys` and NVML show them, rebuilt from the facts in `tests/data/machines`."""
+"""Real machines as `/sys` and NVML show them: made anew of the facts in `tests/data/machines`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(path, text):
 
 
 def make_tree(name, root):
-    """Write a machine's files under `/sys`, as far as they matter, to a directory."""
+    """Write the files under `/sys` that a machine has, as far as they matter, to a directory."""
     facts = facts_of(name)
     for number, memory in enumerate(facts["numa"]):
         node = root / "devices/system/node" / f"node{number}"
@@ -49,7 +49,7 @@ def make_tree(name, root):
         return plug(directory, f"0000:ff:{next(numbers):02x}.0", one)
 
     def switch(path, one):
-        """Return the directory for a device of a switch: that of a downstream port."""
+        """The directory below which a device of a switch is: of a port that leads to it."""
         if not path:
             return root / "devices/pci0000:00"
         if path not in ports:
@@ -73,7 +73,7 @@ def make_tree(name, root):
 
 
 def make_interface(root, name, device, kind, speed, *, type_=None, lower=()):
-    """Make a network interface. Without a device, it is a virtual one."""
+    """An interface of the network; without a device, one that is made up."""
     path = root / "class/net" / name
     write(path / "type", type_ or TYPES[kind])
     write(path / "operstate", "up")
@@ -86,7 +86,7 @@ def make_interface(root, name, device, kind, speed, *, type_=None, lower=()):
 
 
 class RecordedError(Exception):
-    """Stands in for NVML's error."""
+    """As NVML's."""
 
 
 class RecordedNvml:
@@ -100,7 +100,7 @@ class RecordedNvml:
         self._gpus = [one["address"] for one in facts["pci"] if one.get("gpu")]
 
     def _links(self, address):
-        """Return the address and kind of each link's remote end, by link."""
+        """By link: address and kind of what is at its other end."""
         found = []
         for peer, count in self._facts.get("switches", {}).items():
             found += [(peer, 2 if peer else 0xFF)] * count
@@ -150,7 +150,7 @@ class RecordedNvml:
 
 
 def machine(name, root, *, host="box", addresses=None, with_nvml=True):
-    """Return a machine as a worker on it would report it."""
+    """A machine as a worker on it would report it."""
     return sysfs.read(
         make_tree(name, root),
         name=host,

@@ -1,4 +1,4 @@
-"""Traces of a live cluster's computation."""
+"""Traces of what a live cluster computed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_was_computed_can_be_replayed(client):
 
 
 def test_what_was_there_before_is_there_from_the_start(client):
-    # An array of ones is a single number with many views.
+    # Ones alone are a single number that is looked at in many places.
     x = client.persist(da.ones((40, 40), chunks=20) + 1)
     with client.as_current():
         wait(x)

@@ -1,4 +1,4 @@
-"""Broadcasts to workers of which some fail or do not answer."""
+"""Workers that are asked together: who fails or is silent, and what the others say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SILENT = asyncio.Event()
 
 
 class Cluster:
-    """Stands in for a scheduler, with each worker's immediate answer, or none."""
+    """Stands in for a scheduler: what each worker answers at once, if it does."""
 
     def __init__(self, **answers):
         self.answers = answers
@@ -42,7 +42,7 @@ def test_what_others_say_is_known_although_some_are_silent():
 
     async def go():
         answers = await ask(cluster, {"op": "x"}, "abcd", 0)
-        # The cancelled calls are notified in the next iteration of the loop.
+        # Those that are given up hear of it in the next round.
         await asyncio.sleep(0)
         return answers
 

@@ -1,4 +1,4 @@
-"""A scheduler's knowledge of machines and links, from workers that answer, lie or are stuck."""
+"""Machines and links as a scheduler learns of them, of workers that answer, lie or are silent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def address(host, port=1):
 
 
 class Cluster:
-    """Stands in for a scheduler: workers, and their answers."""
+    """Stands in for a scheduler: workers, and what they answer."""
 
     def __init__(self, n_hosts, per_host=1):
         self.workers = {
@@ -86,7 +86,7 @@ async def machines(cluster, probe="auto", name=None):
 
 
 async def settled(found):
-    """Wait until everything that it started has ended."""
+    """Once whatever it began by itself has ended."""
     found.workers_changed()
     await found._probing
 
@@ -164,10 +164,10 @@ def test_links_are_measured_where_somebody_goes_by_them():
         probe = found.summary()["probe"]
         assert (probe["state"], probe["pairs"]) == ("done", 2)
         assert probe["slowest_nbytes_per_s"] == probe["fastest_nbytes_per_s"] == pytest.approx(RATE)
-        # No new worker, so nothing to measure.
+        # Nothing new: nothing to measure.
         await settled(found)
         assert len(cluster.probed()) == 2
-        # A later learner receives the earlier measurements.
+        # Who comes later is told what was measured.
         later = Learner()
         found.set_learner(later)
         assert later.told == learner.told
@@ -284,7 +284,7 @@ def test_a_probe_waits_for_no_task_and_stops_for_one():
         assert len(cluster.probed()) == 1
         probe = found.summary()["probe"]
         assert (probe["state"], probe["reason"]) == ("stopped", "tasks began to run")
-        # It continues where it stopped.
+        # It goes on where it stopped.
         cluster.answers.clear()
         cluster.workers[address(1)].processing.clear()
         await settled(found)
@@ -378,7 +378,7 @@ def test_a_worker_that_leaves_while_it_is_asked_is_not_remembered():
 
         cluster.answers[address(1), "gpurt_machine"] = leave
         assert (await found.describe(probe=False))["workers"] == 1
-        # Another worker takes its place.
+        # Another one comes in its place.
         cluster.workers.update(Cluster(2).workers)
         cluster.answers.clear()
         assert (await found.describe(probe=False))["workers"] == 2
@@ -401,7 +401,7 @@ def test_what_was_measured_of_a_host_is_forgotten_with_its_last_worker():
             found.remove_worker(address(1, port))
         after = found.summary()["probe"]
         assert (after["pairs"], after["problems"]) == (1, {})
-        # A new host in its place is measured too.
+        # A host that takes its place is measured as it was.
         cluster.workers.update(Cluster(2, per_host=2).workers)
         cluster.answers.clear()
         await settled(found)
