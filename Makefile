@@ -29,12 +29,18 @@ OTHER_PYTHON := $(shell \
     done)
 endif
 
-.PHONY: demo test test-oldest test-newest test-upstream test-dask test-thirdparty check bench clean
+comma := ,
+
+.PHONY: demo environments test test-oldest test-newest test-upstream test-dask test-thirdparty check bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
 
 test: test-oldest test-newest
+
+# All that `make check` and `make test` need. `make -j3 environments` makes them side by side.
+environments: $(VENV)/installed $(VENV_NEWEST)/installed \
+    $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 
 # Programs on top of other packages have a target of their own, `test-thirdparty`.
 #
@@ -45,7 +51,7 @@ test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \
-	    tests/plugins tests/integration tests/frames tests/command tests/simulate
+	    tests/plugins tests/integration tests/command tests/simulate
 
 # distributed's packages come without its tests, so DISTRIBUTED is a clone of it. Not a part of
 # `test`, which needs nothing that an installation does not bring.
@@ -106,35 +112,44 @@ define make_venv
 	$(1)/bin/python -m pip install --quiet --upgrade pip
 endef
 
-# UCX is in the first of the two: what it is built for pins Dask to that version.
 # The package is installed, not linked: Dask finds its defaults under the environment's prefix,
-# where only an installation puts them.
-$(VENV)/installed: $(SOURCES)
+# where only an installation puts them. All environments install one wheel, so they can be made side
+# by side (`make -j environments`); builds in this folder at the same time would disturb each other.
+WHEEL := build/wheel/made
+
+$(VENV)/bin/python:
 	$(call make_venv,$(VENV),$(PYTHON))
-	$(VENV)/bin/python -m pip install --quiet \
-	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test,ucx]"
-	$(VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+
+$(WHEEL): $(SOURCES) | $(VENV)/bin/python
+	rm -rf build
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	touch $@
 
-$(VENV_NEWEST)/installed: $(SOURCES)
+# $(call install,environment,version of dask,extras)
+define install
+	$(1)/bin/python -m pip install --quiet \
+	    "dask[dataframe]==$(2)" "distributed==$(2)" "$$(echo build/wheel/dask_gpurt*.whl)$(3)"
+	$(1)/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/dask_gpurt*.whl
+endef
+
+# UCX is in the first one alone: what it is built for pins Dask to that version.
+$(VENV)/installed: $(WHEEL)
+	$(call install,$(VENV),$(OLDEST),[test$(comma)ucx])
+	touch $@
+
+$(VENV_NEWEST)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_NEWEST),$(PYTHON))
-	$(VENV_NEWEST)/bin/python -m pip install --quiet \
-	    "dask[dataframe]==$(NEWEST)" "distributed==$(NEWEST)" ".[test]"
-	$(VENV_NEWEST)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	$(call install,$(VENV_NEWEST),$(NEWEST),[test])
 	touch $@
 
-$(VENV_THIRDPARTY)/installed: $(SOURCES)
+$(VENV_THIRDPARTY)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_THIRDPARTY),$(PYTHON))
-	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet \
-	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" ".[test,thirdparty]"
-	$(VENV_THIRDPARTY)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	$(call install,$(VENV_THIRDPARTY),$(OLDEST),[test$(comma)thirdparty])
 	touch $@
 
-$(VENV_OTHER)/installed: $(SOURCES)
+$(VENV_OTHER)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_OTHER),$(OTHER_PYTHON))
-	$(VENV_OTHER)/bin/python -m pip install --quiet \
-	    "dask[dataframe]==$(OLDEST)" "distributed==$(OLDEST)" .
-	$(VENV_OTHER)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	$(call install,$(VENV_OTHER),$(OLDEST),)
 	touch $@
 
 clean:

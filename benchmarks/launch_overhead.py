@@ -100,7 +100,7 @@ def by_cupy() -> tuple[LaunchHook, Launch, Launch]:
     plain = LAUNCH(ctypes.cast(library.cuLaunchKernel, POINTER).value or 0)
     launches = Launches(library)
     hook = launches.hook = LaunchHook(launches, enabled=True)
-    launches.stand_in(library)
+    launches.intercept(library)
     hooked = LAUNCH(ctypes.cast(library.cuLaunchKernel, POINTER).value or 0)
     launch = KERNEL, 1, 1, 1, *BLOCK, 0, None, None, None
     return hook, lambda: plain(*launch), lambda: hooked(*launch)

@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.harness import arguments, machine
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.lanes import Lane
 
 DEPTH = 20
@@ -76,7 +76,7 @@ def _as_long(call: Callable[[], Any]) -> Callable[[], None]:
 @contextlib.contextmanager
 def on_device(urgency: Priority) -> Iterator[tuple[Queue, Queue]]:
     """Kernels of two streams; one engine computes."""
-    device = HostDevice(1 << 20)
+    device = EmulatedDevice(1 << 20)
     compute, communication = device.stream("compute"), device.stream("communication", urgency)
     try:
         yield compute.launch, communication.launch

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import Entry, Ledger, overlap
@@ -29,7 +29,7 @@ def pipeline(*, overlapped: bool) -> list[Entry]:
     """Values are copied to the device, computed with and copied back."""
     ledger = Ledger()
     rates = {Engine.IN: Rate(1e12, STEP_S), Engine.OUT: Rate(1e12, STEP_S)}
-    device = HostDevice(1 << 20, rates=rates, ledger=ledger)
+    device = EmulatedDevice(1 << 20, rates=rates, ledger=ledger)
     copies_in, compute, copies_out = (
         device.stream(name, Priority.NORMAL if name == "compute" else Priority.HIGH)
         for name in LANES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -40,6 +41,13 @@ def pytest_configure() -> None:
     # Workers in processes are forked from one that has imported what all of them do, which is a
     # second and a half of a core for each; those of scripts and of the command line are not.
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+
+
+def pytest_collection_finish() -> None:
+    # Seven thousand collected tests are half a million objects that live to the end. A full
+    # collection of garbage looked at them for half a second, and tests and Dask ask for many.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

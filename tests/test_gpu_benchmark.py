@@ -18,7 +18,7 @@ from benchmarks.gpu.kernels import SOURCES
 from benchmarks.gpu.report import Row, row_of
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.host_memory.pinned import PinnedPool, plain
 from dask_gpurt.devices.occupancy.architectures import SM90
 from dask_gpurt.devices.occupancy.resident_blocks import Launch
@@ -35,7 +35,7 @@ def add(array, rounds):
 
 
 def test_copies_and_what_they_are_ratios_of():
-    device = HostDevice(1 << 20)
+    device = EmulatedDevice(1 << 20)
     rows = []
     copies.measure(device, plain, 1 << 16, 3, rows.append)
     device.close()
@@ -48,7 +48,7 @@ def test_copies_and_what_they_are_ratios_of():
 
 
 def test_a_pipeline_computes_what_it_should():
-    device = HostDevice(1 << 20)
+    device = EmulatedDevice(1 << 20)
     rows = []
     sources, targets = ([np.ones(4096, np.uint8) for _ in range(3)] for _ in range(2))
     pipeline.measure(device, sources, targets, add, 7, 1, rows.append)
@@ -61,7 +61,7 @@ def test_a_pipeline_computes_what_it_should():
 
 
 def test_a_pipeline_that_computes_something_else_says_so():
-    device = HostDevice(1 << 20)
+    device = EmulatedDevice(1 << 20)
     rows = []
     sources, targets = ([np.ones(4096, np.uint8) for _ in range(2)] for _ in range(2))
     pipeline.measure(device, sources, targets, lambda array, rounds: None, 4, 1, rows.append)
@@ -70,7 +70,7 @@ def test_a_pipeline_that_computes_something_else_says_so():
 
 
 def test_tiers_hold_the_budget_and_every_value():
-    device = HostDevice(4 * 8192)
+    device = EmulatedDevice(4 * 8192)
     pool = PinnedPool(1 << 20, 8192)
     found = tiers.measure(device, pool, 16, 8192, 2)
     device.close()

@@ -83,7 +83,7 @@ def measure(
             [PinnedTier(pool)],
             [Packing(lambda value: int(value.nbytes), flatten, restore), device_packing(device)],
             Lanes(*(_calls_on(lane) for lane in (write, read, owner, owner))),
-            home_of=lambda value: _DEVICE if is_on_device(value) else 0,
+            top_level_of=lambda value: _DEVICE if is_on_device(value) else 0,
         )
         device.on_full(lambda nbytes: store.make_room(_DEVICE, nbytes))
         began = time.perf_counter()
@@ -110,7 +110,7 @@ def measure(
                 if not (back[:: 1 << 12] == number % 251).all():
                     wrong.append(number)
             n_allocations.append(pool.n_allocations)
-        n_cold = sum(store.is_cold(number) for number in range(n_values))
+        n_cold = sum(store.is_spilled(number) for number in range(n_values))
         store.close()
     device.on_full(None)
     gc.collect()

@@ -1,1 +1,1 @@
-"""Compression of shuffle bytes, and the rule that says when it pays."""
+"""Compression of shuffle data, and the rule for when it pays."""

@@ -1,12 +1,12 @@
-"""Which codec each section of a shard gets, remembered and explained.
+"""The choice of a codec for each section of a shard, with memory and explanations.
 
-Sections are sampled when they are first seen and then ever more rarely; what a sample says does not
-depend on the link, so each link only asks the rule again. Nothing here is for the event loop: a
-first look at a wide shard takes tens of milliseconds.
+A new section is sampled at once, and later ever more rarely. Samples do not depend on the link, so
+for another link only the rule runs again. Do not call this module on an event loop: the first
+samples of a wide shard take tens of milliseconds.
 
-Samples are short, and miss what happens to long work: other threads that take the processor, or
-hold the interpreter lock for milliseconds between two steps. So whole shards are timed as well, and
-what they take more than the samples said slows every codec down in the rule.
+Samples are short and do not show what slows down longer work, such as threads that take the
+processor or hold the interpreter lock for milliseconds. So the chooser also times whole shards. If
+they take longer than the samples predict, the rule slows down all codecs by this factor.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ from dask_gpurt.codecs.encoded_shards import LEAST_NBYTES, Encoded, encode_shard
 from dask_gpurt.codecs.rule import Decision, Mode, Trial, decide
 from dask_gpurt.codecs.sampling import Clock, try_codecs
 
-#: Raw bytes of a section after which it is sampled again. Doubles each time the sample says the
-#: same, so that sampling costs less and less of a long shuffle.
+#: Raw bytes of a section until it is sampled again. The number doubles after each equal result, so
+#: that sampling costs less and less of a long shuffle.
 AGAIN_NBYTES = 64 * 2**20
 _AGAIN_AT_MOST_NBYTES = 4 * 2**30
 
-#: A decision stands while the link's bandwidth and the slowdown are within this factor of those it
-#: was made for.
+#: A decision is valid while the link's bandwidth and the slowdown stay within this factor.
 _DRIFT = 1.25
 
-#: Share of the latest shard in what is known of the slowdown.
+#: Weight of the latest shard in the slowdown.
 _LATEST = 0.2
 
-#: What a shard that was left raw leaves of the slowdown: nothing was seen, so it is forgotten, and
-#: codecs are tried again after some dozens of shards.
+#: Factor of the slowdown for each raw shard. Raw shards give no measurement, so the slowdown
+#: decays, and codecs are tried again after some dozens of shards.
 _FORGOTTEN = 0.98
 _MAX_SLOWDOWN = 100.0
 
-#: Layouts remembered. Categories that grow make a new layout of every partition.
+#: Number of layouts to remember. Growing categories create a new layout for each partition.
 _MAX_LAYOUTS = 64
-#: ... and layouts on a link on which nothing paid.
-_MAX_RESTING = 4096
+#: Number of pairs of layout and link without gain to remember.
+_MAX_SKIPPING = 4096
 
 
 @dataclass
 class _Sampled:
-    """What is known of one section, whatever the link."""
+    """Measurements of one section, for all links."""
 
     trials: list[Trial]
     wait_nbytes: int
@@ -57,23 +56,23 @@ class _Sampled:
 
 @dataclass
 class _Learnt:
-    """What is known of the sections of one layout."""
+    """Measurements and decisions of one layout's sections."""
 
     sampled: dict[str, _Sampled] = field(default_factory=dict)
     decisions: dict[tuple[str, str], Decision] = field(default_factory=dict)
 
 
 class Chooser:
-    """Chooses codecs for the sections of shards. Safe to use from any thread.
+    """A chooser of codecs for the sections of shards. Safe to use from any thread.
 
     Parameters
     ----------
     mode
         The setting: `auto`, `none`, `lz4` or `zstd`.
     codecs
-        Those to choose from, by number.
+        The codecs to choose from, by number.
     clock
-        Seconds; codecs are timed with it.
+        Returns seconds. Used to time codecs.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class Chooser:
         self._lock = threading.Lock()
         self._layouts: OrderedDict[bytes, _Learnt] = OrderedDict()
         self._slowdown = 1.0
-        #: Bandwidth at which nothing paid on a link, and bytes until that is looked at again.
-        self._resting: OrderedDict[tuple[bytes, str], tuple[float, int]] = OrderedDict()
+        #: By layout and link: the bandwidth at which nothing paid, and the bytes to skip.
+        self._skipping: OrderedDict[tuple[bytes, str], tuple[float, int]] = OrderedDict()
 
     def encode(
         self,
@@ -100,9 +99,9 @@ class Chooser:
         link: str,
         bandwidth: float | None,
     ) -> Encoded:
-        """Choose codecs for a shard, encode it, and learn from how long that took.
+        """Choose codecs for a shard, encode it, and learn from the time it took.
 
-        Parameters are those of `choose`.
+        The parameters are those of `choose`.
         """
         choices = self.choose(layout_key, sections, buffer, link, bandwidth)
         began = self._clock()
@@ -111,32 +110,32 @@ class Chooser:
         if bandwidth:
             with self._lock:
                 nothing_pays = all(choice == RAW for choice in choices)
-                rest_nbytes = AGAIN_NBYTES if nothing_pays else 0
-                self._resting[layout_key, link] = (bandwidth, rest_nbytes)
-                if len(self._resting) > _MAX_RESTING:
-                    self._resting.popitem(last=False)
+                skip_nbytes = AGAIN_NBYTES if nothing_pays else 0
+                self._skipping[layout_key, link] = (bandwidth, skip_nbytes)
+                if len(self._skipping) > _MAX_SKIPPING:
+                    self._skipping.popitem(last=False)
         return encoded
 
     @property
     def slowdown(self) -> float:
-        """How many times longer than samples said whole shards took lately; at least 1."""
+        """Time of recent shards relative to the prediction from samples; at least 1."""
         return self._slowdown
 
     def may_pay(self, layout_key: bytes, nbytes: int, link: str, bandwidth: float | None) -> bool:
-        """Whether it is worth to look at a shard at all.
+        """Return whether compression of a shard may pay, so that `encode` is worth calling.
 
-        Where nothing paid for one shard, the next ones are passed on as they are, until many bytes
-        went by or the link became a good deal slower.
+        If nothing paid for one shard, the next ones are sent raw, until many bytes have passed or
+        the link has become much slower.
         """
         if self._mode != "auto":
             return self._mode != "none"
         if not bandwidth:
             return False
         with self._lock:
-            then, left_nbytes = self._resting.get((layout_key, link), (0.0, 0))
+            then, left_nbytes = self._skipping.get((layout_key, link), (0.0, 0))
             if left_nbytes <= 0 or bandwidth < then / 2:
                 return True
-            self._resting[layout_key, link] = (then, left_nbytes - nbytes)
+            self._skipping[layout_key, link] = (then, left_nbytes - nbytes)
             return False
 
     def choose(
@@ -147,18 +146,18 @@ class Chooser:
         link: str,
         bandwidth: float | None,
     ) -> list[int]:
-        """Codec of each section, for `shards.encode_shard`.
+        """Choose the codec of each section, for `encoded_shards.encode_shard`.
 
         Parameters
         ----------
         layout_key
-            Shards of one key have sections of the same names, which hold the same kind of data.
+            Shards with one key have sections of equal names, with the same kind of data.
         sections, buffer
-            The shard, as `shards.joined` gives its sections.
+            The shard, with sections from `encoded_shards.joined`.
         link
-            Where the shard goes: whatever tells links apart, the peer's address for one.
+            Any text that identifies the link, such as the peer's address.
         bandwidth
-            Raw bytes a second of that link, None if not known yet.
+            Raw bytes a second on that link; None if unknown.
         """
         if self._mode == "none" or (self._mode == "auto" and not bandwidth):
             return [RAW] * len(sections)
@@ -172,7 +171,7 @@ class Chooser:
         return choices
 
     def explain(self) -> list[Decision]:
-        """Every decision that stands, with its numbers; latest layouts last."""
+        """Return all valid decisions with their numbers. The latest layouts come last."""
         with self._lock:
             return [d for learnt in self._layouts.values() for d in learnt.decisions.values()]
 
@@ -192,10 +191,10 @@ class Chooser:
                 sampled.seen_nbytes += section.nbytes
                 if sampled.seen_nbytes < sampled.wait_nbytes:
                     return sampled.trials
-                # Others go on with what is known while this thread looks again.
+                # Other threads use the old trials while this thread samples again.
                 sampled.seen_nbytes = 0
-        # Not under the lock: two threads that meet a new section at once both sample it, which
-        # is better than one waiting for the other.
+        # Without the lock. Two threads may sample a new section at the same time, which is better
+        # than one waiting for the other.
         raw = buffer[section.offset : section.offset + section.nbytes]
         trials = try_codecs(raw, section.itemsize, self._codecs, self._clock)
         wait_nbytes = AGAIN_NBYTES
@@ -249,7 +248,7 @@ class Chooser:
                     if trial.codec == choice:
                         expected_s += section.nbytes / trial.encode_rate
             if expected_s > 0:
-                # One shard that was held up for long is not to be held against many.
+                # Limit the effect of a single delayed shard.
                 seen = min(encode_s / expected_s, 4 * self._slowdown)
                 slowdown = (1 - _LATEST) * self._slowdown + _LATEST * seen
             else:
@@ -264,7 +263,7 @@ def _drifted(then: float | None, now: float | None) -> bool:
 
 
 def _alike(before: list[Trial], after: list[Trial]) -> bool:
-    """Whether two samples say the same of what a section can be made into."""
+    """Return whether two samples agree on how far a section shrinks."""
 
     def best(trials: list[Trial]) -> float:
         return max((trial.ratio for trial in trials), default=1.0)

@@ -1,9 +1,8 @@
-"""The port a codec implements, and what is said about the bytes it gets.
+"""The port that a codec implements, and the description of the bytes it encodes.
 
-A codec turns the bytes of one *section* of a packed shard (one column, one Arrow buffer, a pickle)
-into fewer bytes and back. Which codec a section gets is `codecs.chooser`'s business, how a whole
-shard is encoded that of `codecs.encoded_shards`. `tests/conformance/codec_suite.py` is the suite
-that every codec has to pass.
+A codec encodes one *section* of a packed shard (one column, one Arrow buffer, a pickle) in fewer
+bytes. `codecs.chooser` chooses the codec of a section. `codecs.encoded_shards` encodes whole
+shards. Every codec must pass `tests/conformance/codec_suite.py`.
 """
 
 from __future__ import annotations
@@ -13,28 +12,27 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-#: Plain bytes, contiguous.
+#: Contiguous bytes.
 Bytes = npt.NDArray[np.uint8]
 
-#: What stands in a table for bytes that are passed on as they are.
+#: Codec number of bytes that are not encoded.
 RAW = 0
 
 
 class Section(NamedTuple):
-    """Neighbouring bytes of a packed shard that are alike.
+    """A range of bytes of one kind in a packed shard.
 
-    Sections of a shard are in order and cover it. Frames describe them as plain tuples of these
-    four, so that neither room has to know the other.
+    The sections of a shard are in order and cover it. Frames describe sections as plain tuples of
+    these four fields, so the two packages do not depend on each other.
 
     Attributes
     ----------
     name
-        What it is, for whoever asks why it was compressed as it was. The same in every shard of
-        one layout.
+        Name in reports about compression. The same in every shard of one layout.
     offset, nbytes
-        Where it lies in the shard's buffer.
+        Place in the shard's buffer.
     itemsize
-        Bytes of one item. A section may end with a few bytes of padding that are no whole item.
+        Bytes of one item. A section may end with padding shorter than an item.
     """
 
     name: str
@@ -44,38 +42,37 @@ class Section(NamedTuple):
 
 
 class Codec(Protocol):
-    """One way to encode the bytes of a section.
+    """An encoding of the bytes of a section.
 
-    Codecs keep no state between calls and may be called from any thread. Heavy work runs without
-    the interpreter lock.
+    Codecs keep no state between calls, and any thread may call them. Heavy work runs without the
+    interpreter lock.
     """
 
     @property
     def id(self) -> int:
-        """What it is called on the wire: 1 to 255, never given to anything else."""
+        """Number on the wire: 1 to 255, never reused."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Name for people."""
 
     @property
     def coder(self) -> str:
-        """Entropy coder inside: `none`, `lz4`, `zstd`; a setting can ask for one of them."""
+        """The entropy coder: `none`, `lz4` or `zstd`. A setting can select one."""
 
     def suits(self, itemsize: int) -> bool:
-        """Whether it is worth a try on items of this many bytes."""
+        """Return whether the codec is worth trying on items of this many bytes."""
 
     def encode(self, raw: Bytes, itemsize: int) -> list[Bytes] | None:
-        """Payload, in pieces that belong one after the other; None if it would not be smaller."""
+        """Return the payload in pieces, in order; None if it would not be smaller."""
 
     def decode_into(self, payload: Any, out: Bytes, itemsize: int) -> None:
-        """Fill `out`, which has exactly the length of what was encoded.
+        """Decode a payload into `out`, which has the exact length of the raw bytes.
 
-        Allocates no more than a small multiple of `out`, whatever the payload says.
-
+        Even for a damaged payload, this allocates at most a small multiple of `out`.
         Raises
         ------
         ProtocolError
-            The payload is not one of this codec, or does not decode to these many bytes, or is
-            damaged. What `out` holds then is undefined.
+            The payload is damaged, belongs to another codec, or decodes to another length. The
+            content of `out` is undefined then.
         """

@@ -1,9 +1,8 @@
-"""The entropy coders: LZ4 and Zstandard as pyarrow carries them.
+"""The entropy coders: pyarrow's LZ4 and Zstandard.
 
-Both run without the interpreter lock, and neither writes beyond the length it is told to expect.
-pyarrow does not say how many bytes a decoder wrote: one that stops short leaves the rest of its
-output as it was. So a coder alone does not vouch for what it decodes; `codecs.cpu` checks what
-it hands in.
+Both release the interpreter lock, and neither writes beyond the expected length. pyarrow does not
+say how many bytes a decoder wrote. A decoder that stops short leaves the rest of its output
+undefined. So coders do not verify what they decode; `codecs.cpu` does.
 """
 
 from __future__ import annotations
@@ -17,61 +16,61 @@ import pyarrow as pa
 from dask_gpurt.codecs.codec import Bytes
 from dask_gpurt.errors import ProtocolError
 
-#: Name of each coder and how pyarrow makes it. Level 1: a network of 100 MB/s is already faster
-#: than the next levels.
+#: Constructor of each coder. Level 1, because a network of 100 MB/s is already faster than the next
+#: levels.
 _MAKERS: dict[str, Callable[[], Any]] = {
     "lz4": lambda: pa.Codec("lz4_raw"),
     "zstd": lambda: pa.Codec("zstd", compression_level=1),
 }
 
 
-#: LZ4 counts in C integers. Of more it encodes a part, or fails, and of more than 4 GiB without a
-#: word.
+#: LZ4 counts in C integers. With more bytes it encodes only a part, or fails; above 4 GiB it does
+#: so silently.
 LZ4_MOST_NBYTES = 0x7E000000
 
 
 def takes(coder: str, nbytes: int) -> bool:
-    """Whether a coder can encode so many bytes at once."""
+    """Return whether a coder can encode this many bytes at once."""
     return coder != "lz4" or nbytes <= LZ4_MOST_NBYTES
 
 
 def compress(coder: str, raw: Bytes) -> Bytes:
-    """Compressed bytes; may be longer than what went in. The coder `none` passes them on.
+    """Return the compressed bytes, which may be longer than the input. `none` copies nothing.
 
     Raises
     ------
     ValueError
-        These are more than it `takes`.
+        The coder does not take this many bytes.
     """
     if not takes(coder, raw.nbytes):
         raise ValueError(f"{raw.nbytes} bytes are more than {coder} encodes at once")
     if coder == "none" or not raw.nbytes:
         return raw
-    # A codec object each time: pyarrow does not promise that one may be used by two threads, and
-    # making it takes a microsecond.
+    # A new codec object for each call. pyarrow does not promise that threads may share one, and
+    # creating one takes a microsecond.
     return np.frombuffer(_MAKERS[coder]().compress(pa.py_buffer(raw)), dtype=np.uint8)
 
 
 def decompress(coder: str, payload: Bytes, nbytes: int) -> Bytes:
-    """At most `nbytes` decoded bytes in an array of exactly that length.
+    """Return at most `nbytes` decoded bytes, in an array of exactly that length.
 
     Raises
     ------
     ProtocolError
-        The payload is damaged or holds more. One that holds less goes unnoticed here.
+        The payload is damaged or too long. A payload that is too short goes unnoticed.
     MemoryError
-        There is no room for what it holds, which says nothing of the payload.
+        The process lacks memory for the result. The payload may be valid.
     """
     if coder == "none" or not nbytes:
         if payload.nbytes != nbytes:
-            raise ProtocolError(f"{payload.nbytes} bytes where {nbytes} were announced")
+            raise ProtocolError(f"{payload.nbytes} bytes came where {nbytes} were announced")
         return payload
     if not takes(coder, nbytes):
         raise ProtocolError(f"{nbytes} bytes are more than {coder} encodes at once")
     try:
         decoded = _MAKERS[coder]().decompress(pa.py_buffer(payload), decompressed_size=nbytes)
     except MemoryError:
-        raise  # Arrow's own is an ArrowException as well
+        raise  # Arrow's MemoryError is an ArrowException too
     except (pa.ArrowException, OSError) as error:
         raise ProtocolError(f"damaged {coder} bytes: {error}") from error
     return np.frombuffer(decoded, dtype=np.uint8)

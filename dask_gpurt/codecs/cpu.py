@@ -1,11 +1,11 @@
-"""The codecs that run on a CPU: a transform that makes bytes alike, then an entropy coder.
+"""Codecs that run on a CPU: a transform, followed by an entropy coder.
 
-A payload is a CRC-32 of 4 bytes, the transform's parameters, the bytes after the last whole item,
-and what the coder made of the rest. The CRC is over all of these and over what they are meant to be
-decoded as. Without it neither LZ4 nor a transform would notice damaged bytes, nor the wrong length
-where pyarrow's decoders stop short; over encoded bytes it costs less than over raw ones. It does
-not defend against somebody who means to get past it: such a peer can have bytes of its own shard
-be left as they were in memory, and nothing else.
+A payload is a CRC-32 of 4 bytes, the parameters of the transform, the bytes after the last whole
+item, and the encoded rest. The CRC covers all of these, and the codec, item size and length to
+decode to. It detects damaged bytes, which LZ4 and the transforms do not, and wrong lengths, which
+pyarrow's decoders do not. A CRC over encoded bytes costs less than one over raw bytes. It does not
+defend against attackers. The worst that such a peer can do is to leave bytes of its own shard
+undefined.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _crc(codec: int, raw_nbytes: int, itemsize: int, pieces: Iterable[Bytes]) ->
 
 
 def sealed(codec: int, raw_nbytes: int, itemsize: int, pieces: list[Bytes]) -> list[Bytes] | None:
-    """A payload of these pieces: a CRC before them; None if it is not smaller than the bytes."""
+    """Return a payload of a CRC and these pieces; None if it is not smaller than the raw bytes."""
     if _CRC.size + sum(piece.nbytes for piece in pieces) >= raw_nbytes:
         return None
     crc = np.frombuffer(_CRC.pack(_crc(codec, raw_nbytes, itemsize, pieces)), dtype=np.uint8)
@@ -44,17 +44,17 @@ def sealed(codec: int, raw_nbytes: int, itemsize: int, pieces: list[Bytes]) -> l
 
 
 def opened(codec: int, name: str, payload: Any, raw_nbytes: int, itemsize: int) -> Bytes:
-    """What is behind the CRC of a payload, once that was checked.
+    """Check the CRC of a payload and return the bytes behind it.
 
     Raises
     ------
     DamagedError
-        It is not what was sent, or of another codec, length or item size.
+        The payload is damaged, or belongs to another codec, length or item size.
     ProtocolError
-        It is cut short.
+        The payload is cut short.
     """
     if len(payload) < _CRC.size:
-        raise ProtocolError("encoded section cut short")
+        raise ProtocolError("an encoded section is cut short")
     rest = np.frombuffer(payload, dtype=np.uint8)
     (expected,) = _CRC.unpack(rest[: _CRC.size].tobytes())
     rest = rest[_CRC.size :]
@@ -65,7 +65,7 @@ def opened(codec: int, name: str, payload: Any, raw_nbytes: int, itemsize: int) 
 
 @dataclass(frozen=True)
 class HostCodec:
-    """One transform and one coder.
+    """A codec of one transform and one coder.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class HostCodec:
     def _decode_items(self, rest: Bytes, out: Bytes, itemsize: int) -> None:
         n_items, tail_nbytes = divmod(out.nbytes, itemsize)
         if not n_items:
-            raise ProtocolError(f"no whole item in a section encoded with {self.name}")
+            raise ProtocolError(f"a section encoded with {self.name} has no whole item")
         fields: tuple[int, ...] = ()
         if self.transform == "narrow":
             fields = narrowing.parameters_of(
@@ -131,7 +131,7 @@ class HostCodec:
             )
             rest = rest[narrowing.PARAMETERS_NBYTES :]
         if rest.nbytes < tail_nbytes:
-            raise ProtocolError("encoded section cut short")
+            raise ProtocolError("an encoded section is cut short")
         whole = out[: n_items * itemsize]
         out[whole.nbytes :] = rest[:tail_nbytes]
         rest = rest[tail_nbytes:]
@@ -147,8 +147,8 @@ class HostCodec:
         narrowing.widen_into(codes, fields, whole, itemsize)
 
 
-#: Host codecs by their names on the wire. A number is never used again for anything else; those
-#: from 128 are for codecs of devices.
+#: Host codecs by their numbers on the wire. Numbers are never reused. Numbers from 128 on are for
+#: codecs of devices.
 HOST_CODECS: Mapping[int, Codec] = {
     codec.id: codec
     for codec in (

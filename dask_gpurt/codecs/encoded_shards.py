@@ -1,9 +1,9 @@
-"""A whole shard: its sections encoded one by one, and the table that says how.
+"""Encoding of a whole shard, section by section, with a table that describes the result.
 
-What travels is the table and the parts. Bytes that stay raw are views of the shard's buffer, unless
-they are few; neighbours that stay raw are one entry. A shard of which nothing was encoded needs no
-table: its parts are its buffer. The table describes itself, so a receiver needs neither the frame's
-layout nor the sender's reasons::
+The table and the parts are sent. Raw bytes are views of the shard's buffer, unless they are few.
+Adjacent raw bytes are one entry. A shard without encoded sections needs no table: its buffer is its
+only part. The table describes the parts completely, so a receiver needs neither the frame's layout
+nor the sender's decisions::
 
     entry   size
         0      1  codec, 0 for raw     u8
@@ -11,7 +11,7 @@ layout nor the sender's reasons::
         2      8  raw bytes            u64
        10      8  bytes of the parts   u64
 
-Little-endian, one entry after the other, in the order of the buffer.
+Numbers are little-endian. Entries follow each other in the order of the buffer.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from dask_gpurt.errors import ProtocolError
 _ENTRY = struct.Struct("<BBQQ")
 ENTRY_NBYTES = _ENTRY.size
 
-#: Sections shorter than this are joined with neighbours of the same item size: a call costs some
-#: 10 us, which a kilobyte of one column in a thousand never earns back.
+#: Shorter sections are joined with neighbours of the same item size. A call costs about 10 us,
+#: which a kilobyte of one column among a thousand never earns back.
 _JOINED_NBYTES = 16 * 2**10
 
-#: Raw bytes that are fewer are copied to their encoded neighbours: a buffer on the wire costs more.
+#: Fewer raw bytes are copied next to their encoded neighbours: a further buffer on the wire costs
+#: more than the copy.
 _VIEWED_NBYTES = 4 * 2**10
 
-#: What is shorter even so is not worth a call.
+#: Sections that are shorter even after joining are not encoded.
 LEAST_NBYTES = 1024
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How one stretch of a shard travels."""
+    """The encoding of one range of a shard."""
 
     codec: int
     itemsize: int
@@ -53,14 +54,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A shard as it travels.
+    """An encoded shard.
 
     Attributes
     ----------
     parts
-        Buffers that belong one after the other; views of the shard where much of it stayed raw.
+        Buffers in order. Long raw ranges are views of the shard.
     table
-        What they are; empty if they are the shard itself.
+        Description of the parts; empty if the only part is the shard itself.
     """
 
     parts: tuple[Bytes, ...]
@@ -68,15 +69,15 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire, with the table."""
+        """Bytes on the wire, including the table."""
         return sum(part.nbytes for part in self.parts) + ENTRY_NBYTES * len(self.table)
 
 
 def joined(sections: Iterable[tuple[str, int, int, int]]) -> list[Section]:
-    """Sections long enough to be worth a call each: short neighbours of one item size as one.
+    """Join short sections of one item size, so that each result is worth a call.
 
-    The number that are joined is a power of two, so that shards of nearly the same length are
-    joined alike, and what was learnt from one serves for the next.
+    The number of joined sections is a power of two. So shards of similar length are joined alike,
+    and measurements of one apply to the next.
     """
     result: list[Section] = []
     run: list[Section] = []
@@ -92,7 +93,7 @@ def joined(sections: Iterable[tuple[str, int, int, int]]) -> list[Section]:
     for section in map(Section._make, sections):
         if run and (len(run) >= wanted or section.itemsize != run[0].itemsize):
             close()
-        # Padding in the midst would put the items behind it out of step.
+        # Padding inside a section would misalign the items after it.
         if run and run[-1].nbytes % run[-1].itemsize:
             close()
         if not run:
@@ -115,12 +116,12 @@ def encode_shard(
     Parameters
     ----------
     buffer
-        A packed shard. It must not change as long as the result is in use.
+        A packed shard. It must not change while the result is in use.
     sections
-        In order, covering the buffer.
+        Sections in order, covering the buffer.
     choices
-        Number of a codec for each section, or `RAW`. What a codec would not make smaller, table
-        entry included, stays raw.
+        Codec number of each section, or `RAW`. A section stays raw if encoding does not shrink it
+        by more than its table entries.
 
     Raises
     ------
@@ -133,20 +134,12 @@ def encode_shard(
     position = raw_from = 0
 
     def close_raw(end: int) -> None:
-        nbytes = end - raw_from
-        if not nbytes:
-            return
-        table.append(Entry(RAW, 1, nbytes, nbytes))
-        if nbytes < _VIEWED_NBYTES:
-            pieces.append(buffer[raw_from:end])
-            return
-        close_encoded()
-        parts.append(buffer[raw_from:end])
-
-    def close_encoded() -> None:
-        if pieces:
-            parts.append(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
-            pieces.clear()
+        if nbytes := end - raw_from:
+            table.append(Entry(RAW, 1, nbytes, nbytes))
+            if nbytes >= _VIEWED_NBYTES:
+                _flush(pieces, parts)
+            target = pieces if nbytes < _VIEWED_NBYTES else parts
+            target.append(buffer[raw_from:end])
 
     for section, choice in zip(sections, choices, strict=True):
         if section.offset != position:
@@ -155,7 +148,7 @@ def encode_shard(
         encoded = None
         if choice != RAW:
             encoded = codecs[choice].encode(buffer[position:end], section.itemsize)
-        # Each encoded section may split raw bytes in two and so costs two entries.
+        # An encoded section may split raw bytes in two, so it costs two entries.
         wire_nbytes = sum(piece.nbytes for piece in encoded) if encoded is not None else 0
         if encoded is not None and wire_nbytes + 2 * ENTRY_NBYTES < section.nbytes:
             close_raw(position)
@@ -168,8 +161,15 @@ def encode_shard(
     if not table:
         return Encoded((buffer,), ())
     close_raw(position)
-    close_encoded()
+    _flush(pieces, parts)
     return Encoded(tuple(parts), tuple(table))
+
+
+def _flush(pieces: list[Bytes], parts: list[Bytes]) -> None:
+    """Append the pieces to the parts as one buffer, and clear them."""
+    if pieces:
+        parts.append(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        pieces.clear()
 
 
 def decode_shard(
@@ -178,31 +178,27 @@ def decode_shard(
     out: Bytes,
     codecs: Mapping[int, Codec] = HOST_CODECS,
 ) -> None:
-    """Fill `out` with the shard.
+    """Decode a shard into `out`.
 
     Parameters
     ----------
     parts
-        Buffers as they came: those of `Encoded`, or fewer and longer ones. No entry goes across
-        two of them.
+        Received buffers: those of `Encoded`, or fewer and longer ones. An entry never spans two of
+        them.
     table
-        As it came.
+        The received table.
     out
-        Exactly as long as the shard; what it holds after an error is undefined.
+        Memory of exactly the shard's length. Its content is undefined after an error.
 
     Raises
     ------
     ProtocolError
-        Parts, table and `out` do not belong together, or bytes are damaged.
+        Parts, table and `out` do not match, or bytes are damaged.
     """
     arrays = [np.frombuffer(part, dtype=np.uint8) for part in parts if len(part)]
-    wire_nbytes = sum(array.nbytes for array in arrays)
-    if not table:
-        table = [Entry(RAW, 1, out.nbytes, out.nbytes)] if out.nbytes else []
-    if sum(entry.raw_nbytes for entry in table) != out.nbytes:
-        raise ProtocolError(f"the table of a shard does not describe its {out.nbytes} bytes")
-    if sum(entry.wire_nbytes for entry in table) != wire_nbytes:
-        raise ProtocolError(f"the table of a shard does not describe {wire_nbytes} bytes that came")
+    if not table and out.nbytes:
+        table = [Entry(RAW, 1, out.nbytes, out.nbytes)]
+    _require_lengths(table, out.nbytes, sum(array.nbytes for array in arrays))
     arrays.reverse()
     current = np.empty(0, dtype=np.uint8)
     position = 0
@@ -225,15 +221,22 @@ def decode_shard(
         codec.decode_into(payload, target, entry.itemsize)
 
 
+def _require_lengths(table: Sequence[Entry], raw_nbytes: int, wire_nbytes: int) -> None:
+    if sum(entry.raw_nbytes for entry in table) != raw_nbytes:
+        raise ProtocolError(f"the table of a shard does not describe its {raw_nbytes} bytes")
+    if sum(entry.wire_nbytes for entry in table) != wire_nbytes:
+        raise ProtocolError(f"the table of a shard does not describe {wire_nbytes} bytes that came")
+
+
 def unencoded(buffer: Bytes, table: Sequence[Entry]) -> list[Bytes]:
-    """What of a shard travels as it is: nothing that a codec made tells whether it was damaged.
+    """Return the raw parts of a shard. Codecs detect damage of the other parts themselves.
 
     Parameters
     ----------
     buffer
-        The shard as it was packed.
+        The packed shard.
     table
-        That of `Encoded`.
+        The table of `Encoded`.
     """
     if not table:
         return [buffer]
@@ -247,17 +250,17 @@ def unencoded(buffer: Bytes, table: Sequence[Entry]) -> list[Bytes]:
 
 
 def pack_table(table: Iterable[Entry]) -> bytes:
-    """The table as it travels."""
+    """Encode the table."""
     return b"".join(_ENTRY.pack(e.codec, e.itemsize, e.raw_nbytes, e.wire_nbytes) for e in table)
 
 
 def unpack_table(packed: Any) -> tuple[Entry, ...]:
-    """The inverse of `pack_table`. Lengths are checked by `decode_shard`.
+    """Decode the table. `decode_shard` checks the lengths.
 
     Raises
     ------
     ProtocolError
-        The bytes are no whole number of entries.
+        The bytes are not a whole number of entries.
     """
     if len(packed) % ENTRY_NBYTES:
         raise ProtocolError("the table of a shard is cut short")

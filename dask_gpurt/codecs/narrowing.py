@@ -1,16 +1,16 @@
 """Numbers in fewer bytes: `value = base + step * code`, with codes of 0, 1, 2 or 4 bytes.
 
-Most columns use a fraction of their type: keys of a few thousand customers in 64 bits, days
-counted in microseconds, prices of two decimals in a double. Three readings of the items are
-tried, and the one with the narrowest codes is taken:
+Most columns use a fraction of their type: keys of a few thousand customers in 64 bits, days counted
+in microseconds, prices with two decimals in a double. This module tries three readings of the items
+and takes the one with the narrowest codes:
 
-- *offset*: the items as integers, from the least one, in steps of their common divisor;
-- *delta*: the same of the differences between neighbours (offsets, sorted keys);
+- *offset*: the items as integers, counted from the smallest in steps of their common divisor;
+- *delta*: the same for the differences between neighbours (offsets, sorted keys);
 - *decimal*: doubles that are a whole number times a power of ten, as that whole number.
 
-All arithmetic wraps, so integers come back whatever their sign or byte order (an order that is
-not the machine's merely does not get narrow). Doubles are compared bit by bit before a decimal
-reading is taken. Values in, values out; every step is one vectorised pass.
+All arithmetic wraps, so integers of any sign and byte order are restored. Integers in another byte
+order than the machine's just do not get narrow. A decimal reading is used only if it restores the
+doubles bit by bit. The functions are pure, and every step is one vectorized pass.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PARAMETERS_NBYTES = _PARAMETERS.size
 
 _OFFSET, _DELTA, _DECIMAL_TIMES, _DECIMAL_OVER = range(4)
 
-#: Powers of ten that a decimal reading tries.
+#: Largest power of ten that a decimal reading tries.
 _MAX_POWER = 4
 _SCALES = 10.0 ** np.arange(_MAX_POWER + 1)[:, None]
 
-#: Items looked at before a whole column is.
+#: Number of items to inspect before a whole column.
 _PROBES = 64
 
 ITEMSIZES = (2, 4, 8)
@@ -45,7 +45,7 @@ ITEMSIZES = (2, 4, 8)
 
 @dataclass(frozen=True)
 class _Codes:
-    """Codes of integers, and what they count from and in."""
+    """Codes of integers, with their base and step."""
 
     codes: Array
     base: int
@@ -57,24 +57,23 @@ class _Codes:
 
 
 def narrow(raw: Bytes, itemsize: int) -> tuple[bytes, Bytes, int] | None:
-    """Codes of whole items.
+    """Encode whole items in narrower codes.
 
     Parameters
     ----------
     raw
-        At least one item, and nothing but whole ones.
+        One or more whole items.
     itemsize
         One of `ITEMSIZES`.
 
     Returns
     -------
     (parameters, codes, width) or None
-        Width is that of one code in bytes; None where no reading has codes of fewer bytes than
-        the items have.
+        `width` is the bytes of one code. None if no reading has codes narrower than the items.
     """
     items = raw.view(f"<u{itemsize}")
     found, reading, power = None, _OFFSET, 0
-    # The one that promises more goes first: mostly it keeps that, and spares the other one.
+    # Start with the reading that promises narrower codes: it usually wins, and spares the other.
     for least_width, one in sorted(_promised(items)):
         below = itemsize if found is None else found.width
         if least_width >= below:
@@ -97,10 +96,10 @@ def narrow(raw: Bytes, itemsize: int) -> tuple[bytes, Bytes, int] | None:
 
 
 def _promised(items: Array) -> list[tuple[int, int]]:
-    """Bytes that codes have at least, for each reading of integers; told by a few items.
+    """Return for each integer reading the least width that its codes can have, from a few items.
 
-    They have the span and the common step of all items at best. So a column that cannot be
-    narrowed is spared every pass over the whole of it.
+    The span and the common divisor of all items are at best those of the few. So a column that
+    cannot be narrowed needs no pass over all items.
     """
     every = _every(len(items))
     found = [(_least_width(items[::every]), _OFFSET)]
@@ -123,7 +122,7 @@ def _every(n_items: int) -> int:
 
 
 def _offset(items: Array, below: int) -> _Codes | None:
-    """Codes of less than `below` bytes for unsigned items, which are read with a sign."""
+    """Encode unsigned items, read with a sign, in codes of less than `below` bytes; else None."""
     itemsize = items.dtype.itemsize
     signed = items.view(f"<i{itemsize}")
     base = int(signed.min())
@@ -150,7 +149,7 @@ def _width(span: int) -> int:
 
 
 def _decimal(values: Array) -> tuple[_Codes, int, int] | None:
-    """Codes, reading and power of ten of doubles that are decimal numbers."""
+    """Return codes, reading and power of ten for doubles that are decimal numbers."""
     with np.errstate(all="ignore"):
         for power, reading in _decimal_readings(values[:: _every(len(values))]):
             whole = _whole(values, power, reading)
@@ -161,32 +160,32 @@ def _decimal(values: Array) -> tuple[_Codes, int, int] | None:
 
 
 def _decimal_readings(probes: Array) -> list[tuple[int, int]]:
-    """Powers of ten and readings that bring all of a few doubles back, the least power first."""
-    # All at once: a column that is not decimal would otherwise pay for ten failures.
+    """Return the powers of ten and readings that restore a few doubles, smallest power first."""
+    # In one step: otherwise, a column that is not decimal would pay for ten failed attempts.
     wanted = np.ascontiguousarray(probes).view("<i8")
     numbers = np.rint(probes * _SCALES)
-    numbers += 0.0  # a negative zero is no whole number
+    numbers += 0.0  # turns a negative zero into a positive one
     times = (numbers * (1 / _SCALES)).view("<i8") == wanted
     over = (numbers / _SCALES).view("<i8") == wanted
     found = np.stack([times.all(axis=1), over.all(axis=1)], axis=1)
-    return [(int(power), _DECIMAL_TIMES + int(way)) for power, way in np.argwhere(found)]
+    return [(int(power), _DECIMAL_TIMES + int(divides)) for power, divides in np.argwhere(found)]
 
 
 def _whole(values: Array, power: int, reading: int) -> Array | None:
-    """The integers that give exactly these doubles in this reading, or None."""
+    """Return the integers that give exactly these doubles in this reading, or None."""
     numbers = np.multiply(values, 10.0**power)
     np.rint(numbers, out=numbers)
     whole = numbers.astype("<i8")
-    # Bit by bit what the receiver will make of them: a negative zero, what is not a number and
-    # what no integer reaches become something else.
+    # Compare bit by bit with what the receiver computes. Negative zeros, NaNs and numbers beyond
+    # 64-bit integers are not restored.
     np.copyto(numbers, whole)
     back = _scaled(numbers, power, reading)
     return whole if np.array_equal(back.view("<i8"), values.view("<i8")) else None
 
 
 def _scaled(numbers: Array, power: int, reading: int) -> Array:
-    """Decimals of whole numbers, in place."""
-    # Readers of text divide, readers of scaled integers multiply; they differ in the last bit.
+    """Convert whole numbers to decimals in place."""
+    # Parsers of text divide; readers of scaled integers multiply. The last bit differs.
     if reading == _DECIMAL_TIMES:
         numbers *= 1 / 10.0**power
     else:
@@ -195,15 +194,15 @@ def _scaled(numbers: Array, power: int, reading: int) -> Array:
 
 
 def parameters_of(head: bytes, itemsize: int) -> tuple[int, ...]:
-    """Fields of encoded parameters, checked; the second is the width of a code.
+    """Decode and check parameters. The second field is the width of a code.
 
     Raises
     ------
     ProtocolError
-        They are cut short, or `narrow` writes nothing of the kind.
+        The parameters are cut short, or `narrow` cannot have written them.
     """
     if len(head) != PARAMETERS_NBYTES:
-        raise ProtocolError("parameters of narrowed numbers cut short")
+        raise ProtocolError("the parameters of narrowed numbers are cut short")
     fields = _PARAMETERS.unpack(head)
     reading, width, power, *_ = fields
     if (
@@ -214,19 +213,19 @@ def parameters_of(head: bytes, itemsize: int) -> tuple[int, ...]:
         or power > _MAX_POWER
         or (reading >= _DECIMAL_TIMES and itemsize != 8)
     ):
-        raise ProtocolError("parameters of narrowed numbers that make no sense")
+        raise ProtocolError("the parameters of narrowed numbers are invalid")
     return fields
 
 
 def n_codes(fields: tuple[int, ...], n_items: int) -> int:
-    """How many codes there are for so many items."""
+    """Return the number of codes for a number of items."""
     if fields[1] == 0:
         return 0
     return n_items - 1 if fields[0] == _DELTA else n_items
 
 
 def widen_into(codes: Bytes, fields: tuple[int, ...], out: Bytes, itemsize: int) -> None:
-    """Write the items of these codes; the inverse of `narrow`."""
+    """Write the items of these codes. This is the inverse of `narrow`."""
     reading, width, power, base, step, first = fields
     kind = np.dtype(f"<u{itemsize}").type
     items = out.view(f"<u{itemsize}")

@@ -1,12 +1,12 @@
-"""The codecs that run on a CUDA device: LZ4 and Zstandard as nvCOMP has them.
+"""Codecs that run on a CUDA device: LZ4 and Zstandard of nvCOMP.
 
-For bytes in the host's memory, as the port wants it: they are copied to the device, coded there,
-and what came of them is copied back. A payload is a CRC-32 as those of the host's codecs have it
-(`codecs.cpu`), then nvCOMP's own format, chunk by chunk. nvCOMP is not free software and is not
-installed by itself; it is loaded at the first call.
+They encode bytes in host memory. The bytes are copied to the device and encoded there, and the
+result is copied back. A payload is a CRC-32 as in `codecs.cpu`, followed by nvCOMP's own chunked
+format. nvCOMP is not free software and must be installed separately. It is loaded at the first
+call.
 
-They are for peers that say that they can decode them. Whether they are used is decided as for any
-other codec, by what they do with a sample here and now, copies to the device and back included.
+These codecs serve peers that announce that they can decode them. Like any codec, one is chosen by
+its current speed and ratio on a sample, including the copies to the device and back.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dask_gpurt.codecs.codec import Bytes, Codec
 from dask_gpurt.codecs.cpu import opened, sealed
 from dask_gpurt.errors import ProtocolError
 
-#: What nvCOMP calls each coder.
+#: nvCOMP's name of each coder.
 _ALGORITHMS = {"lz4": "LZ4", "zstd": "Zstd"}
-#: Chunks are coded beside each other: smaller ones fill the device, larger ones compress better.
-#: nvCOMP's default.
+#: nvCOMP's default. Chunks are encoded in parallel: smaller ones fill the device, larger ones
+#: compress better.
 _CHUNK_NBYTES = 64 << 10
 
-#: A process that uses a device has loaded one of these.
+#: A process that uses a device has imported one of these.
 _DEVICE_LIBRARIES = {"cudf", "cupy", "rmm"}
 
 _of_thread = threading.local()
@@ -39,7 +39,7 @@ _of_thread = threading.local()
 
 @dataclass(frozen=True)
 class NvcompCodec:
-    """One of nvCOMP's coders, over the bytes as they are."""
+    """One of nvCOMP's coders, without a transform."""
 
     id: int
     coder: str
@@ -57,7 +57,7 @@ class NvcompCodec:
         try:
             encoded = _on_host(_coder(self.coder).encode(_on_device(raw)))
         except RuntimeError:
-            return None  # a device that has no room is no reason not to send
+            return None  # the device has no room: send the bytes raw
         return sealed(self.id, raw.nbytes, itemsize, [encoded])
 
     def decode_into(self, payload: Any, out: Bytes, itemsize: int) -> None:
@@ -65,35 +65,35 @@ class NvcompCodec:
             raise ProtocolError(f"{self.name} does not encode items of {itemsize} bytes")
         body = opened(self.id, self.name, payload, out.nbytes, itemsize)
         if self.id not in usable():
-            raise ProtocolError(f"there is no {self.name} here, which nobody said there was")
+            raise ProtocolError(f"this worker has no {self.name} and did not offer it to peers")
         coder = _coder(self.coder)
         try:
             source = _on_device(body)
-            # It allocates what the payload says.
+            # Check the announced size first: decoding allocates that much.
             announced = coder.get_uncomp_buffer_size(source)
             if announced != out.nbytes:
-                raise ProtocolError(f"{announced} bytes where {out.nbytes} were announced")
+                raise ProtocolError(f"{announced} bytes came where {out.nbytes} were announced")
             decoded = _on_host(coder.decode(source))
         except (RuntimeError, ValueError) as error:
             raise ProtocolError(f"damaged {self.name} bytes: {error}") from error
         if decoded.nbytes != out.nbytes:
-            raise ProtocolError(f"{decoded.nbytes} bytes where {out.nbytes} were announced")
+            raise ProtocolError(f"{decoded.nbytes} bytes came where {out.nbytes} were announced")
         np.copyto(out, decoded)
 
 
-#: By their numbers on the wire, of which those from 128 are for codecs of devices.
+#: Codecs by their numbers on the wire. Numbers from 128 on are for codecs of devices.
 NVCOMP_CODECS: Mapping[int, Codec] = {
     codec.id: codec for codec in (NvcompCodec(128, "lz4"), NvcompCodec(129, "zstd"))
 }
 
 
 def usable() -> Mapping[int, Codec]:
-    """Those of them that work here: all, or none without nvCOMP or a device.
+    """Return the codecs that work here: all, or none without nvCOMP or a device.
 
-    Not on an event loop: it loads nvCOMP.
+    Do not call this on an event loop: it loads nvCOMP.
     """
-    # A context of CUDA takes seconds and hundreds of megabytes: a process that has done without a
-    # device goes on doing so.
+    # A CUDA context takes seconds and hundreds of megabytes, so a process that uses no device must
+    # not create one.
     return _usable() if _DEVICE_LIBRARIES & sys.modules.keys() else {}
 
 
@@ -109,7 +109,7 @@ def _usable() -> Mapping[int, Codec]:
 @cache
 def _library() -> Any:
     with contextlib.suppress(ImportError):
-        # Loaded before it, nvCOMP's libraries keep cuDF from finding its own.
+        # If nvCOMP's libraries are loaded first, cuDF does not find its own.
         import cudf  # noqa: F401
     from nvidia import nvcomp
 
@@ -117,7 +117,7 @@ def _library() -> Any:
 
 
 def _coder(coder: str) -> Any:
-    """This thread's: it has a stream and scratch memory, which two threads must not share."""
+    """Return this thread's coder. Threads cannot share its stream and scratch memory."""
     coders: dict[str, Any] = _of_thread.__dict__
     found = coders.get(coder)
     if found is None:
@@ -128,7 +128,7 @@ def _coder(coder: str) -> Any:
 
 
 def _on_device(raw: Bytes) -> Any:
-    # nvCOMP does not say whether it takes memory that is read-only.
+    # nvCOMP does not document whether it accepts read-only memory.
     return _library().as_array(raw if raw.flags.writeable else raw.copy()).cuda()
 
 

@@ -1,8 +1,8 @@
 """Byte planes: the first bytes of all items, then the second bytes, and so on.
 
-Entropy coders find more in bytes of one significance side by side. NumPy's strided copies do this
-at 1 to 3 GB/s; for items of 2, 4 and 8 bytes they are taken apart in halves instead, which are
-vectorised casts and shifts, and two to four times faster.
+Entropy coders compress bytes of equal significance better. NumPy's strided copies split bytes at 1
+to 3 GB/s. Items of 2, 4 and 8 bytes are halved recursively instead, with vectorized casts and
+shifts, which is two to four times faster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HALVED = (2, 4, 8)
 
 
 def split(raw: Bytes, itemsize: int) -> Bytes:
-    """Byte planes of whole items."""
+    """Return the byte planes of whole items."""
     out = np.empty(raw.nbytes, dtype=np.uint8)
     if itemsize in _HALVED:
         _split(raw.view(f"<u{itemsize}"), out)
@@ -28,7 +28,7 @@ def split(raw: Bytes, itemsize: int) -> Bytes:
 
 
 def merge(planes: Bytes, itemsize: int, out: Bytes) -> None:
-    """Write whole items, given their byte planes; the inverse of `split`."""
+    """Write whole items from their byte planes. This is the inverse of `split`."""
     if itemsize in _HALVED:
         _merge(planes, out.view(f"<u{itemsize}"))
         return

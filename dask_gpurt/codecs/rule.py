@@ -1,9 +1,9 @@
-"""When compression pays: the break-even of one section on one link. Pure.
+"""The rule for when compression pays: the break-even of one section on one link.
 
-Encoding, sending and decoding overlap, so moving S bytes takes as long as the slowest of the
-three: `max(S/Cc, S/(r*B), S/Cd)`, with rates Cc and Cd in raw bytes a second, ratio r, and
-bandwidth B. Left alone it takes `S/B`. If every section of a shard is chosen by this, the shard is
-not slower than left alone either, since the sums of each stage are then all below it.
+Encoding, sending and decoding overlap, so moving S bytes takes as long as the slowest of the three:
+`max(S/Cc, S/(r*B), S/Cd)`. Cc and Cd are the rates in raw bytes a second, r is the ratio, and B the
+bandwidth. Raw bytes take `S/B`. If this rule chooses every section of a shard, the shard is not
+slower than a raw one. The sum of each stage is below the raw time. The functions are pure.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Mode = Literal["auto", "none", "lz4", "zstd"]
 
 @dataclass(frozen=True)
 class Trial:
-    """What one codec did with a sample of a section.
+    """The result of one codec on a sample of a section.
 
     Attributes
     ----------
     codec, name, coder
-        Which codec.
+        The codec.
     ratio
-        Raw bytes over encoded bytes; 1 where encoding did not make them fewer.
+        Raw bytes over encoded bytes; 1 if encoding did not shrink the sample.
     encode_rate, decode_rate
         Raw bytes a second.
     """
@@ -39,9 +39,9 @@ class Trial:
     decode_rate: float
 
     def predicted_s(self, nbytes: int, bandwidth: float, slowdown: float) -> float:
-        """Seconds to move so many raw bytes over a link of `bandwidth` bytes a second.
+        """Return the seconds to move raw bytes over a link of `bandwidth` bytes a second.
 
-        `slowdown` is how many times longer than on the sample the codec takes.
+        `slowdown` is the codec's current time relative to its time on the sample.
         """
         return max(
             nbytes * slowdown / self.encode_rate,
@@ -52,7 +52,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A trial, and what it means for a section on a link; None if the link is not known."""
+    """A trial, with its prediction for a section on a link; None if the link is unknown."""
 
     codec: str
     ratio: float
@@ -63,20 +63,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen for a section on a link, and the numbers that led to it.
+    """The choice for a section on a link, with the numbers behind it.
 
     Attributes
     ----------
     section, itemsize, nbytes
-        What was decided on, at the size it had then.
+        The section, with its size at the time of the decision.
     link, bandwidth
-        Where it goes; bytes a second, None if not known.
+        The link, and its bytes a second; None if unknown.
     slowdown
-        How many times slower than on samples codecs were on whole shards lately.
+        Time of codecs on recent whole shards relative to samples.
     trials
-        Every codec that was tried.
+        Results of all codecs that were tried.
     codec, choice
-        Number and name of what was chosen; `RAW` and `none` for no compression.
+        Number and name of the chosen codec; `RAW` and `none` for no compression.
     reason
         One sentence.
     """
@@ -94,13 +94,13 @@ class Decision:
 
     @property
     def none_s(self) -> float | None:
-        """Predicted seconds without compression, None if the bandwidth is not known."""
+        """Predicted seconds without compression; None if the bandwidth is unknown."""
         return self.nbytes / self.bandwidth if self.bandwidth else None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every codec that was tried, with its rates as they are now, and what they mean."""
-        # Made for those who ask: decisions are made for each section every few shards.
+        """All codecs that were tried, with current rates and predictions."""
+        # Computed on demand: decisions for each section are made every few shards.
         return tuple(
             Candidate(
                 t.name,
@@ -115,7 +115,7 @@ class Decision:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the decision as plain values."""
         plain = {name: value for name, value in vars(self).items() if name != "trials"}
         candidates = [asdict(candidate) for candidate in self.candidates]
         return {**plain, "none_s": self.none_s, "candidates": candidates}
@@ -137,44 +137,14 @@ def decide(
     Parameters
     ----------
     mode
-        `auto` for the rule; `lz4` or `zstd` for the codec with that coder that shrinks the
-        section most, whatever the link; `none` for none.
+        `auto` for the rule. `lz4` or `zstd` for the codec with that coder that shrinks the section
+        most, for any link. `none` for no compression.
     trials
-        What each codec did with a sample.
+        The result of each codec on a sample.
     section, itemsize, nbytes, link, bandwidth, slowdown
         As in `Decision`.
     """
-    codec, choice = RAW, "none"
-    shrinking = [t for t in trials if t.ratio > 1 and mode in ("auto", t.coder)]
-    if mode == "none":
-        reason = "compression is switched off"
-    elif mode != "auto":
-        reason = f"no codec with {mode} makes it smaller"
-        if shrinking:
-            best = max(shrinking, key=lambda t: t.ratio)
-            codec, choice = best.codec, best.name
-            reason = f"{mode} was asked for, and this is its smallest form"
-    elif not bandwidth:
-        reason = "the link has not been measured yet"
-    else:
-        reason = "no codec makes it smaller"
-        if shrinking:
-            none_s = nbytes / bandwidth
-            # Where the link is what takes longest, several may predict the same: then the one
-            # that leaves most of the processor to others.
-            best = min(
-                shrinking,
-                key=lambda t: (
-                    t.predicted_s(nbytes, bandwidth, slowdown),
-                    1 / t.encode_rate + 1 / t.decode_rate,
-                ),
-            )
-            best_s = best.predicted_s(nbytes, bandwidth, slowdown)
-            if best_s < none_s:
-                codec, choice = best.codec, best.name
-                reason = f"predicted to take {best_s / none_s:.0%} of the time that raw bytes take"
-            else:
-                reason = "every codec that makes it smaller takes longer than the link saves"
+    chosen, reason = _choose(mode, trials, nbytes, bandwidth, slowdown)
     return Decision(
         section=section,
         itemsize=itemsize,
@@ -182,8 +152,40 @@ def decide(
         link=link,
         bandwidth=bandwidth,
         trials=trials,
-        codec=codec,
-        choice=choice,
+        codec=RAW if chosen is None else chosen.codec,
+        choice="none" if chosen is None else chosen.name,
         reason=reason,
         slowdown=slowdown,
     )
+
+
+def _choose(
+    mode: Mode, trials: Sequence[Trial], nbytes: int, bandwidth: float | None, slowdown: float
+) -> tuple[Trial | None, str]:
+    """Return the trial of the codec to use, or None, and the reason."""
+    if mode == "none":
+        return None, "compression is switched off"
+    shrinking = [t for t in trials if t.ratio > 1 and mode in ("auto", t.coder)]
+    if mode != "auto":
+        if not shrinking:
+            return None, f"no codec with {mode} makes it smaller"
+        best = max(shrinking, key=lambda t: t.ratio)
+        return best, f"{mode} was asked for, and this is its smallest form"
+    if not bandwidth:
+        return None, "the link has not been measured yet"
+    if not shrinking:
+        return None, "no codec makes it smaller"
+    # Where the link is the slowest stage, several codecs may predict the same time. Then the one
+    # that takes the least processor time wins.
+    best = min(
+        shrinking,
+        key=lambda t: (
+            t.predicted_s(nbytes, bandwidth, slowdown),
+            1 / t.encode_rate + 1 / t.decode_rate,
+        ),
+    )
+    none_s = nbytes / bandwidth
+    best_s = best.predicted_s(nbytes, bandwidth, slowdown)
+    if best_s < none_s:
+        return best, f"predicted to take {best_s / none_s:.0%} of the time that raw bytes take"
+    return None, "every codec that makes it smaller takes longer than the link saves"

@@ -1,9 +1,8 @@
-"""What each codec makes of a sample of a section: its ratio, and its rates here and now.
+"""Trials of codecs on a sample of a section: the ratio, and the current rates.
 
-Rates are taken from the sample itself and not from a benchmark of the process. A codec's rate
-depends on the data more than on anything else: LZ4 writes from 300 MB/s to 3 GB/s of the columns
-of one table. And the sample has to be encoded for its ratio anyhow. What slows down longer work
-than a sample is `codecs.chooser`'s to notice.
+The sample itself gives the rates, not a benchmark of the process, because a codec's rate depends
+mostly on the data. LZ4 writes the columns of one table at 300 MB/s to 3 GB/s. The ratio requires
+encoding the sample anyway. `codecs.chooser` notices what slows down longer work than a sample.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ import numpy as np
 from dask_gpurt.codecs.codec import Bytes, Codec
 from dask_gpurt.codecs.rule import Trial
 
-#: Seconds, from any beginning.
+#: Returns seconds since any fixed point.
 Clock = Callable[[], float]
 
-#: Long enough that what a call costs by itself does not count for much.
+#: Long enough that the fixed cost of a call hardly matters.
 SAMPLE_NBYTES = 128 * 2**10
 
-#: First, every codec has a short look.
+#: Size of the first, short trial of every codec.
 LOOK_NBYTES = 16 * 2**10
 
-#: Times the sample is encoded and decoded after that; the fastest counts.
+#: Repetitions of the long trial. The fastest counts.
 _REPEATS = 2
 
-#: A codec that another one beats by this factor in ratio and in both rates has lost.
+#: A codec is out if another one is better by this factor in ratio and both rates.
 _BEATEN = 1.1
 
 
 def middle(raw: Bytes, itemsize: int, nbytes: int) -> Bytes:
-    """About so many bytes of whole items in the middle; all if there are not more."""
+    """Return about `nbytes` of whole items from the middle, or all bytes if there are fewer."""
     if raw.nbytes <= nbytes:
         return raw
     start = (raw.nbytes - nbytes) // 2 // itemsize * itemsize
@@ -42,8 +41,8 @@ def middle(raw: Bytes, itemsize: int, nbytes: int) -> Bytes:
 def try_codecs(raw: Bytes, itemsize: int, codecs: Iterable[Codec], clock: Clock) -> list[Trial]:
     """Try every codec that suits the items on a sample of `raw`.
 
-    All of them on a short stretch, and then those that nothing else beats on a longer one.
-    Takes a few milliseconds.
+    All codecs run on a short sample. Those that no other codec beats also run on a longer one. This
+    takes a few milliseconds.
     """
     if not raw.nbytes:
         return []
@@ -81,7 +80,7 @@ def _trial(codec: Codec, sample: Bytes, itemsize: int, clock: Clock, repeats: in
 def _timed(
     codec: Codec, raw: Bytes, itemsize: int, clock: Clock, repeats: int
 ) -> tuple[int, float, float]:
-    """Encoded length, and seconds to encode and to decode."""
+    """Return the encoded length and the seconds to encode and to decode."""
     encode_s = decode_s = float("inf")
     pieces = None
     for _ in range(repeats):
@@ -89,7 +88,7 @@ def _timed(
         pieces = codec.encode(raw, itemsize)
         encode_s = min(encode_s, clock() - began)
         if pieces is None:
-            # It would travel as it is; what was spent on trying counts all the same.
+            # The section would travel raw, but the time for trying still counts.
             return raw.nbytes, encode_s, 0.0
     assert pieces is not None
     payload = np.concatenate(pieces)

@@ -1,1 +1,1 @@
-"""Memory of host and device, streams of work on a device, and lanes of threads beside tasks."""
+"""Memory of host and device, streams of work on a device, and thread lanes beside the tasks."""

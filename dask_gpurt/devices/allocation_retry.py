@@ -1,6 +1,6 @@
-"""What a device does when an allocation finds no room: wait, ask for some, or give up.
+"""The steps a device takes when an allocation finds no room: wait, ask the callback, or fail.
 
-The same for every `Device`; how much is used, and what is being freed, is theirs.
+All devices share them. Each device itself knows its used memory and its queued frees.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dask_gpurt.devices.device import Device, OnFull
 
 
-def overcome(
+def wait_or_make_room(
     device: Device,
     nbytes: int,
     used_nbytes: int,
@@ -18,25 +18,25 @@ def overcome(
     callback: OnFull | None,
     problem: MemoryError | None = None,
 ) -> None:
-    """Return when it is worth trying again. Called without the device's lock.
+    """Return when the allocation is worth a retry. The caller must not hold the device's lock.
 
     Parameters
     ----------
     nbytes
-        What was asked for.
+        Size of the allocation.
     wait
-        Waits for memory whose freeing is queued; None where that would not do.
+        Waits for a queued free. None if waiting would not make enough room.
     problem
-        What the memory's own pool said, if it was asked.
+        The error of the memory pool, if the device asked it.
 
     Raises
     ------
     MemoryError
-        Nobody makes room.
+        The callback makes no room, or there is no callback.
     """
     if wait is not None:
         wait()
-    # What could not fit into an empty device is no reason to empty it.
+    # An allocation that exceeds the whole device is no reason to evict anything.
     elif nbytes > device.capacity_nbytes or callback is None or not callback(nbytes):
         raise MemoryError(
             f"no room for {nbytes} bytes on device {device.name!r}: "

@@ -1,7 +1,7 @@
-"""An array on a device, as a task's output: dtype and shape over a buffer.
+"""A device array as a task's output: dtype and shape over a buffer.
 
-It stands in for a GPU library's array where values are kept, moved and dropped, and does no
-arithmetic. Its memory is freed when it dies.
+It replaces the array of a GPU library where the store keeps, moves and drops values. It does no
+arithmetic. Its memory is freed when it is garbage collected.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from dask_gpurt.devices.device import Buffer, Device, Event, Stream
 
 
 class DeviceArray:
-    """A contiguous array in memory of a device.
+    """A contiguous array in device memory.
 
     Parameters
     ----------
     stream
-        Where its memory is freed, after all its uses: work that is queued there later waits for
-        them.
+        The stream that frees the memory, after all uses. Work queued there later waits for them.
     ready
-        Work on other streams waits for this.
+        Work on other streams must wait for this event.
 
     Attributes
     ----------
     buffer
-        Its memory. Whoever queues work on it on another stream waits for `ready` before, and calls
-        `used` after.
+        The memory. To use it on another stream, wait for `ready` first, and call `used` after.
     """
 
     def __init__(
@@ -59,19 +57,19 @@ class DeviceArray:
         stream: Stream,
         frees: Stream | None = None,
     ) -> DeviceArray:
-        """Copy an array to the device; it must not change until `ready` is done.
+        """Copy an array to the device. It must not change until `ready` is done.
 
         Parameters
         ----------
         frees
-            Where its memory is freed, instead of on `stream`.
+            The stream that frees the memory, instead of `stream`.
 
         Raises
         ------
         MemoryError
             The device has no room.
         ValueError
-            It has Python objects, or is not C-contiguous.
+            The array contains Python objects, or is not C-contiguous.
         """
         if array.dtype.hasobject:
             raise ValueError("Python objects cannot be on a device")
@@ -92,22 +90,22 @@ class DeviceArray:
     def to_host(
         self, stream: Stream, out: npt.NDArray[Any] | None = None
     ) -> tuple[npt.NDArray[Any], Event]:
-        """Copy it to the host on any stream.
+        """Copy the array to the host.
 
         Parameters
         ----------
         out
-            Where to, instead of new memory: an array of its dtype and shape.
+            Target of the copy: an array of the same dtype and shape. None for new memory.
 
         Returns
         -------
         array, event
-            The array may be read once the event is done.
+            Read the array only after the event is done.
         """
         if out is None:
             out = np.empty(self.shape, self.dtype)
         elif out.dtype != self.dtype or out.shape != self.shape:
-            raise ValueError(f"{self.dtype}{self.shape} into {out.dtype}{out.shape}")
+            raise ValueError(f"cannot copy {self.dtype}{self.shape} into {out.dtype}{out.shape}")
         stream.wait(self.ready)
         stream.to_host(out, self.buffer)
         event = stream.record()
@@ -115,12 +113,12 @@ class DeviceArray:
         return out, event
 
     def used(self, event: Event) -> None:
-        """Its memory must not be freed before this event."""
-        # Several threads may use one array: none of them may forget the event of another.
+        """Delay the freeing of the memory until after this event."""
+        # Several threads may use one array. The lock keeps them from losing each other's events.
         with self._lock:
             self._uses = [one for one in self._uses if not one.is_done()]
             self._uses.append(event)
 
     def __del__(self) -> None:
         if hasattr(self, "_uses"):
-            self.device.bury(self.buffer, self._stream, [self.ready, *self._uses])
+            self.device.free_later(self.buffer, self._stream, [self.ready, *self._uses])

@@ -1,23 +1,24 @@
-"""The port of a device: memory of a fixed size, and streams of work that the host only queues.
+"""The port of a device: memory of a fixed size, and asynchronous streams of work.
 
-As small as what the store, the shuffle and gathers need of a GPU: memory with a budget, copies in
-three directions, kernels, and events that order them. There is no synchronisation of a whole
-device, and no default stream: whoever waits says for what.
+The port has what the store, the shuffle and gathers need of a GPU, and no more. This is memory with
+a budget, copies in three directions, kernels, and events that order them. It has no default stream
+and no synchronization of the whole device. Callers wait for a stream or an event.
 
-What holds on every device:
+Every device keeps these rules:
 
-- Work on one stream runs in the order it was queued. Work on two streams has no order, unless the
-  one waits for an event of the other.
-- Whatever two streams both touch, and one of them writes, has to be ordered by an event. To
-  allocate counts as a write on the stream it is done for, and so does to free.
-- The memory of a copy's host end belongs to the stream from the moment the copy is queued until an
-  event after it is done.
-- After a kernel that raised, nothing more of its stream is run, nor of streams that wait for it.
-  Memory whose freeing is queued is freed all the same.
-- Urgency decides which kernel begins next, never stops one that runs, and means nothing to copies.
+- Work on one stream runs in the order in which it was queued. Work on two streams has no order,
+  unless one stream waits for an event of the other.
+- If two streams use the same memory and one of them writes, an event must order them. Allocating
+  counts as a write on the stream of the allocation. Freeing counts as a write too.
+- The host memory of a copy belongs to the stream while the copy is in flight. That is from the call
+  that queues the copy until an event recorded after it is done.
+- After a kernel raises, its stream and all streams that wait for it run nothing more. Queued frees
+  still happen.
+- The priority of a stream decides which kernel starts next. It never stops a running kernel and
+  does not affect copies.
 
-`devices.emulated.emulated_device` is a device emulated in host memory, which breaks none of these
-and reports whoever does. `tests/conformance/device_suite.py` is the suite every device has to pass.
+`devices.emulated.emulated_device` emulates a device in host memory. It keeps these rules and
+reports programs that break them. Every device must pass `tests/conformance/device_suite.py`.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-#: Host memory at one end of a copy: contiguous, of any type.
+#: Host memory that a copy reads or writes: a contiguous array of any dtype.
 HostMemory = npt.NDArray[Any]
 
-#: Asked for room of so many bytes when there is none; True if it is worth trying again.
+#: A callback for a full device. It gets the bytes wanted and returns whether to retry.
 OnFull = Callable[[int], bool]
 
 
 class Priority(enum.IntEnum):
-    """Which of two pieces of work that could begin does; the smaller number, as in CUDA."""
+    """Which kernel starts first if two could. Smaller numbers go first, as in CUDA."""
 
     HIGH = -1
     NORMAL = 0
@@ -50,18 +51,18 @@ class Buffer(Protocol):
     def nbytes(self) -> int: ...
 
     def part(self, start: int, nbytes: int) -> Buffer:
-        """Some of the same memory, as long as it is not freed.
+        """Return a view of the memory. The view is valid until the memory is freed.
 
         Raises
         ------
         IndexError
-            There are not so many bytes.
+            The buffer has fewer bytes.
         """
 
     def free(self, stream: Stream) -> None:
-        """Let go of the memory once the stream has done what is queued on it now.
+        """Free the memory after the work that is queued on the stream now.
 
-        The buffer and its parts cannot be used any more from here on.
+        The buffer and its parts must not be used after this call.
         """
 
 
@@ -69,20 +70,20 @@ class Event(Protocol):
     """A point in the work of a stream."""
 
     def is_done(self) -> bool:
-        """Whether the stream has got there; does not wait."""
+        """Return whether the stream has reached the event. Does not wait."""
 
     def synchronize(self) -> None:
-        """Wait until the stream has got there.
+        """Wait until the stream has reached the event.
 
         Raises
         ------
         Exception
-            What a kernel before it raised.
+            The error of a kernel before the event.
         """
 
 
 class Stream(Protocol):
-    """Work in order. Every method returns at once, but for `synchronize`."""
+    """A queue of work in order. All methods except `synchronize` return at once."""
 
     @property
     def name(self) -> str: ...
@@ -96,14 +97,15 @@ class Stream(Protocol):
         Raises
         ------
         ValueError
-            The two are not of one length, or the host memory is not contiguous. Likewise below.
+            The two differ in length, or the host memory is not contiguous. This applies to
+            `to_host` and `on_device` as well.
         """
 
     def to_host(self, target: HostMemory, source: Buffer) -> None:
-        """Copy memory of the device to the host. It is there once an event after this is done."""
+        """Copy device memory to the host. Read it after an event recorded later is done."""
 
     def on_device(self, target: Buffer, source: Buffer) -> None:
-        """Copy within the device; the two must not overlap."""
+        """Copy within the device. The two buffers must not overlap."""
 
     def launch(
         self,
@@ -111,68 +113,71 @@ class Stream(Protocol):
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
     ) -> None:
-        """Compute.
+        """Run a kernel.
 
         Parameters
         ----------
         kernel
-            Called with the bytes of each of `reads`, then of each of `writes`, as one-dimensional
-            arrays of the device's array library. It uses nothing else of the device, and leaves
-            what it only reads as it is. When it is called, and by which thread, is the device's
-            business: on a GPU at once, to queue what it does.
+            The function to call. Its arguments are the bytes of each of `reads`, then of each of
+            `writes`, as one-dimensional arrays of the device's array library. It must use no other
+            device memory and must not write to `reads`. The device decides when it calls the
+            kernel, and in which thread. A GPU calls it at once, and the kernel queues its work.
         """
 
     def record(self) -> Event:
-        """The point that has been queued so far."""
+        """Return an event at the end of the work queued so far."""
 
     def wait(self, event: Event) -> None:
-        """Whatever is queued on this stream from now on begins after the event is done."""
+        """Start work that is queued on this stream from now on only after the event is done."""
 
     def synchronize(self) -> None:
-        """Wait for what is queued on this stream now; raises what a kernel in it raised."""
+        """Wait for the work queued on this stream; raise the error of a kernel in it."""
 
 
 class Device(Protocol):
-    """Memory and streams. Every method may be called from any thread."""
+    """Memory and streams. All methods are safe to call from any thread."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def capacity_nbytes(self) -> int:
-        """Most bytes that can be allocated at a time."""
+        """Most bytes that can be allocated at the same time."""
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes allocated; those that are freed count until their stream has got there."""
+        """Allocated bytes. A queued free counts until its stream has reached it."""
 
     def allocate(self, nbytes: int, stream: Stream) -> Buffer:
-        """Uninitialised memory, for use on this stream and on those that wait for it.
+        """Return uninitialized memory for this stream and for streams that wait for it.
 
-        Waits for memory whose freeing is queued if that will do. If not, what was registered by
-        `on_full` is called with no lock held, again and again until there is room or it gives up.
+        If queued frees will make enough room, this call waits for them. Otherwise it calls the
+        callback of `on_full`, with no lock held, until there is room or the callback returns False.
 
         Raises
         ------
         MemoryError
-            There is no room.
+            The device has no room.
         """
 
     def on_full(self, callback: OnFull | None) -> None:
-        """What to call when there is no room, instead of what was registered before."""
+        """Replace the callback that is called when the device has no room."""
 
     def stream(self, name: str, priority: Priority = Priority.NORMAL) -> Stream:
-        """A new stream; they are few, and live as long as the device.
+        """Return a new stream. It lives as long as the device, so open few of them.
 
-        The name is what ledgers and messages call it.
+        Ledger entries and messages show the name.
         """
 
-    def bury(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
-        """Free memory on a stream, after some events; for destructors.
+    def free_later(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
+        """Free memory on a stream after some events. For use in destructors.
 
-        Takes no lock, raises nothing, and happens with the next call to the device.
+        This method takes no lock and raises nothing. The next call to the device frees the memory.
         """
 
     def close(self) -> None:
-        """Stop. Work that has not begun is dropped, and whoever waits for it gets a RuntimeError;
-        or it is waited for, where it cannot be taken back."""
+        """Stop the device.
+
+        An emulated device drops work that has not started; waiting for such work raises
+        RuntimeError. A GPU cannot take back queued work, so closing waits for it.
+        """

@@ -1,8 +1,11 @@
-"""How much of a device's memory shards may take: those that stay there, and those that arrive.
+"""The budget for shuffle shards in the memory of a device.
 
-Beyond the mark they are kept in the host's memory. It counts what it handed out and is still alive,
-not what the device has left: a pool that owns most of the device would look like a full one.
-Knows no device library: what allocates is handed in.
+The budget covers shards that stay on the device and shards that arrive there. Beyond the limit, the
+caller keeps shards in host memory. The budget counts the live memory that it handed out, not the
+free memory of the device. With free memory, a pool that owns most of the device would make it look
+full.
+
+This module imports no device library. The caller passes the function that allocates.
 """
 
 from __future__ import annotations
@@ -13,38 +16,38 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-#: Anything that can be referred to weakly and lets go of its memory as it dies.
+#: Memory that supports weak references and is freed when it is garbage collected.
 M = TypeVar("M")
 
 
-class DeviceRoom:
-    """Memory of one device, up to a mark. Safe to use from any thread.
+class DeviceBudget:
+    """A limit on the memory that shards take on one device. Safe to use from any thread.
 
     Parameters
     ----------
-    mark_nbytes
-        Most that may be handed out at a time.
+    limit_nbytes
+        Most bytes that may be handed out at the same time.
     """
 
-    def __init__(self, mark_nbytes: int) -> None:
-        self.mark_nbytes = mark_nbytes
+    def __init__(self, limit_nbytes: int) -> None:
+        self.limit_nbytes = limit_nbytes
         self._lock = threading.Lock()
         self._used_nbytes = 0
-        # A deque: memory dies wherever the garbage collector runs, so nothing that happens then may
-        # take the lock.
+        # A deque, because finalizers append to it wherever the garbage collector runs. They must
+        # not take the lock: the same thread may hold it.
         self._freed: deque[int] = deque()
 
     def take(self, allocate: Callable[[int], M], nbytes: int) -> M | None:
-        """Memory for so many bytes; None if that is more than the mark or the device allows.
+        """Allocate memory; return None if the budget or the device has no room for it.
 
         Parameters
         ----------
         allocate
-            Bytes to memory of them; raises MemoryError if the device has none.
+            Returns memory of the given number of bytes. Raises MemoryError if the device is full.
         """
         with self._lock:
             self._count_freed()
-            if self._used_nbytes + nbytes > self.mark_nbytes:
+            if self._used_nbytes + nbytes > self.limit_nbytes:
                 return None
             self._used_nbytes += nbytes
         try:
@@ -59,7 +62,7 @@ class DeviceRoom:
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes handed out and still alive."""
+        """Bytes that were handed out and are still alive."""
         with self._lock:
             self._count_freed()
             return self._used_nbytes

@@ -1,11 +1,10 @@
-"""Lanes of a CPU worker: threads on which communication goes on while tasks compute.
+"""Lanes of a CPU worker: small thread pools for communication beside the running tasks.
 
-A task runs on a thread of Dask's. What brings its inputs and takes its outputs away (packing,
-codecs, copies, disk) runs on lanes beside it, as it would on streams of a GPU: each lane is a few
-threads of its own, and what they do releases the interpreter lock. Within a lane the more urgent
-goes first; nothing that runs is stopped.
+Tasks run on Dask's threads. Packing, codecs, copies and disk I/O for their inputs and outputs run
+on lanes beside them, as they would on the streams of a GPU. This work releases the interpreter
+lock. Within a lane, more urgent work starts first. A lane never interrupts running work.
 
-With one thread and one priority a lane is an ordered queue.
+A lane with one thread and one priority is an ordered queue.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Job:
-    """Work that waits for its turn."""
+    """A queued function call."""
 
     __slots__ = ("args", "function", "future", "nbytes", "path", "turn")
 
@@ -48,16 +47,16 @@ class _Job:
 
 
 class Lane:
-    """A few threads, and work that waits for them.
+    """A few threads with a priority queue of work.
 
     Parameters
     ----------
     name
-        What threads and ledger call it.
+        Name in thread names and ledger entries.
     n_threads
-        Most that work at a time. They are started as they are needed.
+        Largest number of threads. The lane starts them when it needs them.
     ledger
-        Where to enter what was done.
+        Gets an entry for each piece of work.
     """
 
     def __init__(self, name: str, n_threads: int = 1, ledger: Ledger | None = None) -> None:
@@ -79,25 +78,26 @@ class Lane:
         path: str = "",
         nbytes: int = 0,
     ) -> Future[T]:
-        """Have something done.
+        """Queue a function call.
 
         Parameters
         ----------
         priority
-            Before whom it goes: those that are less urgent, and those as urgent that came later.
+            The call runs before calls of lower priority, and before later calls of the same
+            priority.
         path, nbytes
-            For the ledger: what it is, and how much it moves.
+            Kind of work and bytes moved, for the ledger.
 
         Returns
         -------
         Future
-            Its result; what has not begun can be cancelled by it. `asyncio.wrap_future` makes it
-            something to await.
+            The result. Cancelling it drops the call if it has not started. Use
+            `asyncio.wrap_future` to await it.
 
         Raises
         ------
         RuntimeError
-            The lane is closed, or no thread can be started for it.
+            The lane is closed, or the process cannot start a thread for it.
         """
         with self._changed:
             if self._is_closed:
@@ -108,15 +108,15 @@ class Lane:
             heapq.heappush(self._jobs, job)
             if len(self._jobs) > self._n_idle and len(self._threads) < self._n_threads:
                 number = len(self._threads)
-                # Daemons: what was to be written when the process ends is of no use to anybody.
+                # Daemon threads: when the process ends, unfinished writes are of no use.
                 thread = threading.Thread(
                     target=self._serve, name=f"gpurt {self.name} {number}", daemon=True
                 )
                 try:
                     thread.start()
-                except RuntimeError:  # the process may have no more of them
+                except RuntimeError:  # the process cannot start more threads
                     if not self._threads:
-                        self._jobs.clear()  # there is none but this
+                        self._jobs.clear()  # holds only this job
                         raise
                 else:
                     self._threads.append(thread)
@@ -125,24 +125,24 @@ class Lane:
 
     @property
     def n_waiting(self) -> int:
-        """Pieces of work that have not begun."""
+        """Number of calls that have not started."""
         with self._changed:
             return len(self._jobs)
 
     def is_pending(self) -> bool:
-        """Whether anything waits or is being done. Asked at each launch that may be shaped."""
-        # Without the lock, which whoever launches would wait for: a thread stops being idle before
-        # it takes a piece of work, so that nothing is missed in between.
+        """Return whether a call is waiting or running. Every shapeable kernel launch asks this."""
+        # Without the lock, so that a launch does not wait for it. A thread stops being idle before
+        # it takes a job, so this misses no job in between.
         return bool(self._jobs) or self._n_idle < len(self._threads)
 
     def close(self) -> None:
-        """Cancel what has not begun and wait for what has. Does nothing the second time."""
+        """Cancel calls that have not started and wait for the others. Repeated calls do nothing."""
         with self._changed:
             self._is_closed = True
             dropped, self._jobs = self._jobs, []
             threads = list(self._threads)
             self._changed.notify_all()
-        # Outside of the lock: callbacks of futures run here, and may do anything.
+        # Outside the lock: callbacks of the futures run here, and they may do anything.
         for job in dropped:
             if job.future.cancel():
                 job.future.set_running_or_notify_cancel()
@@ -159,7 +159,7 @@ class Lane:
     def _serve(self) -> None:
         while (job := self._next()) is not None:
             self._do(job)
-            # An idle thread must not keep the last work's arguments alive.
+            # An idle thread must not keep the arguments of its last job alive.
             del job
 
     def _next(self) -> _Job | None:
@@ -167,7 +167,7 @@ class Lane:
             self._n_idle += 1
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if not self._jobs:
-                return None  # closed; what has ended is as good as idle
+                return None  # the lane is closed; an ended thread counts as idle
             self._n_idle -= 1
             return heapq.heappop(self._jobs)
 
@@ -185,5 +185,5 @@ class Lane:
         else:
             job.future.set_result(result)
         finally:
-            # The error's traceback holds this frame: it must not hold the error in turn.
+            # The error's traceback refers to this frame, so the frame must not refer to the error.
             del job

@@ -1,8 +1,8 @@
-"""What was moved and computed when: the ledger, and how much of it went on at the same time.
+"""A ledger of copies and computations, and a measure of how much of them overlapped.
 
 An entry is one piece of work of one lane: a copy, a pack, a write to disk, a kernel. The ledger
-keeps the newest of them and the sums of all. `overlap` makes a number of them, of which
-0 means one after the other and 1 that only the busiest lane took any time.
+keeps the newest entries, and sums over all entries. `overlap` turns entries into a number. It is 0
+if the lanes worked one after the other, and 1 if the total time is that of the busiest lane.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: The lanes of tasks, wherever they run, and of sending and receiving what they hand in.
+#: Lanes of tasks on any device, and of sending and receiving.
 COMPUTE, COMMUNICATION = "compute", "communication"
-#: Path of an entry that is not work but the lack of it: within another entry of its lane, the one
-#: who did that waited for another lane.
+#: The path of an entry that marks idle time: within another entry of its lane, the worker of that
+#: entry waited for another lane.
 WAITING = "waiting"
 
 
@@ -28,13 +28,13 @@ class Entry(NamedTuple):
     Attributes
     ----------
     lane
-        Who did it: a lane's or a stream's name.
+        Name of the lane or stream that did the work.
     path
-        What it was, or between which places bytes went.
+        Kind of work, or source and target of a copy.
     nbytes
-        What was moved; 0 if nothing was.
+        Bytes moved; 0 if none.
     start_s, end_s
-        By the ledger's clock.
+        Start and end on the ledger's clock.
     """
 
     lane: str
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """All entries of one lane and path that there ever were."""
+    """Totals over all entries of one lane and path."""
 
     n: int
     nbytes: int
@@ -53,14 +53,14 @@ class Sum(NamedTuple):
 
 
 class Ledger:
-    """The newest entries and the sums of all. Safe to use from any thread.
+    """The newest entries, and sums over all. Safe to use from any thread.
 
     Parameters
     ----------
     capacity
-        Entries that are kept; older ones are only in the sums.
+        Number of entries to keep. Older entries count only in the sums.
     clock
-        Seconds, from any beginning.
+        Returns seconds since any fixed point.
     """
 
     def __init__(self, capacity: int = 4096, clock: Callable[[], float] = time.perf_counter):
@@ -79,7 +79,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def timed(self, lane: str, path: str, nbytes: int = 0) -> Iterator[None]:
-        """An entry for what is done inside, whether or not it ends well."""
+        """Add an entry for the body of a `with` statement, even if the body raises."""
         start_s = self.clock()
         try:
             yield
@@ -87,30 +87,30 @@ class Ledger:
             self.add(Entry(lane, path, nbytes, start_s, self.clock()))
 
     def entries(self) -> list[Entry]:
-        """The newest, in the order in which they ended."""
+        """Return the newest entries, in the order in which they ended."""
         with self._lock:
             return list(self._entries)
 
     def sums(self) -> dict[tuple[str, str], Sum]:
-        """By lane and path, since the beginning."""
+        """Return the totals by lane and path since the start."""
         with self._lock:
             return dict(self._sums)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of some work went on at the same time.
+    """The overlap of the work of several lanes.
 
     Attributes
     ----------
     parts_s
-        Seconds in which each lane did something; waiting for another lane is not.
+        Busy seconds of each lane, without the time it waited for another lane.
     measured_s
-        Seconds it took altogether.
+        Seconds of the whole period.
     efficiency
-        Saved time as a share of what could have been saved:
-        (sum of parts - measured) / (sum of parts - longest part). Below 0 if it took longer than
-        one after the other; None if only one lane did anything.
+        Saved time as a share of the time that could have been saved:
+        (sum of parts - measured) / (sum of parts - longest part). Negative if the period took
+        longer than all parts one after the other. None if at most one lane did anything.
     """
 
     parts_s: dict[str, float]
@@ -119,15 +119,15 @@ class Overlap:
 
 
 def overlap(entries: Iterable[Entry], measured_s: float | None = None) -> Overlap:
-    """How well lanes overlapped.
+    """Measure how well lanes overlapped.
 
     Parameters
     ----------
     entries
-        Those of the period in question.
+        Entries of the period.
     measured_s
-        What it took altogether, if that is known better than from the first beginning to the last
-        end. Gaps in which nothing went on count as time it took.
+        Length of the period, if the caller knows it. By default it is the time from the first start
+        to the last end. Idle gaps are part of it.
     """
     lanes: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -144,7 +144,7 @@ def overlap(entries: Iterable[Entry], measured_s: float | None = None) -> Overla
 
 
 def _busy_s(entries: list[Entry]) -> float:
-    """Time in which anybody worked: threads of one lane that work at once count once."""
+    """Return the seconds in which at least one thread of the lane worked."""
     changes = []
     for entry in entries:
         by = -1 if entry.path == WAITING else 1

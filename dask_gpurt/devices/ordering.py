@@ -1,11 +1,11 @@
-"""Which work on a device is known to come after which, and what that forbids.
+"""Vector clocks that find missing order between streams of a device.
 
-On a GPU, two streams that use the same memory without an event between them work nearly always.
-The emulated device keeps vector clocks, as race detectors do, and so finds such a pair when the
-second of them is queued, whatever order they would have run in. Likewise memory that is freed while
-another stream may still use it, and what is used after it was freed.
+On a GPU, two streams that use the same memory without an event between them nearly always work. The
+emulated device keeps vector clocks, as race detectors do. It reports such a pair when the second
+piece of work is queued, independent of the order in which the two run. It also reports memory that
+is freed while another stream may still use it, and uses of freed memory.
 
-No clock but logical ones, no threads: whoever calls holds a lock.
+The clocks are logical. This module starts no threads; the caller holds a lock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 
 class HazardError(RuntimeError):
-    """Work on a device that is not ordered as it must be: an error of the program."""
+    """Missing order between pieces of work on a device: a bug in the program."""
 
 
 class Clock:
-    """How far into the work of each stream something is known to come after."""
+    """A vector clock: for each stream, the number of its last known piece of work."""
 
     __slots__ = ("_seen",)
 
@@ -26,12 +26,12 @@ class Clock:
         self._seen = seen if seen is not None else {}
 
     def tick(self, stream: str) -> int:
-        """One more piece of work on a stream; its number there."""
+        """Count one more piece of work on a stream and return its number."""
         self._seen[stream] = number = self._seen.get(stream, 0) + 1
         return number
 
     def merge(self, other: Clock) -> None:
-        """From here on, also after everything that `other` is after."""
+        """Add everything that `other` comes after."""
         for stream, number in other._seen.items():
             if number > self._seen.get(stream, 0):
                 self._seen[stream] = number
@@ -45,16 +45,16 @@ class Clock:
 
 @dataclass(frozen=True)
 class Use:
-    """What a piece of work does with bytes of a buffer.
+    """An access of a piece of work to bytes of a buffer.
 
     Attributes
     ----------
     what
-        How messages call the work.
+        Name of the work in messages.
     stream, number
-        Where it is queued.
+        The stream, and the number of the work on it.
     start, stop
-        Its bytes.
+        Range of bytes.
     """
 
     what: str
@@ -70,8 +70,8 @@ class Use:
     def conflicts_with(self, other: Use) -> bool:
         return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
 
-    def stands_for(self, other: Use) -> bool:
-        """Whether what conflicts with `other` always conflicts with this."""
+    def covers(self, other: Use) -> bool:
+        """Return whether every use that conflicts with `other` also conflicts with this one."""
         return (
             (self.writes or not other.writes)
             and self.start <= other.start
@@ -80,38 +80,45 @@ class Use:
 
 
 class Uses:
-    """What has been queued on one buffer, as far as later work may have to come after it."""
+    """The uses of one buffer that later work may have to come after."""
 
     def __init__(self) -> None:
         self._uses: list[Use] = []
         self._freed_by: Use | None = None
 
     def add(self, use: Use, clock: Clock, host: Clock) -> None:
-        """Take note of one more use.
+        """Record one more use.
 
         Parameters
         ----------
         clock
-            What the use comes after.
+            The clock of the use.
         host
-            What the host has waited for: everything that it queues from now on comes after.
+            The clock of the host. All work queued from now on comes after it.
 
         Raises
         ------
         HazardError
-            It is not ordered after one that it conflicts with. Nothing is noted then.
+            An earlier use conflicts with this one and is not ordered before it. The new use is not
+            recorded.
         """
         self.check(use, clock)
         self._uses = [
             old
             for old in self._uses
             if not host.is_after(old.stream, old.number)
-            and not (use.stands_for(old) and clock.is_after(old.stream, old.number))
+            and not (use.covers(old) and clock.is_after(old.stream, old.number))
         ]
         self._uses.append(use)
 
     def check(self, use: Use, clock: Clock) -> None:
-        """Only look whether a use would be in order."""
+        """Check a use without recording it.
+
+        Raises
+        ------
+        HazardError
+            The memory is freed, or the use is not ordered after one that it conflicts with.
+        """
         if self._freed_by is not None:
             raise HazardError(f"{use} uses memory that {self._freed_by} has freed")
         for old in self._uses:
@@ -119,12 +126,12 @@ class Uses:
                 raise HazardError(f"{use} is not ordered after {old}: wait for an event of it")
 
     def free(self, use: Use, clock: Clock, host: Clock) -> None:
-        """The last use.
+        """Record the last use.
 
         Raises
         ------
         HazardError
-            It was freed before, or another use may come after this.
+            The memory is already freed, or another use may come after this one.
         """
         self.add(use, clock, host)
         self._freed_by = use

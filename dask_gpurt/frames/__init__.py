@@ -1,1 +1,1 @@
-"""One module a kind of data: partition, pack, unpack and concatenate it."""
+"""Adapters for kinds of data: partition, pack, unpack and concatenate."""

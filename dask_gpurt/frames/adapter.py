@@ -1,10 +1,11 @@
-"""The port a kind of data implements so that it can be exchanged.
+"""The port that a kind of data implements to be exchanged.
 
-A *frame* here is whatever one partition is: a DataFrame of pandas or of cuDF. The exchange only
-ever asks an adapter to open a partition, group its rows, gather some of them, and concatenate
-pieces of shards; it never looks inside. What an adapter makes may lie in the memory of a device:
-whoever needs its bytes in the host's asks `on_host` for them.
-`tests/conformance/frame_suite.py` is the suite every adapter has to pass.
+A *frame* here is one partition, such as a DataFrame of pandas or cuDF. The exchange asks an adapter
+to open a partition, group its rows, gather some of them, and concatenate pieces of shards. The
+exchange never looks inside a frame. Shards may lie in device memory; call `on_host` to get their
+bytes in host memory.
+
+Every adapter must pass `tests/conformance/frame_suite.py`.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ import numpy.typing as npt
 
 from dask_gpurt.frames.gather import Rows
 
-#: Where memory comes from: bytes wanted to an uninitialised array of them.
+#: Returns an uninitialized array of the given number of bytes.
 Empty = Callable[[int], npt.NDArray[np.uint8]]
-#: Bytes that a Python object takes, with what it is made of.
+#: Returns the bytes of a Python object, including its parts.
 Sizeof = Callable[[Any], int]
 
-#: Bytes of a Python object that was not measured.
+#: Assumed size of a Python object that was not measured.
 OBJECT_NBYTES = 64
-#: Objects of a column that are measured. More take longer than they tell.
+#: Objects measured per column. Larger samples cost more time than they add accuracy.
 _MOST_MEASURED = 100
 
 
 def fresh(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory from NumPy."""
+    """Return new memory from NumPy."""
     return np.empty(nbytes, dtype=np.uint8)
 
 
 def mean_nbytes(values: Any, sizeof: Sizeof) -> float:
-    """Bytes that one of some objects takes on average, by a sample of them.
+    """Return the average size of the objects in an array, from a sample.
 
-    Measured are the objects and not their pickle: they are what a shard holds, and numbers in
-    lists take several times what is pickled of them. Those that are the same object count once.
+    This measures the objects, not their pickles: a shard holds the objects, and numbers in lists
+    take several times the bytes of their pickle. An object that occurs several times counts once.
     """
     sample = values[:: -(-len(values) // _MOST_MEASURED) or 1].tolist()
     distinct = {id(value): value for value in sample}
@@ -46,55 +47,55 @@ def mean_nbytes(values: Any, sizeof: Sizeof) -> float:
 
 
 class DeviceMemory(Protocol):
-    """Bytes in the memory of a device: what a transport may send from there, or write there.
+    """Bytes in device memory, which a transport may send from there, or write there.
 
-    Work that fills or reads it is done when it changes hands, so that nobody needs to know of
-    streams.
+    All work that fills or reads the memory is done when it is handed over, so the receiver needs no
+    stream.
     """
 
     @property
     def nbytes(self) -> int: ...
 
     def __len__(self) -> int:
-        """Bytes, as of an array of them."""
+        """Return the number of bytes."""
 
     @property
     def __cuda_array_interface__(self) -> Mapping[str, Any]: ...
 
     def copy_to_host(self, out: npt.NDArray[np.uint8], start: int = 0) -> None:
-        """Fill `out` with the bytes from `start` on; they are there on return."""
+        """Fill `out` with the bytes from `start` on. The copy is done on return."""
 
 
-#: Memory of the device for so many bytes; None if it has no room to spare for them.
+#: Returns device memory of the given size, or None if the device has no room for it.
 Landing = Callable[[int], DeviceMemory | None]
 
 
 class Body(Protocol):
-    """Rows of one shard, in memory, ready to be concatenated."""
+    """The rows of one shard in memory, ready to be concatenated."""
 
     @property
     def layout_key(self) -> bytes:
-        """Encoded layout; bodies with equal keys were taken apart in the same way."""
+        """Encoded layout. Bodies with equal keys consist of the same parts."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes that the body keeps in memory."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of one shard as one buffer, ready to leave the process or to be unpacked.
+    """The rows of one shard in one buffer, ready to be sent or unpacked.
 
     Attributes
     ----------
     buffer
-        Contiguous bytes: fixed-width parts, then an Arrow stream, then what says how to read them
-        (a pickle, or the contents of device columns). In memory of the host or, `DeviceMemory`, of
-        a device.
+        Contiguous bytes in three sections: fixed-width parts, an Arrow stream, and a description (a
+        pickle, or the contents of device columns). The buffer is an array in host memory, or
+        `DeviceMemory`.
     n_rows
-        Rows in it.
+        Number of rows.
     arrow_nbytes, pickle_nbytes
-        Lengths of the last two sections; what is left is the first.
+        Lengths of the last two sections. The first section takes the rest.
     """
 
     buffer: Any
@@ -108,7 +109,7 @@ class Packed:
 
 
 def on_host(packed: Packed, empty: Empty = fresh) -> Packed:
-    """The same in memory of the host; what is there already is passed on as it is."""
+    """Return the shard in host memory. A shard in host memory is returned unchanged."""
     if not packed.is_on_device:
         return packed
     buffer = empty(packed.buffer.nbytes)
@@ -118,7 +119,7 @@ def on_host(packed: Packed, empty: Empty = fresh) -> Packed:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `start` to `stop` of a body: what one shard has for one output partition."""
+    """Rows `start` to `stop` of a body: the share of one shard in one output partition."""
 
     body: Any
     start: int
@@ -127,14 +128,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows that become one shard, and where host memory for it comes from.
+    """Row numbers that become one shard, and the source of host memory for it.
 
     Attributes
     ----------
     rows
-        Numbers of rows: an array of the adapter's library, or of NumPy.
+        Row numbers: an array of the adapter's library, or of NumPy.
     ascending
-        Whether the numbers ascend, as those of one slot do.
+        The numbers ascend, as those of one slot do.
     """
 
     rows: Any
@@ -144,65 +145,66 @@ class Selection:
 
 
 class Slots(Protocol):
-    """Which slot a row belongs to, by the number of its output partition."""
+    """The mapping from output partitions to slots."""
 
     @property
     def n_slots(self) -> int: ...
 
     @property
     def slot_table(self) -> npt.NDArray[np.intp]:
-        """Slot of each partition, by its number; the last entry, -1, is for any other number."""
+        """Slot of each partition, by its number. The last entry, -1, is for any other number."""
 
     def slots(self, partitions: npt.NDArray[Any]) -> Rows:
-        """Slot of each row, -1 for those that nobody wants."""
+        """Return the slot of each row; -1 if no worker wants the row."""
 
 
 class OpenPartition(Protocol):
-    """One input partition, taken apart once, from which rows are then gathered."""
+    """One input partition, decomposed once, from which rows are gathered."""
 
     @property
     def layout_key(self) -> bytes:
-        """Encoded layout of every shard that comes out of this partition."""
+        """Encoded layout of all shards of this partition."""
 
     @property
     def row_nbytes(self) -> float:
-        """Bytes one row takes on average."""
+        """Average bytes of a row."""
 
     def group(self, slots: Slots) -> tuple[Any, Sequence[int]]:
-        """Order rows by slot, keeping their order inside each.
+        """Sort the row numbers by slot and keep their order within each slot.
 
         Returns
         -------
         rows, offsets
-            `rows[offsets[s]:offsets[s + 1]]` are the numbers of the rows of slot `s`, ascending: an
-            array of the adapter's library.
+            `rows[offsets[s]:offsets[s + 1]]` are the row numbers of slot `s`, ascending: an array
+            of the adapter's library.
         """
 
     def gather(self, selections: Sequence[Selection]) -> list[Any]:
-        """A `Packed` for each selection that leaves this process, a body for each that stays.
+        """Gather a `Packed` for each selection that leaves this process, and a body for the others.
 
-        All at once, so that a column can be gathered for every shard while it is in the cache:
-        gathering shard by shard reads each cache line of a column once a shard.
+        One call serves all selections, so that each column is gathered for all shards while it is
+        in the cache. Gathering shard by shard would read each cache line of a column once for each
+        shard.
         """
 
 
 class BodyAdapter(Protocol):
-    """What it takes to send or spill a body, and to read it again.
+    """The methods that send, spill and read back a body.
 
     Attributes
     ----------
     landing
-        Memory for shards that arrive over a transport which can write to a device; None for data
-        of the host.
+        Allocates memory for arriving shards, for transports that can write to a device. None for
+        data in host memory.
     """
 
     landing: Landing | None
 
     def pack(self, body: Any) -> Packed:
-        """One buffer of a body, to be written to disk; as far as that goes without a copy."""
+        """Return the body in one buffer for the disk, without a copy if possible."""
 
     def unpack(self, layout_key: bytes, packed: Packed) -> Any:
-        """Body over the memory of `packed`; the inverse of `pack`.
+        """Return the body over the memory of `packed`. This is the inverse of `pack`.
 
         Raises
         ------
@@ -211,37 +213,37 @@ class BodyAdapter(Protocol):
         """
 
     def sections(self, layout_key: bytes, packed: Packed) -> list[tuple[str, int, int, int]]:
-        """Where in `packed` bytes of one kind lie, for whoever compresses them.
+        """Return where `packed` holds bytes of one kind, for compression.
 
         Returns
         -------
         list of (name, offset, bytes, bytes of one item)
-            In order, without overlap, covering the buffer. Shards of one layout have the same
-            names, as far as they have the same sections.
+            Sections in order, without overlap, that cover the buffer. Shards of one layout use the
+            same names for the same sections.
         """
 
 
 class FrameAdapter(BodyAdapter, Protocol):
-    """What the exchange asks of one kind of data.
+    """The methods that the exchange needs for one kind of data.
 
     Attributes
     ----------
     shard_nbytes
-        Size to which a shard grows before the next one begins; None for the plan's own.
+        Target size of a shard; None for the size of the plan.
     """
 
     shard_nbytes: int | None
 
     def open(self, frame: Any) -> OpenPartition:
-        """Take an input partition apart.
+        """Decompose an input partition.
 
         Raises
         ------
         TypeError
             `frame` is of another kind.
         ValueError
-            Its columns are not those of the shuffle's meta.
+            The columns differ from those of the shuffle's meta.
         """
 
     def concatenate(self, pieces: Sequence[Piece], empty: Empty = fresh) -> Any:
-        """Output partition made of the pieces, in their order; empty without any."""
+        """Concatenate the pieces in their order to an output partition. No pieces: an empty one."""

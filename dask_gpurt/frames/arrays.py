@@ -1,14 +1,15 @@
 """Chunks of arrays: cut, pack, unpack and join.
 
-Each element is written three times on its way: cut into a shard's buffer, moved (if it leaves the
-process), and put in its place in the output. A shard's buffer is the pieces one after the other,
-nothing else; where they lie in their chunks is `frames.rechunking`'s business.
+Each element is written three times. It is cut into a shard's buffer, moved if it leaves the
+process, and put in its place in the output. A shard's buffer contains only its pieces, one after
+the other. `frames.rechunking` computes their places in chunks.
 
-Arrays of a device (`DeviceArrays`) take the same way, in memory of the device as far as that has
-room for shards and in the host's beyond.
+Device arrays (`DeviceArrays`) take the same steps. Their shards are in device memory up to the
+limit for shards, and in host memory beyond.
 
-What cannot travel as plain memory (objects, subclasses, other kinds of array, chunks of another
-shape than was announced) is indexed as it likes, travels as a pickle, and is joined as stock does.
+Some chunks are not plain memory: objects, subclasses, other kinds of arrays, and chunks with an
+unexpected shape. Their own indexing cuts them, they travel as pickles, and the join is that of
+stock Dask.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.rechunking import Box, Index, Rechunking, Shape, filled
 from dask_gpurt.frames.sections import Section
 
-#: Layout of a shard whose pieces are pickled.
+#: The layout of a shard with pickled pieces.
 _PICKLED = b"pickle"
-#: Rows are counted in 32 bits on the wire.
+#: The wire format counts rows in 32 bits.
 _MOST_ROWS = (1 << 32) - 1
-#: A layout that is longer than this is not one of ours.
+#: Longest valid layout.
 _LONGEST_LAYOUT = 1 << 16
 
 
 @lru_cache(maxsize=1024)
 def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, order and type in a header of NumPy's. A run has few, and as many shards as it likes.
+    """Parse shape, order and type in a NumPy header. A run has few headers for many shards.
 
-    NumPy parses by `ast`, which counts how deep it is in one place for all threads (CPython 3.11):
-    where two parse at once, one may fail. It does not fail again and again.
+    NumPy parses with `ast`, which has one recursion counter for all threads in CPython 3.11. If two
+    threads parse at the same time, one may fail. A retry succeeds.
     """
     for _ in range(2):
         with contextlib.suppress(SystemError):
@@ -70,40 +71,40 @@ def _read(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 class DeviceArrays(Protocol):
-    """What is asked of a library of arrays in device memory, besides NumPy's names.
+    """The functions of a device array library that are not part of NumPy's interface.
 
-    What is returned can be used at once, and by any thread.
+    Returned memory can be used at once, by any thread.
     """
 
     @property
     def room(self) -> Landing:
-        """Memory for shards."""
+        """The allocator of memory for shards."""
 
     def elements(self, memory: Any, dtype: np.dtype[Any]) -> Any:
-        """Array with one axis over memory."""
+        """Return a one-dimensional array over memory."""
 
     def empty(self, nbytes: int) -> DeviceMemory:
-        """Memory for what is not a shard."""
+        """Allocate memory for other data than shards."""
 
     def to_device(self, buffer: npt.NDArray[np.uint8]) -> DeviceMemory:
-        """Copy of host memory."""
+        """Copy host memory to the device."""
 
     def finish(self) -> None:
-        """Wait until what was written to arrays is there."""
+        """Wait until all writes to arrays are done."""
 
 
-#: Libraries by the full name of the type of their arrays, loaded when the first one is met.
+#: Libraries by the full name of their array type. A library is loaded at its first array.
 Devices = Mapping[str, Callable[[], DeviceArrays]]
 
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Type and shape of the chunk that pieces were cut from, and the order of their elements.
+    """Type and shape of the input chunk of pieces, and the order of their elements.
 
     Attributes
     ----------
     library
-        Name of the type of an array of a device; empty for NumPy's.
+        Name of the device array type; empty for NumPy.
     """
 
     dtype: np.dtype[Any]
@@ -113,8 +114,8 @@ class ChunkLayout:
 
     @staticmethod
     def of(chunk: Any, devices: Devices) -> ChunkLayout | None:
-        """Layout of a chunk whose elements are plain memory; None of any other."""
-        # Subclasses mean something that their memory does not say.
+        """Return the layout of a chunk, or None unless its elements are plain memory."""
+        # Subclasses have a meaning beyond their memory.
         kind = type(chunk)
         library = "" if kind is np.ndarray else f"{kind.__module__}.{kind.__qualname__}"
         if (library and library not in devices) or chunk.dtype.hasobject:
@@ -128,7 +129,7 @@ class ChunkLayout:
 
     @property
     def says_it_all(self) -> bool:
-        """Whether the type survives being written down."""
+        """True if the dtype survives encoding and decoding."""
         if self.dtype.metadata is not None:
             return False
         if self.dtype.isbuiltin == 1:
@@ -137,7 +138,7 @@ class ChunkLayout:
             again = ChunkLayout.from_key(self.key).dtype
         except (ValueError, TypeError):
             return False
-        # Equal types may still differ in alignment, and in being records, at any depth.
+        # Equal dtypes may still differ in alignment or in being records, at any depth.
         return (
             type(again) is type(self.dtype)
             and again == self.dtype
@@ -147,7 +148,7 @@ class ChunkLayout:
 
     @cached_property
     def key(self) -> bytes:
-        """The layout as NumPy writes it at the head of its own files, behind the library's name."""
+        """The library's name, followed by a NumPy file header with the layout."""
         file = io.BytesIO()
         if self.library:
             file.write(self.library.encode() + b"\n")
@@ -168,14 +169,14 @@ class ChunkLayout:
         try:
             shape, is_fortran, dtype = _parsed(header)
         except (tokenize.TokenError, SyntaxError, TypeError, OverflowError) as error:
-            # NumPy has a second go at a header that it cannot parse, which fails in other ways.
+            # NumPy retries a header that it cannot parse. The retry fails with other errors.
             raise ValueError(f"no chunk has the layout {key!r}") from error
         if dtype.hasobject or not dtype.itemsize or any(length < 0 for length in shape):
             raise ValueError(f"no chunk has the layout {key!r}")
         return ChunkLayout(dtype, shape, is_fortran, library)
 
     def shaped(self, rows: Any, shape: tuple[int, ...]) -> Any:
-        """A piece of this shape, over its rows."""
+        """Return a piece of this shape over its rows."""
         if 0 in shape:
             rows = rows[:0]
         return rows.reshape(shape, order="F" if self.is_fortran else "C")
@@ -183,7 +184,7 @@ class ChunkLayout:
 
 @dataclass
 class PlainBody:
-    """Pieces as plain memory. Their rows are elements.
+    """Pieces as plain memory. A row is one element.
 
     Attributes
     ----------
@@ -205,7 +206,7 @@ class PlainBody:
 
     @cached_property
     def elements(self) -> Any:
-        """What is in the host's memory of an array of a device is brought there, and stays."""
+        """The elements. Data of a device array moves to the device at first use and stays there."""
         if self.device is None:
             return self.packed.buffer.view(self.layout.dtype)
         if not self.packed.is_on_device:
@@ -216,7 +217,7 @@ class PlainBody:
 
 @dataclass
 class PickledBody:
-    """Pieces that are arrays of any kind, one a row."""
+    """Pieces that are arrays of any kind. A row is one array."""
 
     arrays: list[Any]
     nbytes: int
@@ -227,12 +228,12 @@ Body = PlainBody | PickledBody
 
 
 class Part(NamedTuple):
-    """What an input chunk has for one output chunk."""
+    """The part of an input chunk in one output chunk."""
 
     output: Index
     box: Box
     shape: tuple[int, ...]
-    #: Rows that it takes in a shard.
+    #: Number of its rows in a shard.
     n_rows: int
 
 
@@ -242,9 +243,9 @@ class OpenChunk:
     Attributes
     ----------
     parts
-        One for each output chunk that is made of this chunk.
+        One part for each output chunk that overlaps this chunk.
     row_nbytes
-        Bytes a row takes.
+        Bytes of a row.
     """
 
     def __init__(
@@ -283,10 +284,10 @@ class OpenChunk:
             self.row_nbytes = float(layout.dtype.itemsize)
 
     def cut(self, parts: Sequence[Part], leaves: bool, empty: Empty = fresh) -> Packed | Body:
-        """One shard of these parts; as one buffer if it leaves this process."""
+        """Return a shard of these parts. A shard that leaves this process is one buffer."""
         chunk, layout = self._chunk, self._layout
         if layout is None:
-            # A view would keep the whole chunk alive, and what it is a view of.
+            # Copy views: a view would keep the whole chunk and its base alive.
             arrays = [_own(chunk[part.box]) for part in parts]
             held = sum(_held_nbytes(array, self._object_nbytes) for array in arrays)
             pickled = PickledBody(arrays, held)
@@ -317,7 +318,7 @@ class OpenChunk:
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    # A piece without elements takes a row too: an output without elements has its type from it.
+    # An empty piece takes one row: an empty output gets its dtype from it.
     return math.prod(shape) or 1
 
 
@@ -326,14 +327,14 @@ def _own(array: Any) -> Any:
 
 
 def _object_nbytes(chunk: Any, sizeof: Sizeof) -> float:
-    """Bytes that an element takes beside its array, if it is or has objects."""
+    """Return the bytes of an element outside its array, if it is or contains objects."""
     if not isinstance(chunk, np.ndarray) or not chunk.dtype.hasobject:
         return OBJECT_NBYTES
     return mean_nbytes(np.asarray(chunk).flat, sizeof)
 
 
 def _held_nbytes(array: Any, object_nbytes: float = OBJECT_NBYTES) -> int:
-    """Bytes that an array of any kind takes, estimated."""
+    """Estimate the bytes of an array of any kind."""
     nbytes = int(getattr(array, "nbytes", OBJECT_NBYTES))
     if getattr(getattr(array, "dtype", None), "hasobject", False):
         nbytes += int(getattr(array, "size", 1) * object_nbytes)
@@ -346,14 +347,14 @@ def _pack(body: PickledBody, pickling: Pickling, what: str) -> Packed:
 
 
 class _Libraries:
-    """Libraries of arrays of devices, each loaded when it is needed."""
+    """The device array libraries. Each is loaded at first use."""
 
     def __init__(self, known: Devices) -> None:
         self.known = known
         self._loaded: dict[str, DeviceArrays] = {}
 
     def of(self, layout: ChunkLayout) -> DeviceArrays | None:
-        """Library of a layout; None for NumPy."""
+        """Return the library of a layout; None for NumPy."""
         return self[layout.library] if layout.library else None
 
     def __getitem__(self, name: str) -> DeviceArrays:
@@ -364,20 +365,20 @@ class _Libraries:
 
 
 class Arrays:
-    """Cuts and joins the chunks of one array.
+    """The adapter for the chunks of one array.
 
     Parameters
     ----------
     rechunking
-        How it is cut before and after.
+        The chunks before and after.
     join
-        Makes one array of nested lists of arrays; asked where they are not all plain memory.
+        Joins nested lists of arrays, for outputs whose pieces are not all plain memory.
     devices
-        Libraries whose arrays are cut and joined on their devices.
+        Device libraries by array type.
     sizeof
-        Measures objects; only the sizes of shards depend on it.
+        Measures objects. Only the sizes of shards depend on it.
     pickling
-        How arrays are pickled that are not plain memory.
+        Pickles arrays that are not plain memory.
     """
 
     def __init__(
@@ -394,7 +395,7 @@ class Arrays:
         self._join = join
         self._devices = _Libraries(devices or {})
         self._layouts: dict[bytes, ChunkLayout] = {}
-        #: Only what a peer sent out of its device's memory lands, so the library is known.
+        #: Only data sent from device memory lands on the device, so its library is known.
         self.landing: Landing | None = self._landed if devices else None
 
     def _landed(self, nbytes: int) -> DeviceMemory | None:
@@ -412,21 +413,23 @@ class Arrays:
     def unpack(self, layout_key: bytes, packed: Packed) -> Body:
         if layout_key == _PICKLED:
             if packed.pickle_nbytes != packed.buffer.nbytes:
-                raise ValueError("a pickled shard with something beside the pickle")
+                raise ValueError("a pickled shard has bytes beside the pickle")
             arrays = self._pickling.load_columns(packed.buffer.data, lambda: "pieces of an array")
             if len(arrays) != packed.n_rows:
-                raise ValueError(f"{len(arrays)} pieces came of {packed.n_rows}")
+                raise ValueError(f"{len(arrays)} pieces came instead of {packed.n_rows}")
             return PickledBody(arrays, max(packed.pickle_nbytes, sum(map(_held_nbytes, arrays))))
         layout = self._layouts.get(layout_key)
         if layout is None:
             layout = ChunkLayout.from_key(layout_key)
             if len(layout.shape) != self.rechunking.ndim:
-                raise ValueError(f"a chunk of {len(layout.shape)} axes, not {self.rechunking.ndim}")
+                raise ValueError(
+                    f"a chunk has {len(layout.shape)} axes instead of {self.rechunking.ndim}"
+                )
             if layout.library and layout.library not in self._devices.known:
-                raise ValueError(f"arrays of type {layout.library} are not known here")
+                raise ValueError(f"this worker does not know arrays of type {layout.library}")
             self._layouts[layout_key] = layout
         if packed.is_on_device and not layout.library:
-            raise ValueError("a chunk of the host in the memory of a device")
+            raise ValueError("a chunk of a host array arrived in device memory")
         if packed.n_rows * layout.dtype.itemsize != packed.buffer.nbytes:
             raise ValueError(
                 f"{packed.n_rows} elements do not fit a buffer of {packed.buffer.nbytes} bytes"
@@ -437,11 +440,11 @@ class Arrays:
         if layout_key == _PICKLED:
             return [("pickle", 0, packed.buffer.nbytes, 1)]
         itemsize = ChunkLayout.from_key(layout_key).dtype.itemsize
-        # Structures are no numbers that a codec could make smaller.
+        # No codec shrinks structures as numbers.
         return [("elements", 0, packed.buffer.nbytes, itemsize if itemsize <= 8 else 1)]
 
     def concatenate(self, index: Index, pieces: Sequence[Piece], empty: Empty = fresh) -> Any:
-        """Output chunk `index` of its pieces, in the order of the input chunks.
+        """Join the pieces of output chunk `index`, in the order of the input chunks.
 
         Raises
         ------
@@ -450,7 +453,7 @@ class Arrays:
         """
         grid, places = self.rechunking.of_output(index)
         if len(pieces) != math.prod(grid):
-            raise ValueError(f"{len(pieces)} pieces came of {math.prod(grid)}")
+            raise ValueError(f"{len(pieces)} pieces came instead of {math.prod(grid)}")
         libraries = {_library(piece.body) for piece in pieces}
         if len(libraries) > 1 or None in libraries:
             arrays = [
@@ -474,7 +477,7 @@ class Arrays:
 
 
 def _library(body: Body) -> str | None:
-    """Whose arrays a body's pieces are, if they are plain memory."""
+    """Return the library of a body's pieces, or None if they are not plain memory."""
     return body.layout.library if isinstance(body, PlainBody) else None
 
 
@@ -487,7 +490,7 @@ def _array(piece: Piece, lengths: Shape) -> Any:
 
 
 def _nested(arrays: list[Any], grid: tuple[int, ...]) -> Any:
-    """Lists of lists of arrays, as deep as the grid has axes."""
+    """Nest the arrays in lists, one level for each axis of the grid."""
     for length in reversed(grid[1:]):
         ends = range(0, len(arrays) + 1, length)
         arrays = [arrays[a:b] for a, b in pairwise(ends)]

@@ -1,9 +1,10 @@
-"""Rows of Arrow arrays: what is prepared once for a column, and the gather itself.
+"""A gather of rows from Arrow arrays, with preparation once for each column.
 
-Arrow gathers any type, but has to look at two offsets of each string to know where it is. Flags,
-codes and identifiers are as long as each other, and then the offsets say nothing: such a column is
-gathered as the fixed-width values it holds, in a sixth (one byte) to six tenths of the time. What
-else an Arrow column goes through is up to `frames.pandas_` and `frames.joining`.
+Arrow gathers any type. For strings, it must read two offsets per value. Flags, codes and
+identifiers often have one common length, so their offsets carry no information. This module gathers
+such columns as fixed-width values, which takes a sixth (for one byte) to six tenths of the time.
+
+`frames.pandas_` and `frames.joining` do everything else with Arrow columns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 
 from dask_gpurt.frames.gather import Rows, gather_into
 
-#: Types of bytes of any length, and what their offsets are.
+#: Types of variable-length bytes, with the type of their offsets.
 _OFFSETS = {
     pa.string(): np.int32,
     pa.binary(): np.int32,
@@ -27,18 +28,18 @@ _OFFSETS = {
 
 
 class ArrowRows:
-    """Gathers rows of one column.
+    """A gather of rows from one column.
 
     Parameters
     ----------
     column
-        At least one row.
+        A column with at least one row.
     """
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         if column.num_chunks > 1:
-            # Gathering from one chunk is several times faster than from many. A table leaves it at
-            # several where offsets of 32 bits do not reach through one.
+            # Gathering from one chunk is several times faster than from many. Several chunks remain
+            # if offsets of 32 bits cannot address all bytes in one.
             column = pa.table([column], names=["column"]).combine_chunks().column(0)
         self._array = column.chunk(0) if column.num_chunks == 1 else column
         self._values = _fixed_width(self._array)
@@ -48,7 +49,7 @@ class ArrowRows:
         return int(self._array.nbytes)
 
     def take(self, rows: Rows) -> pa.Array:
-        """Values of these rows, in memory of their own. Row numbers are not checked."""
+        """Return the values of these rows in new memory. Does not check the row numbers."""
         values = self._values
         if values is None:
             taken = pc.take(self._array, pa.array(rows), boundscheck=False)
@@ -63,7 +64,7 @@ class ArrowRows:
 
 
 def _fixed_width(array: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any] | None:
-    """Values that are all as long as each other, as an array; None of anything else."""
+    """Return values of one common length as an array, or None for any other column."""
     offset_type = _OFFSETS.get(array.type)
     if offset_type is None or isinstance(array, pa.ChunkedArray) or array.null_count:
         return None

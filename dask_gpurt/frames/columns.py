@@ -1,9 +1,9 @@
-"""How one pandas column is carried: taken apart into plain memory, and put together again.
+"""Decomposition of one pandas column into plain memory, and composition from it.
 
-A column is at most three things: *parts* (one-dimensional NumPy arrays of a fixed-width type,
-one entry a row), an *Arrow* array, and *objects* (an array that only pickle can carry). What is
-needed to put them together is its `Layout`. This module knows every pandas type; it does not
-move rows (`frames.gather`), does not group columns (`frames.pandas_`), and does no I/O.
+A column consists of at most three things. *Parts* are one-dimensional NumPy arrays of a fixed-width
+type, with one entry a row. The others are an *Arrow* array, and *objects*, an array that only
+pickle can carry. Its `Layout` says how to compose them. This module knows all pandas types. It does
+not move rows (`frames.gather`), does not group columns (`frames.pandas_`), and does no I/O.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dask_gpurt.frames.pickling import Pickling
 
 Part = npt.NDArray[Any]
 
-#: The first detail of an Arrow column: pandas' strings, or its columns of any Arrow type.
+#: The first detail of an Arrow column: pandas' strings, or pandas' columns of any Arrow type.
 _ARROW = ("string", "arrow")
-#: NumPy's own spelling of a type of plain memory: numbers, booleans, datetimes and timedeltas.
+#: NumPy's spelling of a plain type: numbers, booleans, datetimes and timedeltas.
 _PLAIN_DTYPE = re.compile(r"[<>|][biufcmM]\d{1,2}(\[\d*[A-Za-z]+\])?")
 _PLAIN = Pickling()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Recipe for one column; plain values only, so that it can travel in a header.
+    """The recipe for one column. It has plain values only, so it can travel in a header.
 
     Attributes
     ----------
@@ -42,9 +42,9 @@ class Layout:
     parts
         NumPy type string of each fixed-width part.
     arrow, objects
-        Whether the column also has an Arrow array, or objects.
+        The column has an Arrow array, or objects.
     detail
-        What the kind needs besides: a dtype string, categories, and so on.
+        Additional data of the kind: a dtype string, categories, and so on.
     children
         Layouts of the two ends of an interval.
     """
@@ -62,12 +62,12 @@ class Layout:
 
     @staticmethod
     def from_plain(plain: Sequence[Any]) -> Layout:
-        """Read what `to_plain` of a peer made.
+        """Read the result of `to_plain` of a peer.
 
         Raises
         ------
         ValueError
-            No column is carried like that.
+            The layout is invalid.
         """
         kind, parts, arrow, objects, detail, children = plain
         layout = Layout(
@@ -84,9 +84,9 @@ class Layout:
 
 
 def _plain_dtype(text: Any) -> str:
-    """Check that a text names a NumPy type of plain memory, as `dtype.str` writes it.
+    """Check that a text names a plain NumPy type in the notation of `dtype.str`.
 
-    NumPy itself reads far more: lists of fields, Python objects, and text that it evaluates.
+    NumPy accepts far more: lists of fields, Python objects, and text that it evaluates.
     """
     if not (isinstance(text, str) and _PLAIN_DTYPE.fullmatch(text)):
         raise ValueError(f"no NumPy type of plain memory: {text!r}"[:200])
@@ -97,32 +97,59 @@ def _plain_dtype(text: Any) -> str:
 
 
 def _is_consistent(layout: Layout) -> bool:
-    """Whether the fields of a layout fit one another, as those that `decompose` makes do."""
-    kinds = "".join(np.dtype(part).kind for part in layout.parts)
+    """Return whether the fields of a layout fit one another, as those from `decompose` do."""
     if (layout.arrow, layout.objects) != (layout.kind == "arrow", layout.kind == "objects"):
         return False
-    if layout.kind == "plain":
-        return len(kinds) == 1
-    if layout.kind == "wall":
-        dtype = _dtype_named(layout.detail)
-        return layout.parts == ("<i8",) and isinstance(dtype, (pd.DatetimeTZDtype, pd.PeriodDtype))
-    if layout.kind == "masked":
-        dtype = getattr(_dtype_named(layout.detail), "numpy_dtype", None)
-        return layout.parts[1:] == ("|b1",) and dtype == np.dtype(layout.parts[0])
-    if layout.kind == "categorical":
-        return kinds == "i" and [type(one) for one in layout.detail] == [bool, bool, bytes]
-    if layout.kind == "interval":
-        parts = tuple(part for child in layout.children for part in child.parts)
-        is_closed = layout.detail in (("left",), ("right",), ("both",), ("neither",))
-        ends = {child.kind for child in layout.children}
-        return is_closed and parts == layout.parts and ends <= {"plain", "wall"} and len(parts) == 2
-    if layout.kind == "arrow" and not (len(layout.detail) > 1 and layout.detail[0] in _ARROW):
-        return False
-    return not kinds
+    return _HAS_FITTING_FIELDS[layout.kind](layout)
+
+
+def _fits_plain(layout: Layout) -> bool:
+    return len(layout.parts) == 1
+
+
+def _fits_wall(layout: Layout) -> bool:
+    dtype = _dtype_named(layout.detail)
+    return layout.parts == ("<i8",) and isinstance(dtype, (pd.DatetimeTZDtype, pd.PeriodDtype))
+
+
+def _fits_masked(layout: Layout) -> bool:
+    dtype = getattr(_dtype_named(layout.detail), "numpy_dtype", None)
+    return layout.parts[1:] == ("|b1",) and dtype == np.dtype(layout.parts[0])
+
+
+def _fits_categorical(layout: Layout) -> bool:
+    has_codes = [np.dtype(part).kind for part in layout.parts] == ["i"]
+    return has_codes and [type(one) for one in layout.detail] == [bool, bool, bytes]
+
+
+def _fits_interval(layout: Layout) -> bool:
+    parts = tuple(part for child in layout.children for part in child.parts)
+    is_closed = layout.detail in (("left",), ("right",), ("both",), ("neither",))
+    ends = {child.kind for child in layout.children}
+    return is_closed and parts == layout.parts and ends <= {"plain", "wall"} and len(parts) == 2
+
+
+def _fits_arrow(layout: Layout) -> bool:
+    return not layout.parts and len(layout.detail) > 1 and layout.detail[0] in _ARROW
+
+
+def _fits_objects(layout: Layout) -> bool:
+    return not layout.parts
+
+
+_HAS_FITTING_FIELDS = {
+    "plain": _fits_plain,
+    "wall": _fits_wall,
+    "masked": _fits_masked,
+    "categorical": _fits_categorical,
+    "interval": _fits_interval,
+    "arrow": _fits_arrow,
+    "objects": _fits_objects,
+}
 
 
 def _dtype_named(detail: tuple[Any, ...]) -> Any:
-    """The pandas type that the only detail of a layout names; None if it names none."""
+    """Return the pandas type that the only detail of a layout names, or None."""
     if len(detail) != 1 or not isinstance(detail[0], str):
         return None
     try:
@@ -133,7 +160,7 @@ def _dtype_named(detail: tuple[Any, ...]) -> Any:
 
 @dataclass
 class Column:
-    """One column taken apart. Nothing is copied: the arrays are the frame's own memory."""
+    """One decomposed column. The arrays are the frame's own memory, without a copy."""
 
     layout: Layout
     parts: list[Part | Counting] = field(default_factory=list)
@@ -142,7 +169,7 @@ class Column:
 
 
 def decompose_index(level: pd.Index, pickling: Pickling = _PLAIN, what: str = "an index") -> Column:
-    """Take an index, or one level of it, apart."""
+    """Decompose an index, or one level of an index."""
     if isinstance(level, pd.RangeIndex):
         return Column(Layout("plain", ("<i8",)), [Counting(level.start, level.step)])
     return decompose(np_or_extension(level), None, pickling, what)
@@ -151,19 +178,19 @@ def decompose_index(level: pd.Index, pickling: Pickling = _PLAIN, what: str = "a
 def decompose(
     values: Any, expected: Any = None, pickling: Pickling = _PLAIN, what: str = "a column"
 ) -> Column:
-    """Take one column apart.
+    """Decompose one column.
 
     Parameters
     ----------
     values
         The array of a column or index: `ndarray` or pandas `ExtensionArray`.
     expected
-        Type the column has in the frame's meta. Categories equal to those expected do not
+        The column's type in the frame's meta. Categories that equal the expected ones do not
         travel.
     pickling
-        For categories that are objects.
+        Used for categories that are objects.
     what
-        Names the column in an error.
+        Name of the column in error messages.
     """
     dtype = values.dtype
     if isinstance(dtype, np.dtype):
@@ -171,22 +198,9 @@ def decompose(
     if isinstance(dtype, pd.CategoricalDtype):
         return _decompose_categorical(values, expected, pickling, what)
     if isinstance(dtype, (pd.DatetimeTZDtype, pd.PeriodDtype)):
-        name = str(dtype)
-        # A zone that its name does not bring back (dateutil's files, for one) goes as objects.
-        if _same_dtype(name, dtype):
-            return Column(Layout("wall", ("<i8",), detail=(name,)), [values.asi8])
-        return _decompose_objects(values)
+        return _decompose_wall(values)
     if isinstance(dtype, pd.IntervalDtype):
-        ends = [decompose(np_or_extension(end)) for end in (values.left, values.right)]
-        if any(end.layout.arrow or end.layout.objects for end in ends):
-            return _decompose_objects(values)
-        layout = Layout(
-            "interval",
-            tuple(part for end in ends for part in end.layout.parts),
-            detail=(dtype.closed,),
-            children=tuple(end.layout for end in ends),
-        )
-        return Column(layout, [part for end in ends for part in end.parts])
+        return _decompose_interval(values)
     if is_masked(values):
         data, mask = values._data, values._mask
         layout = Layout("masked", (data.dtype.str, mask.dtype.str), detail=(str(dtype),))
@@ -200,20 +214,20 @@ def decompose(
 
 
 def compose(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
-    """Put one column together: an `ndarray` or `ExtensionArray` over the memory given."""
+    """Compose one column: an `ndarray` or `ExtensionArray` over the given memory."""
     return _COMPOSE[layout.kind](layout, parts, arrow, objects)
 
 
 def np_or_extension(values: Any) -> Any:
-    """The array below an Index or Series: plain NumPy where pandas only wraps it."""
+    """Return the array of an Index or Series; a NumPy array if pandas only wraps one."""
     array = values.array
-    # Strings held by Python are a subclass, with a type of their own.
+    # Strings held by Python are a subclass, with a dtype of their own.
     return array.to_numpy() if type(array) is pd.arrays.NumpyExtensionArray else array
 
 
 def _decompose_numpy(values: Any) -> Column:
     if values.dtype.kind in "mM":
-        # Blocks of datetimes hold pandas' own array; its memory is plain.
+        # Blocks of datetimes hold an array of pandas over plain memory.
         values = np.asarray(values)
     elif not isinstance(values, np.ndarray):
         values = values.to_numpy()
@@ -222,9 +236,31 @@ def _decompose_numpy(values: Any) -> Column:
     return _decompose_objects(values)
 
 
+def _decompose_wall(values: Any) -> Column:
+    name = str(values.dtype)
+    # Some zones do not survive a round trip through their names, such as dateutil's files. Columns
+    # of such a zone travel as objects.
+    if not _same_dtype(name, values.dtype):
+        return _decompose_objects(values)
+    return Column(Layout("wall", ("<i8",), detail=(name,)), [values.asi8])
+
+
+def _decompose_interval(values: Any) -> Column:
+    ends = [decompose(np_or_extension(end)) for end in (values.left, values.right)]
+    if any(end.layout.arrow or end.layout.objects for end in ends):
+        return _decompose_objects(values)
+    layout = Layout(
+        "interval",
+        tuple(part for end in ends for part in end.layout.parts),
+        detail=(values.dtype.closed,),
+        children=tuple(end.layout for end in ends),
+    )
+    return Column(layout, [part for end in ends for part in end.parts])
+
+
 def _decompose_objects(values: Any) -> Column:
-    # A NumPy array of objects, or any extension array that has no layout of its own (sparse
-    # arrays, strings held by Python, types of other libraries).
+    # A NumPy array of objects, or an extension array without a layout here (sparse arrays, strings
+    # held by Python, types of other libraries).
     kind = type(values)
     detail = (f"{kind.__module__}.{kind.__qualname__} of {values.dtype}",)
     return Column(Layout("objects", objects=True, detail=detail), objects=values)
@@ -247,15 +283,15 @@ def _decompose_categorical(values: Any, expected: Any, pickling: Pickling, what:
 
 
 def _are_same(one: pd.Index, other: pd.Index) -> bool:
-    """Whether two indexes are equal, and of objects also whether their types are."""
+    """Return whether two indexes are equal, including the types of objects."""
     if not one.equals(other):
         return False
-    # A member of an IntEnum equals its number, and a string one of a subclass.
+    # A member of an IntEnum equals its number, and a string equals one of a subclass.
     return one.dtype != object or list(map(type, one)) == list(map(type, other))
 
 
 def _pack_index(index: pd.Index, pickling: Pickling = _PLAIN, what: str = "a column") -> bytes:
-    """Categories as bytes: an Arrow stream where Arrow brings them back as they were."""
+    """Encode categories: as an Arrow stream if Arrow restores them exactly, else as a pickle."""
     try:
         table = pa.table({"categories": pa.array(index)})
         sink = pa.BufferOutputStream()
@@ -281,12 +317,12 @@ def _unpack_index(packed: bytes, pickling: Pickling = _PLAIN) -> pd.Index:
 
 
 class Categories:
-    """The categories of the columns of one run, each read once.
+    """A cache of the categories of one run's columns.
 
     Parameters
     ----------
     pickling
-        For categories that are objects.
+        Used for categories that are objects.
     """
 
     def __init__(self, pickling: Pickling = _PLAIN) -> None:
@@ -294,7 +330,7 @@ class Categories:
         self._read: dict[bytes, pd.Index] = {}
 
     def of(self, layout: Layout, expected: Any) -> pd.Index:
-        """Categories of a categorical column, which may be those its meta already has."""
+        """Return the categories of a categorical column, possibly those of its meta."""
         _, same, packed = layout.detail
         if same:
             return expected.categories
@@ -325,7 +361,7 @@ def _compose_wall(layout: Layout, parts: Sequence[Part], arrow: Any, objects: An
     wrap = getattr(pd.arrays.DatetimeArray, "_simple_new", None)
     if wrap is not None:
         return wrap(instants, dtype=dtype)
-    # The public way copies once.
+    # The public method copies once.
     return pd.DatetimeIndex(instants).tz_localize("UTC").tz_convert(dtype.tz).array
 
 
@@ -389,7 +425,7 @@ def _arrow_detail(dtype: Any) -> tuple[str, ...]:
     if isinstance(dtype, pd.StringDtype):
         missing = "NA" if getattr(dtype, "na_value", pd.NA) is pd.NA else "nan"
         return ("string", missing)
-    # With the type: columns of two types are not of one shape, and Arrow joins only those.
+    # Includes the type: columns of two types have different shapes, and Arrow joins only one type.
     return ("arrow", "NA", str(dtype.pyarrow_dtype))
 
 

@@ -1,12 +1,12 @@
 """Row grouping and gathering: the two inner loops of a partition step.
 
-Covers the kernels that touch every byte of a frame on its way out: a counting sort of partition
-numbers, and a gather of columns' rows into memory the caller owns. Does not know what a
-column means (`frames.columns`) nor where rows go (`shuffle.plan`).
+Two kernels touch every byte of an outgoing frame: a counting sort of partition numbers, and a
+gather of rows into memory of the caller. This module does not know what a column means
+(`frames.columns`) nor where rows go (`shuffle.plan`).
 
-pandas carries the fastest kernels for both that do not need a compiler of ours, but not in its
-public interface. They are looked up here, once, and NumPy stands in where they are missing: same
-results, about a third of the speed for the sort and half for the gather.
+pandas has the fastest kernels for both that need no compiler here, but they are not public. This
+module looks them up once. If they are missing, it uses NumPy, with the same results: a third of the
+speed for the sort, half for the gather.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ try:
 except ImportError:  # pragma: no cover - every pandas so far has it
     _algos = None  # type: ignore[assignment]
 
-#: Rows of a block of a column: of eight bytes each they take 2 MiB, well within the last cache.
+#: Rows in a block of a column. With eight bytes a row, a block has 2 MiB and fits the last cache.
 BLOCK_ROWS = 1 << 18
-#: Blocks are used where this many rows of one go into a selection: each such piece is a call.
+#: Use blocks only if selections get this many rows of a block on average: each piece costs a call.
 LEAST_PIECE_ROWS = 1 << 11
-#: Fewer rows are in a nearer cache as likely as not, and more do not stay in any.
+#: Read ahead only blocks of this size. Smaller ones are probably in a nearer cache; larger ones do
+#: not stay in any cache.
 _READ_AHEAD_ROWS = range(1 << 14, 1 << 20)
 _LINE_NBYTES = 64
 
-#: The signed integer that stands for any value of that many bytes while it is moved.
+#: The signed integer type that moves values of each size.
 _CARRIER = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -55,14 +56,14 @@ _GROUPSORT = getattr(_algos, "groupsort_indexer", None)
 
 
 def group_rows(slots: Rows, n_slots: int) -> tuple[Rows, Rows]:
-    """Order rows by slot, keeping their order inside each.
+    """Sort row numbers by slot and keep their order within each slot.
 
     Parameters
     ----------
     slots
-        Slot of each row; -1 for a row nobody wants.
+        Slot of each row; -1 for a row that no worker wants.
     n_slots
-        Number of slots; every entry of `slots` is below it.
+        Number of slots. Every entry of `slots` is below it.
 
     Returns
     -------
@@ -76,7 +77,7 @@ def group_rows(slots: Rows, n_slots: int) -> tuple[Rows, Rows]:
         return rows[counts[0] :], offsets
     wanted = np.flatnonzero(slots >= 0)
     kept = slots[wanted]
-    # NumPy sorts 16-bit integers by radix, wider ones by comparison.
+    # NumPy sorts 16-bit integers by radix, and wider ones by comparison.
     narrow = kept.astype(np.uint16) if n_slots <= 1 << 16 else kept
     rows = wanted[np.argsort(narrow, kind="stable")]
     np.cumsum(np.bincount(kept, minlength=n_slots), out=offsets[1:])
@@ -84,7 +85,7 @@ def group_rows(slots: Rows, n_slots: int) -> tuple[Rows, Rows]:
 
 
 class Counting:
-    """Values `start + step * row`, never written down: what most indexes are."""
+    """The values `start + step * row`, without memory for them. Most indexes have such values."""
 
     dtype = np.dtype(np.int64)
 
@@ -97,7 +98,7 @@ Values = npt.NDArray[Any] | Counting
 
 
 def gather_into(values: Values, rows: Rows, out: npt.NDArray[Any]) -> None:
-    """Write `values[rows]` into `out`, both one-dimensional and of one dtype."""
+    """Write `values[rows]` into `out`. Both are one-dimensional, with one dtype."""
     gather, _, (out,) = _prepared(values, [out])
     gather(rows, out)
 
@@ -109,33 +110,33 @@ def gather_columns(
     *,
     ascending: bool = False,
 ) -> None:
-    """Write `values[rows]` into `out`, for each column and each of several selections of rows.
+    """Write `values[rows]` into `out`, for each column and each of several row selections.
 
-    Rows that go to one of many places are far apart, and memory is slow to answer who asks for a
-    line here and a line there. So a column is read through once, which it is quick at, and gathered
-    from while the processor's cache has it: of a column that is longer than the cache a block of
-    rows at a time, if that does not make pieces too small.
+    The rows of one selection are far apart, and memory is slow for scattered reads. So each column
+    is first read sequentially, which is fast, and then gathered while it is in the processor's
+    cache. A column larger than the cache is processed in blocks of rows, unless the pieces would be
+    too small.
 
     Parameters
     ----------
     columns
-        Values, and memory for each selection.
+        Values of each column, and output memory for each selection.
     rows_of
-        Numbers of the rows of each selection.
+        Row numbers of each selection.
     n_rows
         Length of the columns.
     ascending
-        Whether the numbers of each selection ascend. Only then are there blocks.
+        The numbers of each selection ascend. Blocks are used only then.
     """
     blocks = list(_blocks(rows_of, n_rows, ascending))
     prepared: Iterable[_Prepared] = (_prepared(values, outs) for values, outs in columns)
     if len(blocks) > 1:
-        # What is prepared takes memory, which adds up where there are thousands of columns.
+        # With one block, a generator: the prepared arrays of thousands of columns take memory.
         prepared = list(prepared)
     for begin, end, pieces in blocks:
         for gather, source, outs in prepared:
             if source is not None and end - begin in _READ_AHEAD_ROWS:
-                # For the cache alone: a value of each line.
+                # Only to fill the cache: read one value of each cache line.
                 source[begin : end : max(1, _LINE_NBYTES // (abs(source.strides[0]) or 1))].max()
             for which, first, last in pieces:
                 gather(rows_of[which][first:last], outs[which][first:last])
@@ -144,7 +145,7 @@ def gather_columns(
 def _blocks(
     rows_of: Sequence[Rows], n_rows: int, ascending: bool
 ) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
-    """Begin and end of each block of rows, and which part of which selection is in it."""
+    """Yield the start and end of each block of rows, with its part of each selection."""
     edges = [*range(0, n_rows, BLOCK_ROWS), n_rows]
     n_pieces = len(rows_of) * (len(edges) - 1)
     if not ascending or len(edges) <= 2 or n_pieces * LEAST_PIECE_ROWS > sum(map(len, rows_of)):
@@ -157,12 +158,12 @@ def _blocks(
 
 
 def _prepared(values: Values, outs: Sequence[npt.NDArray[Any]]) -> _Prepared:
-    """What gathers from a column, what of it is worth being read ahead, and where to write."""
+    """Return the gather function of a column, the array to read ahead, and the output arrays."""
     if isinstance(values, Counting):
         return partial(_count, values), None, outs
     kernel = _TAKE.get(values.dtype.itemsize)
     if kernel is None or not values.dtype.isnative or values.dtype.kind == "V":
-        # "clip" writes straight into `out`; the default mode goes through a temporary.
+        # mode="clip" writes directly into `out`; the default mode uses a temporary.
         return lambda rows, out: np.take(values, rows, out=out, mode="clip"), None, outs
     carrier = _CARRIER[values.dtype.itemsize]
     source = values.view(carrier)
@@ -182,16 +183,16 @@ def _count(values: Counting, rows: Rows, out: npt.NDArray[Any]) -> None:
 
 
 def slots_by_table(xp: Any, numbers: Any, slot_table: npt.NDArray[np.intp]) -> Any:
-    """Slot of each row, where the numbers of partitions are integers in memory of a device.
+    """Return the slot of each row for integer partition numbers in device memory.
 
     Parameters
     ----------
     xp
-        The array library: NumPy, or one that has its names for arrays on a device.
+        The array library: NumPy, or a device library with the same names.
     numbers
-        Partition of each row.
+        Partition number of each row.
     slot_table
-        As of `Slots`.
+        As in `Slots`.
 
     Returns
     -------
@@ -199,6 +200,6 @@ def slots_by_table(xp: Any, numbers: Any, slot_table: npt.NDArray[np.intp]) -> A
     """
     table = xp.asarray(slot_table.astype(np.int32))
     last = len(slot_table) - 1
-    # Numbers beyond 63 bits become negative, which are no partitions either.
+    # Numbers beyond 63 bits become negative, and negative numbers are no partitions either.
     codes = numbers.astype(np.int64)
     return table[xp.where((codes < 0) | (codes > last), last, codes)]

@@ -1,7 +1,7 @@
-"""Joining what pieces of several shards have of one column, and the frame made of it.
+"""Joins of the pieces of one column from several shards, and of columns to a frame.
 
-Categories that differ between input partitions are united here, as stock Dask unites them. What a
-column becomes whose type is not the one that was promised is up to `frames.reconciling`.
+If input partitions differ in their categories, this module unites the categories as stock Dask
+does. `frames.reconciling` handles columns whose type differs from the promised one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def runs_of_one_shape(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 def join_arrow(name: str, arrays: list[pa.Array], pieces: list[Piece]) -> pa.Array:
     slices = [a.slice(p.start, p.stop - p.start) for a, p in zip(arrays, pieces, strict=True)]
     if len(slices) == 1:
-        # Arrow hands a single array back as it is, and with it the whole shard's memory.
+        # Arrow returns a single array unchanged, with a reference to the memory of the whole shard.
         slices.append(slices[0].slice(0, 0))
     try:
         return pa.concat_arrays(slices)
     except pa.ArrowInvalid as error:
-        # Kept as chunks, they could be neither sorted nor sent to another worker.
+        # Chunks are no alternative: the result could be neither sorted nor sent to another worker.
         raise ValueError(
             f"pieces of column {name!r}, {slices[0].type}, do not fit into one array: {error} "
             "Give it a wider type before the shuffle, such as dictionaries with int32 indices."
@@ -60,10 +60,10 @@ def join_objects(arrays: list[Any], pieces: list[Piece]) -> Any:
 def join_categorical(
     number: int, codes: Part, pieces: list[Piece], expected: Any, known: Categories
 ) -> pd.Categorical:
-    """Categorical out of joined codes, over the union of the pieces' categories.
+    """Compose a categorical from joined codes, over the union of the pieces' categories.
 
-    Categories that only some partitions have are appended in the order of the input partitions;
-    stock appends them in the order in which shards happened to arrive.
+    Categories that only some partitions have are appended in the order of the input partitions.
+    Stock Dask appends them in the order in which shards arrive.
     """
     details = [piece.body.layout.all[number].detail for piece in pieces]
     layouts = [piece.body.layout.all[number] for piece in pieces]
@@ -88,7 +88,7 @@ def _union(categoricals: Sequence[pd.Categorical]) -> pd.Categorical:
     ordered = all(c.ordered for c in categoricals)
     dtypes = [c.categories.dtype for c in categoricals]
     if any(dtype != dtypes[0] for dtype in dtypes):
-        # Where nothing but missing values was, categories have whatever type they were made with.
+        # The categories of partitions with only missing values have an arbitrary type. Ignore it.
         used = [c.categories.dtype for c in categoricals if len(c.categories)]
         common = find_common_type(used or dtypes)
         categoricals = [
@@ -102,7 +102,7 @@ def _union(categoricals: Sequence[pd.Categorical]) -> pd.Categorical:
 
 
 def with_common_categories(frames: list[pd.DataFrame]) -> list[pd.DataFrame]:
-    """Frames whose categorical columns share their categories: else pandas makes objects."""
+    """Unite the categories of categorical columns, so that pandas does not turn them to objects."""
     n_columns = frames[0].shape[1]
     for position in range(n_columns):
         dtypes = [frame.dtypes.iloc[position] for frame in frames]

@@ -1,7 +1,7 @@
-"""How a whole frame is carried: every column's layout, and where each part lies in a buffer.
+"""The layout of a whole frame: the layout of each column, and the place of each part in a buffer.
 
-Columns of one NumPy type share one two-dimensional region, so that a thousand columns cost little
-more than one. Values only: what a layout describes is gathered and joined by `frames.pandas_`.
+Columns of one NumPy type share a two-dimensional region, so that a thousand columns cost little
+more than one. This module only describes. `frames.pandas_` gathers and joins the data.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Group:
-    """Parts of one NumPy type, which travel as the rows of one two-dimensional array.
+    """Parts of one NumPy type. They travel as the rows of one two-dimensional array.
 
-    `members` are (column, part) pairs; columns count on into the index levels. The first
-    `n_plain` of them are whole columns and become one block of the result.
+    `members` are pairs of column and part. Index levels are numbered after the columns. The first
+    `n_plain` members are whole columns and become one block of the result.
     """
 
     dtype: np.dtype[Any]
@@ -38,12 +38,12 @@ class Group:
 
 @dataclass(frozen=True)
 class FrameLayout:
-    """How every column and index level of a frame is carried.
+    """The layout of every column and index level of a frame.
 
     Attributes
     ----------
     pickling
-        For names that are objects.
+        Used for names that are objects.
     """
 
     columns: tuple[Layout, ...]
@@ -76,7 +76,7 @@ class FrameLayout:
         except (TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
             raise ValueError(f"not the layout of a pandas frame: {error}") from error
         if not index or len(index) != len(names):
-            raise ValueError(f"an index of {len(index)} levels and {len(names)} names")
+            raise ValueError(f"the index has {len(index)} levels, but {len(names)} names")
         return layout
 
     @cached_property
@@ -85,7 +85,7 @@ class FrameLayout:
 
     @cached_property
     def shape(self) -> tuple[Any, ...]:
-        """Everything but the categories: frames of one shape are concatenated directly."""
+        """Everything except the categories. Frames of one shape are concatenated directly."""
 
         def without_categories(layout: Layout) -> Any:
             detail = layout.detail[:1] if layout.kind == "categorical" else layout.detail
@@ -127,7 +127,7 @@ class FrameLayout:
         )
 
     def regions(self, buffer: npt.NDArray[np.uint8], n_rows: int) -> list[npt.NDArray[Any]]:
-        """Two-dimensional views of each group, laid out one after the other in `buffer`."""
+        """Return a two-dimensional view of each group. The groups follow each other in `buffer`."""
         views = []
         first = 0
         for group in self.groups:
@@ -144,17 +144,17 @@ class FrameLayout:
         pickle_nbytes: int,
         names: Sequence[str] = (),
     ) -> list[Section]:
-        """Name, offset, bytes and item size of everything in a packed shard, in order.
+        """Return name, offset, bytes and item size of all sections of a packed shard, in order.
 
-        Each part of a column is a section of its own, and so is padding: it was never written,
-        and would be taken for an item.
+        Each part of a column is a section. Padding is a section of its own: it was never written,
+        and must not count as an item.
 
         Parameters
         ----------
         n_rows, arrow_nbytes, pickle_nbytes
             As in `Packed`.
         names
-            What columns and then index levels are called; numbers where it is too short.
+            Names of the columns, then of the index levels. Numbers replace missing names.
         """
         found: list[Section] = []
         position = 0
@@ -175,7 +175,7 @@ class FrameLayout:
         return [section for section in found if section[2]]
 
     def name(self, number: int, names: Sequence[str] = ()) -> str:
-        """What a column or index level, counted as in `all`, is called."""
+        """Return the name of a column or index level, numbered as in `all`."""
         if number < len(names):
             return names[number]
         if number < len(self.columns):

@@ -1,12 +1,12 @@
-"""Numbers of the output partitions that rows belong to, from the columns a shuffle is on.
+"""Partition numbers of rows, computed from the columns of a shuffle.
 
-Dask hashes whole columns: a dozen operations, each of which reads and writes all rows and takes
-memory for them. Here a block of rows goes through all of them before the next, in place, and stays
-in the processor's cache. The hash of a value, and how the hashes of several columns become one, are
-written out below, and compared with what Dask makes of them before they are used.
+Dask hashes whole columns in a dozen operations, each of which reads, writes and allocates all rows.
+This module takes one block of rows through all operations in place, so that the block stays in the
+processor's cache. It contains the hash of a value and the combination of the hashes of several
+columns. `agrees_with` compares the result with Dask's before first use.
 
-Numbers alone: strings, categories and times are hashed by Dask, as without us. Dask is made to ask
-here by `plugins.patches.dataframe`.
+It handles numbers only. Dask itself hashes strings, categories and times. The patch in
+`plugins.patches.dataframe` makes Dask call this module.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pandas.util import hash_array
 
 Column = npt.NDArray[Any]
 
-#: Rows of a block: what is made on the way, 24 bytes a row, fits the second level of a cache.
+#: Rows of a block. Temporary data of 24 bytes a row fits the second-level cache.
 BLOCK_ROWS = 1 << 15
 
-#: As of the hash of a tuple, which is how pandas combines the columns of a row.
+#: Constants of Python's tuple hash, with which pandas combines the columns of a row.
 _START, _FACTOR, _FACTOR_STEP, _END = 0x345678, 1000003, 82520, np.uint64(97531)
-#: As of the hash of a number: the finisher of SplitMix64, in the variant that pandas uses.
+#: Constants of the hash of a number: the finisher of SplitMix64, in pandas' variant.
 _STEPS = (
     (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
@@ -34,24 +34,24 @@ _STEPS = (
 )
 _ONE = np.uint64(1)
 _MINUS_ZERO = np.uint64(1 << 63)
-#: Whether both zeros have one hash, and all bit patterns of NaN: not before pandas 3.1.
+#: Both zeros have one hash, and so do all bit patterns of NaN. True from pandas 3.1 on.
 _EQUALS_MEET = bool(np.equal(*hash_array(np.array([0.0, -0.0]))))
 
 
 def partition_numbers(columns: Sequence[Column], n_partitions: int) -> Column:
-    """Number the output partition of each row.
+    """Return the output partition of each row.
 
     Parameters
     ----------
     columns
-        At least one, of numbers, of equal length. Hashed as float64, as Dask does it, so that
-        whole numbers of any width and kind meet.
+        At least one column of numbers, all of one length. They are hashed as float64, as Dask
+        does, so that equal whole numbers of any width and kind get one hash.
     n_partitions
         Number of output partitions.
 
     Returns
     -------
-    array of the narrowest signed integers that `n_partitions` fits
+    array of the narrowest signed integer type that holds `n_partitions`
     """
     n_rows = len(columns[0])
     numbers = np.empty(n_rows, dtype=np.min_scalar_type(-n_partitions - 1))
@@ -70,8 +70,8 @@ def partition_numbers(columns: Sequence[Column], n_partitions: int) -> Column:
                 missing = np.isnan(floats)
                 if missing.any():
                     floats[missing] = np.nan
-                # By its bits: arithmetic would take numbers that are almost zero for zeros where a
-                # thread was told to, and warn of NaNs of some kinds.
+                # Compare bits. Arithmetic would take denormal numbers for zeros in threads that
+                # flush them to zero, and would warn of some NaNs.
                 np.equal(hashes, _MINUS_ZERO, out=missing)
                 if missing.any():
                     hashes[missing] = 0
@@ -83,7 +83,7 @@ def partition_numbers(columns: Sequence[Column], n_partitions: int) -> Column:
         if is_power_of_two:
             combined &= divisor - _ONE
         else:
-            # Several times as fast as the remainder, which NumPy takes one element at a time.
+            # Several times faster than the remainder, which NumPy computes one element at a time.
             np.floor_divide(combined, divisor, out=spare)
             spare *= divisor
             combined -= spare
@@ -92,7 +92,7 @@ def partition_numbers(columns: Sequence[Column], n_partitions: int) -> Column:
 
 
 def _mix(values: Column, spare: Column) -> None:
-    """Hash 64-bit values in place, as pandas does in whole columns."""
+    """Hash 64-bit values in place, block by block; pandas does the same for whole columns."""
     for shift, factor in _STEPS:
         np.right_shift(values, shift, out=spare)
         values ^= spare
@@ -101,24 +101,24 @@ def _mix(values: Column, spare: Column) -> None:
 
 
 def columns_to_hash(frame: Any, index: Any, meta: pd.DataFrame) -> list[Column] | None:
-    """The columns that a frame is shuffled on; None unless they are plain numbers throughout.
+    """Return the columns that a frame is shuffled on, or None unless all are plain numbers.
 
     Parameters
     ----------
     frame
-        A partition, of any kind.
+        A partition of any kind.
     index
-        A label or a list of them, or anything else that Dask shuffles on.
+        A label, a list of labels, or any other key that Dask shuffles on.
     meta
-        As the graph has it: Dask casts by its types.
+        The meta in the graph: Dask casts to its types.
     """
     labels = index if isinstance(index, list) else [index]
     if type(frame) is not pd.DataFrame or not all(isinstance(one, (str, int)) for one in labels):
         return None
-    # A label that is the index's as well, or two columns', means something that Dask finds out.
+    # Dask resolves labels that the index or two columns share.
     if not frame.columns.is_unique or frame.index.name in labels:
         return None
-    # With several levels, a label stands for several columns.
+    # With several levels, a label may stand for several columns.
     if frame.columns.nlevels > 1:
         return None
     if not labels or len(set(labels)) < len(labels):
@@ -135,7 +135,7 @@ def columns_to_hash(frame: Any, index: Any, meta: pd.DataFrame) -> list[Column] 
 
 
 def columns_hashed(keys: Any) -> list[Column] | None:
-    """The columns of a frame that is hashed whole; None unless they were cast to float64."""
+    """Return the columns of a frame that is hashed whole, or None unless all are float64."""
     if type(keys) is not pd.DataFrame or not keys.shape[1]:
         return None
     if not all(isinstance(dtype, np.dtype) and dtype == np.float64 for dtype in keys.dtypes):
@@ -148,7 +148,7 @@ def _is_number(dtype: Any) -> bool:
 
 
 def agrees_with(stock: Callable[[pd.DataFrame, int], Column]) -> bool:
-    """Whether rows get the numbers that `stock` gives them, tried on values that are odd."""
+    """Return whether rows get the same numbers as from `stock`, for a set of edge cases."""
     odd = np.array([0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1.5, -7.0, 2.0**53, 5e-324])
     columns = [odd, np.arange(len(odd)) * 1.0, odd[::-1]]
     for width in range(1, len(columns) + 1):

@@ -1,11 +1,11 @@
-"""pandas DataFrames: partition, pack, unpack and concatenate.
+"""The adapter for pandas DataFrames: partition, pack, unpack and concatenate.
 
-Each row is written three times on its way: gathered column by column into memory ordered by
-output partition, moved (if it leaves the process), and concatenated into its output. Columns of
-one type share one two-dimensional array all along, so the result is as consolidated as pandas
-likes it and a thousand columns cost little more than one.
+Each row is written three times. First it is gathered, column by column, into memory ordered by
+output partition. Then it is moved, if it leaves the process. Last it is concatenated into its
+output. Columns of one type always share a two-dimensional array. So pandas gets a consolidated
+result, and a thousand columns cost little more than one.
 
-What a single column is made of is `frames.columns`' business.
+`frames.columns` handles a single column.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.reconciling import (
     casts_between,
     with_casts,
-    with_missing_as_promised,
+    with_missing_like_meta,
 )
 from dask_gpurt.frames.sections import Section, arrow_sections
 
-#: Of an object, what its column itself takes.
+#: Bytes of an object in the column itself: its pointer.
 _POINTER_NBYTES = np.dtype(object).itemsize
 
 
 @dataclass
 class PandasBody:
-    """Rows of one shard. Arrays may be views of one packed buffer."""
+    """The rows of one shard. Its arrays may be views of one packed buffer."""
 
     layout: FrameLayout
     n_rows: int
@@ -85,7 +85,7 @@ class PandasBody:
 
 
 class PandasPartition:
-    """One input partition, its columns taken apart."""
+    """One input partition with decomposed columns."""
 
     def __init__(self, frame: pd.DataFrame, adapter: PandasFrames):
         self._numbers, taken = adapter.columns_of(frame)
@@ -116,7 +116,7 @@ class PandasPartition:
             str(number): ArrowRows(self._columns[number].arrow)
             for number in (self.layout.arrow if self._n_rows else ())
         }
-        #: Of a row.
+        #: Bytes of all objects in a row.
         self._objects_nbytes = sum(
             _POINTER_NBYTES + mean_nbytes(self._columns[number].objects, adapter.sizeof)
             for number in self.layout.objects
@@ -182,20 +182,20 @@ def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:
 
 
 class PandasFrames:
-    """Adapter for the pandas DataFrames of one shuffle.
+    """The adapter for the pandas DataFrames of one shuffle.
 
     Parameters
     ----------
     meta
-        Empty frame with the columns and types that the shuffle was planned for.
+        Empty frame with the planned columns and types of the shuffle.
     column
-        Label of the column that holds each row's output partition.
+        Label of the column with the output partition of each row.
     drop_column
-        Whether that column is left out of the output.
+        Leave that column out of the output.
     sizeof
-        Measures objects; only the sizes of shards depend on it.
+        Measures objects. Only the sizes of shards depend on it.
     pickling
-        How objects are pickled.
+        Pickles objects.
     """
 
     landing: Landing | None = None
@@ -214,7 +214,7 @@ class PandasFrames:
         self._categories = Categories(self.pickling)
         self._meta = meta
         self._drop_column = drop_column
-        #: Where it is: with columns of several levels, a label is only the first part of a name.
+        #: Position of the column. With several column levels, a label is only part of a name.
         self._position = _position_of(meta.columns, column)
         self._result_meta = _without(meta, self._position) if drop_column else meta
         self._names = [str(name) for name in self._result_meta.columns]
@@ -236,7 +236,7 @@ class PandasFrames:
         return PandasPartition(frame, self)
 
     def columns_of(self, frame: pd.DataFrame) -> tuple[npt.NDArray[Any], list[Column]]:
-        """Output partition of each row, and the columns that travel."""
+        """Return the output partition of each row, and the columns that travel."""
         numbers: Any = None
         taken: list[Column] = []
         for position, values in enumerate(_column_arrays(frame)):
@@ -249,7 +249,7 @@ class PandasFrames:
         return numbers, taken
 
     def interned(self, layout: FrameLayout) -> FrameLayout:
-        """One object for equal layouts, so that what is derived from them is derived once."""
+        """Return one object for equal layouts, so that derived data is computed once."""
         return self._layouts.setdefault(layout.key, layout)
 
     def _layout_of(self, key: bytes) -> FrameLayout:
@@ -264,7 +264,7 @@ class PandasFrames:
         return layout
 
     def name_of(self, number: int) -> str:
-        """Name in an error of a column or, counted on from there, of an index level."""
+        """Return the name of a column or index level in errors. Levels follow the columns."""
         if number < len(self._names):
             return f"column {self._names[number]!r}"
         return f"index level {number - len(self._names)}"
@@ -280,7 +280,7 @@ class PandasFrames:
         objects: list[Any],
         empty: Empty,
     ) -> Packed:
-        """Buffer for a whole shard, its Arrow and pickle sections already written."""
+        """Allocate the buffer of a shard and write its Arrow and pickle sections."""
         fixed_nbytes = layout.fixed_nbytes(n_rows)
         arrow_nbytes = 0
         if batch is not None:
@@ -333,7 +333,7 @@ class PandasFrames:
         if (n_arrow, len(objects)) != wanted or (batch is not None and batch.num_rows != n_rows):
             raise ValueError("the sections of a shard do not match its layout")
         regions = layout.regions(buffer, n_rows)
-        # The buffer stays, and its pickle beside the objects that were made of it.
+        # The buffer stays in memory, and so does its pickle in addition to the objects.
         held = buffer.nbytes + max(packed.pickle_nbytes, OBJECT_NBYTES * n_rows * len(objects))
         return PandasBody(layout, n_rows, regions, batch, objects, held)
 
@@ -358,25 +358,13 @@ class PandasFrames:
         frames = [self._concatenate_alike(run, empty) for run in runs_of_one_shape(pieces)]
         if len(frames) == 1:
             return frames[0]
-        frames = with_missing_as_promised(frames, self._result_meta.dtypes)
+        frames = with_missing_like_meta(frames, self._result_meta.dtypes)
         return self._reconciled(pd.concat(with_common_categories(frames)), None)
 
     def _concatenate_alike(self, pieces: list[Piece], empty: Empty) -> pd.DataFrame:
-        """One output partition out of pieces that only differ in their categories."""
+        """Concatenate pieces that differ only in their categories to an output partition."""
         layout: FrameLayout = pieces[0].body.layout
-        parts: dict[tuple[int, int], Part] = {}
-        blocks: list[tuple[Any, npt.NDArray[np.intp]]] = []
-        for number, group in enumerate(layout.groups):
-            views = [piece.body.regions[number][:, piece.start : piece.stop] for piece in pieces]
-            n_rows = sum(view.shape[1] for view in views)
-            out = empty(len(group.members) * n_rows * group.dtype.itemsize)
-            joined = out.view(group.dtype).reshape(len(group.members), n_rows)
-            np.concatenate(views, axis=1, out=joined)
-            if group.n_plain:
-                placement = np.array([m[0] for m in group.members[: group.n_plain]], dtype=np.intp)
-                blocks.append((joined[: group.n_plain], placement))
-            for position in range(group.n_plain, len(group.members)):
-                parts[group.members[position]] = joined[position]
+        parts, blocks = _join_groups(layout, pieces, empty)
         arrow = {
             number: join_arrow(
                 layout.name(number, self._names), [p.body.batch.column(j) for p in pieces], pieces
@@ -402,28 +390,58 @@ class PandasFrames:
             if one.kind != "plain":
                 values = column(number)
                 if isinstance(values, np.ndarray) or isinstance(values.dtype, pd.DatetimeTZDtype):
-                    # pandas keeps these two, and only these, in two-dimensional blocks.
+                    # pandas stores only these two kinds in two-dimensional blocks.
                     values = values.reshape(1, -1)
                 blocks.append((values, np.array([number], dtype=np.intp)))
         n_columns = len(layout.columns)
-        levels = [column(n_columns + level) for level in range(len(layout.index))]
-        names = layout.index_names
-        if len(levels) > 1:
-            index: pd.Index = pd.MultiIndex.from_arrays(levels, names=names)
-        else:
-            # The type is spelled out: pandas would look into objects and guess.
-            index = pd.Index(levels[0], dtype=levels[0].dtype, name=names[0], copy=False)
+        index = _index_of(
+            [column(n_columns + level) for level in range(len(layout.index))], layout.index_names
+        )
         frame = frame_of_blocks(blocks, index, self._result_meta.columns)
         return self._reconciled(frame, layout.shape)
 
     def _reconciled(self, frame: pd.DataFrame, shape: tuple[Any, ...] | None) -> pd.DataFrame:
-        """The frame with the types its meta promises; frames of one shape need the same casts."""
+        """Cast a frame to the types of the meta. Frames of one shape need the same casts."""
         casts = self._casts.get(shape) if shape is not None else None
         if casts is None:
             casts = casts_between(frame.dtypes, self._result_meta.dtypes)
             if shape is not None:
                 self._casts[shape] = casts
         return with_casts(frame, casts) if casts else frame
+
+
+def _join_groups(
+    layout: FrameLayout, pieces: list[Piece], empty: Empty
+) -> tuple[dict[tuple[int, int], Part], list[tuple[Any, npt.NDArray[np.intp]]]]:
+    """Join the fixed-width parts of pieces of one layout.
+
+    Returns
+    -------
+    parts, blocks
+        The parts of columns that need composing, by column and part. And for each group, the block
+        of its plain columns with their positions.
+    """
+    parts: dict[tuple[int, int], Part] = {}
+    blocks: list[tuple[Any, npt.NDArray[np.intp]]] = []
+    for number, group in enumerate(layout.groups):
+        views = [piece.body.regions[number][:, piece.start : piece.stop] for piece in pieces]
+        n_rows = sum(view.shape[1] for view in views)
+        out = empty(len(group.members) * n_rows * group.dtype.itemsize)
+        joined = out.view(group.dtype).reshape(len(group.members), n_rows)
+        np.concatenate(views, axis=1, out=joined)
+        if group.n_plain:
+            placement = np.array([m[0] for m in group.members[: group.n_plain]], dtype=np.intp)
+            blocks.append((joined[: group.n_plain], placement))
+        for position in range(group.n_plain, len(group.members)):
+            parts[group.members[position]] = joined[position]
+    return parts, blocks
+
+
+def _index_of(levels: list[Any], names: Sequence[Any]) -> pd.Index:
+    if len(levels) > 1:
+        return pd.MultiIndex.from_arrays(levels, names=names)
+    # The explicit type keeps pandas from inferring one from the objects.
+    return pd.Index(levels[0], dtype=levels[0].dtype, name=names[0], copy=False)
 
 
 def _column_arrays(frame: pd.DataFrame) -> Iterator[Any]:
@@ -445,7 +463,7 @@ def _position_of(columns: pd.Index, label: Any) -> int:
 def _without(meta: pd.DataFrame, position: int) -> pd.DataFrame:
     meta = meta.iloc[:, [n for n in range(meta.shape[1]) if n != position]]
     if isinstance(meta.columns, pd.MultiIndex):
-        # Its name is no longer among those of its level.
+        # Removes the name of the column from its level.
         meta.columns = meta.columns.remove_unused_levels()
     return meta
 

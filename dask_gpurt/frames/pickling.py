@@ -1,7 +1,7 @@
-"""Python objects on their way out of a process, and back.
+"""Pickling of Python objects that leave a process.
 
-Objects have no layout of their own, so they are pickled. The functions come from outside: Dask's
-own carry classes of the user's script by value, which plain pickle refuses. An error names the
+Objects have no layout of their own, so they are pickled. The caller passes the functions: Dask's
+functions carry classes of the user's script by value, which plain pickle refuses. Errors name the
 column. This module does no I/O.
 """
 
@@ -22,7 +22,7 @@ import pandas as pd
 Dumps = Callable[..., bytes]
 Loads = Callable[..., Any]
 
-#: Types of which every object can be pickled.
+#: Types whose objects can always be pickled.
 _HARMLESS = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, bytearray,
@@ -33,18 +33,18 @@ _HARMLESS = frozenset(
         *(np.dtype(code).type for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]),
     }
 )  # fmt: skip
-#: Objects of a column that are tried before it is cut.
+#: Objects of a column that are tried before its rows are gathered.
 _MOST_TRIED = 100
 
 
 @dataclass(frozen=True)
 class Pickling:
-    """How objects are pickled.
+    """A pair of functions that pickle and unpickle.
 
     Parameters
     ----------
     dumps, loads
-        As those of `pickle`.
+        As in the module `pickle`.
     """
 
     dumps: Dumps = pickle.dumps
@@ -56,7 +56,7 @@ class Pickling:
         Parameters
         ----------
         what
-            Names the value in an error.
+            Name of the value in an error.
 
         Raises
         ------
@@ -75,17 +75,17 @@ class Pickling:
             ) from error
 
     def dump_columns(self, columns: Sequence[Any], name: Callable[[int], str]) -> bytes:
-        """Pickle the objects of several columns at once.
+        """Pickle the objects of several columns together.
 
         Parameters
         ----------
         name
-            Name of a column by its position in `columns`.
+            Returns the name of a column, given its position in `columns`.
 
         Raises
         ------
         TypeError
-            The objects of a column, which is named, cannot be pickled.
+            The objects of a column cannot be pickled. The error names the column.
         """
         try:
             return self.dumps(list(columns), protocol=5)
@@ -97,7 +97,7 @@ class Pickling:
             raise
 
     def load_columns(self, data: Any, name: Callable[[], str]) -> Any:
-        """Inverse of `dump_columns`. What is raised gets a note with the name."""
+        """Unpickle the result of `dump_columns`. Errors get a note with the name."""
         try:
             return self.loads(data)
         except Exception as error:
@@ -105,15 +105,15 @@ class Pickling:
             raise
 
     def try_some(self, values: Any, what: str) -> None:
-        """Refuse objects that cannot be pickled, whether or not they are going to be.
+        """Refuse objects that cannot be pickled, even if they stay in this process.
 
-        Without this, the number of workers would decide whether a program fails. One object of each
-        type is tried, and a sample: to pickle all would take as long as to send them.
+        Otherwise, the number of workers would decide whether a program fails. This tries a sample
+        and one object of each type: pickling all would take as long as sending them.
 
         Parameters
         ----------
         values
-            An array of objects. Arrays of other kinds are not looked into.
+            An array of objects. Arrays of other kinds are not checked.
 
         Raises
         ------

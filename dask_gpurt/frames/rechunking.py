@@ -1,9 +1,9 @@
-"""Which part of which input chunk goes where in which output chunk.
+"""The geometry of a rechunk: which part of an input chunk goes where in an output chunk.
 
-Pure geometry over numbers: nothing here knows what an array is, or where chunks live. Chunks are
-cut along each axis on its own; a *piece* is what one input chunk has for one output chunk, and is
-the product of one span an axis. Pieces of all pairs are never listed: those of one input chunk,
-or of one output chunk, are made when that chunk's turn comes.
+This module handles numbers only. It knows neither arrays nor where chunks live. Each axis is cut
+independently. A *piece* is the part of one input chunk in one output chunk, the product of one span
+for each axis. The module never lists the pieces of all pairs. It computes the pieces of one input
+or output chunk when they are needed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import NamedTuple
 Index = tuple[int, ...]
 #: Part of a chunk.
 Box = tuple[slice, ...]
-#: Shape of a part; None along an axis whose length nobody knows before the chunk is there.
+#: Shape of a part. None along an axis whose lengths are unknown until the chunk exists.
 Shape = tuple[int | None, ...]
 
-#: All of such an axis.
+#: A whole axis of unknown length.
 _WHOLE = slice(None)
 
 
 class Span(NamedTuple):
-    """What one input chunk has for one output chunk, along one axis."""
+    """The part of one input chunk in one output chunk, along one axis."""
 
     input: int
     output: int
-    #: Where it lies in the input chunk, and in the output chunk.
+    #: Position in the input chunk, and in the output chunk.
     source: slice
     place: slice
     length: int | None
@@ -40,12 +40,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """Two ways to cut one axis.
+    """Two partitions of one axis into chunks.
 
     Parameters
     ----------
     old, new
-        Lengths of the chunks. NaN, an unknown length, is allowed where `new` is `old`.
+        Lengths of the chunks. An unknown length (NaN) is allowed if `new` is `old`.
     """
 
     old: tuple[float, ...]
@@ -57,22 +57,22 @@ class Axis:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Every span, in the order of the axis.
+        """All spans, in the order of the axis.
 
-        A chunk without length takes part in one span if it is an output, since it has to have
-        some source, and in none if it is an input.
+        An empty output chunk has one span, because it needs a source. An empty input chunk has no
+        span.
         """
         if not self.is_known:
             return tuple(Span(i, i, _WHOLE, _WHOLE, None) for i in range(len(self.old)))
         starts = [0, *accumulate(int(length) for length in self.old)]
         stops = starts[1:]
         if stops[-1] != sum(self.new):
-            raise ValueError(f"chunks of {stops[-1]} in all cannot become {self.new}")
+            raise ValueError(f"chunks of total length {stops[-1]} cannot become {self.new}")
         found = []
         first = 0
         for output, length in enumerate(self.new):
             end = first + int(length)
-            # The first input that reaches as far as the output begins, or beyond.
+            # The first input chunk that ends at or after the start of the output chunk.
             i = bisect_left(stops, first + 1 if length else first)
             while True:
                 a, b = max(first, starts[i]), min(end, stops[i])
@@ -105,17 +105,17 @@ def _grouped(
 
 
 class Rechunking:
-    """One array, cut in two ways.
+    """Two chunkings of one array.
 
     Parameters
     ----------
     old, new
-        Lengths of the chunks of each axis, as Dask has them.
+        Lengths of the chunks along each axis, as in Dask.
 
     Raises
     ------
     ValueError
-        They do not belong to one array.
+            The two do not describe one array.
     """
 
     def __init__(self, old: Sequence[Sequence[float]], new: Sequence[Sequence[float]]) -> None:
@@ -126,21 +126,21 @@ class Rechunking:
         return len(self.axes)
 
     def number(self, index: Index) -> int:
-        """Number of an input chunk. Ascending numbers are ascending positions in the grid."""
+        """Return the number of an input chunk. Numbers ascend with positions in the grid."""
         number = 0
         for axis, position in zip(self.axes, index, strict=True):
             number = number * len(axis.old) + position
         return number
 
     def has_shape(self, index: Index, shape: Sequence[int]) -> bool:
-        """Whether an input chunk of this shape is what was announced."""
+        """Return whether an input chunk of this shape matches the plan."""
         return len(shape) == self.ndim and all(
             length == axis.old[position] or not axis.is_known
             for axis, position, length in zip(self.axes, index, shape, strict=True)
         )
 
     def of_input(self, index: Index) -> Iterator[tuple[Index, Box, Shape]]:
-        """Pieces of an input chunk: output chunk, part of this chunk, and its shape."""
+        """Yield the pieces of an input chunk: output chunk, part of the input chunk, and shape."""
         spans = [axis.of_input[i] for axis, i in zip(self.axes, index, strict=True)]
         outputs = product(*([span.output for span in along] for along in spans))
         sources = product(*([span.source for span in along] for along in spans))
@@ -148,11 +148,11 @@ class Rechunking:
         return zip(outputs, sources, shapes, strict=True)
 
     def of_output(self, index: Index) -> tuple[tuple[int, ...], Iterator[tuple[Box, Shape]]]:
-        """Pieces of an output chunk, in the order of the input chunks' numbers.
+        """Return the pieces of an output chunk, in the order of the input chunks' numbers.
 
         Returns
         -------
-        pieces along each axis, and for each piece the place it takes in the output and its shape
+        number of pieces along each axis; then for each piece its place in the output and its shape
         """
         spans = [axis.of_output[i] for axis, i in zip(self.axes, index, strict=True)]
         places = product(*([span.place for span in along] for along in spans))
@@ -167,7 +167,7 @@ class Rechunking:
 
 
 def filled(shape: Shape, of_chunk: Sequence[int]) -> tuple[int, ...]:
-    """Shape of a piece with the unknown lengths of the chunk it was cut from."""
+    """Return the shape of a piece, with unknown lengths taken from its input chunk."""
     if None not in shape:
         return shape  # type: ignore[return-value]
     return tuple(

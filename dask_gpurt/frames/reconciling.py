@@ -1,9 +1,9 @@
-"""Columns whose type is not the one that the meta promises: what they become.
+"""Conversion of columns whose type differs from the one that the meta promises.
 
-Partitions may disagree with their meta, and with one another: a missing value among integers,
-strings that one of them had none of, objects where others have values. Types follow what stock Dask
-makes of the same input, as far as all values stay what they were. Where the promised type has no
-place for them, the column keeps its own.
+Partitions may disagree with their meta and with each other. Examples are a missing value among
+integers, a partition without any string, or objects instead of values. The result has the type that
+stock Dask produces from the same input, as long as all values keep their meaning. If the promised
+type cannot hold the values, the column keeps its own type.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import pyarrow as pa
 from dask_gpurt.frames.columns import is_masked
 
 _OBJECT = np.dtype(object)
-#: As Dask writes it into a meta.
+#: The category that Dask writes into a meta with unknown categories.
 UNKNOWN_CATEGORIES = "__UNKNOWN_CATEGORIES__"
-#: What a cast raises if a type has no place for a value.
+#: Errors of a cast if the type cannot hold a value.
 _NO_PLACE = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
 
 def casts_between(actual: pd.Series, expected: pd.Series) -> dict[int, Any]:
-    """Type that the meta expects of each column that has another, by position."""
+    """Return the expected type of each column that has another type, by position."""
     pairs = enumerate(zip(actual, expected, strict=True))
     return {
         position: wanted for position, (found, wanted) in pairs if not _are_alike(found, wanted)
@@ -33,10 +33,10 @@ def casts_between(actual: pd.Series, expected: pd.Series) -> dict[int, Any]:
 
 
 def with_casts(frame: pd.DataFrame, casts: dict[int, Any]) -> pd.DataFrame:
-    """Frame with the columns of `casts` brought to what stock makes of them.
+    """Convert the columns in `casts` to the types that stock Dask produces.
 
-    That is not always what the meta expects: a partition may have found a wider type than the plan
-    knew of (a missing value among integers), and then the common type of both is kept.
+    This is not always the expected type. A partition may have a wider type than the plan knew, such
+    as integers with a missing value. Then the column gets the common type of both.
     """
     frame = frame.copy(deep=False)
     for position, expected in casts.items():
@@ -44,13 +44,13 @@ def with_casts(frame: pd.DataFrame, casts: dict[int, Any]) -> pd.DataFrame:
     return frame
 
 
-def with_missing_as_promised(
+def with_missing_like_meta(
     frames: Sequence[pd.DataFrame], expected: pd.Series
 ) -> list[pd.DataFrame]:
-    """Frames to be put together, where objects that are all missing have the type of the others.
+    """Give object columns with only missing values the type of the other frames' columns.
 
-    A partition that found nothing says nothing of types: as objects, it would make objects of the
-    whole column.
+    Such a partition carries no type information. Left as objects, it would turn the whole column to
+    objects.
     """
     frames = list(frames)
     types = [frame.dtypes.tolist() for frame in frames]
@@ -58,7 +58,7 @@ def with_missing_as_promised(
         if all(dtype == dtypes[0] for dtype in dtypes):
             continue
         if isinstance(wanted, pd.CategoricalDtype):
-            # Meta need not know the categories.
+            # The meta may not know the categories.
             wanted = next((one for one in dtypes if isinstance(one, pd.CategoricalDtype)), wanted)
         for number, dtype in enumerate(dtypes):
             column = frames[number].iloc[:, position]
@@ -70,7 +70,7 @@ def with_missing_as_promised(
 
 def _are_alike(found: Any, expected: Any) -> bool:
     both = (found, expected)
-    # Meta need not know the categories.
+    # The meta may not know the categories.
     return found == expected or all(isinstance(dtype, pd.CategoricalDtype) for dtype in both)
 
 
@@ -84,8 +84,8 @@ def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
             return _cast(column, expected)
         return _widened(column, expected)
     if column.dtype == _OBJECT:
-        # One partition had objects where others had values. Stock goes through Arrow, which looks
-        # at the values that are left.
+        # One partition has objects and others have values. Stock Dask converts through Arrow, which
+        # infers the type from the remaining values.
         found = _arrow_of(column)
         if found is None:
             return column
@@ -97,7 +97,7 @@ def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
 
 
 def _missing(column: pd.Series, expected: Any) -> pd.Series:
-    """A column without a value, of the type expected if that has a place for missing ones."""
+    """Convert a column without values to the expected type, if it can hold missing values."""
     if isinstance(expected, np.dtype) and expected.kind in "iu":
         expected = np.dtype(np.float64)
     if expected == np.dtype(bool):
@@ -113,10 +113,10 @@ def _is_unknown(dtype: pd.CategoricalDtype) -> bool:
 
 
 def _arrow_of(column: pd.Series) -> pa.Array | None:
-    """Values of a column as Arrow has them; None if it has not all of them as they are.
+    """Return the values as an Arrow array, or None if Arrow cannot hold all of them exactly.
 
-    Of objects, Arrow would take times with a zone and without for one kind, and leave out the hours
-    of those among dates.
+    Arrow would accept some mixed objects and change them. Times with and without a zone would
+    become one kind, and times among dates would lose their hours.
     """
     try:
         found = pa.array(column, from_pandas=True)
@@ -132,7 +132,7 @@ def _arrow_of(column: pd.Series) -> pa.Array | None:
 
 
 def _as_arrow(column: pd.Series, expected: pd.ArrowDtype) -> pd.Series:
-    """Column of an Arrow type, if that is one for the same kind of values and loses nothing."""
+    """Convert a column to an Arrow type of the same kind of values, if nothing is lost."""
     source, target = _arrow_of(column), expected.pyarrow_dtype
     if source is None:
         return column
@@ -150,7 +150,7 @@ def _as_arrow(column: pd.Series, expected: pd.ArrowDtype) -> pd.Series:
 
 
 def _kind(type_: pa.DataType) -> str:
-    """Types of one kind are for the same values."""
+    """Return the kind of values of a type. Types of one kind hold the same values."""
     kinds = {
         "number": (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal),
         "text": (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),

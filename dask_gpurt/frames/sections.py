@@ -1,7 +1,7 @@
-"""Where in a packed shard bytes of one kind lie, for whoever compresses it.
+"""Sections of a packed shard: ranges of bytes of one kind, for compression.
 
-A section is a plain tuple of name, offset, bytes and item size. Sections are in order, do not
-overlap and cover the buffer. What is done with them is not known here.
+A section is a tuple of name, offset, bytes and item size. Sections are in order, do not overlap,
+and cover the buffer. This module does not compress.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ Section = tuple[str, int, int, int]
 def arrow_sections(
     buffer: npt.NDArray[np.uint8], offset: int, nbytes: int, names: Sequence[str]
 ) -> list[Section]:
-    """The buffers of an Arrow stream, each by itself, and what lies between them.
+    """Split an Arrow stream into its buffers and the metadata between them.
 
-    String offsets and string bytes are nothing alike, nor are two columns of strings.
+    Each buffer is a section, because string offsets and string bytes compress differently, and so
+    do two columns of strings.
 
     Parameters
     ----------
     buffer, offset, nbytes
-        A packed shard, and where its Arrow section lies.
+        A packed shard, and the place of its Arrow section.
     names
         Name of each column of the stream.
 
     Raises
     ------
     ValueError
-        There is no stream of one record batch in these bytes.
+        The bytes are not a stream of one record batch.
     """
     stream = buffer[offset : offset + nbytes]
     try:
@@ -46,14 +47,14 @@ def arrow_sections(
     for name, column in zip(names, batch.columns, strict=True):
         for what, part, itemsize in _parts(column):
             start = offset + part.address - first
-            # A column may share a buffer with another or own one outside the stream (an empty one).
+            # Columns may share a buffer. A column may also own an empty one outside the stream.
             if offset <= start and start + part.size <= offset + nbytes and part.size:
                 found.append((f"{name} {what}", start, part.size, itemsize))
     return list(_covering(sorted(found, key=lambda s: s[1]), offset, offset + nbytes))
 
 
 def _covering(found: list[Section], start: int, stop: int) -> Iterator[Section]:
-    """The sections found, with those that overlap left out and gaps filled."""
+    """Yield the sections without overlaps, and fill the gaps."""
     position, gaps = start, 0
     for section in found:
         _, offset, nbytes, _ = section
@@ -69,7 +70,7 @@ def _covering(found: list[Section], start: int, stop: int) -> Iterator[Section]:
 
 
 def _parts(column: pa.Array) -> Iterator[tuple[str, pa.Buffer, int]]:
-    """What each buffer of a column is, the buffer, and the size of its items if that is known."""
+    """Yield name, buffer and item size of each buffer of a column; 1 for an unknown item size."""
     kind = column.type
     buffers = column.buffers()
     names = [f"buffer {number}" for number in range(len(buffers))]

@@ -1,1 +1,1 @@
-"""Task outputs over tiers of memory: the store that is `worker.data`, and what decides for it."""
+"""Storage of task outputs across tiers of memory: `worker.data` and the decisions behind it."""

@@ -1,9 +1,10 @@
-"""Carries out what was decided to move: the only place where the store touches objects and tiers.
+"""The data mover of the store: the only module that touches the objects and the tiers.
 
-What moves, and when, is decided before (`memory.decisions.residency`, `memory.store`). Writes and
-reads happen in lanes, and in threads that cannot wait for a lane: those that read a cold value, and
-those whose allocation found no room. The lock guards the books and is never held over I/O, a copy
-or a call into user code.
+It carries out the moves that `memory.decisions.residency` and `memory.store` decided. Most writes
+and reads run in lanes. Two kinds of threads do their own, because they cannot wait for a lane:
+threads that read a spilled value, and threads whose allocation found no room.
+
+The lock guards the bookkeeping. It is never held over I/O, a copy or a call into user code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from functools import partial
 from typing import Any
 
 from dask_gpurt.errors import TierFullError, ValueRefusedError, will_pass
-from dask_gpurt.memory.decisions.failed_reads import Shortage, is_short
+from dask_gpurt.frames.flat.values import Flat
+from dask_gpurt.memory.decisions.failed_reads import FailedReads, is_short
 from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
 from dask_gpurt.memory.decisions.residency import Residency, Value
 from dask_gpurt.memory.tiers import Lane, Lanes, Packing, Tier
@@ -25,24 +27,24 @@ logger = logging.getLogger("dask_gpurt.memory")
 
 
 class NotRestoredError(Exception):
-    """What is in a tier is whole, and to make the value of it again raised the cause."""
+    """The copy in a tier is intact, but restoring its value raised the cause of this error."""
 
 
 class Carrier:
-    """Objects at home, their copies in tiers, and the way between.
+    """The objects in memory, their copies in tiers, and the moves between them.
 
     Parameters
     ----------
     residency
-        Its first levels are homes, one for each of `packings`; the others are `tiers`.
+        Its first levels are top levels, one for each of `packings`; the others are `tiers`.
     lock
-        Guards residency and books. Reentrant.
-    shortage
-        Told of what cannot be read for want of memory.
+        Guards the residency and the bookkeeping. Reentrant.
+    failed_reads
+        Records the reads that memory was too short for.
     decide
-        Called when something ended that leaves other things to decide.
+        Called after a move, when there may be more to decide.
     lost
-        Told of a value whose last copy cannot be read, with no lock held.
+        Called with a value whose last copy cannot be read, with no lock held.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Carrier:
         packings: Sequence[Packing],
         lanes: Lanes,
         lock: threading.RLock,  # type: ignore[valid-type]
-        shortage: Shortage,
+        failed_reads: FailedReads,
         *,
         decide: Callable[[], None],
         lost: Callable[[Value], None],
@@ -62,39 +64,39 @@ class Carrier:
         self._packings = packings
         self._lanes = lanes
         self._lock = lock
-        self._shortage = shortage
+        self._failed_reads = failed_reads
         self._ended = threading.Condition(lock)
         self._decide = decide
         self._lost = lost
-        #: Values that are at home, whichever that is.
+        #: Values that are in their top level, whichever it is.
         self.objects: dict[Hashable, Any] = {}
-        #: Where each tier has a value, by serial number and level.
+        #: Place of each copy in its tier, by serial number and level.
         self._places: dict[tuple[int, int], Any] = {}
-        #: Copies that wait in a lane, oldest first.
-        self._due: dict[Put, None] = {}
-        #: Copies that are being made, and the threads that make them.
-        self._under_way: dict[Put, int] = {}
-        #: Objects that left each home, since ever.
+        #: Writes that wait in a lane, oldest first.
+        self._queued: dict[Put, None] = {}
+        #: Writes in flight, and the threads that make them.
+        self._in_flight: dict[Put, int] = {}
+        #: Objects that ever left each top level.
         self._n_left: Counter[int] = Counter()
-        #: Types of values that could not be put away, of which that was said.
-        self._told_kinds: set[str] = set()
+        #: Types of values that could not be spilled, and for which that was logged.
+        self._logged_types: set[str] = set()
         self._is_closed = False
 
     # ------------------------------------------------------------------ with the lock held
 
-    def found(self, value: Value, level: int, place: Any) -> None:
-        """A tier has a copy that nobody here put there."""
+    def add_copy(self, value: Value, level: int, place: Any) -> None:
+        """Add a copy that a tier has without a `Put`."""
         self._places[value.serial, level] = place
 
     def begin(self, moves: Iterable[Move]) -> None:
-        """Begin what was decided."""
+        """Begin the moves that were decided."""
         for move in moves:
             if isinstance(move, Put):
-                self._due[move] = None
+                self._queued[move] = None
                 self._submit(self._lanes.write, self._put, move)
             elif isinstance(move, Load):
                 self._submit(self._lanes.read, self._load, move)
-            elif self._is_home(move.level):
+            elif self._is_top_level(move.level):
                 self.objects.pop(move.key, None)
                 self._n_left[move.level] += 1
             else:
@@ -110,23 +112,23 @@ class Carrier:
         if place is not None:
             self._lanes.write(partial(self._tiers[move.level].drop, place), path="drop")
 
-    def _is_home(self, level: int) -> bool:
+    def _is_top_level(self, level: int) -> bool:
         return level < len(self._packings)
 
     # ------------------------------------------------------------------ down
 
     def _put(self, move: Put) -> None:
-        """Make a copy further down. In a lane, or in a thread that needs the room."""
+        """Write a copy further down. Runs in a lane, or in a thread that needs the room."""
         with self._lock:
-            if move not in self._due:
-                return  # somebody who needed the room did it, or the store was closed
-            del self._due[move]
-            self._under_way[move] = threading.get_ident()
+            if move not in self._queued:
+                return  # a thread that needed the room made it, or the store was closed
+            del self._queued[move]
+            self._in_flight[move] = threading.get_ident()
         try:
             self._copy(move)
         finally:
             with self._lock:
-                del self._under_way[move]
+                del self._in_flight[move]
                 self._ended.notify_all()
         self._decide()
 
@@ -136,36 +138,17 @@ class Carrier:
             if value is None or value.serial != move.serial:
                 self._residency.put_cancelled(move)
                 return
-            # Held by this frame alone: who waits for its room goes on when this returns.
-            is_home = self._is_home(move.source)
-            source = self.objects.get(move.key) if is_home else None
+            # Only this frame may hold them: `make_room` counts on the memory once it returns.
+            is_top = self._is_top_level(move.source)
+            source = self.objects.get(move.key) if is_top else None
             place = self._places.get((move.serial, move.source))
-            # What cannot be taken apart cannot be for any other tier either.
-            tiers = self._residency.chains[value.home] if is_home else (move.target,)
-        tier = self._tiers[move.target]
-        try:
-            if is_home:
-                flat = self._packings[move.source].flatten(source)
-            else:
-                flat = self._tiers[move.source].get(place)
-        except ValueRefusedError:
-            self._failed(move, [move.target])
+            # A value that cannot be flattened for one tier cannot be flattened for another.
+            tiers = self._residency.chains[value.top_level] if is_top else (move.target,)
+        flat = self._flattened(move, source, place, tiers)
+        if flat is None:
             return
-        except Exception as error:
-            # Whatever a value's own pickling raises: it is a matter of that value alone.
-            if not self._is_closed:
-                self._complain(move.key, type(source), error)
-            self._failed(move, [] if will_pass(error) else tiers)
-            return
-        try:
-            place = tier.put(flat)
-        except ValueRefusedError:
-            self._failed(move, [move.target])
-            return
-        except (OSError, MemoryError) as error:
-            # Full, or it says what is wrong, once; another tier may take the value.
-            is_full = isinstance(error, TierFullError) or not will_pass(error)
-            self._failed(move, is_full=is_full)
+        place = self._written(move, flat)
+        if place is None:
             return
         del flat, source
         with self._lock:
@@ -174,18 +157,53 @@ class Carrier:
                 self._places[move.serial, move.target] = place
             self.begin(self._residency.take_moves())
         if not useful:
-            tier.drop(place)
+            self._tiers[move.target].drop(place)
 
-    def _complain(self, key: Hashable, kind: type, error: Exception) -> None:
-        """Say that a value stays in memory, once for each type: there may be thousands."""
+    def _flattened(self, move: Put, source: Any, place: Any, tiers: Collection[int]) -> Flat | None:
+        """Return the bytes to copy; report a failure to the residency, and return None.
+
+        Parameters
+        ----------
+        source, place
+            The object in a top level, or its place in a tier.
+        tiers
+            Levels that will never take the value if it cannot be flattened.
+        """
+        try:
+            if self._is_top_level(move.source):
+                return self._packings[move.source].flatten(source)
+            return self._tiers[move.source].get(place)
+        except ValueRefusedError:
+            self._failed(move, [move.target])
+        except Exception as error:
+            # A value's own pickling may raise anything; that concerns this value alone.
+            if not self._is_closed:
+                self._log_not_spilled(move.key, type(source), error)
+            self._failed(move, [] if will_pass(error) else tiers)
+        return None
+
+    def _written(self, move: Put, flat: Flat) -> Any:
+        """Return the place of a new copy; report a failure to the residency, and return None."""
+        try:
+            return self._tiers[move.target].put(flat)
+        except ValueRefusedError:
+            self._failed(move, [move.target])
+        except (OSError, MemoryError) as error:
+            # The tier is full, or has logged the error once; another tier may take the value.
+            is_full = isinstance(error, TierFullError) or not will_pass(error)
+            self._failed(move, is_full=is_full)
+        return None
+
+    def _log_not_spilled(self, key: Hashable, kind: type, error: Exception) -> None:
+        """Warn that a value stays in memory, once for each type: there may be thousands."""
         name = f"{kind.__module__}.{kind.__qualname__}"
-        level = logging.DEBUG if name in self._told_kinds else logging.WARNING
-        self._told_kinds.add(name)
+        level = logging.DEBUG if name in self._logged_types else logging.WARNING
+        self._logged_types.add(name)
         logger.log(
             level,
-            "cannot put %r away; it stays in memory: %s (said once for values of type %s)",
+            "cannot spill %r; it stays in memory: %s (logged once for values of type %s)",
             key,
-            _told(error),
+            _text_of(error),
             name,
         )
 
@@ -193,54 +211,53 @@ class Carrier:
         with self._lock:
             self._residency.put_failed(move, refused, is_full=is_full)
 
-    def make_room(self, home: int, nbytes: int) -> bool:
-        """Have values leave a home before this returns, for an allocation that found no room there.
+    def make_room(self, top_level: int, nbytes: int) -> bool:
+        """Evict values from a top level at once, for an allocation that found no room there.
 
-        Copies that wait in a lane are made here and now, and those that others are making are
-        waited for. May be called by any thread, so `next_use` of the residency has to bear that.
-        A thread that is in the middle of the books gets False: a destructor may allocate that
-        runs because an object was let go of there.
+        This method makes the writes that wait in a lane itself, and waits for those in flight. Any
+        thread may call it, so the residency's `next_use` must be thread-safe. A thread that holds
+        the lock gets False: an object freed there may have a destructor that allocates.
 
         Returns
         -------
-        Whether objects were let go of. Their memory is free unless somebody else uses them.
+        Whether objects were freed. Their memory is free unless something else refers to them.
         """
-        # What `Condition` asks as well. With the lock held there could be no copy without holding
-        # it over that, and what is decided could contradict what is being written down.
+        # `Condition` uses this method too. A copy made with the lock held would hold it over the
+        # copy, and new decisions could contradict bookkeeping that is half done.
         if self._lock._is_owned() or self._is_closed:  # type: ignore[attr-defined]
             return False
-        level = self._residency.levels[home]
-        n_left = self._n_left[home]
-        while self._n_left[home] == n_left:
+        level = self._residency.levels[top_level]
+        n_left = self._n_left[top_level]
+        while self._n_left[top_level] == n_left:
             with self._lock:
-                self._residency.shed(home, nbytes - level.leaving_nbytes)
+                self._residency.evict_now(top_level, nbytes - level.leaving_nbytes)
                 self.begin(self._residency.take_moves())
-                waiting = [move for move in self._due if move.source == home]
+                waiting = [move for move in self._queued if move.source == top_level]
             if not waiting:
                 break
-            # Those that fail are not tried again: there is another tier for the value, or none.
+            # A write that fails is not repeated: the value goes to another tier, or to none.
             for move in waiting:
                 self._put(move)
         with self._lock:
-            # Who is making a copy itself does not wait: another might wait for that one.
-            if threading.get_ident() not in self._under_way.values():
+            # A thread with a write in flight must not wait: another may wait for that write.
+            if threading.get_ident() not in self._in_flight.values():
                 self._ended.wait_for(
                     lambda: (
-                        self._n_left[home] > n_left
-                        or not any(move.source == home for move in self._under_way)
+                        self._n_left[top_level] > n_left
+                        or not any(move.source == top_level for move in self._in_flight)
                     )
                 )
-            return self._n_left[home] > n_left
+            return self._n_left[top_level] > n_left
 
     # ------------------------------------------------------------------ up
 
     def _load(self, move: Load) -> None:
-        """Bring a value home. In a lane."""
+        """Load a value into its top level. Runs in a lane."""
         with self._lock:
             place = self._places.get((move.serial, move.source))
         found = None
-        # Errors are not kept: their tracebacks hold what was being read.
-        problem = "nobody knows where it is" if place is None else ""
+        # Only the text of errors is kept: their tracebacks hold the value.
+        problem = "its place is unknown" if place is None else ""
         if place is not None:
             try:
                 found = self._restore(move.target, move.source, place)
@@ -252,22 +269,22 @@ class Carrier:
             except Exception as error:
                 if will_pass(error):
                     with self._lock:
-                        value = self._residency.load_put_off(move)
+                        value = self._residency.load_deferred(move)
                         if value is not None:
-                            self._shortage.add(value, _told(error))
-                    # In a moment: what is short is not there at once. What ends before then has
-                    # it decided as well.
+                            self._failed_reads.add(value, _text_of(error))
+                    # Later, because the shortage lasts a moment. A move that ends before then
+                    # calls `decide` too.
                     self._lanes.owner(partial(self._lanes.later, self._decide))
                     return
-                problem = _told(error)
+                problem = _text_of(error)
         with self._lock:
             if self._is_closed:
-                return  # what it was read from may be gone, and that is no loss
+                return  # closing may have removed the copy, so a failure is no loss
             value = self._residency.values.get(move.key)
             if not problem:
-                if self._residency.loaded(move) and value is not None:
+                if self._residency.load_done(move) and value is not None:
                     self.objects[move.key] = found
-                    self._shortage.read(value)
+                    self._failed_reads.remove(value)
                 lost = False
             else:
                 lost = not self._residency.load_failed(move)
@@ -277,16 +294,16 @@ class Carrier:
         self._decide()
 
     def read_through(self, key: Hashable) -> Any:
-        """Read a cold value in this thread, leaving it where it is.
+        """Read a spilled value in this thread; it stays spilled.
 
         Raises
         ------
         KeyError
-            It is not here, or cannot be read any more, or the store was closed.
+            The value is not here or can no longer be read, or the store was closed.
         MemoryError, OSError
             There is no room for it now.
         NotRestoredError
-            Its own unpickling raises something.
+            Its own unpickling raised an error.
         """
         while True:
             with self._lock:
@@ -298,46 +315,46 @@ class Carrier:
                 level = min(value.copies)
                 place = self._places[value.serial, level]
             try:
-                found = self._restore(value.home, level, place)
+                found = self._restore(value.top_level, level, place)
                 with self._lock:
-                    self._shortage.read(value)
-                    value.refused.discard(value.home)
+                    self._failed_reads.remove(value)
+                    value.refused.discard(value.top_level)
                 return found
             except NotRestoredError as error:
-                _note(error, key)
+                _add_note(error, key)
                 raise
             except Exception as error:
                 with self._lock:
                     if will_pass(error):
-                        self._shortage.add(value, _told(error))
+                        self._failed_reads.add(value, _text_of(error))
                         raise
                     if self._is_closed or self._residency.values.get(key) is not value:
                         continue
-                    if level not in value.copies or self._residency.lose(value, level):
+                    if level not in value.copies or self._residency.drop_copy(value, level):
                         self.begin(self._residency.take_moves())
                         continue
-                self._lose(value, _told(error))
+                self._lose(value, _text_of(error))
                 raise KeyError(key) from error
 
-    def _restore(self, home: int, level: int, place: Any) -> Any:
-        """Read a value from a tier, which sees to it that this is what was put there.
+    def _restore(self, top_level: int, level: int, place: Any) -> Any:
+        """Read a value from a tier, which verifies the bytes.
 
         Raises
         ------
         NotRestoredError
-            The value itself is not to be had of it.
+            The bytes are intact, but the value cannot be restored.
         """
         flat = self._tiers[level].get(place)
         try:
-            return self._packings[home].restore(flat.header, flat.buffers)
+            return self._packings[top_level].restore(flat.header, flat.buffers)
         except BaseException as error:
-            # On a device there is no room but for what has left it, which takes a while.
-            if will_pass(error) and (home or is_short(error, flat.nbytes)):
+            # On a device, room is usually short for a while: until other values have left it.
+            if will_pass(error) and (top_level or is_short(error, flat.nbytes)):
                 raise
             raise NotRestoredError from error
 
     def _lose(self, value: Value, problem: str) -> None:
-        """The last copy of a value cannot be read."""
+        """Report that the last copy of a value cannot be read."""
         logger.error(
             "%r cannot be read back (%s); it is lost, or is computed again if a task made it",
             value.key,
@@ -346,26 +363,26 @@ class Carrier:
         self._lost(value)
 
     def close(self) -> None:
-        """Let go of copies. Objects stay: a worker that closes still sends them to its peers."""
+        """Free all copies. Objects stay: a closing worker still sends them to its peers."""
         with self._lock:
             self._is_closed = True
-            self._due.clear()
+            self._queued.clear()
             self._places.clear()
         for tier in self._tiers.values():
             tier.close()
 
 
-def _note(error: NotRestoredError, key: Hashable) -> None:
-    """Have the cause say which value it is about."""
-    note = f"raised when {key!r} was put together again, which had left memory"
+def _add_note(error: NotRestoredError, key: Hashable) -> None:
+    """Add a note to the cause that names the value."""
+    note = f"raised while restoring {key!r}, which had been spilled"
     cause = error.__cause__
     assert cause is not None
-    # Code of others may raise the same error each time.
+    # Foreign code may raise the same error object each time.
     if note not in getattr(cause, "__notes__", ()):
         cause.add_note(note)
 
 
-def _told(error: Exception) -> str:
-    """What an error says. The error itself would hold the value by its traceback."""
-    says = str(error) if isinstance(error, TypeError | OSError | MemoryError) else ""
-    return says or repr(error)
+def _text_of(error: Exception) -> str:
+    """Return the text of an error. The error itself would hold the value by its traceback."""
+    text = str(error) if isinstance(error, TypeError | OSError | MemoryError) else ""
+    return text or repr(error)

@@ -1,13 +1,13 @@
-"""How values of a device are taken apart and put together: copied to the host, and back.
+"""Packings for device values: copy their memory to the host and back.
 
-`device_packing` is for arrays over the port of a device (`devices.array`), `library_packing` for
-what GPU libraries make, whose own serialization says which pieces of memory a value consists of.
-Those are copied one by one: to pack them on the device first would take as much memory there as
-the value has, and values leave because there is none.
+`device_packing` handles arrays of the device port (`devices.array`). `library_packing` handles
+values of GPU libraries: the library's own serialization names the pieces of memory of a value.
+The pieces are copied one by one. To pack them on the device first would take as much memory there
+as the value does, and values are evicted because there is none.
 
-The copies go on streams of their own, one for each direction, so that neither waits for the other.
-Whoever asks waits for its own copy, never for the device. From there on a value is one like any of
-the host (`frames.flat.values`).
+Each direction has a stream of its own, so that neither waits for the other. A caller waits for its
+own copy, never for the whole device. Once on the host, a value is flattened like any other
+(`frames.flat.values`).
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.frames.flat.values import Flat, flatten, restore
 from dask_gpurt.memory.tiers import Packing
 
-#: A value to a header, and pieces of which those of the device have `__cuda_array_interface__`.
+#: Splits a value into a header and pieces of memory. Device pieces have `__cuda_array_interface__`.
 TakeApart = Callable[[Any], tuple[Any, Sequence[Any]]]
-#: The inverse.
+#: The inverse of `TakeApart`.
 PutTogether = Callable[[Any, Sequence[Any]], Any]
 
 
 def is_on_device(value: Any) -> bool:
-    """Whether a value's home is the device."""
+    """Return whether a value's top level is the device."""
     return isinstance(value, DeviceArray)
 
 
 def device_packing(device: Device) -> Packing:
-    """Packs values of a device; opens streams on it.
+    """Return a packing for arrays of a device, and open streams on it.
 
-    `flatten` raises what a kernel raised that was to fill the array; `restore` raises MemoryError
-    if the device has no room, whatever left it.
+    `flatten` raises the error of a kernel that failed to fill the array. `restore` raises
+    MemoryError if the device has no room, even after evictions.
     """
     out = device.stream("values out", Priority.HIGH)
     back = device.stream("values back", Priority.HIGH)
-    # Memory is freed after all its uses, by kernels as well: copies must not wait for that.
+    # Memory is freed after its last use, by kernels too: copies must not wait for that.
     frees = device.stream("values freed")
 
     def flattened(array: DeviceArray) -> Flat:
-        # The stream itself must not wait for a kernel: one that fails would stop it for good.
+        # The stream itself must not wait for a kernel: a failed kernel would stop it for good.
         array.ready.synchronize()
         host, copied = array.to_host(out)
         copied.synchronize()
@@ -59,7 +59,7 @@ def device_packing(device: Device) -> Packing:
     def restored(header: bytes, buffers: Any) -> DeviceArray:
         host = restore(header, buffers)
         array = DeviceArray.from_host(host, device, back, frees)
-        # The host's memory belongs to the copy until then, and is let go of on return.
+        # The copy reads the host memory until it is complete; the return frees that memory.
         array.ready.synchronize()
         return array
 
@@ -67,11 +67,11 @@ def device_packing(device: Device) -> Packing:
 
 
 class LibraryCopies:
-    """Copies between the host and what GPU libraries allocated. Safe to use from any thread.
+    """Copies between the host and memory of GPU libraries. Thread-safe.
 
-    Libraries work on the device's default stream, and give memory back to whoever comes next on
-    it. So a copy comes after what was queued there when it began; it is done when it returns; and
-    memory that is filled here is allocated there.
+    Libraries work on the device's default stream, and reuse freed memory in the order of that
+    stream. So a copy waits for the work that was queued there when it began, and is complete when
+    the method returns. The target memory of a copy is allocated on that stream.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -80,16 +80,16 @@ class LibraryCopies:
         self._back = driver.open_stream(Priority.HIGH)
 
     def on_default_stream(self) -> AbstractContextManager[None]:
-        """What libraries do inside, they do where they do everything else."""
+        """Return a context in which libraries work on the default stream."""
         return self.driver.computing(self.driver.default_stream)
 
     def to_host(self, pieces: Iterable[Any]) -> list[npt.NDArray[np.uint8]]:
-        """Copies of memory of any library.
+        """Copy pieces of device memory to the host.
 
         Raises
         ------
         ValueRefusedError
-            It is another device's, whose default stream nothing here waits for.
+            A piece is on another GPU. Nothing here waits for that GPU's default stream.
         """
         driver, stream = self.driver, self._out
         pieces = list(pieces)
@@ -105,7 +105,7 @@ class LibraryCopies:
         return copies
 
     def to_device(self, buffers: Iterable[npt.NDArray[np.uint8]]) -> list[Any]:
-        """Arrays of bytes in memory that the libraries allocated.
+        """Copy buffers to device memory that the libraries allocate.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class LibraryCopies:
             (driver.allocate(max(1, buffer.nbytes), driver.default_stream), buffer)
             for buffer in buffers
         ]
-        # It may have been somebody else's until work that is still queued is done.
+        # Queued work may still use this memory for its previous owner.
         driver.make_wait(stream, driver.record(driver.default_stream))
         for memory, buffer in held:
             if buffer.nbytes:
@@ -132,35 +132,35 @@ def library_packing(
     take_apart: TakeApart,
     put_together: PutTogether,
 ) -> Packing:
-    """Packs values of GPU libraries.
+    """Return a packing for values of GPU libraries.
 
     Parameters
     ----------
     copies
-        Gives what makes copies, once there are values.
+        Returns the object that copies; called only once there are values.
     host
-        Measures, and packs what is in the host's memory.
+        Measures values, and packs their host memory.
     """
 
     def flattened(value: Any) -> Flat:
         gpu = copies()
         with gpu.on_default_stream():
             header, pieces = take_apart(value)
-        are_there = [hasattr(type(piece), "__cuda_array_interface__") for piece in pieces]
-        there = iter(gpu.to_host(compress(pieces, are_there)))
+        on_device = [hasattr(type(piece), "__cuda_array_interface__") for piece in pieces]
+        device_parts = iter(gpu.to_host(compress(pieces, on_device)))
         parts = [
-            next(there) if is_there else np.frombuffer(piece, dtype=np.uint8)
-            for piece, is_there in zip(pieces, are_there, strict=True)
+            next(device_parts) if is_device else np.frombuffer(piece, dtype=np.uint8)
+            for piece, is_device in zip(pieces, on_device, strict=True)
         ]
-        return host.flatten([header, are_there, parts])
+        return host.flatten([header, on_device, parts])
 
     def restored(flat_header: bytes, buffers: Any) -> Any:
         gpu = copies()
-        header, are_there, parts = host.restore(flat_header, buffers)
-        there = iter(gpu.to_device(compress(parts, are_there)))
+        header, on_device, parts = host.restore(flat_header, buffers)
+        device_parts = iter(gpu.to_device(compress(parts, on_device)))
         pieces = [
-            next(there) if is_there else part.data
-            for part, is_there in zip(parts, are_there, strict=True)
+            next(device_parts) if is_device else part.data
+            for part, is_device in zip(parts, on_device, strict=True)
         ]
         with gpu.on_default_stream():
             return put_together(header, pieces)

@@ -1,11 +1,11 @@
-"""Tiers in host memory: pinned blocks, and compressed.
+"""Two tiers in host memory: one of pinned blocks, and one of compressed values.
 
-`PinnedTier` is where values of a device go first: its blocks are as fast to copy to and from as
-host memory gets, and never cost an allocation once they are there. `CompressedTier` holds on to
-more than fits, and refuses what does not shrink, so that it goes on to the next tier instead of
-taking room and time here for nothing.
+Device values go to `PinnedTier` first: pinned blocks are the fastest host memory to copy to and
+from, and are reused without an allocation. `CompressedTier` keeps more than would fit uncompressed.
+It refuses values that do not shrink: these go on to the next tier, instead of taking room and time
+here for nothing.
 
-What is decided elsewhere: which value goes where (`memory.decisions.residency`).
+`memory.decisions.residency` decides which value goes where.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dask_gpurt.errors import (
 )
 from dask_gpurt.frames.flat.values import Flat
 
-#: Values are compressed in pieces: a piece is in the processor's cache while it is written to its
-#: place, temporary memory is bounded, and a value that turns out badly is given up early.
+#: Values are compressed in pieces of this size. A piece stays in the processor's cache until it is
+#: copied to its place. Temporary memory is bounded, and a poor result ends the work early.
 _PIECE_NBYTES = 1 << 20
-#: Bytes in the middle of each buffer by which a value is judged before any real work.
+#: Length of the sample, from the middle of each buffer, that predicts how well a value compresses.
 _SAMPLE_NBYTES = 64 << 10
 
-#: Gives memory for a buffer that is read back.
+#: Allocates memory for a buffer that is read back.
 Empty = Callable[[int], Bytes]
 
 
@@ -42,7 +42,7 @@ P = TypeVar("P")
 
 
 class _HostTier(Generic[P]):
-    """What tiers in host memory have in common: the places they keep, and their account."""
+    """The places and the byte count that tiers in host memory have in common."""
 
     def __init__(self, empty: Empty) -> None:
         self._empty = empty
@@ -53,16 +53,16 @@ class _HostTier(Generic[P]):
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes kept now, and those that values on their way in are expected to take."""
+        """Bytes kept, and bytes reserved for values that are being put."""
         with self._lock:
             return self._used_nbytes
 
     def drop(self, place: P) -> None:
-        """Let go of a value."""
+        """Free a value."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of everything; nothing can be put any more."""
+        """Free all values, and refuse further ones."""
         with self._lock:
             self._is_closed = True
             places = list(self._places)
@@ -75,30 +75,30 @@ class _HostTier(Generic[P]):
 
 @dataclass(eq=False)
 class PinnedPlace:
-    """Where a value lies in a `PinnedTier`.
+    """The place of a value in a `PinnedTier`.
 
     Attributes
     ----------
     nbytes
-        What it takes of the tier: whole blocks.
+        Bytes it takes in the tier: whole blocks.
     """
 
     nbytes: int
     header: bytes
     lengths: tuple[int, ...]
     blocks: Blocks = field(repr=False)
-    #: Reads under way, and one more until it is dropped. The blocks go back with the last.
+    #: Reads in flight, plus one until the value is dropped. The last user frees the blocks.
     users: int = 1
     is_dropped: bool = False
 
 
 class PinnedTier(_HostTier[PinnedPlace]):
-    """Keeps values in the blocks of a pool, which others may use as well.
+    """A tier that keeps values in blocks of a pool. Other users may share the pool.
 
     Parameters
     ----------
     empty
-        Where the memory of values that are read back comes from.
+        Allocates the memory of values that are read back.
     """
 
     name = "pinned"
@@ -109,7 +109,7 @@ class PinnedTier(_HostTier[PinnedPlace]):
 
     @property
     def capacity_nbytes(self) -> int:
-        """The pool's; what others use of it is not there for this tier."""
+        """Capacity of the pool. Blocks in use elsewhere are not available to this tier."""
         return self._pool.capacity_nbytes
 
     def put(self, flat: Flat) -> PinnedPlace:
@@ -118,14 +118,14 @@ class PinnedTier(_HostTier[PinnedPlace]):
         Raises
         ------
         TierFullError
-            There are not enough blocks left.
+            Too few blocks are free.
         ValueRefusedError
-            There never are so many.
+            The value is larger than the whole pool.
         """
-        # The header stays a Python object; it counts by the room that is taken for it here.
+        # The header stays a Python object. Blocks are taken for it too, so that it is counted.
         if flat.nbytes > self._pool.capacity_nbytes:
             raise ValueRefusedError(
-                f"no pinned memory for {flat.nbytes} bytes: all of it is "
+                f"no pinned memory for {flat.nbytes} bytes: the pool has "
                 f"{self._pool.capacity_nbytes}"
             )
         try:
@@ -150,12 +150,12 @@ class PinnedTier(_HostTier[PinnedPlace]):
         return place
 
     def get(self, place: PinnedPlace) -> Flat:
-        """Copy a value out.
+        """Copy a value out of its blocks.
 
         Raises
         ------
         KeyError
-            It was dropped before.
+            The value was dropped before.
         """
         with self._lock:
             if place.is_dropped:
@@ -171,17 +171,17 @@ class PinnedTier(_HostTier[PinnedPlace]):
                 start += length
             return Flat(place.header, tuple(buffers))
         finally:
-            self._leave(place)
+            self._release(place)
 
     def drop(self, place: PinnedPlace) -> None:
-        """Let go of a value. Its blocks are used again once nobody reads them."""
+        """Free a value. Its blocks are reused once no read is in flight."""
         with self._lock:
             if place.is_dropped:
                 return
             place.is_dropped = True
-        self._leave(place)
+        self._release(place)
 
-    def _leave(self, place: PinnedPlace) -> None:
+    def _release(self, place: PinnedPlace) -> None:
         with self._lock:
             place.users -= 1
             if place.users:
@@ -196,7 +196,7 @@ class PinnedTier(_HostTier[PinnedPlace]):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some bytes of a buffer, compressed unless that made them longer."""
+    """A piece of a buffer, compressed unless that made it longer."""
 
     raw_nbytes: int
     payload: Bytes
@@ -205,47 +205,47 @@ class _Piece:
 
 @dataclass(eq=False)
 class CompressedPlace:
-    """Where a value lies in a `CompressedTier`.
+    """The place of a value in a `CompressedTier`.
 
     Attributes
     ----------
     nbytes
-        What it takes of the tier.
+        Bytes it takes in the tier.
     raw_nbytes
-        What it is long.
+        Uncompressed length.
     """
 
     nbytes: int
     raw_nbytes: int
     header: bytes
-    #: Pieces of each buffer; None once it was dropped.
+    #: Pieces of each buffer; None once the value was dropped.
     buffers: tuple[tuple[_Piece, ...], ...] | None = field(repr=False)
 
 
 class CompressedTier(_HostTier[CompressedPlace]):
-    """Keeps values compressed.
+    """A tier that keeps values compressed.
 
     Parameters
     ----------
     capacity_nbytes
-        Most it keeps, compressed.
+        Most compressed bytes it keeps.
     coder
         `lz4` or `zstd`, of `codecs.coders`.
-    most
-        A value whose compressed length is more than this part of it is refused.
+    max_share
+        The tier refuses a value whose compressed length is more than this share of its length.
     empty
-        Where the memory of values that are read back comes from.
+        Allocates the memory of values that are read back.
     """
 
     name = "compressed"
 
     def __init__(
-        self, capacity_nbytes: int, coder: str = "lz4", most: float = 0.8, empty: Empty = plain
+        self, capacity_nbytes: int, coder: str = "lz4", max_share: float = 0.8, empty: Empty = plain
     ) -> None:
         super().__init__(empty)
         self.capacity_nbytes = capacity_nbytes
         self._coder = coder
-        self._most = most
+        self._max_share = max_share
 
     def put(self, flat: Flat) -> CompressedPlace:
         """Compress a value.
@@ -253,21 +253,21 @@ class CompressedTier(_HostTier[CompressedPlace]):
         Raises
         ------
         TierFullError
-            It does not fit.
+            The value does not fit.
         ValueRefusedError
-            It does not shrink enough to be worth it, or to fit into all of this tier.
+            The value does not shrink enough to be worth it, or is larger than the whole tier.
         """
-        # Of this value alone: smaller ones need not wait for one that is more than there is room.
-        most_nbytes = min(int(flat.nbytes * self._most), self.capacity_nbytes)
+        # Refused, not full: a full tier is blocked, and smaller values would have to wait.
+        most_nbytes = min(int(flat.nbytes * self._max_share), self.capacity_nbytes)
         expected_nbytes = self._expected(flat)
         if expected_nbytes > most_nbytes:
             raise ValueRefusedError(f"{flat.nbytes} bytes would be {expected_nbytes} compressed")
-        # Taken before the work is done, so that two values do not both count on the same room.
-        self._take(expected_nbytes)
+        # Reserved before the work is done, so that two values cannot count on the same room.
+        self._reserve(expected_nbytes)
         taken_nbytes = expected_nbytes
         try:
             nbytes, buffers = self._compressed(flat, most_nbytes)
-            self._take(nbytes - taken_nbytes)
+            self._reserve(nbytes - taken_nbytes)
             taken_nbytes = nbytes
             place = CompressedPlace(nbytes, flat.nbytes, flat.header, buffers)
             with self._lock:
@@ -275,12 +275,12 @@ class CompressedTier(_HostTier[CompressedPlace]):
                     raise TierFullError("the compressed tier is closed")
                 self._places.add(place)
         except BaseException:
-            self._give_back(taken_nbytes)
+            self._unreserve(taken_nbytes)
             raise
         return place
 
     def _expected(self, flat: Flat) -> int:
-        """A guess at the compressed length, from the middle of each buffer."""
+        """Estimate the compressed length from the middle of each buffer."""
         expected_nbytes = len(flat.header)
         for buffer in flat.buffers:
             if buffer.nbytes:
@@ -310,16 +310,16 @@ class CompressedTier(_HostTier[CompressedPlace]):
             buffers.append(tuple(pieces))
         return nbytes, tuple(buffers)
 
-    def _take(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int) -> None:
         with self._lock:
             if self._used_nbytes + nbytes > self.capacity_nbytes:
                 raise TierFullError(
-                    f"no room for {nbytes} compressed bytes beside {self._used_nbytes} "
-                    f"of {self.capacity_nbytes}"
+                    f"no room for {nbytes} compressed bytes: {self._used_nbytes} of "
+                    f"{self.capacity_nbytes} are used"
                 )
             self._used_nbytes += nbytes
 
-    def _give_back(self, nbytes: int) -> None:
+    def _unreserve(self, nbytes: int) -> None:
         with self._lock:
             self._used_nbytes -= nbytes
 
@@ -329,9 +329,9 @@ class CompressedTier(_HostTier[CompressedPlace]):
         Raises
         ------
         KeyError
-            It was dropped before.
+            The value was dropped before.
         DamagedValueError
-            Its bytes do not decode any more.
+            Its bytes cannot be decoded.
         """
         kept = place.buffers
         if kept is None:
@@ -352,7 +352,7 @@ class CompressedTier(_HostTier[CompressedPlace]):
         return Flat(place.header, tuple(buffers))
 
     def drop(self, place: CompressedPlace) -> None:
-        """Let go of a value. A `get` that is under way has its pieces still."""
+        """Free a value. A `get` in flight keeps its pieces."""
         with self._lock:
             if place in self._places:
                 self._places.discard(place)

@@ -1,7 +1,7 @@
-"""Values that were read for messages: at hand while they are sent, and not at home.
+"""Spilled values that were read for outgoing messages, kept in memory until the messages are sent.
 
-Several messages may want one value; it is read once. What is lent takes memory all the same, and
-is counted as promised at the level that it did not come to. Whoever calls holds the store's lock.
+A value is read once, however many messages want it. It stays spilled: it does not return to its
+top level, but its bytes count as reserved there. The caller holds the store's lock.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from dask_gpurt.memory.decisions.residency import Level
 
 
 @dataclass(eq=False)
-class _Loan:
+class _Buffer:
     value: Any
     nbytes: int
     level: Level
     users: int = 1
 
 
-class Loans:
-    """Lent values by the serial numbers that the residency gave them."""
+class SendBuffers:
+    """Values read for messages, by the serial numbers that the residency gave them."""
 
     def __init__(self) -> None:
-        self._loans: dict[int, _Loan] = {}
+        self._buffers: dict[int, _Buffer] = {}
 
     def __contains__(self, serial: int) -> bool:
-        return serial in self._loans
+        return serial in self._buffers
 
     def __getitem__(self, serial: int) -> Any:
-        return self._loans[serial].value
+        return self._buffers[serial].value
 
     def add(self, serial: int, value: Any, nbytes: int, level: Level) -> None:
-        """A value was read for one message; its memory counts at that level."""
-        self._loans[serial] = _Loan(value, nbytes, level)
+        """Keep a value for one message and count its bytes at `level`."""
+        self._buffers[serial] = _Buffer(value, nbytes, level)
         level.reserved_nbytes += nbytes
 
-    def again(self, serial: int) -> bool:
-        """Another message wants a value; False if it is not lent."""
-        loan = self._loans.get(serial)
-        if loan is None:
+    def acquire(self, serial: int) -> bool:
+        """Keep a value for one more message; return False if it is not here."""
+        buffer = self._buffers.get(serial)
+        if buffer is None:
             return False
-        loan.users += 1
+        buffer.users += 1
         return True
 
-    def take_back(self, serial: int) -> None:
-        """A message is through."""
-        loan = self._loans[serial]
-        loan.users -= 1
-        if not loan.users:
-            del self._loans[serial]
-            loan.level.reserved_nbytes -= loan.nbytes
+    def release(self, serial: int) -> None:
+        """End one message's use of a value; the last one frees it."""
+        buffer = self._buffers[serial]
+        buffer.users -= 1
+        if not buffer.users:
+            del self._buffers[serial]
+            buffer.level.reserved_nbytes -= buffer.nbytes

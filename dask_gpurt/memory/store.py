@@ -1,12 +1,12 @@
-"""`worker.data`: a mapping whose values live in memory, in tiers below, or both.
+"""The store behind `worker.data`: a mapping whose values are in memory, in tiers below, or in both.
 
-Puts together what decides (`memory.decisions.residency`, `memory.decisions.admission`) and what
-does (`memory.carrier`). Asking (`in`, `len`, iteration) never moves bytes; inserting never waits. A
-value is reachable in some level at every instant: an object is let go of after its copy is
-complete, a copy after nobody can ask for it.
+It connects the decisions (`memory.decisions.residency`, `memory.decisions.admission`) to the data
+mover (`memory.carrier`). Queries (`in`, `len`, iteration) never move bytes, and an insertion never
+waits. At every instant, some level has the value: an object is freed after its copy is complete,
+and a copy after its value was released.
 
-Decisions read the worker's queue, so they are made where that is safe: `owner` brings a call
-there. Knows no Dask; `plugins.memory.manager` makes it a worker's.
+Decisions read the worker's task queue, so they run on the thread that owns it: the `owner` lane
+brings them there. This module knows no Dask; `plugins.memory.manager` installs it on a worker.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from typing import Any, NoReturn
 
 from dask_gpurt.memory.carrier import Carrier, NotRestoredError
 from dask_gpurt.memory.decisions.admission import Admission, Claim
-from dask_gpurt.memory.decisions.failed_reads import PutOff, Shortage
+from dask_gpurt.memory.decisions.failed_reads import FailedRead, FailedReads
 from dask_gpurt.memory.decisions.residency import Level, Priority, Residency, Value
 from dask_gpurt.memory.files.inherited import Inherited
-from dask_gpurt.memory.send_buffers import Loans
-from dask_gpurt.memory.store_report import explained, reported, spilled
+from dask_gpurt.memory.send_buffers import SendBuffers
+from dask_gpurt.memory.store_report import explained, reported, spilled_nbytes
 from dask_gpurt.memory.tiers import Lanes, Packing, Tier
 
-#: Where objects of the host live.
-HOME = 0
+#: Number of the top level in host memory.
+HOST = 0
 
-#: Told which inputs of a task were lost, once it may begin.
-Tell = Callable[[set[Hashable]], None]
+#: Called with the inputs of a task that were lost, once the task may begin.
+OnReady = Callable[[set[Hashable]], None]
 
 
 class TieredStore(MutableMappingABC[Hashable, Any]):
-    """Values over tiers.
+    """A mapping whose values are spread over memory and tiers.
 
     Parameters
     ----------
     residency
-        Decides. Its first levels are homes, where objects live: `HOME` is the host's memory, others
-        are devices. The levels after them are `tiers` in order.
+        Decides which value is where. Its first levels are top levels, where objects live: `HOST`
+        is host memory, others are devices. The levels after them are `tiers`, in order.
     tiers
         Levels below, fastest first.
     packings
-        One for each home.
+        One for each top level.
     lanes
-        Threads of whoever makes the store.
-    home_of
-        Which home a value has.
+        Threads that do the work; the caller owns them.
+    top_level_of
+        Returns the top level of a value.
     upcoming
-        Keys needed by tasks that will begin soon, soonest first.
+        Returns the keys that tasks need soon, soonest first.
     on_lost
-        Told a key that cannot be read back any more and is not here from now on.
+        Called with a key whose value can no longer be read and was removed.
     """
 
     def __init__(
@@ -63,54 +63,54 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         packings: Sequence[Packing],
         lanes: Lanes,
         *,
-        home_of: Callable[[Any], int] = lambda value: HOME,
+        top_level_of: Callable[[Any], int] = lambda value: HOST,
         upcoming: Callable[[], Iterable[Hashable]] = tuple,
         on_lost: Callable[[Hashable], None] = lambda key: None,
     ) -> None:
         self.residency = residency
         self.admission = Admission(residency)
         self._packings = packings
-        self._home_of = home_of
+        self._top_level_of = top_level_of
         self._lanes = lanes
         self._upcoming = upcoming
         self._on_lost = on_lost
         self._lock = threading.RLock()
-        self._shortage = Shortage()
+        self._failed_reads = FailedReads()
         self._carrier = Carrier(
             residency,
             tiers,
             packings,
             lanes,
             self._lock,
-            self._shortage,
+            self._failed_reads,
             decide=self.decide,
             lost=self._lose,
         )
         self._objects = self._carrier.objects
-        self._loans = Loans()
-        #: Whom to tell that a claim is ready.
-        self._tell: dict[Claim, Tell] = {}
+        self._send_buffers = SendBuffers()
+        #: Callbacks of claims that are not ready yet.
+        self._on_ready: dict[Claim, OnReady] = {}
         self._is_deciding = False
         self._is_closed = False
-        #: Bytes of values that are about to be put, where their home is the host's memory and they
-        #: were measured already. Whoever does not put one after all takes it out.
+        #: Known sizes of host values that are about to be inserted. A caller that inserts nothing
+        #: after all removes its entry.
         self.measured: dict[Hashable, int] = {}
-        #: As stock's `SpillBuffer` has it: Dask's metrics read it.
+        #: Same as in Dask's `SpillBuffer`: Dask's metrics read it.
         self.cumulative_metrics: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     # ------------------------------------------------------------------ a mapping
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
-        home = self._home_of(value)
+        top_level = self._top_level_of(value)
         nbytes = self.measured.pop(key, None)
-        if nbytes is None or home != HOME:
-            nbytes = self._packings[home].sizeof(value)
+        if nbytes is None or top_level != HOST:
+            nbytes = self._packings[top_level].sizeof(value)
         with self._lock:
             if key in self.residency.values:
                 self._remove(key)
             self._objects[key] = value
-            self.residency.insert(key, nbytes, home)
-            short = self.residency.levels[home].shortage_nbytes()
+            self.residency.insert(key, nbytes, top_level)
+            short = self.residency.levels[top_level].shortage_nbytes()
         if short:
             self.decide()
 
@@ -120,17 +120,17 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             if key in self._objects:
                 self._count("memory-read", found.nbytes)
                 return self._objects[key]
-            if found.serial in self._loans:
-                return self._loans[found.serial]
-        # Whoever did not claim the key waits for it here; the object is not kept.
+            if found.serial in self._send_buffers:
+                return self._send_buffers[found.serial]
+        # A caller without a claim reads the value itself; the object is not kept.
         try:
             return self._carrier.read_through(key)
         except NotRestoredError as error:
-            refusal = error.__cause__
-        # It would be this as often as it is computed again. Raised out here, or each of the two
-        # would lead to the other.
-        assert refusal is not None
-        raise refusal
+            cause = error.__cause__
+        # Not a lost value: computing it again would only lead to the same error. Raised outside of
+        # the `except` block, or the two errors would reference each other.
+        assert cause is not None
+        raise cause
 
     def __delitem__(self, key: Hashable) -> None:
         with self._lock:
@@ -149,7 +149,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         return len(self.residency.values)
 
     def pop(self, key: Hashable, default: object = None) -> NoReturn:
-        raise NotImplementedError("pop() might read from disk for nothing: use del")
+        raise NotImplementedError("pop() might read from disk for nothing; use del")
 
     # ------------------------------------------------------------------ tasks and messages
 
@@ -159,236 +159,242 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         keys: Collection[Hashable],
         output_nbytes: int,
         priority: Priority,
-        tell: Tell,
-        home: int = HOME,
+        on_ready: OnReady,
+        top_level: int = HOST,
     ) -> tuple[Claim, bool]:
-        """A task wants to run: its inputs at home, and room for its output. From the owner.
+        """Claim a task's inputs in memory, and room for its output. Called on the owner's thread.
 
         Parameters
         ----------
-        home
-            Where its output will be.
+        top_level
+            Expected top level of its output.
 
         Returns
         -------
-        The claim, for `end`; and whether the task may begin at once. If not, `tell` is called
-        later, by the owner, with those keys that were lost.
+        The claim, for `end`; and whether the task may begin at once. If not, `on_ready` is called
+        later, on the owner's thread, with the keys that were lost.
         """
         with self._lock:
-            claim = self.admission.ask(name, keys, output_nbytes, priority, home)
+            claim = self.admission.request(name, keys, output_nbytes, priority, top_level)
             if claim.is_ready and not self._is_under_pressure():
                 return claim, True
-            self._tell[claim] = tell
-        self._decide_now(telling=claim)
+            self._on_ready[claim] = on_ready
+        self._decide_now(claimed=claim)
         return claim, claim.is_ready and not claim.lost
 
     def end(self, claim: Claim) -> None:
-        """The task of a claim ended or gave up. From the owner."""
+        """Release a claim: its task ended or was abandoned. Called on the owner's thread."""
         with self._lock:
-            self._tell.pop(claim, None)
+            self._on_ready.pop(claim, None)
             self.admission.end(claim)
             is_pressed = self._is_under_pressure()
             if claim.values and is_pressed:
-                self.residency.rest(claim.values)
-                self._lanes.later(lambda: self._rested(claim))
+                self.residency.defer_eviction(claim.values)
+                self._lanes.later(lambda: self._allow_eviction(claim))
             waits = self.admission.n_waiting
         if waits or is_pressed:
             self.decide()
 
     def may_wait(self, claim: Claim) -> None:
-        """The task of a claim may wait for others, which then must not wait for it."""
+        """Note that a claim's task may wait for others, which then must not wait for it."""
         with self._lock:
             self.admission.may_wait(claim)
             waits = self.admission.n_waiting
         if waits:
             self.decide()
 
-    def _rested(self, claim: Claim) -> None:
+    def _allow_eviction(self, claim: Claim) -> None:
         with self._lock:
-            self.residency.rested(claim.values)
+            self.residency.allow_eviction(claim.values)
         self.decide()
 
-    def lend(self, key: Hashable) -> int | None:
-        """Have a value at hand for a message, without bringing it home. May read: not the owner.
+    def read_for_send(self, key: Hashable) -> int | None:
+        """Read a spilled value into memory for a message. It stays spilled.
+
+        This may read from disk, so it must not run on the owner's thread.
 
         Returns
         -------
-        What `take_back` needs; None if the key is not here.
+        The serial number for `end_send`; None if the key is not here.
 
         Raises
         ------
         MemoryError, OSError
             There is no room for it now.
         NotRestoredError
-            Its own unpickling raises the cause.
+            Its own unpickling raised the cause.
         """
         with self._lock:
             value = self.residency.values.get(key)
             if value is None:
                 return None
-            if self._loans.again(value.serial):
+            if self._send_buffers.acquire(value.serial):
                 return value.serial
         try:
             found = self._carrier.read_through(key)
         except KeyError:
             return None
         with self._lock:
-            if not self._loans.again(value.serial):
-                level = self.residency.levels[value.home]
-                self._loans.add(value.serial, found, value.nbytes, level)
+            if not self._send_buffers.acquire(value.serial):
+                level = self.residency.levels[value.top_level]
+                self._send_buffers.add(value.serial, found, value.nbytes, level)
         return value.serial
 
-    def take_back(self, serial: int) -> None:
-        """A message that a value was lent for is through."""
+    def end_send(self, serial: int) -> None:
+        """Free a value that was read for a message, once no other message needs it."""
         with self._lock:
-            self._loans.take_back(serial)
+            self._send_buffers.release(serial)
 
     # ------------------------------------------------------------------ deciding
 
     def decide(self) -> None:
-        """See to it that the owner decides what to move; soon, and once."""
+        """Have the owner's thread decide what to move, soon and once."""
         with self._lock:
             if self._is_deciding or self._is_closed:
                 return
             self._is_deciding = True
         self._lanes.owner(self._decide_now)
 
-    def _decide_now(self, telling: Claim | None = None) -> None:
+    def _decide_now(self, claimed: Claim | None = None) -> None:
         with self._lock:
             self._is_deciding = False
             if self._is_closed:
                 return
             ready = self.admission.due()
             moves = self.residency.due()
-            if self.has_cold:
+            if self.has_spilled:
                 self.residency.load_ahead(self._upcoming())
                 moves += self.residency.take_moves()
-            told = [(self._tell[claim], claim) for claim in ready if claim in self._tell]
+            calls = [(self._on_ready[claim], claim) for claim in ready if claim in self._on_ready]
             self._carrier.begin(moves)
-        for tell, claim in told:
-            if claim is not telling or claim.lost:
-                tell(claim.lost)
+        for on_ready, claim in calls:
+            # `claim` returns the answer for the claim that it has just made.
+            if claim is not claimed or claim.lost:
+                on_ready(claim.lost)
 
     def _is_under_pressure(self) -> bool:
-        return self.has_cold or any(map(Level.shortage_nbytes, self.residency.levels))
+        return self.has_spilled or any(map(Level.shortage_nbytes, self.residency.levels))
 
-    def is_cold(self, key: Hashable) -> bool:
-        """Whether a value is here, but not in memory."""
+    def is_spilled(self, key: Hashable) -> bool:
+        """Return whether a value is here, but not in memory."""
         with self._lock:
             return key in self.residency.values and key not in self._objects
 
     @property
     def managed_nbytes(self) -> int:
-        """Memory that values take, or will once tasks and reads under way have ended."""
-        level = self.residency.levels[HOME]
+        """Host memory that values take, or will take once tasks and reads in flight have ended."""
+        level = self.residency.levels[HOST]
         return level.used_nbytes + level.reserved_nbytes
 
-    def fit(self, room_nbytes: int, home: int = HOME) -> None:
-        """So much memory may values take at a home from here on."""
+    def set_capacity(self, room_nbytes: int, top_level: int = HOST) -> None:
+        """Set how much memory values may take at a top level."""
         with self._lock:
-            self.residency.levels[home].capacity_nbytes = room_nbytes
+            self.residency.levels[top_level].capacity_nbytes = room_nbytes
 
-    def make_room(self, home: int, nbytes: int) -> bool:
-        """Have values leave a home at once; see `Carrier.make_room`. What `on_full` calls."""
-        return self._carrier.make_room(home, nbytes)
+    def make_room(self, top_level: int, nbytes: int) -> bool:
+        """Evict values from a top level at once; see `Carrier.make_room`. For `Device.on_full`."""
+        return self._carrier.make_room(top_level, nbytes)
 
-    def hurry(self) -> bool:
-        """Let the first task that waits begin although it does not fit; False if none waits."""
+    def force_progress(self) -> bool:
+        """Admit the first waiting task although it does not fit; return False if none waits."""
         with self._lock:
-            return self.admission.hurry()
+            return self.admission.force_progress()
 
     def retry(self, now_s: float = math.inf) -> None:
-        """Tiers that could not be written to may be tried again, if it is time."""
+        """Allow writes again to tiers that failed, once their retry delay is over."""
         with self._lock:
             self.residency.retry(now_s)
 
-    def put_off(self, now_s: float) -> list[PutOff]:
-        """What cannot be read for want of memory, and since when; longest first."""
+    def failed_reads(self, now_s: float) -> list[FailedRead]:
+        """Return the reads that memory is too short for, the longest wait first."""
         with self._lock:
-            return self._shortage.look(now_s)
+            return self._failed_reads.poll(now_s)
 
-    def give_in(self, put_off: Iterable[PutOff]) -> None:
-        """Whoever waits for these reads goes on, if nothing else does that could make room.
+    def abandon_reads(self, failed: Iterable[FailedRead]) -> None:
+        """Stop waiting for failed reads, unless a running task or a write could still free memory.
 
-        Tasks read for themselves, and fail if they cannot; messages learn it by `is_given_up`.
+        The waiting tasks begin, and read the values themselves or fail. Messages ask
+        `is_abandoned`.
         """
         with self._lock:
-            if not self.admission.stands_still:
+            if not self.admission.is_stalled:
                 return
-            for one in put_off:
-                one.is_over = True
-                self.admission.give_up(one.value)
+            for one in failed:
+                one.is_abandoned = True
+                self.admission.abandon(one.value)
         self.decide()
 
-    def is_given_up(self, key: Hashable) -> bool:
-        """Whether to wait no longer for a value that could not be read."""
+    def is_abandoned(self, key: Hashable) -> bool:
+        """Return whether the failed read of a value was abandoned. It is reported once."""
         with self._lock:
             value = self.residency.values.get(key)
-            return value is not None and self._shortage.is_over(value)
+            return value is not None and self._failed_reads.pop_abandoned(value)
 
-    def cold(self) -> dict[Hashable, int]:
-        """Serial numbers of the values that are not in memory, by key."""
+    def spilled(self) -> dict[Hashable, int]:
+        """Return the serial numbers of the values that are not in memory, by key."""
         with self._lock:
             values = self.residency.values.items()
             return {key: value.serial for key, value in values if key not in self._objects}
 
-    def left_at(self, level: int) -> dict[Hashable, int]:
-        """Serial numbers of the values that a tier has a copy of, by key."""
+    def copies_at(self, level: int) -> dict[Hashable, int]:
+        """Return the serial numbers of the values that have a copy at a level, by key."""
         with self._lock:
             values = self.residency.values.items()
             return {key: value.serial for key, value in values if level in value.copies}
 
-    def leave_at(self, level: int, key: Hashable, serial: int) -> None:
-        """A tier has a copy of a value now that nobody here put there: others below are not needed.
+    def add_copy_at(self, level: int, key: Hashable, serial: int) -> None:
+        """Add a copy that a tier has without a `Put`, and free the value's other copies below.
 
-        Nothing is done about a value that is gone or on its way, or is at home on a device, whose
-        bytes are not what such a tier reads.
+        This does nothing if the value is gone or moving. It does nothing for device values either,
+        because such a tier reads other bytes than theirs.
         """
         with self._lock:
             value = self.residency.values.get(key)
             if value is None or value.serial != serial or value.moving:
                 return
-            if value.home != HOME or level in value.copies:
+            if value.top_level != HOST or level in value.copies:
                 return
-            others = [other for other in value.copies if other != value.home]
-            self.residency.found(value, level)
-            self._carrier.found(value, level, Inherited(key, value.nbytes))
+            others = [other for other in value.copies if other != value.top_level]
+            self.residency.add_copy(value, level)
+            self._carrier.add_copy(value, level, Inherited(key, value.nbytes))
             for other in others:
-                self.residency.lose(value, other)
+                self.residency.drop_copy(value, other)
             self._carrier.begin(self.residency.take_moves())
 
     def contents(self) -> tuple[dict[Hashable, Any], dict[Hashable, int]]:
-        """Values in memory, and serial numbers of all, at one instant: lanes go on meanwhile."""
+        """Return the values in memory and the serial numbers of all, at one instant.
+
+        Lanes continue meanwhile.
+        """
         with self._lock:
             serials = {key: value.serial for key, value in self.residency.values.items()}
             return dict(self._objects), serials
 
-    def give_up(self, key: Hashable) -> None:
-        """A value is of no use to anybody: have it computed again."""
+    def mark_lost(self, key: Hashable) -> None:
+        """Remove a value as lost, so that it is computed again."""
         value = self.residency.values.get(key)
         if value is not None:
             self._lose(value)
 
     def adopt(
-        self, objects: Mapping[Hashable, Any], cold: Mapping[Hashable, int], level: int
+        self, objects: Mapping[Hashable, Any], spilled: Mapping[Hashable, int], level: int
     ) -> None:
-        """Take over what another store has: objects, and values that stay where they are.
+        """Take over the content of another store: its objects, and its spilled values in place.
 
         Parameters
         ----------
-        cold
-            Keys that are elsewhere, to the bytes they take in memory; the tier at `level` reads
-            them.
+        spilled
+            Bytes that each spilled value takes in memory, by key. The tier at `level` reads them.
         """
         with self._lock:
-            for key, nbytes in cold.items():
+            for key, nbytes in spilled.items():
                 value = self.residency.insert(key, nbytes, level=level)
-                self._carrier.found(value, level, Inherited(key, nbytes))
+                self._carrier.add_copy(value, level, Inherited(key, nbytes))
             for key, found in objects.items():
                 self[key] = found
 
     @property
-    def has_cold(self) -> bool:
+    def has_spilled(self) -> bool:
         """Whether some value is not in memory."""
         return len(self._objects) < len(self.residency.values)
 
@@ -399,7 +405,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
 
     def _lose(self, value: Value) -> None:
         with self._lock:
-            self.admission.lost(value.key)
+            self.admission.mark_lost(value.key)
             if self.residency.values.get(value.key) is value:
                 self._remove(value.key)
         self._lanes.owner(lambda: self._on_lost(value.key))
@@ -409,18 +415,18 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         self.cumulative_metrics[label, "bytes"] += nbytes
 
     def io(self) -> dict[tuple[str, str], float]:
-        """What tiers moved so far, by `disk-write` or `disk-read` and unit."""
+        """Return the totals of what tiers moved, by `disk-write` or `disk-read` and unit."""
         with self._lock:
             counts = self.cumulative_metrics.items()
             return {label: amount for label, amount in counts if label[0] != "memory-read"}
 
     def on_io(self, label: str, nbytes: int, seconds: float) -> None:
-        """Tiers tell what they moved: `disk-write` or `disk-read`."""
+        """Count bytes and seconds that a tier spent on a `disk-write` or `disk-read`."""
         with self._lock:
             self._count(label, nbytes)
             self.cumulative_metrics[label, "seconds"] += seconds
 
-    # ------------------------------------------------------------------ a look inside
+    # ------------------------------------------------------------------ inspection
 
     @property
     def memory(self) -> Mapping[Hashable, Any]:
@@ -432,50 +438,53 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         """Keys that are not in memory. For inspection only."""
         return [key for key in self.residency.values if key not in self._objects]
 
-    #: What Dask's own store calls them, by which Prometheus counts tasks on disk.
+    #: The name in Dask's own store, by which Prometheus counts tasks on disk.
     slow = disk
 
     @property
     def spilled_total(self) -> tuple[int, int]:
-        """Bytes of values that are not in memory: in memory they would take, and as kept."""
+        """Bytes of the spilled values: the size they have in memory, and their stored size."""
         with self._lock:
-            return spilled(self.residency) if self.has_cold else (0, 0)
+            return spilled_nbytes(self.residency) if self.has_spilled else (0, 0)
 
     @property
     def fast(self) -> Mapping[Hashable, Any]:
-        """Dask's protocol for stores that can evict: what could be."""
+        """Values that could be evicted. Part of Dask's protocol for stores that can evict."""
         return self._objects
 
     def evict(self) -> int:
-        """Dask's protocol for stores that can evict: begin to, if nothing is under way."""
+        """Begin to evict one value; return its bytes, or -1 if there is none.
+
+        Part of Dask's protocol for stores that can evict.
+        """
         with self._lock:
-            leaving_nbytes = self.residency.shed(HOME, 1)
+            leaving_nbytes = self.residency.evict_now(HOST, 1)
             self._carrier.begin(self.residency.take_moves())
         return leaving_nbytes or -1
 
     def explain(self, key: Hashable) -> dict[str, Any]:
-        """Where a value is and why it may or may not leave; `KeyError` if it is not here."""
+        """Return where a value is and why; raise `KeyError` if it is not here."""
         with self._lock:
             return explained(self.residency, key)
 
     def report(self) -> dict[str, Any]:
-        """Levels and what was admitted, for `status`."""
+        """Return the levels and the admission figures, for `status`."""
         with self._lock:
             return reported(self.residency, self.admission, self.cumulative_metrics)
 
     def close(self) -> None:
-        """Nothing moves any more; tasks that wait may begin, whatever is left. From the owner."""
+        """Stop all decisions and let waiting tasks begin. Called on the owner's thread."""
         with self._lock:
             self._is_closed = True
-            told = [tell for claim, tell in self._tell.items() if not claim.is_ready]
-        for tell in told:
-            tell(set())
+            calls = [call for claim, call in self._on_ready.items() if not claim.is_ready]
+        for on_ready in calls:
+            on_ready(set())
 
-    def forget(self) -> None:
-        """Let go of objects: somebody else has them. Nobody asks for them here any more."""
+    def release_objects(self) -> None:
+        """Drop the references to objects, after another store has taken them over."""
         with self._lock:
             self._objects.clear()
 
     def clear(self) -> None:
-        """Let go of what tiers have, once closed. Removes files: not the owner."""
+        """Free what tiers hold, after `close`. It removes files: not on the owner's thread."""
         self._carrier.close()

@@ -1,7 +1,7 @@
-"""What a store says of itself: where a value is and why, what levels hold, what counts as spilled.
+"""Reports about a store: where a value is and why, what levels hold, how much is spilled.
 
-Reads `memory.decisions.residency` and `memory.decisions.admission`; whoever calls holds the store's
-lock.
+The functions read `memory.decisions.residency` and `memory.decisions.admission`. The caller holds
+the store's lock.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dask_gpurt.memory.decisions.residency import SMALL_NBYTES, Residency, Value
 
 
 def explained(residency: Residency, key: Hashable) -> dict[str, Any]:
-    """Where a value is, and why it may or may not leave.
+    """Return where a value is, and why it may or may not be evicted.
 
     Raises
     ------
     KeyError
-        It is not here.
+        There is no such value.
     """
     value = residency.values[key]
     names = [level.name for level in residency.levels]
     return {
         "reason": _reason(residency, value),
-        "home": names[value.home],
+        "home": names[value.top_level],
         "nbytes": value.nbytes,
         "levels": {names[level]: nbytes for level, nbytes in sorted(value.copies.items())},
         "moving": type(value.moving).__name__.lower() if value.moving else None,
@@ -38,30 +38,30 @@ def explained(residency: Residency, key: Hashable) -> dict[str, Any]:
 
 
 def _reason(residency: Residency, value: Value) -> str:
-    """One sentence on why a value is where it is."""
+    """Return a sentence that says why a value is where it is."""
     names = [level.name for level in residency.levels]
-    home = names[value.home]
+    top_level = names[value.top_level]
     if isinstance(value.moving, Load):
         return f"it is being read back from {names[value.moving.source]}"
-    if not value.is_home:
-        return f"{home} was needed for others; it comes back when a task takes it"
+    if not value.in_memory:
+        return f"{top_level} was needed for other values; it is loaded when a task needs it"
     if value.pins:
-        return f"tasks that run, or are about to, take it ({value.pins}), so it stays in {home}"
+        return f"running or starting tasks use it ({value.pins}), so it stays in {top_level}"
     if isinstance(value.moving, Put):
-        return f"it is being copied to {names[value.moving.target]}, to leave {home}"
-    if value.refused.issuperset(residency.chains[value.home]):
-        return f"nothing below {home} takes a value of this kind"
+        return f"it is being copied to {names[value.moving.target]}, to leave {top_level}"
+    if value.refused.issuperset(residency.chains[value.top_level]):
+        return f"nothing below {top_level} takes a value of this kind"
     if value.nbytes < SMALL_NBYTES:
-        return f"it is small, and what is small leaves {home} last"
-    if value.rests:
-        return "a task that took it has just ended, and it may not be wanted any more"
-    return f"there is room for it in {home}"
+        return f"it is small, and small values leave {top_level} last"
+    if value.eviction_deferred:
+        return "a task that used it has just ended, and may have been the last one"
+    return f"there is room for it in {top_level}"
 
 
 def reported(
     residency: Residency, admission: Admission, io: Mapping[tuple[str, str], float]
 ) -> dict[str, Any]:
-    """Levels, waiting tasks, and what was read and written."""
+    """Return the state of levels, the number of waiting tasks, and the I/O totals."""
     return {
         "policy": residency.policy.name,
         "levels": [
@@ -81,11 +81,11 @@ def reported(
     }
 
 
-def spilled(residency: Residency) -> tuple[int, int]:
-    """Bytes of values that are not at home: what they would take there, and as they are kept."""
+def spilled_nbytes(residency: Residency) -> tuple[int, int]:
+    """Return the bytes of spilled values: their size in memory, and their stored size."""
     memory = kept = 0
     for value in residency.values.values():
-        if not value.is_home:
+        if not value.in_memory:
             memory += value.nbytes
             kept += value.copies[max(value.copies)]
     return memory, kept

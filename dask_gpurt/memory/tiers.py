@@ -1,9 +1,9 @@
-"""The ports of the store: tiers that keep flattened values, and what it does its work with.
+"""Interfaces of the store: tiers that keep flattened values, packings, and lanes that do the work.
 
-Task outputs live as objects. What has to leave the objects' memory is flattened by the frames room
-and put into a tier below: pinned or compressed host memory, or disk. A tier only keeps bytes. Which
-value goes where, and when, is decided by `memory.decisions.residency`; `memory.store` does it.
-`tests/conformance/tier_suite.py` is the suite every tier has to pass.
+Task outputs live as objects. An evicted value is flattened by the frames room and put into a tier
+below: pinned or compressed host memory, or disk. A tier only keeps bytes.
+`memory.decisions.residency` decides which value goes where, and when; `memory.store` carries it
+out. Every tier has to pass `tests/conformance/tier_suite.py`.
 """
 
 from __future__ import annotations
@@ -16,68 +16,68 @@ from dask_gpurt.frames.flat.values import Flat
 
 
 class Tier(Protocol):
-    """Keeps flattened values. Every method may be called from any thread, several at a time."""
+    """A level that keeps flattened values. Any number of threads may call any method at once."""
 
     @property
     def name(self) -> str:
-        """What users see: `pinned`, `compressed`, `disk`."""
+        """Name that users see: `pinned`, `compressed`, `disk`."""
 
     @property
     def capacity_nbytes(self) -> int | None:
-        """Most bytes it may keep; None when only the system limits it."""
+        """Most bytes the tier may keep; None if only the system limits it."""
 
     @property
     def used_nbytes(self) -> int:
         """Bytes kept now."""
 
     def put(self, flat: Flat) -> Any:
-        """Keep a value; returns the place it is at, which has an `nbytes`.
+        """Keep a value; return its place, which has an `nbytes`.
 
-        The buffers are not needed any more once this returns.
+        The buffers are not needed once this returns. If it raises, nothing is kept.
 
         Raises
         ------
         TierFullError
-            It does not fit now. Nothing was kept.
+            The value does not fit now.
         ValueRefusedError
-            It never will. Nothing was kept.
+            The value will never fit, or is not worth keeping here.
         OSError
-            It could not be written. Nothing was kept.
+            The value could not be written.
         """
 
     def get(self, place: Any) -> Flat:
-        """Read a value back, into memory of its own.
+        """Read a value into memory of its own.
 
         Raises
         ------
         DamagedValueError
-            What is there is not what was put.
+            The bytes are not those that were put.
         OSError
-            It could not be read.
+            The value could not be read.
         """
 
     def drop(self, place: Any) -> None:
-        """Let go of a value; never raises. A `get` that is under way ends as if it had not been."""
+        """Free a value; never raises. A `get` in flight ends as if there had been no `drop`."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free all values."""
 
 
-#: Takes a call and makes it later, elsewhere, in order. May be told `path`, between which levels
-#: bytes go, and `nbytes`, how many.
+#: Runs calls later, elsewhere, in order. Accepts `path` (the levels that bytes move between) and
+#: `nbytes` (how many).
 Lane = Callable[..., object]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How values are measured and taken apart.
+    """The functions that measure, flatten and restore the values of one top level.
 
     Attributes
     ----------
     sizeof
-        Bytes an object takes in memory.
+        Returns the bytes that an object takes in memory.
     flatten, restore
-        As `frames.flat.values` has them.
+        Functions with the contract of those in `frames.flat.values`.
     """
 
     sizeof: Callable[[Any], int]
@@ -87,7 +87,19 @@ class Packing:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where work is done: writing and dropping, reading, deciding, and deciding in a moment."""
+    """The four lanes of a store.
+
+    Attributes
+    ----------
+    write
+        Writes and drops copies.
+    read
+        Reads copies.
+    owner
+        Runs decisions on the owner's thread.
+    later
+        As `owner`, after a short delay.
+    """
 
     write: Lane
     read: Lane

@@ -293,7 +293,7 @@ class GpurtScheduler(SchedulerPlugin):
         finally:
             self._remove_handlers(for_workers)
             # Workers may lose values until they have handed back all of them.
-            self._lost_values.remove()
+            self._lost_values.uninstall()
 
     def _remove_handlers(self, handlers: dict[str, Callable[..., Any]]) -> None:
         registered = self.scheduler.handlers

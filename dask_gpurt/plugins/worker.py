@@ -26,12 +26,12 @@ from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.memory import gpu_sizeof
-from dask_gpurt.plugins.memory.gc_freeze import SetApart
+from dask_gpurt.plugins.memory import gpu_store
+from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
 from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
-from dask_gpurt.plugins.patches.gather_dep import Gathering
+from dask_gpurt.plugins.patches.gather_dep import GatherRetry
 from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop, sync
 from dask_gpurt.plugins.patches.prometheus import ShownShuffles
 from dask_gpurt.plugins.patches.worker_close import WholeClose
@@ -378,7 +378,7 @@ class Attachment:
     def __init__(self, worker: Worker, settings: Settings) -> None:
         from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
-        gpu_sizeof.register()
+        gpu_store.register_sizeof()
         self._worker = worker
         self.state = state = state_of(worker)
         state.attach()
@@ -409,23 +409,23 @@ class Attachment:
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
-        self._gathering = Gathering(worker)
+        self._gather_retry = GatherRetry(worker)
         self._shown = ShownShuffles(worker)
         self._whole_close = WholeClose(worker, state.close)
         self._detaching: asyncio.Task[None] | None = None
         self._counter_sender = CounterSender(worker, state)
         # Last, when everything that the runtime needs is imported.
-        self._set_apart = SetApart(worker)
+        self._gc_freeze = GcFreeze(worker)
 
     def task_left(self, key: Any, state: str) -> None:
-        self._gathering.task_ended()
+        self._gather_retry.task_ended()
         if state == "long-running":
             if self._memory is not None:
                 self._memory.seceded(key)
         else:
             self.state.task_left(key, state)
             if self._memory is not None:
-                self._memory.left(key)
+                self._memory.task_done(key)
 
     async def detach(self) -> None:
         """Restore the worker to stock behaviour. Runs in progress continue.
@@ -445,10 +445,10 @@ class Attachment:
 
     def _uninstall(self) -> None:
         self._counter_sender.leave()
-        self._set_apart.end()
+        self._gc_freeze.close()
         self._reads.end()
         self._turns.end()
-        self._gathering.remove()
+        self._gather_retry.uninstall()
         self._shown.end()
         self._lookup.remove()
         for name in self._handlers:

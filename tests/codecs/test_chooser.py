@@ -1,4 +1,4 @@
-"""What is learnt of sections, and when it is learnt again."""
+"""What the chooser learns about sections, and when it samples again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.codecs.sampling import middle, try_codecs
 
 
 class Clock:
-    """Moves only when told to."""
+    """A clock that tests move."""
 
     def __init__(self):
         self.now = 0.0
@@ -30,7 +30,7 @@ class Clock:
 
 @dataclass
 class ScriptedCodec:
-    """Keeps the first of `ratio` bytes, at rates of its own on a clock of the test."""
+    """A codec that keeps the first of `ratio` bytes, at fixed rates on the test's clock."""
 
     clock: Clock
     id: int = 9
@@ -86,7 +86,7 @@ def test_a_sample_is_short(clock, codec):
     assert set(codec.encoded[1:]) == {sampling.SAMPLE_NBYTES}
 
 
-def test_a_codec_that_another_one_beats_gets_only_a_short_look(clock, codec):
+def test_a_beaten_codec_gets_only_the_short_trial(clock, codec):
     slow = ScriptedCodec(clock, id=8, ratio=2, encode_rate=1e8, decode_rate=1e8)
     small = ScriptedCodec(clock, id=7, ratio=9, encode_rate=1e8, decode_rate=1e8)
     trials = try_codecs(BUFFER, 8, [slow, codec, small], clock)
@@ -95,8 +95,8 @@ def test_a_codec_that_another_one_beats_gets_only_a_short_look(clock, codec):
     assert len(small.encoded) > 1
 
 
-def test_a_column_with_an_odd_stretch_still_gets_a_codec():
-    """A short look tells codecs apart, not whether one pays."""
+def test_a_column_with_an_unusual_middle_still_gets_a_codec():
+    """The short sample compares codecs. It does not decide whether one pays."""
     column = np.arange(100_000) % 50
     column[49_000:51_000] = np.random.default_rng(0).integers(0, 2**62, 2000)
     trials = try_codecs(column.view(np.uint8), 8, HOST_CODECS.values(), time.perf_counter)
@@ -132,7 +132,7 @@ def test_a_section_is_sampled_once_for_all_links(chooser, codec):
     assert len(codec.encoded) == 2 * sampled
 
 
-def test_a_link_that_is_not_known_costs_no_sample(chooser, codec):
+def test_an_unknown_link_needs_no_sample(chooser, codec):
     chooser.choose(b"key", SECTIONS, BUFFER, "new", None)
     assert codec.encoded == []
 
@@ -152,7 +152,7 @@ def test_sections_are_sampled_again_ever_more_rarely(chooser, codec):
     assert counts == [1, once, 2 * once, 4 * once]
 
 
-def test_data_that_changes_is_noticed_and_watched(chooser, codec):
+def test_changed_data_is_sampled_more_often(chooser, codec):
     once = AGAIN_NBYTES // SECTIONS[0].nbytes
     for _ in range(3):
         shards_until_sampled(chooser, codec)
@@ -188,14 +188,14 @@ def test_short_sections_are_left_alone(chooser, codec):
     assert codec.encoded == []
 
 
-def test_only_so_many_layouts_are_remembered(chooser):
+def test_the_number_of_layouts_is_bounded(chooser):
     for number in range(200):
         chooser.choose(b"%d" % number, SECTIONS[:1], BUFFER, "link", 100e6)
     assert len(chooser.explain()) == 64
 
 
 def encoded_until(chooser, done):
-    """Encodes shard after shard; how many it took."""
+    """Encode shard after shard until a condition holds; return their number."""
     for count in range(1, 2000):
         encoded = chooser.encode(b"key", SECTIONS, BUFFER, "link", 500e6)
         if done(encoded):
@@ -203,23 +203,23 @@ def encoded_until(chooser, done):
     raise AssertionError("never")
 
 
-def test_codecs_that_are_held_up_are_left_alone_until_that_is_forgotten(chooser, codec):
+def test_slow_codecs_are_unused_until_the_slowdown_decays(chooser, codec):
     assert chooser.encode(b"key", SECTIONS, BUFFER, "link", 500e6).table
     assert chooser.slowdown == pytest.approx(1)
-    # Samples stand: only whole shards show that everything takes five times as long.
+    # The samples are unchanged: only whole shards show that everything takes five times as long.
     codec.encode_rate /= 5
     assert 1 < encoded_until(chooser, lambda encoded: not encoded.table) < 20
     assert chooser.slowdown > 2
     (decision, *_) = chooser.explain()
     assert decision.slowdown > 1
     assert decision.candidates[0].encode_rate == pytest.approx(1e9 / decision.slowdown)
-    # Nothing is seen of codecs that are not used, so they get another chance.
+    # Unused codecs give no measurements, so they get another chance.
     codec.encode_rate *= 5
     assert encoded_until(chooser, lambda encoded: encoded.table) < 100
     encoded_until(chooser, lambda encoded: chooser.slowdown < 1.01)
 
 
-def test_one_shard_that_is_held_up_for_long_does_not_count_for_many(chooser, codec):
+def test_one_delayed_shard_has_limited_weight(chooser, codec):
     chooser.encode(b"key", SECTIONS, BUFFER, "link", 100e6)
     codec.encode_rate /= 1e6
     chooser.encode(b"key", SECTIONS, BUFFER, "link", 100e6)
@@ -234,8 +234,8 @@ def test_modes(mode, clock, codec):
     assert bool(codec.encoded) == (mode == "lz4")
 
 
-def test_threads_share_what_is_learnt(chooser, codec):
-    # Threads advance one clock: no rate may depend on it.
+def test_threads_share_measurements(chooser, codec):
+    # All threads advance one clock, so rates must not depend on it.
     codec.encode_rate = codec.decode_rate = 1e15
     gate = threading.Barrier(4)
     answers = []
@@ -251,8 +251,8 @@ def test_threads_share_what_is_learnt(chooser, codec):
     for thread in threads:
         thread.join()
     assert answers == [[9, 9]] * 200
-    # At worst every thread met both sections first; a sample is a look and two more.
-    # Later samples are for whoever comes first.
+    # At worst, every thread samples both sections first: a short sample and two longer ones each.
+    # Later, only one thread samples.
     assert len(codec.encoded) <= 3 * 2 * (4 + 2)
 
 
@@ -262,7 +262,7 @@ def test_real_codecs_end_to_end():
     buffer = np.concatenate([keys, noise]).view(np.uint8)
     sections = joined([("keys", 0, keys.nbytes, 8), ("noise", keys.nbytes, noise.nbytes, 8)])
     chooser = Chooser("auto")
-    # A link so slow that no machine's rates matter.
+    # The link is so slow that the rates of the machine do not matter.
     choices = chooser.choose(b"key", sections, buffer, "link", 1e3)
     assert choices[0] != RAW
     assert choices[1] == RAW
@@ -271,11 +271,11 @@ def test_real_codecs_end_to_end():
     out = np.empty_like(buffer)
     decode_shard(encoded.parts, encoded.table, out)
     np.testing.assert_array_equal(out, buffer)
-    # And one so fast that nothing can pay.
+    # The link is so fast that nothing can pay.
     assert chooser.choose(b"key", sections, buffer, "memory", 1e15) == [RAW, RAW]
 
 
-def test_where_nothing_pays_shards_are_left_alone_for_a_while():
+def test_shards_are_skipped_for_a_while_if_nothing_pays():
     clock = Clock()
     codec = ScriptedCodec(clock, ratio=1)
     chooser = Chooser("auto", {codec.id: codec}, clock)
@@ -286,7 +286,7 @@ def test_where_nothing_pays_shards_are_left_alone_for_a_while():
     assert [chooser.may_pay(*link) for _ in range(shards + 1)] == [False] * shards + [True]
 
 
-def test_other_links_and_layouts_and_links_that_became_slow_are_looked_at():
+def test_other_or_slower_links_and_other_layouts_are_tried():
     clock = Clock()
     codec = ScriptedCodec(clock, ratio=1)
     chooser = Chooser("auto", {codec.id: codec}, clock)
@@ -297,7 +297,7 @@ def test_other_links_and_layouts_and_links_that_became_slow_are_looked_at():
     assert chooser.may_pay(b"another", 1, "link", 500e6)
 
 
-def test_where_something_pays_every_shard_is_looked_at():
+def test_every_shard_is_encoded_if_something_pays():
     clock = Clock()
     codec = ScriptedCodec(clock)
     chooser = Chooser("auto", {codec.id: codec}, clock)
@@ -306,5 +306,5 @@ def test_where_something_pays_every_shard_is_looked_at():
 
 
 @pytest.mark.parametrize(("mode", "may"), [("none", False), ("lz4", True), ("auto", False)])
-def test_what_a_mode_says_of_a_link_that_nobody_measured(mode, may):
+def test_modes_on_an_unmeasured_link(mode, may):
     assert Chooser(mode).may_pay(b"key", 1, "link", None) == may

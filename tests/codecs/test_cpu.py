@@ -105,7 +105,7 @@ def test_narrow_takes_the_narrowest_reading(name, at_least):
 
 
 @pytest.mark.parametrize("name", ["infinities", "negative zeros", "noise", "prices with gaps"])
-def test_narrow_leaves_alone_what_is_no_decimal(name):
+def test_narrow_refuses_doubles_that_are_not_decimal(name):
     raw, itemsize = kinds_of_data()[name]
     assert BY_NAME["narrow"].encode(raw, itemsize) is None
 
@@ -138,7 +138,7 @@ def test_planes(itemsize):
 
 @pytest.mark.parametrize("coder", ["lz4", "zstd"])
 def test_a_payload_that_decodes_to_less_is_refused(coder):
-    """pyarrow does not say so: the rest of its output is whatever was in memory."""
+    """pyarrow does not report it, and leaves the rest of its output undefined."""
     codec = BY_NAME[coder]
     raw = np.tile(np.arange(256, dtype=np.uint8), 16)
     payload = np.concatenate(codec.encode(raw, 1))
@@ -151,15 +151,15 @@ def test_a_payload_that_decodes_to_less_is_refused(coder):
     st.sampled_from(sorted(HOST_CODECS)),
     st.sampled_from([1, 2, 3, 4, 8, 16]),
     st.integers(0, 300),
-    # Parameters as `narrow` has them, some within bounds, then anything.
+    # Parameters in the form of `narrow`, some within bounds, then arbitrary bytes.
     st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 2, 3, 4, 8]), st.integers(0, 6)).map(bytes),
     st.binary(max_size=300),
     st.integers(0, 300),
 )
-def test_a_payload_made_up_with_the_right_crc_is_filled_in_or_refused(
+def test_a_forged_payload_is_decoded_or_refused(
     number, itemsize, nbytes, parameters, rest, n_zeros
 ):
-    """Somebody who means it gets past the CRC, and must not get any further than `out`."""
+    """An attacker can forge the CRC, but must not write beyond `out`."""
     body = parameters + rest + b"\0" * n_zeros
     crc = zlib.crc32(body, zlib.crc32(struct.pack("<BBQ", number, itemsize, nbytes)))
     surroundings = np.full(nbytes + 64, 0xA5, dtype=np.uint8)
@@ -209,10 +209,10 @@ def test_threads_do_not_disturb_each_other(name):
 
 
 def runs_meanwhile(work, tries: int = 5000) -> bool:
-    """Whether another thread gets to run Python while this one does `work`, time and again.
+    """Return whether another thread runs Python code during one of many calls of `work`.
 
-    The interpreter never takes its lock away here, so the other thread runs only if `work` lets
-    go of it, however long that takes; and only if there is a core for it just then.
+    The interpreter never preempts a thread here. So the other thread runs only if `work` releases
+    the lock, however long it takes, and only if a core is free at that moment.
     """
     gate = threading.Lock()
     gate.acquire()
@@ -239,7 +239,7 @@ def runs_meanwhile(work, tries: int = 5000) -> bool:
     return meanwhile
 
 
-def test_the_interpreter_lock_is_not_let_go_by_chance():
+def test_the_lock_check_itself_does_not_release_the_lock():
     assert not runs_meanwhile(lambda: [number * number for number in range(10_000)], tries=50)
 
 
@@ -254,7 +254,7 @@ def test_codecs_run_without_the_interpreter_lock(name):
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if "lz4" in name])
-def test_what_is_more_than_lz4_counts_to_is_not_encoded(name, monkeypatch):
+def test_sections_too_large_for_lz4_are_not_encoded(name, monkeypatch):
     codec = BY_NAME[name]
     raw = np.random.default_rng(1).integers(0, 1 << 30, 10_000).view(np.uint8)
     payload = np.concatenate(codec.encode(raw, 8))

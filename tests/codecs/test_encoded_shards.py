@@ -1,4 +1,4 @@
-"""Whole shards: cut in sections, encoded, and back."""
+"""Whole shards are cut in sections, encoded, and decoded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ deterministic = settings(derandomize=True, max_examples=200)
 
 
 def shard(*columns):
-    """Buffer and sections of these columns, one after the other."""
+    """Return the buffer and the sections of these columns, one after the other."""
     sections, offset = [], 0
     for number, column in enumerate(columns):
         sections.append(Section(f"c{number}", offset, column.nbytes, column.itemsize))
@@ -69,7 +69,7 @@ def test_shards_come_back(case):
     buffer, sections, choices = case
     encoded = encode_shard(buffer, sections, choices)
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes), buffer)
-    # One buffer with everything is as good as the parts.
+    # One buffer with all parts works too.
     whole = np.concatenate(encoded.parts).tobytes()
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes, [whole]), buffer)
     assert encoded.nbytes <= buffer.nbytes
@@ -77,7 +77,7 @@ def test_shards_come_back(case):
 
 
 @pytest.mark.parametrize("codec", HOST_CODECS)
-def test_what_does_not_shrink_does_not_grow_either(codec):
+def test_incompressible_shards_do_not_grow(codec):
     buffer, sections = shard(*(noise(n) for n in (1, 10, 100, 1000)))
     encoded = encode_shard(buffer, sections, [codec] * 4)
     assert encoded.table == ()
@@ -98,7 +98,7 @@ def test_raw_bytes_are_views_and_neighbours_are_one():
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes), buffer)
 
 
-def test_few_raw_bytes_do_not_make_a_buffer_of_their_own():
+def test_short_raw_ranges_share_a_buffer():
     buffer, sections = shard(COUNTING, noise(5), COUNTING, noise(6))
     encoded = encode_shard(buffer, sections, [5, RAW, 5, RAW])
     assert [entry.codec for entry in encoded.table] == [5, RAW, 5, RAW]
@@ -148,7 +148,7 @@ def test_a_table_that_does_not_fit_is_refused(number, fields):
         decode_shard(encoded.parts, changed(encoded.table, number, **fields), buffer.copy())
 
 
-def test_lengths_that_make_up_for_each_other_are_refused():
+def test_lengths_that_only_add_up_are_refused():
     buffer, sections = shard(COUNTING, noise(50))
     encoded = encode_shard(buffer, sections, [5, RAW])
     narrow, raw = encoded.table
@@ -169,7 +169,7 @@ def test_lengths_that_make_up_for_each_other_are_refused():
             decode_shard(encoded.parts, table, buffer.copy())
 
 
-def test_parts_that_are_missing_or_too_many_are_refused():
+def test_missing_or_extra_parts_are_refused():
     buffer, sections = shard(COUNTING, noise(600))
     encoded = encode_shard(buffer, sections, [5, RAW])
     for parts in ((), encoded.parts[:1], (*encoded.parts, b"more")):
@@ -242,7 +242,7 @@ def test_shards_of_nearly_one_length_are_joined_alike():
 
 
 @given(st.lists(st.tuples(st.integers(0, 40_000), st.sampled_from([1, 2, 8])), max_size=20))
-def test_joined_sections_cover_what_they_were_made_of(wanted):
+def test_joined_sections_cover_the_same_bytes(wanted):
     sections, offset = [], 0
     for number, (nbytes, itemsize) in enumerate(wanted):
         sections.append((str(number), offset, nbytes, itemsize))

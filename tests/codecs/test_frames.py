@@ -1,4 +1,4 @@
-"""Shards of real frames, through sections, codecs and back."""
+"""Shards of real frames pass through sections and codecs, and back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_frame_comes_back(mode, make):
     n_rows = len(expected)
     (packed,) = opened.gather([Selection(np.arange(n_rows), True)])
     sections = joined(adapter.sections(opened.layout_key, packed))
-    # A link so slow that no machine's rates matter.
+    # The link is so slow that the rates of the machine do not matter.
     choices = Chooser(mode).choose(opened.layout_key, sections, packed.buffer, "link", 1e3)
     encoded = encode_shard(packed.buffer, sections, choices)
     if mode == "none":

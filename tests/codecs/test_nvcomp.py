@@ -1,4 +1,4 @@
-"""The codecs of nvCOMP, with its library emulated; `tests/gpu` has the real one."""
+"""The codecs of nvCOMP over an emulated library. `tests/gpu` uses the real one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NBYTES = struct.Struct("<Q")
 
 
 class Array:
-    """An array that knows where it is."""
+    """An array that knows whether it is on the device."""
 
     def __init__(self, data, is_on_device=False):
         self.data = np.array(data)
@@ -35,7 +35,7 @@ class Array:
 
 
 class Codec:
-    """The calls of nvCOMP's codec that we make."""
+    """The calls of nvCOMP's codec that we use."""
 
     n_made = 0
 
@@ -82,7 +82,7 @@ class Library:
 
 @contextlib.contextmanager
 def emulated(monkeypatch):
-    """This process uses a device and has nvCOMP for it."""
+    """Make this process use a device and have nvCOMP."""
     monkeypatch.setattr(nvcomp, "_library", Library)
     monkeypatch.setattr(nvcomp, "_of_thread", threading.local())
     monkeypatch.setitem(sys.modules, "cupy", sys.modules.get("cupy"))
@@ -127,7 +127,7 @@ def test_a_thread_makes_one_coder_for_itself():
     assert Codec.n_made == before + 2
 
 
-def test_a_process_without_a_device_does_not_begin_to_use_one(monkeypatch):
+def test_a_process_without_a_device_creates_no_context(monkeypatch):
     assert nvcomp.usable() == NVCOMP_CODECS
     for name in ("cudf", "cupy", "rmm"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -135,7 +135,7 @@ def test_a_process_without_a_device_does_not_begin_to_use_one(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError])
-def test_without_nvcomp_or_a_device_there_are_none(monkeypatch, error):
+def test_without_nvcomp_or_a_device_no_codec_is_usable(monkeypatch, error):
     payload = np.concatenate(NVCOMP_CODECS[128].encode(np.zeros(1000, np.uint8), 1))
 
     def missing():
@@ -144,11 +144,11 @@ def test_without_nvcomp_or_a_device_there_are_none(monkeypatch, error):
     monkeypatch.setattr(nvcomp, "_library", missing)
     nvcomp._usable.cache_clear()
     assert nvcomp.usable() == {}
-    with pytest.raises(ProtocolError, match="no nvcomp lz4 here"):
+    with pytest.raises(ProtocolError, match="has no nvcomp lz4"):
         NVCOMP_CODECS[128].decode_into(payload, np.empty(1000, np.uint8), 1)
 
 
-def test_a_device_without_room_leaves_bytes_as_they_are(monkeypatch):
+def test_a_full_device_leaves_bytes_raw(monkeypatch):
     def full(self, array):
         raise RuntimeError("out of memory")
 
@@ -156,7 +156,7 @@ def test_a_device_without_room_leaves_bytes_as_they_are(monkeypatch):
     assert NVCOMP_CODECS[128].encode(np.zeros(1000, np.uint8), 1) is None
 
 
-def test_a_length_that_is_not_the_announced_one_is_refused_before_it_is_allocated(monkeypatch):
+def test_a_wrong_length_is_refused_before_allocation(monkeypatch):
     codec = NVCOMP_CODECS[128]
     raw = np.zeros(1000, np.uint8)
     body = opened(128, "", np.concatenate(codec.encode(raw, 1)), 1000, 1).copy()

@@ -18,7 +18,7 @@ trials = st.lists(
         codec=st.integers(1, 255),
         name=st.sampled_from(["a", "b", "c"]),
         coder=st.sampled_from(["none", "lz4", "zstd"]),
-        # Of lengths, as they are: not of floats next to one.
+        # Computed from real lengths, as in practice, not from floats next to one.
         ratio=st.integers(100, 101_000).map(lambda wire_nbytes: 100_000 / wire_nbytes),
         encode_rate=rates,
         decode_rate=rates,
@@ -59,7 +59,7 @@ def test_never_predicts_more_than_raw_bytes_take(tried, bandwidth, nbytes):
 
 
 @given(trials, bandwidths, st.floats(1, 1000))
-def test_what_pays_on_a_link_pays_on_every_slower_one(tried, bandwidth, factor):
+def test_a_codec_that_pays_also_pays_on_slower_links(tried, bandwidth, factor):
     if decided(tried, bandwidth).codec != RAW:
         assert decided(tried, bandwidth / factor).codec != RAW
 
@@ -71,7 +71,7 @@ def test_the_choice_does_not_depend_on_the_length(tried, bandwidth, one, other):
 
 
 @given(trials, bandwidths)
-def test_numbers_of_an_explanation_belong_together(tried, bandwidth):
+def test_the_numbers_of_a_decision_are_consistent(tried, bandwidth):
     decision = decided(tried, bandwidth)
     for candidate in decision.candidates:
         assert candidate.predicted_s == max(
@@ -88,11 +88,11 @@ def test_numbers_of_an_explanation_belong_together(tried, bandwidth):
     ("bandwidth", "choice"),
     [(50e6, "small"), (100e6, "small"), (1e9, "fast"), (1.9e9, "fast"), (2e9, "none")],
 )
-def test_a_slow_link_wants_few_bytes_and_a_fast_one_no_work(bandwidth, choice):
+def test_slow_links_favour_ratio_and_fast_links_favour_speed(bandwidth, choice):
     assert decided([FAST, SMALL], bandwidth).choice == choice
 
 
-def test_of_two_that_keep_the_link_busy_the_lighter_is_taken():
+def test_equal_predictions_choose_the_cheaper_codec():
     heavy = Trial(3, "heavy", "zstd", 2.0, 1e9, 1e9)
     assert decided([heavy, FAST], 100e6).choice == "fast"
 
@@ -100,13 +100,13 @@ def test_of_two_that_keep_the_link_busy_the_lighter_is_taken():
 @pytest.mark.parametrize(
     ("mode", "choice"), [("none", "none"), ("lz4", "fast"), ("zstd", "small"), ("auto", "none")]
 )
-def test_a_coder_that_was_asked_for_is_taken_on_any_link(mode, choice):
+def test_a_requested_coder_is_used_on_any_link(mode, choice):
     decision = decided([FAST, SMALL], 100e9, mode)
     assert decision.choice == choice
     assert decision.reason
 
 
-def test_what_does_not_shrink_is_left_even_if_asked_for():
+def test_incompressible_sections_stay_raw_even_on_request():
     assert decided([Trial(1, "fast", "lz4", 1.0, 2e9, 4e9)], 1e6, "lz4").codec == RAW
 
 
@@ -118,8 +118,8 @@ def test_a_link_that_is_not_known_gets_raw_bytes(bandwidth):
     assert json.loads(json.dumps(decision.to_plain(), allow_nan=False))["none_s"] is None
 
 
-def test_what_takes_as_long_as_raw_bytes_is_left_alone():
-    """Also where the share of the time would be rounded to a little less than all of it."""
+def test_a_codec_without_gain_is_not_chosen():
+    """Even if the share of the time is rounded to slightly less than one."""
     for nbytes in range(1, 2000, 7):
         tie = Trial(1, "one", "lz4", ratio=2.0, encode_rate=7e6, decode_rate=1e9)
         assert decided([tie], 7e6, nbytes=nbytes).codec == RAW

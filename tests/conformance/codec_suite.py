@@ -1,6 +1,6 @@
-"""The suite that every codec has to pass. Subclass it and set `codec`.
+"""The suite that every codec must pass. Subclass it and set `codec`.
 
-Written for bytes in host memory: a codec of a device wraps its copies.
+The bytes are in host memory. A codec of a device copies them itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def as_bytes(values) -> np.ndarray:
 
 
 def kinds_of_data(n: int = 4096) -> dict[str, tuple[np.ndarray, int]]:
-    """Bytes and their item size, of every kind that a column may be."""
+    """Return bytes and item size for each kind of column."""
     rng = np.random.default_rng(0)
     prices = rng.integers(90_000, 10_000_000, n)
     days = rng.integers(8_000, 11_000, n) * 86_400_000_000
@@ -65,7 +65,7 @@ def kinds_of_data(n: int = 4096) -> dict[str, tuple[np.ndarray, int]]:
 
 
 def mostly_alike(itemsize: int) -> st.SearchStrategy[bytes]:
-    """Bytes that codecs find something in, and some that they do not."""
+    """Draw bytes, some of which compress and some of which do not."""
     item = st.binary(min_size=itemsize, max_size=itemsize)
     repeated = st.tuples(st.lists(item, max_size=6), st.integers(0, 60))
     return st.one_of(
@@ -78,7 +78,7 @@ def mostly_alike(itemsize: int) -> st.SearchStrategy[bytes]:
 
 
 class CodecSuite:
-    """Set `codec` in a subclass, and `compressible`: names of data that it must make smaller."""
+    """Set `codec` in a subclass, and `compressible`: names of data that it must shrink."""
 
     codec: object
     compressible: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class CodecSuite:
         return None if pieces is None else np.concatenate(pieces)
 
     def decoded(self, payload, nbytes, itemsize):
-        # Outputs come from pools: what was there before must not matter.
+        # Outputs come from pools, so their old content must not matter.
         out = np.full(nbytes, 0xA5, dtype=np.uint8)
         self.codec.decode_into(payload, out, itemsize)
         return out
@@ -144,14 +144,14 @@ class CodecSuite:
                 self.codec.decode_into(moved, out, itemsize)
                 np.testing.assert_array_equal(out, raw)
 
-    def test_read_only_bytes_are_taken_from_any_buffer(self):
+    def test_payloads_may_be_any_read_only_buffer(self):
         raw, itemsize = kinds_of_data()[self.compressible[0]]
         raw.flags.writeable = False
         payload = self.encoded(raw, itemsize).tobytes()
         for kind in (bytes, bytearray, memoryview):
             np.testing.assert_array_equal(self.decoded(kind(payload), raw.nbytes, itemsize), raw)
 
-    def test_another_length_than_what_was_encoded_is_refused(self):
+    def test_decoding_to_another_length_is_refused(self):
         for name in self.compressible:
             raw, itemsize = kinds_of_data()[name]
             payload = self.encoded(raw, itemsize)
@@ -170,7 +170,7 @@ class CodecSuite:
                 self.decoded(np.append(payload, np.uint8(0)), raw.nbytes, itemsize)
 
     def test_damage_is_noticed(self):
-        """The right bytes, or an error: never others."""
+        """Decoding gives the right bytes or an error, never other bytes."""
         for name in self.compressible:
             raw, itemsize = kinds_of_data()[name]
             payload = self.encoded(raw, itemsize)
@@ -196,7 +196,7 @@ class CodecSuite:
 
         check()
 
-    def test_no_payload_makes_it_allocate_more_than_it_fills(self):
+    def test_no_payload_makes_decoding_allocate_more_than_its_output(self):
         raw, itemsize = kinds_of_data()[self.compressible[0]]
         payload = self.encoded(raw, itemsize)
         out = np.empty(64 * itemsize, dtype=np.uint8)

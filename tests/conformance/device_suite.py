@@ -1,6 +1,6 @@
-"""The suite that every device has to pass. Subclass it and say how to make one.
+"""The suite that every device must pass. Subclass it and implement `make_device`.
 
-What it queues is in order: what a device makes of work that is not is its own business.
+All work in it is ordered. How a device handles missing order is tested with that device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def noise(nbytes, seed=0):
 
 
 def read(stream, buffer):
-    """What is in memory of the device after all that the stream was told."""
+    """Return the content of device memory after all queued work of the stream."""
     out = np.zeros(buffer.nbytes, dtype=np.uint8)
     stream.to_host(out, buffer)
     stream.synchronize()
@@ -46,7 +46,7 @@ N_STREAMS, N_BUFFERS, LENGTH = 3, 3, 32
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that a program queues; which of the fields count depends on `kind`."""
+    """A step of a program. Its `kind` decides which fields count."""
 
     kind: str
     stream: int
@@ -54,7 +54,7 @@ class Step:
     source: int
     start: int
     nbytes: int
-    #: For programs whose streams wait for each other at random: for which.
+    #: In programs with random waits: the stream to wait for.
     waits: tuple[int, ...]
 
 
@@ -74,19 +74,19 @@ def programs(n_most=25):
 
 @dataclass
 class Touched:
-    """Events of those who used a buffer last."""
+    """Events of the last uses of a buffer."""
 
     written: object = None
     read: list = field(default_factory=list)
 
 
 def run_program(device, steps, *, in_order=True):
-    """What a program copies to the host, and what it leaves on the device.
+    """Run a program; return what it copies to the host and what it leaves on the device.
 
     Parameters
     ----------
     in_order
-        Wait for whatever a step has to come after. Else for what the step says.
+        Wait for all work that a step must come after. Otherwise, wait for what the step names.
     """
     streams = [device.stream(f"s{n}", list(Priority)[n % 3]) for n in range(N_STREAMS)]
     events = [stream.record() for stream in streams]
@@ -147,7 +147,7 @@ def run_program(device, steps, *, in_order=True):
 
 
 def expected_of(steps):
-    """The same, one step after the other."""
+    """Return the result of the steps in sequence."""
     buffers = [noise(LENGTH, n) for n in range(N_BUFFERS)]
     copied = []
     for number, step in enumerate(steps):
@@ -178,13 +178,12 @@ def assert_same(got, expected):
 
 
 class DeviceSuite:
-    """Say in a subclass how to make a device."""
+    """Implement `make_device` in a subclass."""
 
     n_programs = 100
 
     def make_device(self, capacity_nbytes, seed=0):
-        """Devices that may do their work in more than one order do it in one that depends on
-        the seed."""
+        """Return a device. If it can run work in several orders, the seed selects one."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -212,7 +211,7 @@ class DeviceSuite:
         np.testing.assert_array_equal(read(stream, buffer), values)
 
     @pytest.mark.parametrize("dtype", ["u1", "i4", "f8", "M8[ns]", "?", "c16", "S3"])
-    def test_host_memory_of_any_type_and_shape_is_taken(self, device, stream, dtype):
+    def test_host_memory_of_any_type_and_shape_is_accepted(self, device, stream, dtype):
         values = np.arange(24).astype("S3" if dtype == "S3" else "i8").astype(dtype).reshape(2, 12)
         values.flags.writeable = False
         buffer = device.allocate(values.nbytes, stream)
@@ -246,7 +245,7 @@ class DeviceSuite:
         values[:10] = values[90:]
         np.testing.assert_array_equal(read(stream, target), values)
 
-    def test_a_kernel_gets_what_it_reads_and_then_what_it_writes(self, device, stream):
+    def test_a_kernel_gets_its_inputs_and_then_its_outputs(self, device, stream):
         first, second = (self.filled(device, stream, noise(50, n)) for n in range(2))
         result = device.allocate(50, stream)
 
@@ -292,13 +291,13 @@ class DeviceSuite:
 
     # ---------------------------------------------------------------- streams and events
 
-    def test_streams_say_who_they_are(self, device):
+    def test_streams_have_a_name_and_a_priority(self, device):
         stream = device.stream("copies", Priority.HIGH)
         assert (stream.name, stream.priority) == ("copies", Priority.HIGH)
         assert device.stream("copies").priority == Priority.NORMAL
 
     def test_an_event_orders_two_streams(self, device):
-        """There and back, several times."""
+        """In both directions, several times."""
         one, other = device.stream("one"), device.stream("other", Priority.HIGH)
         buffer = self.filled(device, one, np.ones(10, dtype=np.uint8))
         for _ in range(3):
@@ -308,7 +307,7 @@ class DeviceSuite:
             one.launch(double, writes=[buffer])
         assert set(read(one, buffer)) == {64}
 
-    def test_what_the_host_has_waited_for_comes_first(self, device):
+    def test_work_the_host_waited_for_is_ordered(self, device):
         one, other = device.stream("one"), device.stream("other")
         buffer = self.filled(device, one, noise(10))
         event = one.record()
@@ -327,7 +326,7 @@ class DeviceSuite:
         stream.wait(stream.record())
         np.testing.assert_array_equal(read(stream, buffer), noise(10))
 
-    def test_programs_do_what_they_would_do_step_by_step(self):
+    def test_programs_give_the_result_of_sequential_steps(self):
         @settings(derandomize=True, deadline=None, max_examples=self.n_programs)
         @given(programs(), st.integers(0, 2**32))
         def check(steps, seed):
@@ -367,7 +366,7 @@ class DeviceSuite:
 
     # ---------------------------------------------------------------- a kernel that fails
 
-    def test_who_waits_for_a_kernel_that_failed_hears_of_it(self, device):
+    def test_waiting_for_a_failed_kernel_raises_its_error(self, device):
         stream, other, third = (device.stream(name) for name in ("one", "other", "third"))
         buffer = self.filled(device, stream, noise(10))
         before = stream.record()
@@ -384,7 +383,7 @@ class DeviceSuite:
                 wait()
         third.synchronize()
 
-    def test_nothing_is_done_after_a_kernel_that_failed(self, device, stream):
+    def test_no_work_runs_after_a_failed_kernel(self, device, stream):
         buffer = self.filled(device, stream, noise(10))
         ran = []
 
@@ -416,7 +415,7 @@ class DeviceSuite:
             device.allocate(CAPACITY, stream)
         device.allocate(CAPACITY - 1000, stream)
 
-    def test_freed_memory_is_used_again_without_anybody_waiting_for_it(self, device):
+    def test_freed_memory_is_reused_without_waiting(self, device):
         streams = device.stream("one"), device.stream("other", Priority.HIGH)
         results = []
         for n in range(20):
@@ -438,8 +437,8 @@ class DeviceSuite:
         stream.synchronize()
         assert device.used_nbytes == 0
 
-    def test_who_can_make_room_is_asked(self, device, stream):
-        """As the store does: a value is copied to the host, and its memory freed."""
+    def test_the_callback_makes_room(self, device, stream):
+        """As in the store: the callback copies a value to the host and frees its memory."""
         values = [noise(CAPACITY // 2, n) for n in range(3)]
         held = {n: self.filled(device, stream, values[n]) for n in range(2)}
         asked, evicted = [], {}
@@ -466,7 +465,7 @@ class DeviceSuite:
         assert sorted(evicted) == [0, 1, 2]
         big.free(stream)
 
-    def test_who_cannot_make_room_is_asked_once(self, device, stream):
+    def test_a_callback_without_success_is_called_once(self, device, stream):
         asked = []
         device.on_full(lambda nbytes: asked.append(nbytes) or len(asked) < 3)
         device.allocate(CAPACITY, stream)
@@ -478,14 +477,14 @@ class DeviceSuite:
             device.allocate(7, stream)
         assert asked == [7, 7, 7]
 
-    def test_the_device_is_not_emptied_for_what_can_never_fit(self, device, stream):
+    def test_an_oversized_allocation_evicts_nothing(self, device, stream):
         asked = []
         device.on_full(lambda nbytes: asked.append(nbytes) or True)
         with pytest.raises(MemoryError):
             device.allocate(CAPACITY + 1, stream)
         assert asked == []
 
-    def test_an_error_of_who_makes_room_is_not_hidden(self, device, stream):
+    def test_an_error_of_the_callback_is_raised(self, device, stream):
         def fail(nbytes):
             raise OSError("no disk")
 

@@ -1,8 +1,8 @@
-"""The suites that frame adapters have to pass. Subclass one and say how to make frames.
+"""The suites that frame adapters must pass. Subclass one and say how to make frames.
 
-What goes through the adapter is compared with what the frame's own library makes of the same rows,
-so the suites know nothing of layouts, buffers or batches. `FrameSuite` is for all adapters,
-`HostFrameSuite` for those whose shards are in the host's memory.
+They compare the results with those of the frame's own library for the same rows. So the suites know
+nothing of layouts, buffers or batches. `FrameSuite` is for all adapters. `HostFrameSuite` is for
+adapters with shards in host memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class FrameSuite:
     n_slots = 5
 
     def adapter(self, frame: Any) -> Any:
-        """Adapter for frames like this one, whose column `slot` holds the output partition."""
+        """Return an adapter for frames like this one. Column `slot` has the output partition."""
         raise NotImplementedError
 
     def frame(self, rows: int, seed: int) -> Any:
-        """Frame with a column `slot` of numbers from 0 to `n_slots` - 1."""
+        """Return a frame with a column `slot` of numbers from 0 to `n_slots` - 1."""
         raise NotImplementedError
 
     def rows_of(self, frame: Any, slot: int) -> Any:
-        """What the library itself selects: rows of one slot, without the column `slot`."""
+        """Return the rows of one slot without the column `slot`, selected by the library."""
         raise NotImplementedError
 
     def assert_equal(self, got: Any, expected: Any) -> None:
@@ -50,15 +50,15 @@ class FrameSuite:
         return [(body, len(s.rows)) for body, s in zip(gathered, selections, strict=True)]
 
     def packed(self, opened, n_rows, empty=fresh):
-        """The first rows of a partition, as a buffer of the host."""
+        """Return the first rows of a partition as a host buffer."""
         (packed,) = opened.gather([Selection(np.arange(n_rows, dtype=np.intp), True, empty)])
         return on_host(packed, empty)
 
-    def test_rows_that_nobody_wants_are_dropped(self):
+    def test_unwanted_rows_are_dropped(self):
         frame = self.frame(200, 8)
         adapter = self.adapter(frame)
         opened = adapter.open(frame)
-        # Some partitions are not wanted, others do not exist.
+        # Some partitions are not wanted, and others do not exist.
         slot_of = {1: "a", 4: "b", 9: "b"}
         rows, offsets = opened.group(plan := ExchangePlan(slot_of))
         assert offsets[-1] == len(rows) < 200
@@ -102,11 +102,11 @@ class FrameSuite:
             self.assert_equal(adapter.concatenate(halves), self.joined(expected))
 
     def joined(self, frames: list[Any]) -> Any:
-        """What the library itself makes of frames one below the other."""
+        """Return the library's concatenation of frames."""
         raise NotImplementedError
 
     def test_result_does_not_hold_on_to_the_shard(self):
-        """Else memory would stay until the last output of a whole worker is gone."""
+        """Otherwise, memory would stay until a worker's last output is gone."""
         frame = self.frame(5_000, 3)
         adapter = self.adapter(frame)
         opened = adapter.open(frame)
@@ -133,7 +133,7 @@ class FrameSuite:
             assert end == packed.buffer.nbytes
             names.append([name for name, *_ in sections])
             assert len(set(names[-1])) == len(names[-1])
-        # Somebody else, who only has the key, says the same.
+        # A receiver that only has the key gets the same sections.
         assert self.adapter(frame).sections(opened.layout_key, packed) == sections
         assert names[0] == names[1]
 
@@ -176,7 +176,7 @@ class FrameSuite:
 
 
 class HostFrameSuite(FrameSuite):
-    """Of adapters for frames of the host."""
+    """The suite for adapters of host frames."""
 
     def test_memory_comes_from_where_it_is_said(self):
         frame = self.frame(5_000, 2)

@@ -1,7 +1,7 @@
-"""The suite that every tier has to pass. Subclass it and say how to make one.
+"""The suite that every tier must pass. Subclass it and implement `make_tier`.
 
-Values here are such that a tier that compresses is glad of them. One that may refuse a value for
-other reasons than room says so by `is_choosy`.
+The values here are compressible enough for any tier that compresses. A tier that may refuse values
+for other reasons than room sets `is_choosy`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ deterministic = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
-#: Lengths of the buffers of a value.
+#: Lengths of a value's buffers.
 VALUES: dict[str, tuple[int, ...]] = {
     "no buffers": (),
     "nothing in its buffer": (0,),
@@ -46,7 +46,7 @@ VALUES: dict[str, tuple[int, ...]] = {
 
 
 def half_noise(nbytes: int, seed: int) -> np.ndarray:
-    """Bytes that are different everywhere, and still compress."""
+    """Return bytes that differ everywhere, but still compress."""
     rng = np.random.default_rng([nbytes, seed])
     data = np.zeros(nbytes, np.uint8)
     data[::4] = rng.integers(0, 256, len(data[::4]), dtype=np.uint8)
@@ -74,7 +74,7 @@ def assert_same(got: Flat, expected: Flat) -> None:
 
 
 def in_threads(*functions: Any) -> None:
-    """Run functions at the same time; raises what one of them raised."""
+    """Run functions at the same time; raise the error of one of them."""
     errors: list[BaseException] = []
     together = threading.Barrier(len(functions))
 
@@ -96,13 +96,13 @@ def in_threads(*functions: Any) -> None:
 
 
 class TierSuite:
-    """Override `make_tier`."""
+    """Implement `make_tier` in a subclass."""
 
-    #: Whether it may refuse a value that there is room for.
+    #: The tier may refuse a value for which it has room.
     is_choosy = False
 
     def make_tier(self, capacity_nbytes: int | None = None) -> Any:
-        """A tier with nothing in it. Without a capacity it has room for 256 MiB at least."""
+        """Return an empty tier. Without a capacity, it has room for at least 256 MiB."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -131,7 +131,7 @@ class TierSuite:
         assert_same(tier.get(place), value)
         assert_same(tier.get(place), value)
 
-    def test_what_a_value_takes_is_counted_until_it_is_dropped(self, tier):
+    def test_the_size_of_a_value_counts_until_it_is_dropped(self, tier):
         places = [tier.put(flat_of((200_000, 10_000 * n), n)) for n in range(4)]
         total = 0
         assert all(place.nbytes > 0 for place in places)
@@ -174,7 +174,7 @@ class TierSuite:
         value = Flat(b"", (askew, fixed, foreign, fixed[5:]))
         assert_same(tier.get(tier.put(value)), value)
 
-    def test_what_comes_back_lies_well(self, tier):
+    def test_restored_values_are_aligned(self, tier):
         got = tier.get(tier.put(flat_of((1 << 20, 100_000, 200, 300))))
         for buffer in got.buffers:
             assert buffer.__array_interface__["data"][0] % 8 == 0
@@ -275,7 +275,7 @@ class TierSuite:
 
         in_threads(*[read] * 4)
 
-    def test_a_value_dropped_while_it_is_read_comes_whole_or_not_at_all(self, tier):
+    def test_a_value_dropped_during_a_read_is_complete_or_missing(self, tier):
         for seed in range(20):
             value = flat_of((400_000, 100), seed)
             place = tier.put(value)

@@ -1,10 +1,10 @@
-"""A driver for `CudaDevice` without a GPU, which refuses what CUDA forbids.
+"""An emulated driver for `CudaDevice` that needs no GPU and refuses what CUDA forbids.
 
-Work is queued on the emulated device, so it runs late and, pumped, in an order that the seed picks.
-That device finds streams that are not ordered (`devices.ordering`). Three things are CUDA's and are
-added here. Memory is free for anybody as soon as it is dropped, and counts as used by the stream it
-was allocated on, as in CuPy's pool. Host memory is not kept alive by a copy. And a kernel is called
-at once, with arrays whose arithmetic is queued on the current stream.
+Work is queued on the emulated device. So it runs late, and a pumped device runs it in an order that
+depends on the seed. The emulated device detects missing order between streams (`devices.ordering`).
+This module adds three properties of CUDA. Dropped memory is free at once and counts as used by the
+stream that allocated it, as in CuPy's pool. Copies do not keep host memory alive. Kernels are
+called at once, with arrays whose arithmetic is queued on the current stream.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import weakref
 
 import numpy as np
 
-from dask_gpurt.devices.emulated.emulated_device import POISON, HostDevice
+from dask_gpurt.devices.emulated.emulated_device import POISON, EmulatedDevice
 
 
 class Memory:
-    """Memory of the driver; dropped, it is anybody's."""
+    """Memory of the driver. Dropped memory is free."""
 
     def __init__(self, driver, buffer, stream):
         self.driver = driver
@@ -28,11 +28,11 @@ class Memory:
         self._stream = stream
 
     def __del__(self):
-        self.driver.host.bury(self.buffer, self._stream, [])
+        self.driver.host.free_later(self.buffer, self._stream, [])
 
 
 class LazyArray:
-    """As much of CuPy's array as the kernels of tests need."""
+    """An array with the part of CuPy's interface that the tests' kernels use."""
 
     def __init__(self, memory, start, nbytes):
         self.memory = memory
@@ -44,7 +44,7 @@ class LazyArray:
 
     @property
     def __cuda_array_interface__(self):
-        """As much as it takes to be taken for memory of a GPU."""
+        """Enough of the interface to pass for GPU memory."""
         return {"data": (id(self.memory), False), "shape": (self.nbytes,), "typestr": "|u1"}
 
     def _queue(self, compute, *others):
@@ -76,21 +76,21 @@ class LazyArray:
 
 
 class EmulatedCuda:
-    """See the module.
+    """The emulated driver.
 
     Parameters
     ----------
     total_nbytes
-        Memory there is; less than the budget of the device above makes it refuse.
+        Size of the memory. If it is less than the budget of the device above, allocations fail.
     choose
-        As of `HostDevice`: which stream goes on.
+        As in `EmulatedDevice`: which stream runs next.
     """
 
     name = "emulated"
 
     def __init__(self, total_nbytes, choose=None):
         self.total_nbytes = total_nbytes
-        self.host = HostDevice(total_nbytes, choose=choose)
+        self.host = EmulatedDevice(total_nbytes, choose=choose)
         self.is_pumped = choose is not None
         self.n_allocations = 0
         self.default_stream = self.host.stream("default")
@@ -101,7 +101,7 @@ class EmulatedCuda:
         return self.host.stream("emulated", priority)
 
     def record(self, stream, timed=False):
-        """The time of one that is timed is when the stream gets there, in pieces of work."""
+        """Record an event. A timed event stores the number of pieces of work before it."""
         at = []
         if timed:
             stream.launch(lambda: at.append(next(self._ticks)))

@@ -1,7 +1,7 @@
-"""A driver library for launches: functions of C's calling convention, and CUDA's rules.
+"""A fake driver library for launches, with C calling conventions and CUDA's rules.
 
-It knows kernels by handle and refuses what the driver refuses: handles it does not know, more
-dynamic shared memory than a kernel was allowed, or than a block can have.
+It knows kernels by handle. Like the driver, it refuses unknown handles, more dynamic shared memory
+than the kernel is allowed, and more than a block can have.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 INT, UINT, POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
 INVALID_VALUE, INVALID_HANDLE, OUT_OF_RESOURCES, ILLEGAL_ADDRESS = 1, 400, 701, 700
-#: Another thread captures, and asking about the default stream would end that.
+#: Status: another thread captures, and asking about the default stream would end that capture.
 CAPTURE_IMPLICIT = 906
 MAX_THREADS, STATIC, REGISTERS, MAX_DYNAMIC, CARVEOUT = 0, 1, 4, 8, 9
 
 
 @dataclass
 class Kernel:
-    """What the driver knows of one."""
+    """The driver's data about a kernel."""
 
     module: int = 1
     attributes: dict[int, int] = field(
@@ -33,12 +33,12 @@ class Kernel:
 
 
 class FakeLibcuda:
-    """Loaded in the place of the library of the same name, or used as it is.
+    """The fake library, loaded instead of the real one or used directly.
 
     Attributes
     ----------
     launches
-        Kernel, grid, block, dynamic shared memory, stream and argument addresses of each.
+        Kernel, grid, block, dynamic shared memory, stream and argument addresses of each launch.
     """
 
     def __init__(self, name="libcuda.so.1"):

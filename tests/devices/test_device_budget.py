@@ -1,4 +1,4 @@
-"""Room for shards on a device: counted while they live, refused beyond the mark."""
+"""The budget of shards on a device: counted while they live, refused beyond the limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dask_gpurt.devices.device_budget import DeviceRoom
+from dask_gpurt.devices.device_budget import DeviceBudget
 
 
 class Memory:
@@ -14,51 +14,51 @@ class Memory:
         self.nbytes = nbytes
 
 
-def test_beyond_the_mark_there_is_none():
-    room = DeviceRoom(100)
-    held = room.take(Memory, 60)
+def test_no_memory_beyond_the_limit():
+    budget = DeviceBudget(100)
+    held = budget.take(Memory, 60)
     assert held.nbytes == 60
-    assert room.take(Memory, 41) is None
-    assert room.take(Memory, 40) is not None
-    assert room.used_nbytes == 60
+    assert budget.take(Memory, 41) is None
+    assert budget.take(Memory, 40) is not None
+    assert budget.used_nbytes == 60
 
 
-def test_memory_that_dies_makes_room():
-    room = DeviceRoom(100)
-    held = room.take(Memory, 100)
-    assert room.take(Memory, 1) is None
+def test_dead_memory_returns_to_the_budget():
+    budget = DeviceBudget(100)
+    held = budget.take(Memory, 100)
+    assert budget.take(Memory, 1) is None
     del held
-    assert room.take(Memory, 100) is not None
-    assert room.used_nbytes == 0
+    assert budget.take(Memory, 100) is not None
+    assert budget.used_nbytes == 0
 
 
-def test_a_device_without_memory_counts_for_nothing():
+def test_a_failed_allocation_does_not_count():
     def full(nbytes):
         raise MemoryError
 
-    room = DeviceRoom(100)
-    assert room.take(full, 60) is None
-    assert room.used_nbytes == 0
+    budget = DeviceBudget(100)
+    assert budget.take(full, 60) is None
+    assert budget.used_nbytes == 0
 
 
-def test_other_errors_are_told():
+def test_other_errors_propagate():
     def broken(nbytes):
         raise ValueError("no such device")
 
-    room = DeviceRoom(100)
+    budget = DeviceBudget(100)
     with pytest.raises(ValueError, match="no such device"):
-        room.take(broken, 60)
-    assert room.used_nbytes == 0
+        budget.take(broken, 60)
+    assert budget.used_nbytes == 0
 
 
-def test_threads_together_do_not_go_beyond_the_mark():
-    room = DeviceRoom(1000)
+def test_threads_together_stay_within_the_limit():
+    budget = DeviceBudget(1000)
     kept, start = [], threading.Barrier(8)
 
     def take():
         start.wait()
         for _ in range(100):
-            memory = room.take(Memory, 7)
+            memory = budget.take(Memory, 7)
             if memory is not None:
                 kept.append(memory)
 
@@ -68,4 +68,4 @@ def test_threads_together_do_not_go_beyond_the_mark():
     for thread in threads:
         thread.join()
     assert len(kept) == 1000 // 7
-    assert room.used_nbytes == 7 * len(kept)
+    assert budget.used_nbytes == 7 * len(kept)

@@ -1,4 +1,4 @@
-"""The programs of docs/devices.md run as they stand there; what they claim, they assert."""
+"""The programs in docs/devices.md run as written; they assert what they claim."""
 
 from __future__ import annotations
 

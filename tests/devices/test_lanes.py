@@ -1,4 +1,4 @@
-"""Lanes do what is urgent first, each on its own threads, and end without losing anybody."""
+"""Lanes run urgent work first, on their own threads, and complete every future at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE_S = 20.0
 
 
 class Gate:
-    """Work that waits to be let through."""
+    """Work that waits until the test opens the gate."""
 
     def __init__(self):
         self.entered, self.open = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ def test_results_and_errors_come_back():
 
 
 def out_of_threads(monkeypatch):
-    """From now on the process may have no more of them."""
+    """From now on, the process cannot start more threads."""
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -66,7 +66,7 @@ def out_of_threads(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
-def test_a_lane_that_gets_no_thread_says_so_and_works_once_there_is_one(monkeypatch):
+def test_submit_fails_without_a_thread_and_works_once_one_starts(monkeypatch):
     with Lane("lane") as lane:
         with monkeypatch.context() as without:
             out_of_threads(without)
@@ -76,7 +76,7 @@ def test_a_lane_that_gets_no_thread_says_so_and_works_once_there_is_one(monkeypa
         assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
 
 
-def test_a_lane_that_gets_no_further_thread_makes_do_with_those_it_has(gate, monkeypatch):
+def test_a_lane_works_with_the_threads_it_could_start(gate, monkeypatch):
     with Lane("lane", 2) as lane:
         held = lane.submit(gate)
         assert gate.entered.wait(PATIENCE_S)
@@ -99,7 +99,7 @@ def test_one_thread_keeps_the_order(gate):
 
 
 def test_the_urgent_overtakes_all_that_waits(gate):
-    """Its start is delayed by what runs, and by nothing else."""
+    """Only running work delays its start."""
     lane, _ = closed_in(gate)
     ran = []
     order = [Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.LOW, Priority.HIGH]
@@ -115,7 +115,7 @@ def test_the_urgent_overtakes_all_that_waits(gate):
     lane.close()
 
 
-def test_a_lane_is_pending_from_what_is_handed_in_to_its_end(gate):
+def test_a_lane_is_pending_from_submission_to_the_end(gate):
     lane = Lane("lane")
     assert not lane.is_pending()
     lane.submit(gate)
@@ -131,7 +131,7 @@ def test_a_lane_is_pending_from_what_is_handed_in_to_its_end(gate):
     assert not lane.is_pending(), "a lane whose threads have ended does nothing"
 
 
-def test_a_lane_that_gets_no_thread_is_not_pending(monkeypatch):
+def test_a_lane_without_threads_is_not_pending(monkeypatch):
     with Lane("lane") as lane:
         out_of_threads(monkeypatch)
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -154,7 +154,7 @@ def test_lanes_work_at_once():
 
 
 def n_threads():
-    """Of the lane of the next test: threads of earlier tests may be ending."""
+    """Return the number of threads of one lane: threads of earlier tests may be ending."""
     return sum(thread.name.startswith("gpurt counted") for thread in threading.enumerate())
 
 
@@ -177,13 +177,13 @@ def test_an_idle_thread_is_used_before_another_is_started():
         for _ in range(5):
             lane.submit(int).result(PATIENCE_S)
             deadline_s = time.monotonic() + PATIENCE_S
-            # It goes idle just after it has told of the result.
+            # The thread becomes idle just after it sets the result.
             while lane._n_idle == 0:
                 assert time.monotonic() < deadline_s
         assert len(lane._threads) == 1
 
 
-def test_what_is_cancelled_is_not_done(gate):
+def test_cancelled_work_does_not_run(gate):
     lane, _ = closed_in(gate)
     ran = []
     first, second = lane.submit(ran.append, 1), lane.submit(ran.append, 2)
@@ -194,7 +194,7 @@ def test_what_is_cancelled_is_not_done(gate):
     lane.close()
 
 
-def test_closing_cancels_what_has_not_begun_and_waits_for_what_has(gate):
+def test_closing_cancels_queued_work_and_waits_for_running_work(gate):
     lane, running = closed_in(gate)
     ran, told = [], []
     waiting = [lane.submit(ran.append, n) for n in range(3)]
@@ -224,8 +224,8 @@ def test_work_may_close_its_own_lane():
     lane.close()
 
 
-def test_who_hears_of_a_cancellation_may_use_the_lane(gate):
-    """The lane is not locked while it tells."""
+def test_a_cancellation_callback_may_use_the_lane(gate):
+    """Callbacks of cancellation run without the lane's lock."""
     lane, _ = closed_in(gate)
     refused, told = [], threading.Event()
 
@@ -243,7 +243,7 @@ def test_who_hears_of_a_cancellation_may_use_the_lane(gate):
 
 
 class Value:
-    """Something whose end can be seen."""
+    """An object whose deletion the test can observe."""
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -261,7 +261,7 @@ def test_an_idle_lane_keeps_nothing_alive(fails):
             future = lane.submit(work, value)
             wait([future], PATIENCE_S)
             del value, future
-            # The thread lets go just after it has told of the result.
+            # The thread drops its references just after it sets the result.
             assert gone.wait(PATIENCE_S)
     finally:
         gc.enable()
@@ -275,7 +275,7 @@ def test_coroutines_await_lanes():
     assert asyncio.run(main()) == (3, 1)
 
 
-def test_work_is_entered_in_the_ledger_before_its_result_is_told():
+def test_the_ledger_entry_precedes_the_result():
     times = iter(range(10))
     ledger = Ledger(clock=lambda: next(times))
     with Lane("disk", ledger=ledger) as lane:
@@ -285,7 +285,7 @@ def test_work_is_entered_in_the_ledger_before_its_result_is_told():
         assert ledger.entries()[1:] == [Entry("disk", "divmod", 0, 2, 3)]
 
 
-def test_failed_work_is_entered_and_cancelled_work_is_not(gate):
+def test_failed_work_is_in_the_ledger_and_cancelled_work_is_not(gate):
     ledger = Ledger()
     lane = Lane("disk", ledger=ledger)
     lane.submit(gate)

@@ -1,4 +1,4 @@
-"""The ledger forgets entries and not sums; overlap is what could have been saved and was."""
+"""The ledger drops old entries but keeps the sums; overlap is saved time over possible savings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import WAITING, Entry, Ledger, Overlap, Sum, overlap
@@ -24,7 +24,7 @@ def entry(lane, start_s, end_s, path="", nbytes=0):
 # ------------------------------------------------------------------ the ledger
 
 
-def test_the_newest_entries_are_kept_and_the_sums_of_all():
+def test_the_ledger_keeps_the_newest_entries_and_all_sums():
     ledger = Ledger(capacity=3)
     for n in range(10):
         ledger.add(entry("disk", n, n + 0.5, "write", 100 + n))
@@ -36,7 +36,7 @@ def test_the_newest_entries_are_kept_and_the_sums_of_all():
     }
 
 
-def test_time_is_taken_whether_or_not_it_ends_well():
+def test_failed_work_is_timed_too():
     times = iter([1.0, 4.0, 10.0, 12.0])
     ledger = Ledger(clock=lambda: next(times))
     with ledger.timed("codec", "encode", 5):
@@ -49,7 +49,7 @@ def test_time_is_taken_whether_or_not_it_ends_well():
     ]
 
 
-def test_what_is_handed_out_does_not_change():
+def test_returned_entries_and_sums_are_snapshots():
     ledger = Ledger()
     entries, sums = ledger.entries(), ledger.sums()
     ledger.add(entry("a", 0, 1))
@@ -104,7 +104,7 @@ def test_waiting_for_another_lane_is_no_work():
 
 
 def test_a_lane_works_while_one_of_its_threads_waits():
-    """In no order: what waits is entered before the work that it is a part of."""
+    """In any order: a wait is entered before the work that contains it."""
     entries = [entry("a", 1, 3, WAITING), entry("a", 2, 5), entry("a", 0, 4)]
     assert overlap(entries).parts_s == {"a": 4.0}
 
@@ -113,7 +113,7 @@ def test_nothing_at_all():
     assert overlap([]) == Overlap({}, 0.0, None)
 
 
-def test_what_was_measured_elsewhere():
+def test_overlap_uses_the_given_duration():
     entries = [entry("a", 0, 4), entry("b", 0, 4)]
     assert overlap(entries, 6.0).efficiency == 0.5
 
@@ -124,7 +124,7 @@ spans = st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)
 @settings(derandomize=True)
 @given(st.lists(spans, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_overlap_follows_from_the_time_line(found, shuffler):
-    """Second by second; and the order of the entries does not matter."""
+    """Computed second by second. The order of the entries does not matter."""
     entries = [entry(lane, start, start + length) for lane, start, length in found]
     busy = {lane: set() for lane, _, _ in found}
     for lane, start, length in found:
@@ -148,16 +148,16 @@ N_ROUNDS, STEP_S = 8, 0.1
 
 
 def pipeline(*, overlapped):
-    """Rounds of a copy and a kernel that take the same time each."""
+    """Run rounds of a copy and a kernel of equal duration."""
     ledger = Ledger()
-    device = HostDevice(1 << 20, rates={Engine.IN: Rate(1e12, STEP_S)}, ledger=ledger)
+    device = EmulatedDevice(1 << 20, rates={Engine.IN: Rate(1e12, STEP_S)}, ledger=ledger)
     copies, compute = device.stream("copies", Priority.HIGH), device.stream("compute")
     try:
         for _ in range(N_ROUNDS):
             buffer = device.allocate(1000, copies)
             copies.to_device(buffer, np.ones(1000, dtype=np.uint8))
             compute.wait(copies.record())
-            # A kernel that takes so long, of which no part is ours.
+            # A kernel of that duration, independent of our code.
             compute.launch(lambda target: time.sleep(STEP_S), writes=[buffer])
             buffer.free(compute)
             if not overlapped:
@@ -170,8 +170,8 @@ def pipeline(*, overlapped):
 
 @pytest.mark.slow
 def test_copies_and_kernels_overlap():
-    """At best, the first copy is all that is not hidden: 0.9 s and an efficiency of 0.88."""
-    # A busy machine may spoil one attempt, not three.
+    """At best, only the first copy is not hidden: 0.9 s and an efficiency of 0.88."""
+    # A busy machine may spoil one attempt, but not three.
     results = [pipeline(overlapped=True) for _ in range(3)]
     best = max(results, key=lambda result: result.efficiency)
     assert best.measured_s <= 1.2 * max(best.parts_s.values())
@@ -179,5 +179,5 @@ def test_copies_and_kernels_overlap():
 
 
 @pytest.mark.slow
-def test_what_waits_for_each_other_does_not_overlap():
+def test_dependent_work_does_not_overlap():
     assert pipeline(overlapped=False).efficiency <= 0.05

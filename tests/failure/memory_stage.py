@@ -161,7 +161,7 @@ def values_left_on(dask_worker: Any) -> list[str]:
         found = [f"value {key!r}" for key in store]
         found += [f"object of {key!r}" for key in store._carrier.objects]
         found += [f"copy of {serial} at level {level}" for serial, level in store._carrier._places]
-        found += [f"loan of {serial}" for serial in store._loans._loans]
+        found += [f"send buffer of {serial}" for serial in store._send_buffers._buffers]
         found += [f"claim of {claim.name!r}" for claim in store.admission._waiting]
         found += [f"claim of {claim.name!r}" for claim in store.admission.running]
         for level in store.residency.levels:

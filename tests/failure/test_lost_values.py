@@ -78,7 +78,7 @@ def cold_of(client: Client, worker: Worker, n_blocks: int = 16) -> list[Any]:
     store = worker.data
     until(lambda: len(store.disk) > n_blocks // 4, "values stay in memory")
     until(lambda: not store.residency.is_writing, "values are still written")
-    return [block for block in blocks if store.is_cold(block.key)]
+    return [block for block in blocks if store.is_spilled(block.key)]
 
 
 def keys_of(futures: Iterable[Any]) -> list[Any]:
@@ -211,7 +211,7 @@ def test_a_value_that_somebody_put_into_the_worker_s_store(client: Client, holde
 
     client.run(put, workers=[holder.address])
     cold = cold_of(client, holder)
-    until(lambda: holder.data.is_cold("of a plugin"), "it stays in memory")
+    until(lambda: holder.data.is_spilled("of a plugin"), "it stays in memory")
     spoil(holder, ["of a plugin", *keys_of(cold)])
     with pytest.raises(KeyError, match="of a plugin"):
         client.run(look, workers=[holder.address])
@@ -237,7 +237,7 @@ def test_an_actor_that_was_made_of_a_scattered_value(client: Client, holder: Wor
     made_of = client.scatter(make_block(99), workers=[holder.address])
     keeper = client.submit(Keeper, made_of, actor=True, workers=[holder.address]).result(DEADLINE_S)
     cold = cold_of(client, holder)
-    until(lambda: holder.data.is_cold(made_of.key), "it stays in memory")
+    until(lambda: holder.data.is_spilled(made_of.key), "it stays in memory")
     spoil(holder, [made_of.key, *keys_of(cold)])
     assert LOST in said_of(client.submit(sum_of, made_of, workers=[holder.address]))
     assert LOST in said_of(cold[0])

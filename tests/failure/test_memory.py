@@ -46,11 +46,11 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 
 def is_cold_somewhere(client: Client) -> bool:
-    return any(store.has_cold for store in stores(client))
+    return any(store.has_spilled for store in stores(client))
 
 
 def cold_ones(client: Client, futures: list[Any]) -> list[Any]:
-    return [f for f in futures if any(store.is_cold(f.key) for store in stores(client))]
+    return [f for f in futures if any(store.is_spilled(f.key) for store in stores(client))]
 
 
 # ---------------------------------------------------------------------- disks
@@ -119,7 +119,7 @@ def test_value_that_is_larger_than_all_of_the_disk_s_limit(tmp_path: Path) -> No
         blocks = [client.submit(make_block, n, MIB) for n in range(11)]
         wait(blocks, timeout=DEADLINE_S)
         until(lambda: memory.used_nbytes <= memory.capacity_nbytes, "small values stay as well")
-        assert not store.is_cold("large")
+        assert not store.is_spilled("large")
         expected = [sum_of(make_block(n, MIB)) for n in range(11)]
         assert client.gather(client.map(sum_of, blocks, pure=False)) == expected
 
@@ -271,10 +271,10 @@ def test_worker_that_had_nothing_to_do_is_as_patient_as_any(tmp_path: Path) -> N
     with open_small(tmp_path, n_workers=1) as client, Gate() as gate:
         (worker,) = client.cluster.workers.values()
         memory = worker.plugins["gpurt"]._attachment._memory
-        memory._moved_at = before = memory._loop.time() - 3600.0
+        memory._progress_at = before = memory._loop.time() - 3600.0
         running = client.submit(pass_gate, gate.path)
         gate.wait_for()
-        assert memory._moved_at > before + 3000.0
+        assert memory._progress_at > before + 3000.0
         gate.open()
         running.result(DEADLINE_S)
 

@@ -57,7 +57,7 @@ def blocks_of(client: Client) -> tuple[list[Any], list[Any]]:
     holder, _ = workers_of(client)
     blocks = make_blocks(client, workers=[holder.address])
     wait(blocks, timeout=DEADLINE_S)
-    return blocks, [block for block in blocks if holder.data.is_cold(block.key)]
+    return blocks, [block for block in blocks if holder.data.is_spilled(block.key)]
 
 
 class Lingers:
@@ -129,7 +129,7 @@ def test_a_client_is_told_to_ask_again_for_what_cannot_be_read_now(
     holder, _ = workers_of(client)
     blocks = make_blocks(client)
     wait(blocks, timeout=DEADLINE_S)
-    cold = next(block for block in blocks if holder.data.is_cold(block.key))
+    cold = next(block for block in blocks if holder.data.is_spilled(block.key))
     short = ShortOfRoom(monkeypatch, times=2)
     assert sum_of(cold.result(DEADLINE_S)) == sum_of(make_block(blocks.index(cold)))
     assert all(name.startswith("gpurt read") for name in short.threads)
@@ -189,7 +189,7 @@ def test_a_task_whose_input_never_fits_fails_and_says_so(
         holder.monitor.get_process_memory = asking.monitor.get_process_memory = lambda: 0
         blocks = make_blocks(client, workers=[holder.address])
         wait(blocks, timeout=DEADLINE_S)
-        cold = next(block for block in blocks if holder.data.is_cold(block.key))
+        cold = next(block for block in blocks if holder.data.is_spilled(block.key))
         with monkeypatch.context() as patch:
             ShortOfRoom(patch, times=10**9)
             user = holder if where == "here" else asking
@@ -225,7 +225,7 @@ def test_reads_under_way_when_the_runtime_is_disabled(
         # Nobody can compute them again.
         blocks = client.scatter([make_block(number) for number in range(N_BLOCKS)])
         until(lambda: len(worker.data.disk) > 10, "values stay in memory")
-        cold = [number for number, block in enumerate(blocks) if worker.data.is_cold(block.key)]
+        cold = [number for number, block in enumerate(blocks) if worker.data.is_spilled(block.key)]
         monkeypatch.setattr(DiskTier, "get", held)
         monkeypatch.setattr(DiskTier, "close", close_and_tell)
         # More than there are threads that read.

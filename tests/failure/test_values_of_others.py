@@ -149,7 +149,7 @@ def test_what_a_registered_serializer_takes_apart_leaves_memory(
     wait(made, timeout=DEADLINE_S)
     memory = store.residency.levels[0]
     until(lambda: memory.used_nbytes <= memory.capacity_nbytes, "values stay in memory")
-    until(lambda: store.has_cold, "values stay in memory")
+    until(lambda: store.has_spilled, "values stay in memory")
     rights = client.map(is_right, made, range(16), pure=False)
     assert all(client.gather(rights))
 
@@ -168,7 +168,7 @@ def test_what_nobody_takes_apart_stays_in_memory_and_is_said_once(
         blocks = client.map(make_block, range(20), pure=False)
         # Others leave for it, and tasks go on.
         assert client.gather(client.map(sum_of, blocks, pure=False))
-    assert not any(store.is_cold(one.key) for one in made)
+    assert not any(store.is_spilled(one.key) for one in made)
     said = [one.getMessage() for one in caplog.records if "it stays in memory" in one.getMessage()]
     assert len(said) == 1
     assert why in said[0]
@@ -224,7 +224,7 @@ def test_an_error_in_unpickling_comes_as_it_is_with_the_key(client: Client, kind
     wait(sour, timeout=DEADLINE_S)
     blocks = client.map(make_block, range(16), pure=False)
     wait(blocks, timeout=DEADLINE_S)
-    until(lambda: store.is_cold(sour.key), "it stays in memory")
+    until(lambda: store.is_spilled(sour.key), "it stays in memory")
     used = client.submit(use, sour, pure=False)
     error = used.exception(DEADLINE_S)
     assert type(error) is type(ERRORS[kind])
@@ -232,8 +232,8 @@ def test_an_error_in_unpickling_comes_as_it_is_with_the_key(client: Client, kind
     assert any(sour.key in note for note in error.__notes__)
     assert len(error.__notes__) == 1
     # It was not computed again, nor is it waited for.
-    assert store.is_cold(sour.key)
-    assert not store.put_off(0.0)
+    assert store.is_spilled(sour.key)
+    assert not store.failed_reads(0.0)
     assert client.gather(client.map(sum_of, blocks[:4], pure=False))
     ERRORS[kind].__notes__ = []  # type: ignore[attr-defined]
     ERRORS[kind].__traceback__ = None

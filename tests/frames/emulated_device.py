@@ -1,7 +1,7 @@
-"""A device emulated in host memory: what `DeviceFrames` needs of cuDF, and `Arrays` of CuPy.
+"""A device emulated in host memory, as a replacement of cuDF in `DeviceFrames` and of CuPy.
 
-Frames are pandas', tables lists of Arrow arrays, and device memory is memory that shows itself as
-a GPU's does and cannot be had by NumPy, so that nothing takes it for the host's.
+Frames are pandas frames, and tables are lists of Arrow arrays. Device memory has the interface of
+GPU memory. NumPy cannot read it, so no code can mistake it for host memory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NAMES = {kind: name for name, kind in _TYPES.items()}
 class EmulatedMemory:
     """Memory of the emulated device."""
 
-    #: Of all of them: bytes that exist, and bytes copied to the host.
+    #: For all instances: live bytes, and bytes copied to the host.
     used_nbytes = 0
     copied_nbytes = 0
 
     def __init__(self, nbytes: int) -> None:
-        # A little more, since memory of no bytes has no address.
+        # One byte more, because an empty array has no address.
         self._bytes = np.full(nbytes + 1, 0xA5, dtype=np.uint8)[:nbytes]
         self.nbytes = nbytes
         EmulatedMemory.used_nbytes += nbytes
@@ -59,12 +59,12 @@ class EmulatedMemory:
         out[:] = self._bytes[start : start + out.nbytes]
 
     def on_device(self):
-        """Its bytes, for what stands in for a kernel."""
+        """Return the bytes, for functions that act as kernels."""
         return self._bytes
 
 
 class EmulatedTables:
-    """See `Tables` of `frames.device.device_frames`."""
+    """The `Tables` of `frames.device.device_frames` over pandas and Arrow."""
 
     def is_frame(self, frame):
         return isinstance(frame, pd.DataFrame)
@@ -234,22 +234,22 @@ class EmulatedTables:
 
 
 class EmulatedArray(np.ndarray):
-    """An array of the emulated device: of a type of its own."""
+    """An array of the emulated device, with a type of its own."""
 
-    # NumPy concatenates arrays to one of the type that has the highest.
+    # NumPy concatenates arrays to the type with the highest priority.
     __array_priority__ = 1
 
-    # Where Dask finds this overridden, it leaves it to the library to put arrays together.
+    # If a type overrides this, Dask leaves concatenation to the library.
     def __array_function__(self, *args, **kwargs):
         return super().__array_function__(*args, **kwargs)
 
 
-#: What it is called.
+#: Full name of the type.
 ARRAY = f"{EmulatedArray.__module__}.{EmulatedArray.__qualname__}"
 
 
 class EmulatedArrays:
-    """See `DeviceArrays` of `frames.arrays`."""
+    """The `DeviceArrays` of `frames.arrays` over NumPy."""
 
     def __init__(self, room):
         self.room = room

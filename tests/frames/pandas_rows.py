@@ -1,4 +1,4 @@
-"""What pandas itself makes of rows: for suites of adapters whose frames are pandas'."""
+"""The results of pandas itself, for suites of adapters with pandas frames."""
 
 from __future__ import annotations
 

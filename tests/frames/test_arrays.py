@@ -29,7 +29,7 @@ DTYPES = [
     np.dtype([("a", "i4"), ("b", ">f8", (2,)), ("c", "U2")]),
     np.dtype([("a", "i1"), ("b", "f8")]),
 ]
-#: Types that their NumPy description does not bring back, or that are not plain memory.
+#: Types that do not survive their NumPy description, or that are not plain memory.
 PICKLED = [
     "O",
     "V0",
@@ -57,7 +57,7 @@ def values(dtype, shape, seed=0):
 
 
 def exchanged(old, new, inputs, *, sent):
-    """Output chunks of input chunks, all through shards of about a third of the pieces each."""
+    """Return the output chunks, through shards of about a third of the pieces each."""
     arrays = Arrays(Rechunking(old, new), concatenate3)
     pieces = {}
     for index in sorted(inputs, key=arrays.rechunking.number):
@@ -103,7 +103,7 @@ def test_round_trip(plan, dtype, sent):
 
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("dtype", PICKLED, ids=str)
-def test_round_trip_of_what_is_pickled(dtype, sent):
+def test_round_trip_of_pickled_values(dtype, sent):
     old, new = ((3, 3), (4,)), ((6,), (1, 3))
     array = values(dtype, (6, 4))
     assert ChunkLayout.of(array, {}) is None
@@ -115,7 +115,7 @@ def test_round_trip_of_what_is_pickled(dtype, sent):
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("order", ["C", "F", "reversed", "strided", "broadcast", "read-only"])
 def test_orders(order, sent):
-    """Wherever an input chunk's elements lie, the output is a new array in C order."""
+    """The output is a new array in C order, for any memory order of the input chunks."""
     made = {
         "C": lambda chunk: np.ascontiguousarray(chunk),
         "F": lambda chunk: np.asfortranarray(chunk),
@@ -142,7 +142,7 @@ def test_masks_are_kept(sent):
         np.testing.assert_array_equal(got[index].filled(-1), want.filled(-1))
 
 
-def test_chunks_of_different_types_become_the_first_one_s_as_with_stock():
+def test_chunks_of_different_types_get_the_first_type_as_in_stock():
     old, new = ((4, 4), (6,)), ((8,), (3, 3))
     array = np.arange(48.0).reshape(8, 6)
     inputs = blocks(array, old)
@@ -154,7 +154,7 @@ def test_chunks_of_different_types_become_the_first_one_s_as_with_stock():
 
 
 def test_chunk_of_another_shape_than_announced():
-    """As stock: slices end where the chunk does, and what is left is joined."""
+    """As in stock Dask: slices end with the chunk, and the remaining parts are joined."""
     old, new = ((4, 4), (6,)), ((8,), (6,))
     inputs = {(0, 0): np.ones((4, 1)), (1, 0): np.zeros((4, 1))}
     (got,) = exchanged(old, new, inputs, sent=True).values()
@@ -171,7 +171,7 @@ def test_shards_do_not_keep_their_chunk():
 
 
 @pytest.mark.parametrize("dtype", [object, [("a", "i8"), ("b", object)]])
-def test_objects_count_as_what_they_take(dtype):
+def test_objects_count_with_their_measured_size(dtype):
     values = [bytes(5000 + n) for n in range(400)]
     chunk = np.array(
         [(n, v) for n, v in enumerate(values)] if dtype is not object else values, dtype
@@ -205,7 +205,7 @@ def body_of(arrays, chunk, index=(0,)):
 def test_pieces_that_do_not_fit_are_refused():
     arrays = Arrays(Rechunking(((20,),), ((5, 15),)), concatenate3)
     body = body_of(arrays, np.arange(20.0))
-    with pytest.raises(ValueError, match="2 pieces came of 1"):
+    with pytest.raises(ValueError, match="2 pieces came instead of 1"):
         arrays.concatenate((0,), [Piece(body, 0, 5), Piece(body, 5, 20)])
     with pytest.raises(ValueError, match="4 elements came"):
         arrays.concatenate((0,), [Piece(body, 0, 4)])
@@ -229,8 +229,8 @@ def test_damaged_shards_are_refused():
         arrays.unpack(b"pickle", Packed(buffer, 20, pickle_nbytes=8))
 
 
-def test_a_layout_is_read_again_where_the_interpreter_failed(monkeypatch):
-    """As it does, now and then, where two threads parse at once."""
+def test_parsing_a_layout_is_retried_after_a_system_error(monkeypatch):
+    """As may happen if two threads parse at the same time."""
     layout = ChunkLayout(np.dtype("f4"), (3, 5, 7), False)
     read = np.lib.format.read_array_header_1_0
     failures = [SystemError("AST constructor recursion depth mismatch")] * 2

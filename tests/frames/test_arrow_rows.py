@@ -1,4 +1,4 @@
-"""Rows gathered out of Arrow columns, against Arrow's own `take`."""
+"""Rows gathered from Arrow columns agree with Arrow's own `take`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(column: pa.ChunkedArray, rows: np.ndarray) -> None:
 
 @st.composite
 def columns_of_bytes(draw: st.DrawFn) -> pa.ChunkedArray:
-    """Of values that are all as long as each other, nearly so, or not at all; in pieces."""
+    """Columns with values of one length, of almost one length, or of any length, in chunks."""
     kind = draw(st.sampled_from(BYTES))
     width = draw(st.integers(0, 20))
     same = st.text("abc", min_size=width, max_size=width)
@@ -65,13 +65,13 @@ def test_other_types(array: pa.Array, cut: int) -> None:
     check(column, np.array([], dtype=np.intp))
 
 
-def test_lengths_whose_mean_is_whole_are_not_taken_for_one_length() -> None:
+def test_mixed_lengths_with_a_whole_mean_are_not_fixed_width() -> None:
     check(pa.chunked_array([["ab", "", "abcd", "ab"]], pa.large_string()), np.array([1, 2]))
 
 
 @pytest.mark.parametrize("values", [["a", "b", "c"], ["a", "bc", ""]])
-def test_what_was_taken_holds_nothing_of_the_column(values: list[str]) -> None:
-    """A shard that stays here would keep its whole input partition in memory."""
+def test_gathered_rows_do_not_keep_the_column_alive(values: list[str]) -> None:
+    """Otherwise, a shard that stays here would keep its whole input partition in memory."""
     column = pa.chunked_array([values], pa.large_string())
     taken = ArrowRows(column).take(np.array([0, 1, 2]))
 

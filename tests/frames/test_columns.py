@@ -1,4 +1,4 @@
-"""The layout of a column as a peer sends it: accepted if `decompose` could have made it."""
+"""A peer's column layout is accepted only if `decompose` could have produced it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_layout_of_a_real_column_is_accepted(name):
     "plain",
     [
         ["unknown", ["<i8"], False, False, [], []],
-        # NumPy evaluates text, and knows lists of fields, objects and types without a size.
+        # NumPy evaluates text, and accepts lists of fields, objects and types without a size.
         ["plain", ["(2+)i4"], False, False, [], []],
         ["plain", ["i4,f8"], False, False, [], []],
         ["plain", ["|O8"], False, False, [], []],

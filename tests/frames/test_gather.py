@@ -1,4 +1,4 @@
-"""The inner loops of a sending task against plain NumPy."""
+"""The inner loops of a sending task agree with plain NumPy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_gather_from_counting(start, step):
     least_piece_rows=st.integers(0, 20),
     read_ahead=st.booleans(),
 )
-def test_columns_are_gathered_alike_whatever_the_blocks(
+def test_the_gather_does_not_depend_on_the_blocks(
     slots, ascending, block_rows, least_piece_rows, read_ahead
 ):
     n_rows = len(slots)
@@ -99,8 +99,8 @@ def test_columns_are_gathered_alike_whatever_the_blocks(
             np.testing.assert_array_equal(out, column[rows])
 
 
-def test_long_columns_are_gathered_a_block_after_the_other(monkeypatch):
-    """Or what is read ahead would have left the cache when it is wanted."""
+def test_long_columns_are_gathered_block_by_block(monkeypatch):
+    """Otherwise, data that is read ahead would leave the cache before its use."""
     order = []
 
     def kernel(source, rows, out, fill):

@@ -1,4 +1,4 @@
-"""Numbers of output partitions against Dask's own."""
+"""Partition numbers agree with Dask's own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rows_at_the_edges_of_blocks(rows):
     assert np.array_equal(partition_numbers([column], 37), expected)
 
 
-def test_a_step_of_a_larger_array_is_read_as_it_is():
+def test_a_strided_column_is_numbered_and_not_changed():
     column = np.arange(20)[::2]
     expected = stock_numbers(pd.DataFrame({"a": column}), 5)
     assert np.array_equal(partition_numbers([column], 5), expected)
@@ -105,7 +105,7 @@ def test_anything_else_is_left_to_dask(index):
     assert columns_to_hash(FRAME, index, FRAME.iloc[:0]) is None
 
 
-def test_labels_that_are_not_one_column_s_are_left_to_dask():
+def test_ambiguous_labels_are_left_to_dask():
     meta = FRAME.iloc[:0]
     assert columns_to_hash(FRAME.rename_axis("n"), ["n"], meta) is None
     twice = pd.concat([FRAME[["n"]], FRAME[["n"]]], axis=1)
@@ -134,7 +134,7 @@ def test_other_kinds_of_frames_are_left_to_dask():
     assert columns_to_hash(dd.from_pandas(FRAME[["n"]], npartitions=1), ["n"], FRAME) is None
 
 
-def test_a_frame_that_is_hashed_whole_has_been_cast():
+def test_a_frame_hashed_whole_must_be_cast():
     keys = pd.DataFrame([[1.0, 2.0], [3.0, 4.0]], columns=["a", "a"])
     assert [column.tolist() for column in columns_hashed(keys)] == [[1.0, 3.0], [2.0, 4.0]]
     assert columns_hashed(FRAME[["n"]]) is None
@@ -145,14 +145,14 @@ def test_a_frame_that_is_hashed_whole_has_been_cast():
 
 def test_agreement_is_found_out():
     assert agrees_with(partitioning_index)
-    # As a pandas would number that tells zeros, or NaNs, apart in another way.
+    # A pandas that distinguishes zeros or NaNs in another way would number like this.
     assert not agrees_with(lambda frame, n: partitioning_index(frame.fillna(0.0), n))
     assert not agrees_with(lambda frame, n: partitioning_index(frame, n).astype(np.int64))
 
 
 @pytest.mark.filterwarnings("error")
-def test_floats_of_every_kind_meet_as_they_do_in_dask():
-    """Signalling NaNs, as R has them for missing values, zeros of both signs, the least numbers."""
+def test_floats_hash_as_in_dask():
+    """Signalling NaNs (R's missing values), zeros of both signs, and the smallest numbers."""
     bits = [
         0x7FF00000000007A2,
         0xFFF0000000000001,

@@ -1,4 +1,4 @@
-"""The pandas adapter: the conformance suite over several kinds of frames, and pandas' own."""
+"""The pandas adapter: the conformance suite over several kinds of frames, and more tests."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TestManyShapesOfOneColumn:
         assert adapter.concatenate([Piece(body, 0, 1)]).to_dict("list") == {"a": [2], "b": ["y"]}
 
     def test_without_pandas_block_constructor(self, monkeypatch):
-        """pandas before version 3 has none: columns are put together one by one."""
+        """pandas before version 3 has none, so columns are composed one by one."""
         monkeypatch.setattr(joining, "create_dataframe_from_blocks", None)
         suite = TestMixed()
         suite.test_pieces_keep_their_order_and_their_bounds()
@@ -139,24 +139,24 @@ def opened_objects(values, sizeof=sys.getsizeof):
     return adapter, adapter.open(frame)
 
 
-def test_objects_count_as_what_they_take():
+def test_objects_count_with_their_measured_size():
     adapter, opened = opened_objects([bytes(5000 + n) for n in range(400)])
     assert 5000 < opened.row_nbytes < 5400
     rows = np.arange(100, 300)
     here, away = opened.gather([Selection(rows, False), Selection(rows, True)])
     assert here.nbytes == pytest.approx(away.buffer.nbytes, rel=0.02)
-    # The buffer is kept with what was made of it.
+    # The buffer stays in memory beside the restored objects.
     unpacked = adapter.unpack(opened.layout_key, away)
     assert unpacked.nbytes == away.buffer.nbytes + away.pickle_nbytes
 
 
-def test_small_objects_count_as_more_than_their_pickle():
+def test_small_objects_count_more_than_their_pickle():
     adapter, opened = opened_objects(range(400))
     (away,) = opened.gather([Selection(np.arange(400), True)])
     assert adapter.unpack(opened.layout_key, away).nbytes > 10 * away.pickle_nbytes
 
 
-def test_a_sample_of_the_objects_is_measured_and_each_once():
+def test_a_sample_of_distinct_objects_is_measured():
     measured = []
 
     def sizeof(value):
@@ -175,7 +175,7 @@ def test_a_partition_without_rows_has_no_objects_to_measure():
 
 
 def shuffled(*parts: pd.DataFrame) -> pd.DataFrame:
-    """What a run makes of all rows of some partitions, the first of which has the meta's types."""
+    """Return the result of a run over all rows of some partitions. The first gives the meta."""
     adapter = PandasFrames(
         parts[0].iloc[:0].assign(_partitions=np.array([], "int64")), "_partitions", True
     )
@@ -234,8 +234,8 @@ UNLIKE = {
 @pytest.mark.parametrize(
     ("plain", "nullable"), [("i8", "Int64"), ("f4", "Float32"), ("?", "boolean")]
 )
-def test_nullable_values_of_which_none_is_missing_get_the_type_that_was_promised(plain, nullable):
-    """With stock, the type is that of the partition that arrived first."""
+def test_complete_nullable_columns_get_the_promised_type(plain, nullable):
+    """In stock Dask, the partition that arrives first determines the type."""
     meta = pd.DataFrame({"a": pd.Series([], dtype=plain)})
     whole = pd.DataFrame({"a": pd.array([1, 0], nullable)})
     missing = pd.DataFrame({"a": pd.array([1, None], nullable)})
@@ -256,7 +256,7 @@ def test_partitions_of_other_types_than_the_first(parts):
 
 
 @pytest.mark.parametrize("index", [pa.int8(), pa.int16()], ids=str)
-def test_dictionaries_that_are_too_many_for_their_indices_together(index):
+def test_joined_dictionaries_too_large_for_their_indices(index):
     texts = [[f"{part} {number}" for number in range(100)] for part in range(2)]
     parts = [arrow(*some, dtype=pa.dictionary(index, pa.string())) for some in texts]
     if index == pa.int16():
@@ -266,13 +266,13 @@ def test_dictionaries_that_are_too_many_for_their_indices_together(index):
             shuffled(*parts)
 
 
-def test_values_for_which_an_arrow_type_has_no_place_keep_their_own():
-    """Stock refuses them."""
+def test_values_that_an_arrow_type_cannot_hold_keep_their_type():
+    """Stock Dask raises an error for them."""
     parts = arrow(1, dtype=pa.int64()), arrow(1.5, dtype=pa.float64())
     assert shuffled(*parts)["a"].tolist() == [1.0, 1.5]
 
 
-def test_the_type_that_was_promised_where_stock_makes_objects():
+def test_the_promised_type_replaces_stocks_objects():
     large = arrow("b", dtype=pa.large_string())
     found = shuffled(arrow("a", dtype=pa.string()), large)["a"]
     assert (found.dtype, found.tolist()) == (pd.ArrowDtype(pa.string()), ["a", "b"])

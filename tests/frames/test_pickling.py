@@ -1,4 +1,4 @@
-"""Objects on their way out of a process: how often they are pickled, and what errors say."""
+"""Objects that leave a process: how often they are pickled, and the errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DASKS = Pickling(dumps, loads)
 
 
 class Counted(Pickling):
-    """Plain pickle that notes what it is given."""
+    """A plain pickle that records its inputs."""
 
     def __init__(self):
         self.dumped = []
@@ -98,7 +98,7 @@ def test_of_other_objects_a_sample_is_tried():
 
 
 @pytest.mark.parametrize("place", [0, 13, N_ROWS - 1])
-def test_one_object_that_cannot_be_pickled_is_found_wherever_it_is(place):
+def test_an_unpicklable_object_is_found_at_any_position(place):
     values = [[j] for j in range(N_ROWS)]
     values[place] = threading.Lock()
     with pytest.raises(TypeError, match=r"column 'v' cannot be sent.*_thread\.lock"):
@@ -107,7 +107,7 @@ def test_one_object_that_cannot_be_pickled_is_found_wherever_it_is(place):
 
 def test_the_error_names_the_column_among_several():
     locked = [[j] for j in range(N_ROWS)]
-    # Not one of the sample.
+    # Not part of the sample.
     locked[1] = [threading.Lock()]
     _, partition = opened(["text"] * N_ROWS, w=column(locked))
     gathered(partition, N_ROWS, leaves=False)
@@ -115,7 +115,7 @@ def test_the_error_names_the_column_among_several():
         gathered(partition, N_ROWS, leaves=True)
 
 
-def test_a_column_called_like_another_is_told_apart():
+def test_errors_distinguish_columns_of_one_name():
     frame = pd.DataFrame([[0, threading.Lock(), 1]], columns=["slot", "v", "v"]).astype(object)
     frame = frame.astype({"slot": "i8"})
     adapter = PandasFrames(frame.iloc[:0], "slot", drop_column=True)
@@ -145,7 +145,7 @@ def test_the_column_of_categories_is_named_in_its_error():
         adapter.open(frame)
 
 
-def test_what_cannot_be_read_is_said_with_the_column():
+def test_unpickling_errors_name_the_column():
     adapter, partition = opened([Unreadable()], w=["text"])
     packed = gathered(partition, 1, leaves=True)
     with pytest.raises(pickle.UnpicklingError) as caught:
@@ -204,7 +204,7 @@ def rechunked(values, pickling, *, leaves):
     return arrays, chunk, chunk.cut(chunk.parts, leaves)
 
 
-def test_objects_of_a_chunk_that_are_functions_travel():
+def test_functions_in_a_chunk_are_sent():
     values = [lambda n=n: n for n in range(3)]
     arrays, chunk, packed = rechunked(values, DASKS, leaves=True)
     body = arrays.unpack(chunk.layout_key, packed)
@@ -213,6 +213,6 @@ def test_objects_of_a_chunk_that_are_functions_travel():
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_chunk_that_cannot_be_pickled_is_refused_whether_it_leaves_or_not(leaves):
+def test_an_unpicklable_chunk_is_always_refused(leaves):
     with pytest.raises(TypeError, match=r"chunk \(0,\) of an array cannot be sent"):
         rechunked([threading.Lock(), 1], DASKS, leaves=leaves)

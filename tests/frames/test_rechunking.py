@@ -1,4 +1,4 @@
-"""The geometry of rechunks, against stock's and against NumPy's slicing."""
+"""The geometry of rechunks agrees with stock Dask and with NumPy's slicing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dask_gpurt.frames.rechunking import Axis, Rechunking, filled
 
 @st.composite
 def cuttings(draw, length, smallest=1):
-    """A way to cut an axis; with chunks of nothing if the smallest has no length."""
+    """Draw chunk lengths of an axis. With `smallest=0`, some chunks may be empty."""
     if smallest:
         inner = st.integers(1, length - 1)
         cuts = draw(st.lists(inner, unique=True, max_size=5)) if length > 1 else []
@@ -39,7 +39,7 @@ def grid(chunks):
 
 
 def blocks(array, chunks):
-    """Chunks of an array by their index, by plain slicing."""
+    """Return the chunks of an array by index, from plain slicing."""
     starts = [np.cumsum([0, *axis]) for axis in chunks]
     return {
         index: array[tuple(slice(s[i], s[i + 1]) for s, i in zip(starts, index, strict=True))]
@@ -49,7 +49,7 @@ def blocks(array, chunks):
 
 @settings(derandomize=True)
 @given(rechunkings())
-def test_spans_are_stock_s_splits(plan):
+def test_spans_equal_stock_splits(plan):
     old, new = plan
     for axis, (one, other) in zip(split_axes(old, new), zip(old, new, strict=True), strict=True):
         ours = [
@@ -61,7 +61,7 @@ def test_spans_are_stock_s_splits(plan):
 @settings(derandomize=True)
 @given(rechunkings(smallest=0))
 def test_pieces_make_the_array_again(plan):
-    """Also with chunks of nothing, where stock has more splits than there are elements."""
+    """Also with empty chunks, for which stock Dask makes more splits than elements."""
     old, new = plan
     shape = [sum(axis) for axis in old]
     array = np.arange(np.prod(shape)).reshape(shape)

@@ -1,4 +1,4 @@
-"""What columns become whose type is not the one that was promised: no value is another one."""
+"""Columns of another type than the promised one are converted without a change of values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from dask.dataframe.utils import UNKNOWN_CATEGORIES
 
 from dask_gpurt.frames import reconciling
-from dask_gpurt.frames.reconciling import casts_between, with_casts, with_missing_as_promised
+from dask_gpurt.frames.reconciling import casts_between, with_casts, with_missing_like_meta
 
 BIG = 2**60 + 1
 MOMENT = pd.Timestamp("2020-01-01 12:30")
@@ -53,11 +53,11 @@ PROMISED = [
 
 
 @pytest.mark.parametrize(("dtype", "value"), PROMISED)
-def test_a_piece_that_is_all_missing_changes_no_type_and_no_value(dtype, value):
+def test_a_piece_without_values_changes_no_type(dtype, value):
     some, none = pd.DataFrame({"x": pd.Series([value], dtype=dtype)}), objects(None, None)
     expected = some.iloc[:0].dtypes
     for frames in ([some, none.to_frame("x")], [none.to_frame("x"), some]):
-        joined = pd.concat(with_missing_as_promised(frames, expected))["x"]
+        joined = pd.concat(with_missing_like_meta(frames, expected))["x"]
         assert joined.dtype == some["x"].dtype
         assert joined.dropna().tolist() == some["x"].tolist()
         assert joined.isna().sum() == 2
@@ -65,21 +65,21 @@ def test_a_piece_that_is_all_missing_changes_no_type_and_no_value(dtype, value):
 
 
 @pytest.mark.parametrize(("dtype", "value"), PROMISED)
-def test_so_it_is_where_there_is_nothing_else(dtype, value):
+def test_a_column_without_values_gets_the_expected_type(dtype, value):
     found = reconciled(objects(None, None), pd.Series([value], dtype=dtype).dtype)
     assert found.dtype == pd.Series([value], dtype=dtype).dtype
     assert found.isna().all()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint64"])
-def test_missing_ones_among_plain_integers_make_them_float(dtype):
+def test_integers_with_missing_values_become_floats(dtype):
     frames = [pd.DataFrame({"x": np.ones(2, dtype)}), pd.DataFrame({"x": objects(None)})]
-    joined = pd.concat(with_missing_as_promised(frames, frames[0].dtypes))
+    joined = pd.concat(with_missing_like_meta(frames, frames[0].dtypes))
     assert joined["x"].dtype == np.float64
     assert reconciled(objects(None), dtype).dtype == np.float64
 
 
-def test_plain_booleans_have_no_place_for_missing_ones():
+def test_plain_booleans_cannot_hold_missing_values():
     assert reconciled(objects(None), "bool").dtype == object
 
 
@@ -90,7 +90,7 @@ def test_a_meta_need_not_know_the_categories():
     some = pd.DataFrame({"x": pd.Categorical(["b"], ["a", "b"])})
     frames = [pd.DataFrame({"x": objects(None)}), some]
     meta = pd.DataFrame({"x": pd.Series(dtype=unknown)})
-    for frame in with_missing_as_promised(frames, meta.dtypes):
+    for frame in with_missing_like_meta(frames, meta.dtypes):
         assert frame["x"].cat.categories.tolist() == ["a", "b"]
 
 
@@ -121,7 +121,7 @@ CODED = arrow(pa.dictionary(pa.int8(), pa.string()))
         (pd.Series([300], dtype="int64[pyarrow]"), "int8[pyarrow]"),
     ],
 )
-def test_what_the_type_has_no_place_for_stays_as_it_was_sent(column, expected):
+def test_values_that_do_not_fit_keep_their_type(column, expected):
     found = reconciled(column, expected)
     assert found.dtype == column.dtype
     assert found.tolist() == column.tolist()
@@ -146,10 +146,10 @@ def test_what_the_type_has_no_place_for_stays_as_it_was_sent(column, expected):
         (pd.Series([1, 2], dtype="Int64"), "int64"),
     ],
 )
-def test_what_it_has_a_place_for_becomes_what_was_promised(column, expected):
+def test_values_that_fit_get_the_promised_type(column, expected):
     found = reconciled(column, expected)
     assert found.dtype == expected
     assert found.isna().tolist() == column.isna().tolist()
     pairs = zip(found.dropna(), column.dropna(), strict=True)
-    # Of lists, arrays come out.
+    # Lists come back as arrays.
     assert all(np.all(one == other) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""Where bytes of one kind lie in a packed shard."""
+"""Sections of a packed shard: the places of bytes of one kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sections_of(frame):
     return shard, adapter.sections(key, shard)
 
 
-def test_columns_are_named_and_lie_where_they_are_said_to():
+def test_columns_have_names_and_correct_places():
     frame = pd.DataFrame(
         {
             "slot": 0,

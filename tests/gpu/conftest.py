@@ -1,7 +1,7 @@
-"""A gate for streams, which holds what is queued on them until a test opens it.
+"""A gate for streams that delays queued work until a test opens it.
 
-What tests need is in `requirements`. On a machine without Dask, `--confcutdir tests/gpu` leaves the
-fixtures of the other tests out.
+`requirements` lists what tests need. On a machine without Dask, `--confcutdir tests/gpu` excludes
+the fixtures of the other tests.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import pytest
 
 @pytest.fixture
 def gate():
-    """Holds streams back until it is opened; opens by itself after ten seconds."""
+    """A gate for streams. It opens by itself after ten seconds."""
     return Gate()
 
 
 class Gate:
-    """A kernel that waits for the host, so that what comes after it is queued for certain."""
+    """A kernel that waits for the host, so that work after it stays queued."""
 
     def __init__(self):
         import numpy as np
@@ -27,11 +27,11 @@ class Gate:
         self._kernel = kernel("gate")
         self._is_open = CupyDriver().pin(4).view(np.int32)
         self._is_open[0] = 0
-        # Loaded and compiled now: loading a module later may wait for all that runs.
+        # Load and compile the kernel now: loading a module later may wait for running work.
         self._kernel.compile()
 
     def close(self, stream):
-        """What is queued on this stream from here on waits for `open`."""
+        """Delay work that is queued on this stream from now on until `open`."""
         import numpy as np
 
         arguments = (np.uint64(self._is_open.ctypes.data), np.int64(10_000_000_000))

@@ -1,4 +1,4 @@
-"""What tests of this folder need, and why they are skipped where it is not there."""
+"""Requirements of the tests in this folder, and the reasons to skip them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nvCOMP on a real device: the suite of the codec port, and what the host cannot decode."""
+"""nvCOMP on a real device: the suite of the codec port, and payloads that fail to decode."""
 
 from __future__ import annotations
 

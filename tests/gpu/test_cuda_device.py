@@ -1,4 +1,4 @@
-"""A GPU passes the suite of devices, and does what only a GPU can be asked."""
+"""A GPU passes the device suite, and tests that only a GPU can run."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_urgent_streams_come_first(device):
     assert urgent.handle.is_non_blocking
 
 
-def test_copies_of_pinned_memory_and_kernels_wait_for_nobody(device, stream, gate):
-    """All of it is queued behind a gate that is still closed when the last call returns."""
+def test_pinned_copies_and_kernels_do_not_block_the_host(device, stream, gate):
+    """All work is queued behind a gate that is still closed when the last call returns."""
     source, target = device.driver.pin(MIB), device.driver.pin(MIB)
     source[:] = noise(MIB)
     target[:] = 0
@@ -83,11 +83,11 @@ def test_another_stream_goes_on_meanwhile(device, stream, gate):
     np.testing.assert_array_equal(target, noise(MIB))
 
 
-def test_memory_is_not_used_again_before_its_last_use(device, gate):
-    """A pool gives memory back to the stream it was allocated on, which is not who uses it last."""
+def test_memory_is_not_reused_before_its_last_use(device, gate):
+    """A pool returns memory to the stream that allocated it, which may not be the last user."""
     one, other = device.stream("one"), device.stream("other")
     target = device.driver.pin(MIB)
-    # The pool gets its memory now: asking CUDA for more may wait for all that runs.
+    # Let the pool grow now: requesting memory from CUDA later may wait for running work.
     for warm in [device.allocate(MIB, one) for _ in range(2)]:
         warm.free(one)
     one.synchronize()
@@ -110,7 +110,7 @@ def test_memory_is_not_used_again_before_its_last_use(device, gate):
     assert device.used_nbytes == MIB
 
 
-def test_an_array_that_dies_frees_its_memory_after_its_uses(device, stream, gate):
+def test_a_dead_array_frees_its_memory_after_its_uses(device, stream, gate):
     other = device.stream("other")
     target = device.driver.pin(MIB)
     array = DeviceArray.from_host(noise(MIB), device, stream)
@@ -127,7 +127,7 @@ def test_an_array_that_dies_frees_its_memory_after_its_uses(device, stream, gate
     np.testing.assert_array_equal(target, noise(MIB))
 
 
-def test_pinned_memory_is_what_cuda_takes_for_pinned(device):
+def test_cuda_recognizes_pinned_memory(device):
     import cupy
 
     pool = PinnedPool(4 * MIB, MIB, device.driver.pin)

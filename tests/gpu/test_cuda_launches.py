@@ -1,6 +1,6 @@
-"""CuPy's kernels carry what was planned on a GPU, and compute what they did; plans are right there.
+"""On a GPU, CuPy's kernels request the planned memory and compute the same, and plans are right.
 
-Each in a process of its own: CuPy is attached to before it calls the driver.
+Each test runs in a new process, because CuPy must be intercepted before it calls the driver.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(source):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_raw_kernel_carries_what_was_planned():
+def test_a_raw_kernel_requests_the_planned_memory():
     run("""
         assert carried() == 0
         with planned(2):
@@ -59,7 +59,7 @@ def test_a_raw_kernel_carries_what_was_planned():
     """)
 
 
-def test_elementwise_and_reduction_kernels_compute_what_they_did():
+def test_elementwise_and_reduction_kernels_compute_the_same():
     run("""
         rng = np.random.default_rng(3)
         a, b = (cupy.asarray(rng.random(1 << 20)) for _ in range(2))
@@ -80,7 +80,7 @@ def test_elementwise_and_reduction_kernels_compute_what_they_did():
     """)
 
 
-def test_a_captured_graph_keeps_launches_as_they_were():
+def test_a_captured_graph_keeps_launches_unchanged():
     run("""
         stream = cupy.cuda.Stream(non_blocking=True)
         carried()
@@ -97,7 +97,7 @@ def test_a_captured_graph_keeps_launches_as_they_were():
     """)
 
 
-def test_the_drivers_own_count_of_resident_blocks_is_ours():
+def test_resident_blocks_equal_the_drivers_count():
     run("""
         from cupy_backends.cuda.api import driver
         rng = np.random.default_rng(5)

@@ -1,4 +1,4 @@
-"""CuPy and RMM call whoever can make room, on a GPU."""
+"""CuPy and RMM call the callback that makes room, on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def pool():
-    """A pool of CuPy's with 16 MiB."""
+    """A CuPy pool of 16 MiB."""
     import cupy
 
     before = cupy.cuda.get_allocator()
@@ -27,7 +27,7 @@ def pool():
     cupy.cuda.set_allocator(before)
 
 
-def test_arrays_that_find_no_room_make_others_leave(pool):
+def test_arrays_without_room_evict_others(pool):
     import cupy
 
     held = [cupy.full(4 * MIB, n, cupy.uint8) for n in range(4)]
@@ -51,11 +51,11 @@ def test_arrays_that_find_no_room_make_others_leave(pool):
             cupy.empty(32 * MIB, cupy.uint8)
         assert held == []
     finally:
-        hooks.remove()
+        hooks.uninstall()
     assert cupy.cuda.get_allocator() == pool.malloc
 
 
-def test_rmm_that_finds_no_room_makes_others_leave():
+def test_rmm_without_room_evicts_others():
     rmm = pytest.importorskip("rmm", reason="RMM is not installed")
     before = rmm.mr.get_per_device_resource(0)
     pool = rmm.mr.PoolMemoryResource(before, 16 * MIB, 16 * MIB)
@@ -82,6 +82,6 @@ def test_rmm_that_finds_no_room_makes_others_leave():
             rmm.DeviceBuffer(size=32 * MIB)
         del buffer
     finally:
-        hooks.remove()
+        hooks.uninstall()
         held.clear()
         rmm.mr.set_per_device_resource(0, before)

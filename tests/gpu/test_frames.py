@@ -1,7 +1,7 @@
 """Frames and arrays on a real device: the suites of the ports, and shuffles on whole clusters.
 
-Without a GPU only the calls are checked, against the libraries where they are installed. A skip
-says why; that our own modules can be imported is no reason for one, and never hidden by one.
+Without a GPU, the tests only check that the libraries, if installed, have the calls. Skips give a
+reason. Our own modules must always import, so an import error of theirs never causes a skip.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dask_gpurt.devices.device_budget import DeviceRoom
+from dask_gpurt.devices.device_budget import DeviceBudget
 from dask_gpurt.frames.adapter import Packed, Piece, Selection, on_host
 from dask_gpurt.frames.arrays import Arrays
 from dask_gpurt.frames.device.device_frames import DeviceFrames
@@ -26,7 +26,7 @@ from tests.gpu.requirements import NO_GPU, needs_gpu
 
 
 def missing(*names: str) -> str | None:
-    """Why these libraries cannot be had."""
+    """Return why these libraries cannot be imported, or None."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed (the extra cuda13)"
@@ -54,7 +54,7 @@ def no_room(nbytes):
 
 @needs_libraries
 def test_the_calls_that_are_made_exist():
-    """As far as signatures say so; pylibcudf's and RMM's are for the type checker."""
+    """Checks signatures only. The type checker checks calls to pylibcudf and RMM."""
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (cudf.DataFrame.to_pylibcudf, (None,), {}),
         (cudf.DataFrame.from_pylibcudf, (None, {}), {}),
@@ -85,8 +85,8 @@ def test_the_calls_that_are_made_exist():
 
 
 @needs_libraries
-def test_columns_over_memory_are_described_as_they_are_and_cudf_takes_them():
-    """Nothing reads them, so that memory of the host will do."""
+def test_columns_over_memory_are_described_and_accepted_by_cudf():
+    """No code reads the columns, so host memory suffices."""
     memory = EmulatedMemory(MEMORY_NBYTES)
     tables = CudfTables()
     table = tables.view(memory, COLUMNS)
@@ -195,7 +195,7 @@ class TestNamedIndex(CudfSuite):
 
 @needs_cudf
 class TestOfASeries(CudfSuite):
-    """What Dask makes of a Series without a name: one column, that has a number for a label."""
+    """A frame as Dask makes it of an unnamed Series: one column with a number as label."""
 
     def filled(self, made, rng, rows):
         made[0] = cudf.Series(list(rng.choice(["", "a", "bcd", None], rows)), dtype="str")
@@ -217,7 +217,7 @@ class TestCudf:
         got = adapter.concatenate(pieces)["v"]
         assert got.astype("str").to_arrow().to_pylist() == ["a", "b", "b", "c", "c", "a"]
 
-    def test_partition_numbers_that_are_missing_or_no_numbers(self):
+    def test_missing_and_invalid_partition_numbers(self):
         from dask_gpurt.shuffle.plan import ExchangePlan
 
         plan = ExchangePlan({0: "a", 1: "b"})
@@ -234,7 +234,7 @@ class TestCudf:
         with pytest.raises(TypeError, match="StructDtype"):
             adapter.open(frame)
 
-    def test_contents_that_lead_out_of_the_memory_are_refused(self):
+    def test_contents_beyond_the_memory_are_refused(self):
         frame = cudf.DataFrame({"slot": 0, "v": range(100), "t": ["ab"] * 100})
         adapter = DeviceFrames(CudfTables(), frame.iloc[:0], "slot", True, no_room)
         opened = adapter.open(frame)
@@ -261,9 +261,9 @@ class TestMemory:
             memory.copy_to_host(out, 991)
 
     def test_more_than_the_device_has_is_no_room(self, kind):
-        room = DeviceRoom(1 << 60)
-        assert room.take(partial(self.made, kind), 1 << 50) is None
-        assert room.used_nbytes == 0
+        budget = DeviceBudget(1 << 60)
+        assert budget.take(partial(self.made, kind), 1 << 50) is None
+        assert budget.used_nbytes == 0
 
 
 @needs_gpu
@@ -271,7 +271,7 @@ class TestMemory:
 @pytest.mark.parametrize("leaves", [True, False])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_arrays_are_cut_and_joined(order, leaves, has_room):
-    # It needs distributed.
+    # This import needs distributed.
     blocks = pytest.importorskip("tests.frames.test_rechunking").blocks
     old, new = ((4, 4), (9,)), ((8,), (2, 2, 5))
     whole = np.random.default_rng(1).random((8, 9))
@@ -307,7 +307,7 @@ def client():
 
 @needs_cudf
 @pytest.mark.parametrize("transport", ["auto", "ucx", "comm"])
-def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
+def test_shuffling_dask_cudf_equals_stock(client, transport):
     import dask
     import dask_cudf
 
@@ -339,8 +339,8 @@ def test_a_shuffle_of_dask_cudf_is_stock_s(client, transport):
 
 @needs_cudf
 @pytest.mark.parametrize("dtype", ["int64", "float32", "str", "category", "datetime64[us]"])
-def test_a_series_of_dask_cudf_is_shuffled_as_stock_s(client, dtype):
-    """As the frame of one column that Dask makes of it."""
+def test_shuffling_a_dask_cudf_series_equals_stock(client, dtype):
+    """Compared as the frame of one column that Dask makes of it."""
     import dask_cudf
 
     import dask_gpurt
@@ -364,7 +364,7 @@ def test_a_series_of_dask_cudf_is_shuffled_as_stock_s(client, dtype):
 
 
 @needs_gpu
-def test_a_rechunk_of_cupy_s_arrays_stays_on_the_device(client):
+def test_a_rechunk_of_cupy_arrays_stays_on_the_device(client):
     import dask
     import dask.array as da
 

@@ -1,4 +1,4 @@
-"""Values of CuPy and cuDF in the store of a worker: taken apart on a GPU, and on a live worker."""
+"""Values of CuPy and cuDF in the store of a worker: decomposed on a GPU, and on a live worker."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_more_than_the_pool_has_on_a_live_worker():
             values = client.map(full, range(40), pure=False)
             wait(values)
             (worker,) = local.workers.values()
-            assert sum(worker.data.is_cold(value.key) for value in values) >= 24
+            assert sum(worker.data.is_spilled(value.key) for value in values) >= 24
             assert all(client.gather(client.map(is_right, values, range(40), pure=False)))
             assert pool.total_bytes() <= 64 * MIB
     finally:

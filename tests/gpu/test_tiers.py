@@ -1,4 +1,4 @@
-"""The store evicts values of a GPU to pinned memory, and brings them back."""
+"""The store evicts GPU values to pinned memory, and restores them."""
 
 from __future__ import annotations
 

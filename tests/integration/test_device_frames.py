@@ -16,7 +16,7 @@ import pytest
 from distributed.protocol import dask_serialize
 
 import dask_gpurt
-from dask_gpurt.devices.device_budget import DeviceRoom
+from dask_gpurt.devices.device_budget import DeviceBudget
 from dask_gpurt.errors import TransportError
 from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.plugins.shuffle.array_run import DEVICE_ARRAYS
@@ -67,18 +67,18 @@ class Device:
 
     Attributes
     ----------
-    marks_nbytes
+    limits_nbytes
         Of the devices that are still to come.
     """
 
     def __init__(self):
-        self.marks_nbytes = [1 << 30] * 2
-        self.rooms = []
+        self.limits_nbytes = [1 << 30] * 2
+        self.budgets = []
         self._began_nbytes = EmulatedMemory.copied_nbytes
 
     def adapter(self, spec):
-        self.rooms.append(DeviceRoom(self.marks_nbytes.pop()))
-        landing = partial(self.rooms[-1].take, EmulatedMemory)
+        self.budgets.append(DeviceBudget(self.limits_nbytes.pop()))
+        landing = partial(self.budgets[-1].take, EmulatedMemory)
         return DeviceFrames(EmulatedTables(), spec.meta, spec.column, spec.drop_column, landing)
 
     @property
@@ -130,7 +130,7 @@ def test_shards_leave_and_arrive_without_a_copy_to_the_host(client, device, know
 
 
 def test_a_device_over_its_mark_receives_on_the_host(client, device, knows_devices):
-    device.marks_nbytes = [1 << 30, 0]
+    device.limits_nbytes = [1 << 30, 0]
     assert_same_as_stock(client)
     # The other one sends from its device; what this one sends is in the host's memory already.
     assert paths(client)[0] == {"ucx", "shared"}
@@ -150,7 +150,7 @@ def test_a_series_is_carried_as_the_frame_of_one_column_that_dask_makes_of_it(
     assert_same_partitions(unique(), expected)
     assert {type(one) for one in expected} == {pd.Series}
     assert runs(client) == {"gpurt": 1, "stock": 0}
-    assert len(device.rooms) == 2
+    assert len(device.budgets) == 2
 
 
 @pytest.fixture
@@ -249,16 +249,16 @@ def test_nothing_stays_on_the_device(client, device, knows_devices):
     assert_same_as_stock(client)
     workers = client.cluster.workers.values()
     client.sync(settled, workers)
-    assert [room.used_nbytes for room in device.rooms] == [0, 0]
+    assert [budget.used_nbytes for budget in device.budgets] == [0, 0]
 
 
 @pytest.mark.parametrize("transport", ["auto", "comm"])
 def test_arrays_of_a_device_are_rechunked_on_it(
     client, device, knows_devices, transport, monkeypatch
 ):
-    room = DeviceRoom(1 << 30)
+    budget = DeviceBudget(1 << 30)
     monkeypatch.setitem(
-        DEVICE_ARRAYS, ARRAY, lambda: EmulatedArrays(partial(room.take, EmulatedMemory))
+        DEVICE_ARRAYS, ARRAY, lambda: EmulatedArrays(partial(budget.take, EmulatedMemory))
     )
     monkeypatch.delitem(DEVICE_ARRAYS, "cupy.ndarray")
     whole = np.arange(1_000_000.0).reshape(1000, 1000)

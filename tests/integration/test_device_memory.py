@@ -17,7 +17,7 @@ from dask_gpurt.command.connect import ask
 from dask_gpurt.command.doctor import cluster_findings
 from dask_gpurt.command.status import as_text
 from dask_gpurt.plugins.memory import gpu_store
-from dask_gpurt.plugins.memory.gpu_store import Facts
+from dask_gpurt.plugins.memory.gpu_store import GpuFacts
 from tests.integration.test_memory import cluster, stores, until
 from tests.memory.emulated_gpu import Gpu, GpuArray
 
@@ -35,7 +35,7 @@ def gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", gpu.cupy)
     monkeypatch.setitem(sys.modules, "rmm", None)
     monkeypatch.setattr(gpu_store, "open_driver", lambda: gpu)
-    monkeypatch.setattr(gpu_store, "local_facts", lambda: Facts(True, True, None))
+    monkeypatch.setattr(gpu_store, "local_facts", lambda: GpuFacts(True, True, None))
     yield gpu
     gpu.host.close()
 
@@ -93,7 +93,7 @@ def test_more_than_the_device_holds_comes_back_right(gpu):
 def test_status_and_explain_tell_of_the_device(gpu):
     with cluster(n_workers=1, memory_limit=40 * MIB) as client:
         values = make(client, 24)
-        assert sum(store.is_cold(value.key) for store in stores(client) for value in values)
+        assert sum(store.is_spilled(value.key) for store in stores(client) for value in values)
         found = ask(client, versions=True)
         (report,) = found["workers"].values()
         assert report["memory"]["device"]["evicts_for"] == ("cupy",)
@@ -104,7 +104,7 @@ def test_status_and_explain_tell_of_the_device(gpu):
         assert {one["home"] for one in where} == {"device"}
         assert {"device", "pinned"} <= {level for one in where for level in one["levels"]}
         cold = next(one for one in where if "device" not in one["levels"])
-        assert "device was needed for others" in cold["reason"]
+        assert "device was needed for other values" in cold["reason"]
 
 
 def test_disabled_a_worker_has_every_value_and_the_gpu_its_allocator(gpu):
@@ -133,7 +133,7 @@ def test_nothing_is_opened_for_values_of_the_host(gpu, monkeypatch):
 
 
 def test_without_a_gpu_there_is_no_level_for_it(gpu, monkeypatch):
-    monkeypatch.setattr(gpu_store, "local_facts", lambda: Facts(True, False, None))
+    monkeypatch.setattr(gpu_store, "local_facts", lambda: GpuFacts(True, False, None))
     with cluster(n_workers=1) as client:
         assert list(levels(stores(client)[0])) == ["memory", "disk", "inherited"]
         (report,) = ask(client)["workers"].values()
@@ -191,15 +191,15 @@ def test_cudf_that_spills_keeps_its_values_and_others_leave(gpu, monkeypatch, ca
         (store,) = stores(client)
         until(lambda: levels(store)["device"]["capacity_nbytes"])
         values = make(client, 8)
-        until(lambda: any(store.is_cold(value.key) for value in values))
+        until(lambda: any(store.is_spilled(value.key) for value in values))
         until(lambda: store.residency.values[columns[0].key].refused)
-        assert not any(store.is_cold(one.key) for one in columns)
+        assert not any(store.is_spilled(one.key) for one in columns)
         found = ask(client, versions=True)
         assert "cuDF spills its own values" in as_text(found)
         (finding,) = [one for one in cluster_findings(found) if "cuDF" in one.text]
         assert finding.level == "note"
         assert all(client.gather(client.map(is_right, values, range(8), pure=False)))
-    assert "cannot put" not in caplog.text
+    assert "cannot spill" not in caplog.text
 
 
 def test_room_for_an_output_is_claimed_where_it_will_be(gpu):
@@ -255,7 +255,7 @@ def test_two_workers_share_a_gpu_and_send_each_other_values(gpu):
     settings = {"gpurt.memory.device": 0.3, **one_value}
     with cluster(memory_limit=80 * MIB, **settings) as client:
         values = make(client, 32)
-        assert all(store.has_cold for store in stores(client))
+        assert all(store.has_spilled for store in stores(client))
         assert all(client.gather(client.map(is_right, values, range(32), pure=False)))
         assert gpu.most_nbytes <= TOTAL
         totals = client.map(

@@ -113,7 +113,7 @@ def test_a_value_on_disk_is_sent_without_coming_home():
         cold = next(key for store in stores(client) for key in store.disk)
         (part,) = [p for p in parts if p.key == cold]
         assert (part.result() == part.result()[0]).all()
-        assert any(store.is_cold(cold) for store in stores(client))
+        assert any(store.is_spilled(cold) for store in stores(client))
 
 
 def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
@@ -122,8 +122,8 @@ def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
         wait(parts)
         (worker,) = client.cluster.workers.values()
         store = worker.data
-        cold = next(part for part in parts if store.is_cold(part.key))
-        at_home = next(part for part in parts if not store.is_cold(part.key))
+        cold = next(part for part in parts if store.is_spilled(part.key))
+        at_home = next(part for part in parts if not store.is_spilled(part.key))
         reading, go_on = threading.Event(), threading.Event()
         readers = []
         read = DiskTier.get
@@ -141,7 +141,7 @@ def test_a_value_that_leaves_while_another_is_read_for_the_same_message():
                 assert reading.wait(60)
                 for _ in parts:
                     client.cluster.loop.add_callback(store.evict)
-                until(lambda: store.is_cold(at_home.key))
+                until(lambda: store.is_spilled(at_home.key))
             finally:
                 go_on.set()
             values = gathered.result(60)
@@ -489,10 +489,10 @@ def test_inputs_of_tasks_that_are_over_are_not_read_ahead():
 def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
     relieved = []
     monkeypatch.setattr(
-        "dask_gpurt.plugins.memory.manager.ManagedMemory._relieve",
+        "dask_gpurt.plugins.memory.manager.ManagedMemory._release_memory",
         lambda self, nbytes: relieved.append(1),
     )
-    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.RELIEF_INTERVAL_S", -1.0)
+    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.RELEASE_INTERVAL_S", -1.0)
 
     async def look(share, dask_worker):
         dask_worker.monitor.get_process_memory = lambda: int(share * 32 * MIB)
@@ -555,7 +555,7 @@ def test_a_value_can_be_asked_for_where_it_is_and_why():
         ((worker, one),) = said.items()
         assert worker == client.cluster.workers[address].address
         assert list(one["levels"]) == ["disk"]
-        assert one["reason"].startswith("memory was needed for others")
+        assert one["reason"].startswith("memory was needed for other values")
         assert one["nbytes"] >= 4 * MIB
         assert dask_gpurt.explain(client, "never-heard-of")["memory"] == {}
         dask_gpurt.disable(client)

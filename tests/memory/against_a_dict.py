@@ -1,4 +1,4 @@
-"""A store against a dict, by random operations: the part that does not depend on what is stored."""
+"""A state machine that compares a store with a dict, whatever the type of the values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ KEYS = st.integers(0, 8)
 
 
 class AgainstADict(RuleBasedStateMachine):
-    """Deleting, tasks, messages, lanes and tiers that fail; a subclass puts, gets and compares.
+    """Rules for deletions, tasks, messages, lanes and failing tiers.
 
-    A subclass sets `setup`, whose `store` is tried, before any rule runs.
+    A subclass adds rules that insert, read and compare values. It sets `setup`, which has the
+    `store` under test, before any rule runs.
     """
 
     def __init__(self):
@@ -33,10 +34,10 @@ class AgainstADict(RuleBasedStateMachine):
             with pytest.raises(KeyError):
                 del self.setup.store[key]
 
-    def ask(self, keys, nbytes, home):
-        """A task claims inputs and room."""
+    def ask(self, keys, nbytes, top_level):
+        """Have a task claim inputs and room."""
         told = []
-        claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append, home)
+        claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append, top_level)
         self.claims.append((claim, told, ready))
 
     @precondition(lambda self: self.claims)
@@ -50,16 +51,16 @@ class AgainstADict(RuleBasedStateMachine):
         self.setup.store.end(claim)
 
     def borrow(self, key):
-        """A message wants a value."""
-        found = self.setup.store.lend(key)
+        """Read a value for a message."""
+        found = self.setup.store.read_for_send(key)
         assert (found is not None) == (key in self.model)
         if found is not None:
             self.borrowed.append(found)
 
     @precondition(lambda self: self.borrowed)
     @rule()
-    def take_back(self):
-        self.setup.store.take_back(self.borrowed.pop())
+    def end_send(self):
+        self.setup.store.end_send(self.borrowed.pop())
 
     @rule(keys=st.lists(KEYS, max_size=4))
     def look_ahead(self, keys):
@@ -83,7 +84,7 @@ class AgainstADict(RuleBasedStateMachine):
         self.setup.store.retry()
 
     def settle(self):
-        """Nothing fails any more, every task and message ends, and every lane is done."""
+        """Repair the tiers, end all tasks and messages, and run all lanes to their end."""
         store = self.setup.store
         for tier in self.setup.tiers:
             tier.mend()
@@ -91,6 +92,6 @@ class AgainstADict(RuleBasedStateMachine):
         for claim, *_ in self.claims:
             store.end(claim)
         for loan in self.borrowed:
-            store.take_back(loan)
+            store.end_send(loan)
         store.decide()
         self.setup.settle()

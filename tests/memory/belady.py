@@ -1,11 +1,14 @@
-"""Replays traces in memory that is too small, and counts the bytes moved to and from below.
+"""A replay of traces in too little memory, which counts the bytes moved to and from a tier below.
 
-`Belady` knows the whole trace and evicts what is used furthest in the future. `Informed` ranks by
-one of our policies, with no more foresight than a worker has. Both share the rules of the memory:
-inputs of the running task stay; a value read back leaves a clean copy below, so that evicting it
-again costs nothing; a copy for a peer is read without being kept. `optimum` is the least that any
-choices could move, by trying them all: for tiny traces only. None of it knows the product but for
-the policies it is given.
+`Belady` knows the whole trace, and evicts the value with the furthest next use. `Informed` ranks by
+one of our policies, with the foresight of a worker. Both share the rules of the memory:
+
+- Inputs of the running task stay.
+- A value that is loaded leaves a clean copy below, so that evicting it again costs nothing.
+- A copy for a peer is read without being kept.
+
+`optimum` tries all choices, for tiny traces only. Of the product, this module uses only policies
+and their foresight.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from tests.memory.traces import Event, Trace
 
 class Chooser(Protocol):
     def see(self, time: int, event: Event) -> None:
-        """Take note of an event that is about to happen."""
+        """Note an event that is about to happen."""
 
     def victim(self, candidates: Collection[int], clean: Collection[int]) -> int:
-        """One of the candidates."""
+        """Return the candidate to evict."""
 
 
 @dataclass
@@ -42,9 +45,9 @@ class Moved:
 
 
 def replay(trace: Trace, capacity_nbytes: int, chooser: Chooser) -> Moved:
-    """Bytes moved by a worker with this much memory.
+    """Return the bytes that a worker with this much memory moves.
 
-    What the running task needs is held even where it exceeds the capacity.
+    The inputs of the running task stay in memory even if they exceed the capacity.
     """
     moved = Moved()
     size = [node.nbytes for node in trace.nodes]
@@ -97,7 +100,7 @@ def replay(trace: Trace, capacity_nbytes: int, chooser: Chooser) -> Moved:
 
 
 class Belady:
-    """Evicts what is used furthest from now; of those never used again, clean ones first."""
+    """Evicts the value with the furthest next use; of values without one, clean ones first."""
 
     def __init__(self, trace: Trace) -> None:
         self.now = 0
@@ -122,13 +125,13 @@ class Belady:
 
 
 class Informed:
-    """One of our policies with a worker's knowledge.
+    """Evicts by one of our policies, with a worker's foresight.
 
     Parameters
     ----------
     hints
-        The scheduler tells of dependents that this worker was not given. Otherwise only tasks in
-        its own queue are known.
+        Whether the scheduler reports dependents that other workers run. Otherwise only tasks in
+        the worker's own queue are known.
     """
 
     def __init__(self, trace: Trace, policy: EvictionPolicy, *, hints: bool = True) -> None:
@@ -208,12 +211,12 @@ class Informed:
 
 
 def optimum(trace: Trace, capacity_nbytes: int, *, write_cost: int = 1) -> int:
-    """Least cost of any choices. A byte read costs 1, a byte written `write_cost`."""
+    """Return the least cost of all choices: 1 for a byte read, `write_cost` for a byte written."""
     size = [node.nbytes for node in trace.nodes]
 
     @cache
     def least(time: int, held: frozenset[int], clean: frozenset[int]) -> float:
-        """Cost of the events from `time` on."""
+        """Return the cost of the events from `time` on."""
         if time == len(trace.events):
             return 0
         kind, (node,) = trace.events[time]
@@ -230,7 +233,7 @@ def optimum(trace: Trace, capacity_nbytes: int, *, write_cost: int = 1) -> int:
     def fit(
         time: int, held: frozenset[int], clean: frozenset[int], pinned: frozenset[int]
     ) -> float:
-        """As `least` of the next event, once what is held fits."""
+        """Evict until the held values fit, then return `least` of the next event."""
         evictable = held - pinned
         if sum(size[one] for one in held) <= capacity_nbytes or not evictable:
             return least(time + 1, held, clean)

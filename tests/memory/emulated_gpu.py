@@ -1,7 +1,7 @@
-"""A library of arrays on an emulated GPU, as CuPy is one: its allocator, and what Dask knows of it.
+"""An array library for an emulated GPU, similar to CuPy: its allocator and its Dask serializers.
 
-Arrays are in the memory of an emulated driver, which finds streams that are not ordered and refuses
-what is more than there is. Programs work on its default stream.
+Arrays are in the memory of an emulated driver. The driver detects streams that are not ordered, and
+refuses allocations beyond its memory. Programs work on its default stream.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tests.devices.emulated_cuda import EmulatedCuda
 
 
 class Gpu(EmulatedCuda):
-    """An emulated driver whose memory all comes from an allocator that can be changed.
+    """An emulated driver that takes all memory from a replaceable allocator.
 
     Attributes
     ----------
     cupy
-        What goes into `sys.modules` as `cupy`.
+        Module to put into `sys.modules` as `cupy`.
     most_nbytes
-        Most that was allocated at a time.
+        Most bytes that were allocated at a time.
     """
 
     def __init__(self, total_nbytes, choose=None):
@@ -48,7 +48,7 @@ class Gpu(EmulatedCuda):
             return self.allocator(nbytes)
 
     def full(self, number, nbytes):
-        """An array of so many bytes, all of them `number`."""
+        """Return an array of `nbytes` bytes with the value `number`."""
         return self.array_of(np.full(nbytes, number % 251, dtype=np.uint8))
 
     def array_of(self, source):
@@ -75,7 +75,7 @@ class GpuArray:
         return out
 
     def __reduce__(self):
-        # As CuPy's: a copy in the host's memory, and back to the device that is at hand.
+        # As CuPy does: through a copy in host memory.
         return _from_host, (_known(self.gpu), self.to_host())
 
 
@@ -103,7 +103,7 @@ def _put_together(header, pieces):
 
 @dask_serialize.register(GpuArray)
 def _for_a_message(array):
-    """distributed would look for other ways to send it."""
+    """Make distributed look for other ways to send the array."""
     raise NotImplementedError
 
 

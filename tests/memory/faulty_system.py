@@ -1,4 +1,4 @@
-"""The module `os` as `memory` uses it, with calls that fail, fall short, or wait."""
+"""A fake of the module `os`, whose calls fail, do less than asked, or wait."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 PATIENCE_S = 60.0
 
-#: What is done to a disk. Whether a file goes away when it is asked to is another matter.
+#: Calls that may fail. `unlink` is counted, but does not fail by itself.
 CALLS = ("makedirs", "mkdir", "open", "ftruncate", "pwrite", "preadv", "close")
 
 
 class System:
-    """Counts calls, and has them pass through hooks.
+    """The module `os` with hooks and call counts.
 
     Attributes
     ----------
     hooks
-        For each name: called instead, with the real function and its arguments.
+        Replacements by name, called with the real function and its arguments.
     counts
         Calls of each name.
     """
@@ -45,7 +45,7 @@ class System:
 
 
 class FailingSystem(System):
-    """The n-th call of all fails; those after it do not."""
+    """A system whose n-th call fails; later calls succeed."""
 
     def __init__(self, n: int, code: int) -> None:
         super().__init__(**{name: self._hook(name) for name in CALLS})
@@ -60,14 +60,14 @@ class FailingSystem(System):
                 return real(*args, **kwargs)
             self.failed = name
             if name == "close":
-                real(*args)  # Linux lets go of the descriptor all the same
+                real(*args)  # Linux frees the descriptor all the same
             raise OSError(self._code, os.strerror(self._code))
 
         return call
 
 
 class Gate:
-    """A place where one thread waits until another lets it go on."""
+    """A point where one thread waits until another one opens it."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -75,14 +75,14 @@ class Gate:
 
     def wait(self) -> None:
         self.reached.set()
-        assert self._opened.wait(PATIENCE_S), "nobody opened the gate"
+        assert self._opened.wait(PATIENCE_S), "the gate was not opened"
 
     def open(self) -> None:
         self._opened.set()
 
 
 def without_direct(real: Any, path: str, flags: int, *args: Any) -> int:
-    """`open` of a file system that knows nothing of direct I/O."""
+    """Open a file, as on a file system without direct I/O."""
     if flags & os.O_DIRECT:
         raise OSError(22, "Invalid argument")
     opened: int = real(path, flags, *args)

@@ -1,8 +1,8 @@
-"""Records traces: `python -m tests.memory.record_trace [NAME]` writes those in tests/data/traces.
+"""Recorder of traces: `python -m tests.memory.record_trace [NAME]` writes tests/data/traces.
 
-Each program runs on a real scheduler and two real workers of one thread, all in this process, so
-that one list has what happened in one order. Values are small, as only the ratios of their sizes
-matter, and memory is unlimited, so that no eviction changes what is recorded.
+Each program runs on a real scheduler and two real workers of one thread. All are in this process,
+so that one list has all events in order. Values are small, because only the ratios of their sizes
+matter. Memory is unlimited, so that no eviction changes the trace.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.memory.traces import Event, Node, Trace, save
 
 
 class Recorder(SchedulerPlugin):
-    """Numbers tasks, and collects the events of all workers."""
+    """A scheduler plugin that numbers tasks and collects the events of all workers."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.events: dict[str, list[Event]] = {}
-        #: A key that is computed again is another node: it has another priority.
+        #: A key that is computed again is a new node, because it has another priority.
         self.current: dict[tuple[Any, Any], int] = {}
         self.latest: dict[Any, int] = {}
 
@@ -51,14 +51,14 @@ class Recorder(SchedulerPlugin):
             self.tell("hold", self.latest[key])
 
     def tell(self, kind: str, *nodes: int, but: str = "") -> None:
-        """Every worker but one."""
+        """Add an event to the traces of all workers but one."""
         for address, events in self.events.items():
             if address != but:
                 events.append(Event(kind, nodes))
 
 
 class Watcher(WorkerPlugin):
-    """Tells the recorder of one worker."""
+    """A worker plugin that reports events to the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -82,7 +82,7 @@ class Watcher(WorkerPlugin):
             nbytes = self.worker.state.tasks[key].nbytes
             assert nbytes is not None
             recorder.nodes[node] = recorder.nodes[node]._replace(nbytes=nbytes)
-            # With two workers, who has a value that came from a peer is the other one.
+            # Of two workers, the peer that sent a value is the other one.
             self.tell_others("over" if start == "executing" else "send", node)
             self.tell("put", node)
             if start == "executing":
@@ -172,7 +172,7 @@ PROGRAMS: dict[str, Callable[[Client], None]] = {
 
 
 def record(program: Callable[[Client], None]) -> list[Trace]:
-    """Run a program; what happened, by worker."""
+    """Run a program; return the events by worker."""
     recorder = Recorder()
     with LocalCluster(
         n_workers=2,

@@ -1,4 +1,4 @@
-"""Lanes that a test steps through, and tiers that fail when it says so."""
+"""Lanes that a test steps through, and tiers that fail on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dask_gpurt.devices.ordering import HazardError
 
 @dataclass
 class ListLane:
-    """Calls that wait until the test makes them."""
+    """A lane whose calls wait until the test makes them."""
 
     calls: list = field(default_factory=list)
 
@@ -40,7 +40,7 @@ class FailingTier:
             self._left[operation] -= 1
             if self._left[operation] < 0:
                 del self._left[operation]
-                # It is let go of, because its traceback holds the value.
+                # Not kept here: its traceback holds the value.
                 raise self._errors.pop(operation)
 
     def put(self, flat):
@@ -56,7 +56,7 @@ class FailingTier:
 
 
 def watched(packing, hazards):
-    """A packing that notes what it does in the wrong order on a device: the store goes on."""
+    """Return a packing that records ordering errors of a device, which the store survives."""
 
     def watch(function):
         def call(*args):

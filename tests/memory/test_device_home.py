@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
 from dask_gpurt.devices.array import DeviceArray
-from dask_gpurt.devices.emulated.emulated_device import HostDevice
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.errors import TierFullError
 from dask_gpurt.frames.flat.values import flatten, restore
@@ -28,7 +28,7 @@ from dask_gpurt.memory.decisions.residency import Level, Residency
 from dask_gpurt.memory.device_values import device_packing, is_on_device
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
-from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
 from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.stepping import FailingTier, ListLane, watched
@@ -41,7 +41,7 @@ def noise(nbytes, seed=0):
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-class FailingDevice(HostDevice):
+class FailingDevice(EmulatedDevice):
     """A device whose n-th allocation, or n-th copy in one direction, fails."""
 
     def __init__(self, *args, **options):
@@ -90,7 +90,7 @@ class Setup:
                 Level("device", self.device.capacity_nbytes),
                 *(Level(name, capacities.get(name)) for name in names),
             ],
-            {HOME: below[1:], DEVICE: below},
+            {HOST: below[1:], DEVICE: below},
             POLICIES["lru"],
         )
         self.hazards = []
@@ -103,7 +103,7 @@ class Setup:
             self.tiers,
             [host, self.packing],
             Lanes(self.write, self.read, self.owner, self.later),
-            home_of=lambda value: DEVICE if is_on_device(value) else HOME,
+            top_level_of=lambda value: DEVICE if is_on_device(value) else HOST,
             on_lost=self.lost.append,
             **options,
         )
@@ -140,9 +140,9 @@ def test_what_is_at_home_on_the_device_is_left_to_no_tier_that_reads_for_the_hos
     for key in "abc":
         setup.store[key] = setup.made(noise(400))
         setup.settle()
-    ((key, serial), *_) = setup.store.cold().items()
+    ((key, serial), *_) = setup.store.spilled().items()
     before = setup.levels(key)
-    setup.store.leave_at(3, key, serial)
+    setup.store.add_copy_at(3, key, serial)
     setup.settle()
     assert setup.levels(key) == before == ["pinned"]
 
@@ -310,7 +310,7 @@ def test_an_allocation_that_does_not_fit_evicts_and_then_succeeds():
         setup.store[number] = setup.made(noise(250, number))
     # No lane has done anything yet.
     temporary = setup.device.allocate(400, setup.compute)
-    assert [key for key in setup.store if setup.store.is_cold(key)] == [0, 1]
+    assert [key for key in setup.store if setup.store.is_spilled(key)] == [0, 1]
     temporary.free(setup.compute)
     setup.settle()
     for number in range(4):
@@ -325,7 +325,7 @@ def test_copies_that_wait_in_a_lane_are_made_at_once_by_who_needs_the_room():
     setup.owner.step()
     assert len(setup.write.calls) == 3
     setup.device.allocate(500, setup.compute)
-    assert sum(map(setup.store.is_cold, range(5))) == 3
+    assert sum(map(setup.store.is_spilled, range(5))) == 3
     written = setup.pool.used_nbytes
     setup.settle()
     assert setup.pool.used_nbytes == written
@@ -420,7 +420,7 @@ def test_nobody_holds_what_left_when_who_waits_for_its_room_is_told():
     setup.residency.levels[DEVICE].capacity_nbytes = 500
     setup.store.decide()
     setup.settle()
-    assert setup.store.is_cold("a")
+    assert setup.store.is_spilled("a")
     assert told and set(told) == {None}
 
 
@@ -547,7 +547,7 @@ class Arrays(AgainstADict):
         self.ask(keys, nbytes, nbytes % 2)
 
     @rule(key=KEYS)
-    def lend(self, key):
+    def read_for_send(self, key):
         with contextlib.suppress(MemoryError):
             self.borrow(key)
 
@@ -571,10 +571,10 @@ class Arrays(AgainstADict):
             return
         levels, store = self.setup.residency.levels, self.setup.store
         for key in self.model:
-            assert (key in store.memory) == self.setup.residency.values[key].is_home
-        for home in (HOME, DEVICE):
-            there = [self.model[key] for key in store.memory if self.model[key][1] == home]
-            assert levels[home].used_nbytes == sum(array.nbytes for array, _ in there)
+            assert (key in store.memory) == self.setup.residency.values[key].in_memory
+        for top_level in (HOST, DEVICE):
+            there = [self.model[key] for key in store.memory if self.model[key][1] == top_level]
+            assert levels[top_level].used_nbytes == sum(array.nbytes for array, _ in there)
         assert all(level.reserved_nbytes >= 0 for level in levels)
         assert self.setup.device.used_nbytes <= self.setup.device.capacity_nbytes
         assert self.setup.pool.used_nbytes <= self.setup.pool.capacity_nbytes

@@ -1,4 +1,4 @@
-"""Host tiers pass the suite of tiers, count what they hold, and refuse what they should."""
+"""Host tiers: the conformance suite, the byte count, and refused values."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from dask_gpurt.memory.decisions.residency import Level, Residency
 from dask_gpurt.memory.device_values import LibraryCopies, library_packing
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.host_tiers import PinnedTier
-from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
 from dask_gpurt.plugins.patches.worker_memory import (
     is_on_device,
@@ -39,7 +39,7 @@ PATIENCE_S = 30.0
 
 
 class Setup:
-    """A store with a GPU of 1000 bytes, and its lanes."""
+    """A store over a GPU of 1000 bytes, and its lanes."""
 
     def __init__(self, directory, monkeypatch, choose=None):
         self.gpu = Gpu(1000, choose)
@@ -50,7 +50,7 @@ class Setup:
         self.disk = DiskTier(str(directory))
         self.residency = Residency(
             [Level("memory"), Level("device", 1000), Level("pinned", 1000), Level("disk")],
-            {HOME: (3,), DEVICE: (2, 3)},
+            {HOST: (3,), DEVICE: (2, 3)},
             POLICIES["lru"],
         )
         host = Packing(lambda value: value.nbytes, flatten, restore)
@@ -65,7 +65,7 @@ class Setup:
             [PinnedTier(self.pool), self.disk],
             [host, watched(self.packing, self.hazards)],
             Lanes(self.write, self.read, self.owner, self.later),
-            home_of=lambda value: DEVICE if is_on_device(value) else HOME,
+            top_level_of=lambda value: DEVICE if is_on_device(value) else HOST,
             on_lost=self.lost.append,
         )
         self.hooks = CallWhenFull(lambda nbytes: self.store.make_room(DEVICE, nbytes))
@@ -93,9 +93,9 @@ class Setup:
         assert not self.hazards
 
     def close(self):
-        self.hooks.remove()
+        self.hooks.uninstall()
         self.store.close()
-        self.store.forget()
+        self.store.release_objects()
         self.store.clear()
         gc.collect()
         if self.gpu.is_pumped:
@@ -185,7 +185,7 @@ def test_whoever_allocates_has_others_leave(setup):
     for key in range(4):
         setup.store[key] = setup.gpu.full(key, 250)
     memory = setup.allocate(200)
-    assert [key for key in setup.store if setup.store.is_cold(key)] == [0]
+    assert [key for key in setup.store if setup.store.is_spilled(key)] == [0]
     del memory
     setup.assert_right(range(4))
 
@@ -229,7 +229,7 @@ def test_two_threads_find_no_room_at_the_same_time(setup):
     ]
     threads[0].start()
     assert copying.wait(PATIENCE_S)
-    # The copy stands still until the second one waits for it; it holds nothing that one needs.
+    # The copy pauses until the second thread waits for it, and holds no lock that thread needs.
     threads[1].start()
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -262,7 +262,7 @@ def test_a_copy_that_needs_room_itself_fails_and_waits_for_nobody(setup):
 
 
 class Wasteful(GpuArray):
-    """An array that allocates as it dies, as a destructor may."""
+    """An array whose destructor allocates."""
 
     def __del__(self):
         try:
@@ -282,7 +282,7 @@ def test_a_thread_in_the_middle_of_the_books_is_refused(setup):
     assert setup.gpu.n_refused == 1
     assert setup.levels(0) == ["device"]
     assert setup.residency.levels[DEVICE].used_nbytes == 600
-    # Elsewhere the same thread is heard.
+    # Without the lock, the same thread can make room.
     setup.allocate(900)
     assert setup.levels(0) == ["pinned"]
 
@@ -321,11 +321,11 @@ def test_hooks_that_were_removed_below_others_ask_nobody(setup):
     """Two workers of a process: the one that goes first cannot take its hook out of the middle."""
     other = CallWhenFull(lambda nbytes: False)
     setup.store[0] = setup.gpu.full(0, 600)
-    setup.hooks.remove()
+    setup.hooks.uninstall()
     with pytest.raises(MemoryError):
         setup.allocate(900)
     assert setup.levels(0) == ["device"]
-    other.remove()
+    other.uninstall()
 
 
 # ------------------------------------------------------------------ faults
@@ -361,7 +361,7 @@ def test_whatever_fails_no_value_is_wrong_and_no_memory_is_lost(
             setup.settle()
     assert left[0] < 0, "nothing failed: the test is too short"
     monkeypatch.undo()
-    # What is further down is whole, whatever becomes of it on its way back.
+    # The copy below is intact, whatever happens on its way back.
     assert not setup.lost
     setup.assert_right(range(4))
     for key in list(setup.store):

@@ -21,7 +21,7 @@ from dask_gpurt.frames.flat.values import Flat
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
 from dask_gpurt.memory.decisions.residency import MAX_MOVES, Level, Residency
 from dask_gpurt.memory.host_tiers import PinnedTier
-from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
 from tests.memory.against_a_dict import KEYS, AgainstADict
 from tests.memory.stepping import FailingTier, ListLane
@@ -96,7 +96,7 @@ def test_a_value_is_reachable_at_every_step_of_its_way_down_and_up():
         if setup.lanes:
             setup.lanes[0].step()
         elif claim is None:
-            assert store.is_cold("a")
+            assert store.is_spilled("a")
             claim, ready = store.claim("task", ["a"], 0, (), told.append)
             assert not ready
     assert told == [set()]
@@ -184,17 +184,17 @@ def test_deleted_while_it_is_read():
 def test_two_messages_borrow_one_read():
     setup = Setup()
     filled(setup, *"abc")
-    assert setup.store.is_cold("a")
-    loans = [setup.store.lend("a"), setup.store.lend("a")]
+    assert setup.store.is_spilled("a")
+    loans = [setup.store.read_for_send("a"), setup.store.read_for_send("a")]
     assert loans[0] is not None
     assert setup.residency.levels[0].reserved_nbytes == 40
     assert setup.store["a"] is setup.store["a"]
     # Sending does not bring it home.
-    assert setup.store.is_cold("a")
-    setup.store.take_back(loans[0])
+    assert setup.store.is_spilled("a")
+    setup.store.end_send(loans[0])
     assert setup.store["a"] == b"a" * 40
-    setup.store.take_back(loans[1])
-    assert setup.store.lend("gone") is None
+    setup.store.end_send(loans[1])
+    assert setup.store.read_for_send("gone") is None
     assert setup.residency.levels[0].reserved_nbytes == 0
 
 
@@ -207,7 +207,7 @@ def test_running_inputs_stay():
     assert "a" in setup.store.memory
     setup.store.end(claim)
     filled(setup, "e")
-    assert setup.store.is_cold("a") or setup.store.is_cold("b")
+    assert setup.store.is_spilled("a") or setup.store.is_spilled("b")
 
 
 def test_a_seceded_task_keeps_no_room():
@@ -244,7 +244,7 @@ def test_a_damaged_value_asked_for_directly():
         setup.store["a"]
     setup.settle()
     assert setup.lost == ["a"]
-    assert setup.store.lend("a") is None
+    assert setup.store.read_for_send("a") is None
 
 
 def test_no_memory_for_a_read_puts_it_off_for_a_moment():
@@ -282,13 +282,13 @@ def test_a_task_whose_input_never_fits_begins_in_the_end_and_learns_why():
     told = []
     setup.store.claim("task", ["a"], 0, (), told.append)
     step_all_but_later(setup)
-    (one,) = setup.store.put_off(0.0)
+    (one,) = setup.store.failed_reads(0.0)
     assert (one.value.key, one.reason, one.n_times) == ("a", "no room at all", 1)
     setup.later.step()
     step_all_but_later(setup)
     assert one.n_times == 2
     assert told == []
-    setup.store.give_in(setup.store.put_off(1.0))
+    setup.store.abandon_reads(setup.store.failed_reads(1.0))
     setup.settle()
     assert told == [set()]
     with pytest.raises(MemoryError, match="no room at all"):
@@ -305,11 +305,11 @@ def test_a_task_whose_input_does_not_fit_waits_while_another_runs():
     told = []
     setup.store.claim("task", ["a"], 0, (), told.append)
     step_all_but_later(setup)
-    setup.store.give_in(setup.store.put_off(1.0))
+    setup.store.abandon_reads(setup.store.failed_reads(1.0))
     step_all_but_later(setup)
     assert told == []
     setup.store.end(running)
-    setup.store.give_in(setup.store.put_off(1.0))
+    setup.store.abandon_reads(setup.store.failed_reads(1.0))
     step_all_but_later(setup)
     assert told == [set()]
 
@@ -325,7 +325,7 @@ def test_a_task_that_may_wait_for_others_is_nothing_to_wait_for():
     told = []
     setup.store.claim("inner", ["a"], 0, (), told.append)
     step_all_but_later(setup)
-    setup.store.give_in(setup.store.put_off(1.0))
+    setup.store.abandon_reads(setup.store.failed_reads(1.0))
     step_all_but_later(setup)
     assert told == [set()]
 
@@ -336,9 +336,9 @@ def test_a_message_is_told_when_a_value_is_given_up():
     never_enough_memory(setup)
     for is_over in (False, True, False):
         with pytest.raises(MemoryError):
-            setup.store.lend("a")
-        assert setup.store.is_given_up("a") == is_over
-        setup.store.give_in(setup.store.put_off(0.0))
+            setup.store.read_for_send("a")
+        assert setup.store.is_abandoned("a") == is_over
+        setup.store.abandon_reads(setup.store.failed_reads(0.0))
 
 
 def test_what_is_read_again_is_not_short_any_more():
@@ -346,10 +346,10 @@ def test_what_is_read_again_is_not_short_any_more():
     filled(setup, *"abc")
     setup.tiers[0].fail("get", MemoryError())
     with pytest.raises(MemoryError):
-        setup.store.lend("a")
-    assert setup.store.put_off(0.0)
+        setup.store.read_for_send("a")
+    assert setup.store.failed_reads(0.0)
     assert setup.store["a"] == b"a" * 40
-    assert not setup.store.put_off(0.0)
+    assert not setup.store.failed_reads(0.0)
 
 
 def test_a_full_disk_keeps_values_in_memory():
@@ -402,22 +402,22 @@ def test_values_are_not_taken_apart_over_and_over_for_a_full_tier():
         setup.settle()
     # At 1, 3 and 7 s, each time by all that could leave.
     assert 0 < len(taken_apart) <= 3 * MAX_MOVES
-    (cold,) = setup.store.cold()
+    (cold,) = setup.store.spilled()
     del setup.store[cold]
     setup.store.decide()
     setup.settle()
-    assert setup.store.has_cold
+    assert setup.store.has_spilled
 
 
 def test_want_of_memory_is_no_full_tier():
     setup = Setup()
     setup.tiers[0].fail("put", MemoryError())
     filled(setup, *"abc")
-    assert not setup.store.has_cold
+    assert not setup.store.has_spilled
     setup.store.retry(0.0)
     setup.store.decide()
     setup.settle()
-    assert setup.store.has_cold
+    assert setup.store.has_spilled
 
 
 def test_a_tier_that_is_full_passes_values_on():
@@ -463,24 +463,24 @@ def test_explain_says_why_in_a_sentence():
     filled(setup, "a", nbytes=150_000)
     assert reason("a") == "there is room for it in memory"
     claim, _ = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
-    assert reason("a") == "tasks that run, or are about to, take it (1), so it stays in memory"
+    assert reason("a") == "running or starting tasks use it (1), so it stays in memory"
     setup.store.end(claim)
     setup.store["b"] = b"b" * 150_000
     assert reason("b") == "there is room for it in memory"
     setup.owner.step()
     assert reason("a") == "it is being copied to tier 0, to leave memory"
     setup.settle()
-    assert reason("a") == "memory was needed for others; it comes back when a task takes it"
+    assert reason("a") == "memory was needed for other values; it is loaded when a task needs it"
     claim, _ = setup.store.claim("task", ["a"], 0, (), lambda lost: None)
     while not setup.read.calls:
         setup.lanes[0].step()
     assert reason("a") == "it is being read back from tier 0"
     setup.settle()
     setup.store.end(claim)
-    assert reason("a").startswith("a task that took it has just ended")
+    assert reason("a").startswith("a task that used it has just ended")
     setup.settle()
     filled(setup, "c", nbytes=10)
-    assert reason("c") == "it is small, and what is small leaves memory last"
+    assert reason("c") == "it is small, and small values leave memory last"
     setup.store["event"] = threading.Event()
     setup.residency.levels[0].capacity_nbytes = 0
     setup.store.decide()
@@ -523,7 +523,7 @@ def test_closed_while_values_are_read(is_begun, caplog):
     else:
         close()
         setup.settle()
-    assert setup.store.lend("b") is None
+    assert setup.store.read_for_send("b") is None
     setup.settle()
     # Whoever closed it took what was in it, or has no use for that any more.
     assert not setup.lost
@@ -542,7 +542,7 @@ def test_closed_while_a_message_has_a_value_read(caplog):
         return get(place)
 
     setup.tiers[0]._tier.get = close_and_get
-    assert setup.store.lend("a") is None
+    assert setup.store.read_for_send("a") is None
     setup.settle()
     assert not setup.lost
     assert "a" in setup.store
@@ -571,10 +571,10 @@ class Bytes(AgainstADict):
 
     @rule(keys=st.lists(KEYS, unique=True, max_size=3), nbytes=st.integers(0, 80))
     def claim(self, keys, nbytes):
-        self.ask(keys, nbytes, HOME)
+        self.ask(keys, nbytes, HOST)
 
     @rule(key=KEYS)
-    def lend(self, key):
+    def read_for_send(self, key):
         self.borrow(key)
 
     @invariant()
@@ -586,7 +586,7 @@ class Bytes(AgainstADict):
     def books_are_right(self):
         store = self.setup.store
         for key in self.model:
-            assert (key in store.memory) == self.setup.residency.values[key].is_home
+            assert (key in store.memory) == self.setup.residency.values[key].in_memory
         at_home = sum(len(self.model[key]) for key in store.memory)
         assert self.setup.residency.levels[0].used_nbytes == at_home
         assert self.setup.residency.levels[0].reserved_nbytes >= 0

@@ -1,18 +1,18 @@
-"""What happened to the values of each worker while a program ran, as data.
+"""Traces: the events of each worker's values while a program ran.
 
 `tests/memory/record_trace.py` makes these from real clusters; `tests/memory/belady.py` replays
 them. A node is a task and the value that it makes. Events of a worker, in order:
 
-- `submit`: a graph came to the scheduler, whose tasks are the given nodes
-- `hold`: a task could run, but the scheduler keeps it until a worker is idle
-- `queue`: a task was given to this worker
-- `give`: a task was given to the other worker
+- `submit`: the scheduler received a graph, whose tasks are the given nodes
+- `hold`: a task could run, but the scheduler queues it until a worker is idle
+- `queue`: the scheduler assigned a task to this worker
+- `give`: the scheduler assigned a task to the other worker
 - `run`: a task began on this worker; its inputs are used together
-- `put`: a value came into this worker's memory, made here or fetched
-- `send`: a peer took a copy of a value
-- `drop`: the other worker let go of its value or copy
-- `over`: a task is done, on any worker
-- `release`: a value is not wanted any more
+- `put`: a value arrived in this worker's memory, made here or fetched
+- `send`: a peer fetched a copy of a value
+- `drop`: the other worker freed its value or copy
+- `over`: a task ended, on any worker
+- `release`: a value is no longer needed
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One worker's part of one run."""
+    """The events of one worker in one run."""
 
     nodes: list[Node]
     events: list[Event]
 
     def peak_nbytes(self) -> int:
-        """Most bytes that were held at a time, in memory without bounds."""
+        """Return the most bytes held at a time, in unlimited memory."""
         held: set[int] = set()
         used = peak = 0
         for kind, nodes in self.events:
@@ -61,7 +61,7 @@ class Trace:
 
 
 def save(name: str, traces: list[Trace]) -> None:
-    """Write the traces of all workers of a run. They share their nodes."""
+    """Write the traces of all workers of a run, which share their nodes."""
     content = {"nodes": traces[0].nodes, "workers": [asdict(trace)["events"] for trace in traces]}
     packed = json.dumps(content, separators=(",", ":")).encode()
     (FOLDER / f"{name}.json.gz").write_bytes(gzip.compress(packed, 9, mtime=0))

@@ -1,1 +1,1 @@
-"""A GPU as a device: streams, events and memory of CUDA, through CuPy and RMM."""
+"""A GPU as a device: CUDA streams, events and memory, through CuPy and RMM."""

@@ -1,14 +1,14 @@
-"""The thin calls: all that `devices.cuda.gpu` asks of CUDA, through CuPy.
+"""The CUDA calls of `devices.cuda.gpu`, made through CuPy.
 
-Nothing is decided here, so that what decides can be tested without a GPU, over a driver that keeps
-the rules of this one (`tests/devices/emulated_cuda.py`).
+The driver makes no decisions. So the code that decides is tested without a GPU, over a driver that
+follows the same rules (`tests/devices/emulated_cuda.py`).
 
-Why CuPy and not cuda-core: kernels are functions of CuPy arrays here, and cuDF brings it, so it is
-there wherever there is something to move. A second library would have a current device and a
-current stream of its own, which would have to be kept the same. CuPy's streams are taken by others
+CuPy was chosen over cuda-core. Kernels here are functions of CuPy arrays. cuDF depends on CuPy, so
+it is installed wherever there are device values. A second library would have its own current device
+and current stream, which would have to be kept in step. Other libraries accept CuPy's streams
 through the protocol `__cuda_stream__`.
 
-CuPy is imported when a driver is made, and not before.
+CuPy is imported when a driver is created, not before.
 """
 
 from __future__ import annotations
@@ -24,113 +24,112 @@ import numpy as np
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
 
-#: CUDA takes smaller numbers first, from 0 down to -5 on recent devices, and moves what is beyond a
-#: device's range into it. There is nothing below 0, which is also what streams of others have.
+#: CUDA runs smaller numbers first, from -5 on recent devices to 0, and clamps numbers outside the
+#: device's range. No priority is lower than 0, which is also the default of other libraries.
 _PRIORITIES = {Priority.HIGH: -5, Priority.NORMAL: 0, Priority.LOW: 0}
 
 
 class Driver(Protocol):
-    """One device. Streams, events and memory are whatever it makes them; they live until dropped.
+    """The calls to one device. Streams, events and memory are opaque and live until dropped.
 
-    Memory that is dropped may be given to the next who asks, for whichever stream: nothing may be
-    queued on it any more.
+    Dropped memory may go to any later allocation, on any stream. So no work on it may be queued
+    when it is dropped.
     """
 
     @property
     def name(self) -> str:
-        """The model."""
+        """Model name of the device."""
 
     @property
     def total_nbytes(self) -> int: ...
 
     @property
     def default_stream(self) -> Any:
-        """Where libraries and programs queue their work unless they are told otherwise."""
+        """The stream that libraries and programs use by default."""
 
     def open_stream(self, priority: Priority) -> Any: ...
 
     def record(self, stream: Any, timed: bool = False) -> Any:
-        """An event at the point that has been queued so far."""
+        """Return an event at the end of the work queued so far."""
 
     def is_done(self, event: Any) -> bool: ...
 
     def seconds_between(self, first: Any, second: Any) -> float:
-        """Of two events that are timed and done; negative if they came the other way round."""
+        """Return the seconds from the first to the second event; both are timed and done."""
 
     def wait_for(self, event: Any) -> None:
-        """The host waits. Raises what the device makes of an error of its own."""
+        """Block the host until the event is done; raise the device's own error if there is one."""
 
     def make_wait(self, stream: Any, event: Any) -> None:
-        """A stream waits."""
+        """Make a stream wait for an event."""
 
     def allocate(self, nbytes: int, stream: Any) -> Any:
-        """Memory for use on a stream; one byte or more.
+        """Return at least one byte of memory for use on a stream.
 
         Raises
         ------
         MemoryError
-            There is none.
+            The device has no free memory.
         """
 
     def borrow(self, memory: Any) -> Any:
-        """Somebody else's memory, of any library that has `__cuda_array_interface__`.
+        """Wrap memory of another library that has `__cuda_array_interface__`.
 
-        It must live until nothing is queued on it.
+        The memory must live until no work on it is queued.
         """
 
     def is_elsewhere(self, memory: Any) -> bool:
-        """Whether somebody else's memory is known to be of another device."""
+        """Return whether memory of another library is known to be on another device."""
 
     def copy_in(self, stream: Any, memory: Any, start: int, source: Bytes) -> None:
-        """Queue a copy. Host memory that is pinned has to live until it is done."""
+        """Queue a copy to the device. Pinned host memory must live until the copy is done."""
 
     def copy_out(self, stream: Any, target: Bytes, memory: Any, start: int) -> None:
-        """Queue a copy, or make it before this returns if the target is not pinned."""
+        """Queue a copy to the host. If the target is not pinned, the copy is done on return."""
 
     def copy_on(
         self, stream: Any, memory: Any, start: int, source: Any, source_start: int, nbytes: int
     ) -> None: ...
 
     def array(self, memory: Any, start: int, nbytes: int) -> Any:
-        """Bytes as a one-dimensional array that a kernel can use."""
+        """Return bytes as a one-dimensional array that a kernel can use."""
 
     def computing(self, stream: Any) -> AbstractContextManager[None]:
-        """What is computed inside is queued on this stream."""
+        """Queue the computations of a `with` statement on this stream."""
 
     def pin(self, nbytes: int) -> Bytes:
-        """Host memory that copies go to and from at full speed, without anybody waiting.
+        """Return host memory that copies at full speed, without blocking the host.
 
         Raises
         ------
         MemoryError
-            The system has none.
+            The system has no more memory to pin.
         """
 
 
 class _Borrowed(NamedTuple):
-    """An address, where CuPy's own memory has it too."""
+    """Memory of another library, by its address, with the attribute `ptr` of CuPy's memory."""
 
     ptr: int
 
 
 class CupyDriver:
-    """A device of CUDA's.
+    """A CUDA device, called through CuPy.
 
     Parameters
     ----------
     number
-        As CuPy counts them.
+        Device number in CuPy.
 
     Attributes
     ----------
     pool
-        Where memory comes from: `rmm` if somebody has given RMM a pool by now, so that there is one
-        with cuDF; else `cupy`.
+        The memory pool: `rmm` if RMM already has a pool, so that cuDF shares it; else `cupy`.
 
     Raises
     ------
     RuntimeError
-        There is no such device; `why_no_cuda` says why.
+        The device does not exist. The message says why.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -147,7 +146,7 @@ class CupyDriver:
         self.total_nbytes: int = properties["totalGlobalMem"]
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Handles are made on the thread's current device, which another library may have set."""
+        """Select this device: another library may have set another one for the thread."""
         device: AbstractContextManager[Any] = self._cupy.cuda.Device(self.number)
         return device
 
@@ -156,14 +155,14 @@ class CupyDriver:
         return self._cupy.cuda.Stream.null
 
     def open_stream(self, priority: Priority) -> Any:
-        # Non-blocking: a stream that waits for CUDA's default stream would have every task that
-        # uses that one wait for copies.
+        # Non-blocking: otherwise the stream would wait for CUDA's default stream, and every task
+        # that uses the default stream would wait for copies.
         with self._here():
             return self._cupy.cuda.Stream(non_blocking=True, priority=_PRIORITIES[priority])
 
     def record(self, stream: Any, timed: bool = False) -> Any:
-        # A blocking event lets the processor go while somebody waits; tasks need it. The default
-        # stream is that of the current device.
+        # A blocking event frees the processor while the host waits, and tasks need the processor.
+        # The default stream belongs to the current device.
         with self._here():
             event = self._cupy.cuda.Event(block=True, disable_timing=not timed)
             stream.record(event)
@@ -195,7 +194,7 @@ class CupyDriver:
 
     def is_elsewhere(self, memory: Any) -> bool:
         address, _ = memory.__cuda_array_interface__["data"]
-        # Below 0 where CUDA knows of no device, as of memory of the system.
+        # Negative for memory that CUDA does not know, such as host memory.
         number: int = self._runtime.pointerGetAttributes(address).device
         return number >= 0 and number != self.number
 
@@ -236,24 +235,24 @@ class CupyDriver:
 
 
 def _rmm_has_a_pool(number: int) -> bool:
-    """Not by itself: then it asks CUDA for each piece of memory, which has the device wait."""
+    """Return whether RMM has a pool. Its default resource blocks the device on each allocation."""
     rmm = sys.modules.get("rmm")
     if rmm is None:
         return False
     resource = rmm.mr.get_per_device_resource(number)
     while isinstance(resource, rmm.mr.FailureCallbackResourceAdaptor):
-        resource = resource.upstream_mr  # ours, for example, has no pool of its own
+        resource = resource.upstream_mr  # an adaptor, such as ours, is no pool
     return not isinstance(resource, rmm.mr.CudaMemoryResource)
 
 
 def why_no_cuda(number: int = 0) -> str | None:
-    """Why there is no device of this number to be used; None if there is one."""
+    """Return why the device cannot be used, or None if it can."""
     try:
         import cupy
     except ImportError as error:
         if error.name == "cupy":
             return "CuPy is not installed"
-        # It wants a part of CUDA that is not there; the first line says which.
+        # A part of CUDA is missing. The first line names it.
         return f"CuPy cannot be imported: {str(error).strip().partition(chr(10))[0]}"
     try:
         n_devices = cupy.cuda.runtime.getDeviceCount()

@@ -1,16 +1,15 @@
-"""A GPU as a device of the port: streams, events and memory of CUDA's, with a budget.
+"""A GPU as a device of the port: CUDA streams, events and memory, with a budget.
 
-What CUDA does of itself is asked of a `Driver` (`devices.cuda.driver`). What it does not do is
-here: the budget, memory that is used again only after its last use, who is told of a kernel that
-failed, and refusals of what is plainly wrong. Hazards between streams are not found; the emulated
-device finds them (`devices.emulated.emulated_device`).
+A `Driver` (`devices.cuda.driver`) makes the CUDA calls. This module adds what CUDA lacks: a budget,
+reuse of memory only after its last use, reports of failed kernels, and checks of arguments. It does
+not detect hazards between streams. The emulated device does (`devices.emulated.emulated_device`).
 
-Host memory that is not pinned makes a copy wait where the port says that it returns at once: CUDA
-copies it through memory of its own. `pin` of the driver goes with a
-`devices.host_memory.pinned.PinnedPool`.
+The port says that copies return at once. A copy of unpinned host memory does not: CUDA copies it
+through memory of its own. To avoid this, use a `devices.host_memory.pinned.PinnedPool` with the
+driver's `pin`.
 
-An error of the device itself (an access beyond memory, say) ends all work of the process on it.
-Whoever waits gets it as the driver raises it.
+An error of the device itself, such as an invalid memory access, ends all work of the process on it.
+Every call that waits for such work raises the error of the driver.
 """
 
 from __future__ import annotations
@@ -24,33 +23,35 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from dask_gpurt.devices.allocation_retry import overcome
+from dask_gpurt.devices.allocation_retry import wait_or_make_room
+from dask_gpurt.devices.base import (
+    BaseDevice,
+    BaseStream,
+    Span,
+    require_copy,
+    require_whole,
+    source_bytes,
+    target_bytes,
+)
 from dask_gpurt.devices.cuda.driver import Driver
-from dask_gpurt.devices.cuda.kernel_times import DeviceTimes, taken_done
-from dask_gpurt.devices.device import Buffer, Event, HostMemory, OnFull, Priority, Stream
+from dask_gpurt.devices.cuda.kernel_times import DeviceTimes, pop_done
+from dask_gpurt.devices.device import Buffer, Event, HostMemory, Priority, Stream
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
 from dask_gpurt.devices.ledger import Ledger
 from dask_gpurt.devices.ordering import HazardError
-from dask_gpurt.devices.spans import (
-    Span,
-    bytes_of,
-    require_apart,
-    require_same_length,
-    require_writable,
-)
 
-#: So much may wait for its end before all of it is looked at: each look costs up to a microsecond.
+#: Number of waiting entries below which a brief check suffices. A check costs up to 1 us an entry.
 _FEW_WAITING = 64
 
 
 class CudaEvent:
-    """Made by `CudaStream.record`.
+    """An event of a `CudaStream`.
 
     Attributes
     ----------
     error
-        What a kernel before it raised.
+        Error of a kernel before the event.
     """
 
     def __init__(self, device: CudaDevice, handle: Any, error: Exception | None) -> None:
@@ -68,7 +69,7 @@ class CudaEvent:
 
 
 class _Allocation:
-    """What the buffers of one allocation share."""
+    """State that all buffers of one allocation share."""
 
     def __init__(self, device: CudaDevice, memory: Any, nbytes: int) -> None:
         self.device = device
@@ -78,45 +79,42 @@ class _Allocation:
 
 
 class CudaBuffer(Span[_Allocation]):
-    """Memory of a `CudaDevice`, or a part of it."""
+    """Memory of a `CudaDevice`, or part of it."""
 
     def free(self, stream: Stream) -> None:
         self.allocation.device._free(self, stream)
 
 
-class CudaStream:
-    """Made by `CudaDevice.stream`.
+class CudaStream(BaseStream):
+    """A stream of a `CudaDevice`.
 
     Attributes
     ----------
     handle
-        The driver's: a `cupy.cuda.Stream`, which other libraries take as well.
+        The driver's stream: a `cupy.cuda.Stream`, which other libraries accept too.
     """
 
     def __init__(self, device: CudaDevice, name: str, priority: Priority, handle: Any) -> None:
-        self.device = device
+        self.device: CudaDevice = device
         self.name = name
         self.priority = priority
         self.handle = handle
-        #: Of a kernel that failed: nothing is queued after it.
+        #: Error of a kernel. The stream queues nothing after it.
         self.error: Exception | None = None
-        #: Host memory of copies that no event comes after yet.
+        #: Host memory of copies that no event follows yet.
         self.held: list[Bytes] = []
 
     def to_device(self, target: Buffer, source: HostMemory) -> None:
-        (into,) = self.device._own([target])
-        data = bytes_of(source)
-        require_same_length(into.nbytes, data.nbytes)
+        (into,) = self.device._own_memory([target])
+        data = source_bytes(source, into)
         if self._takes_work(data.nbytes):
             with self._timed(Engine.IN, data.nbytes):
                 self.device.driver.copy_in(self.handle, into.allocation.memory, into.start, data)
             self.device._hold(self, data)
 
     def to_host(self, target: HostMemory, source: Buffer) -> None:
-        (out_of,) = self.device._own([source])
-        data = bytes_of(target)
-        require_same_length(data.nbytes, out_of.nbytes)
-        require_writable(data)
+        (out_of,) = self.device._own_memory([source])
+        data = target_bytes(target, out_of)
         if self._takes_work(data.nbytes):
             memory = out_of.allocation.memory
             with self._timed(Engine.OUT, data.nbytes):
@@ -124,9 +122,8 @@ class CudaStream:
             self.device._hold(self, data)
 
     def on_device(self, target: Buffer, source: Buffer) -> None:
-        into, out_of = self.device._own([target, source])
-        require_same_length(into.nbytes, out_of.nbytes)
-        require_apart(into, out_of)
+        into, out_of = self.device._own_memory([target, source])
+        require_copy(into, out_of)
         if self._takes_work(into.nbytes):
             with self._timed(Engine.COMPUTE, into.nbytes):
                 self.device.driver.copy_on(
@@ -144,7 +141,7 @@ class CudaStream:
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
     ) -> None:
-        buffers = self.device._own([*reads, *writes])
+        buffers = self.device._own_memory([*reads, *writes])
         if not self._takes_work():
             return
         driver = self.device.driver
@@ -153,20 +150,12 @@ class CudaStream:
             with self._timed(Engine.COMPUTE), driver.computing(self.handle):
                 kernel(*arrays)
         except Exception as error:
-            # As on every device it is for those who wait: what called may know nothing of kernels.
+            # Calls that wait raise the error, as on every device. The caller of `launch` may not
+            # even know the kernel.
             self.error = error
-            # Its traceback would keep the memory as long as the stream lives.
+            # The traceback would keep the memory alive as long as the stream.
             traceback.clear_frames(error.__traceback__)
             arrays.clear()
-
-    def record(self) -> CudaEvent:
-        return self.device._record(self)
-
-    def wait(self, event: Event) -> None:
-        self.device._make_wait(self, event)
-
-    def synchronize(self) -> None:
-        self.record().synchronize()
 
     def _timed(self, engine: Engine, nbytes: int = 0) -> AbstractContextManager[None]:
         times = self.device.times
@@ -181,52 +170,48 @@ class CudaStream:
         return self.error is None and nbytes > 0
 
 
-class CudaDevice:
-    """A GPU.
+class CudaDevice(BaseDevice):
+    """A GPU as a device.
 
     Parameters
     ----------
     driver
-        The thin calls: a `CupyDriver`.
+        Makes the CUDA calls: a `CupyDriver`.
     capacity_nbytes
-        Most that can be allocated here at a time. Others of the process allocate as well, so it is
-        less than the device has.
+        Most bytes that can be allocated through this object. It is less than the device has,
+        because other libraries of the process allocate as well.
     ledger
-        Where to enter what was done, with the next call to the device. What was done before older
-        work on another stream may be entered some calls later. It costs two events for each piece.
+        Gets an entry for each piece of work, at a later call to the device. An entry may be delayed
+        while older work of another stream runs. Entries cost two events for each piece of work.
 
     Attributes
     ----------
     times
-        Enters it.
+        The object that adds the entries, or None without a ledger.
     """
 
     name = "cuda"
 
     def __init__(self, driver: Driver, capacity_nbytes: int, ledger: Ledger | None = None) -> None:
+        super().__init__(threading.Lock())
         self.driver = driver
         self.capacity_nbytes = capacity_nbytes
-        self._lock = threading.Lock()
         self._is_closed = False
-        #: All memory is allocated on this: pools give memory back to the stream it was allocated
-        #: on, so what one stream freed would be of no use to another.
+        #: The stream of all allocations. Pools return memory to the stream that allocated it. With
+        #: one stream for all, every stream of the device can reuse the memory.
         self._memory = driver.open_stream(Priority.NORMAL)
         self.times = DeviceTimes(driver, ledger, self._memory) if ledger is not None else None
         self._streams: list[CudaStream] = []
         self._used_nbytes = 0
-        #: Not freed. Kept here, because a buffer that is dropped instead of freed must not give its
-        #: memory to others while work on it is queued.
+        #: Live allocations. This reference keeps memory from being reused while work on it is
+        #: queued, if its buffer is dropped without being freed.
         self._allocations: set[_Allocation] = set()
-        #: Memory whose freeing is queued, oldest first, and when that is done.
+        #: Queued frees, oldest first, with the events that complete them.
         self._freeing: deque[tuple[_Allocation, Any]] = deque()
-        #: Host memory that copies use, and when they are done.
+        #: Host memory that copies use, with the events that end the copies.
         self._held: deque[tuple[list[Bytes], Any]] = deque()
-        #: All that waits is looked at when there is so much of it.
+        #: Number of waiting entries from which on all of them are checked.
         self._most_waiting = _FEW_WAITING
-        self._on_full: OnFull | None = None
-        # A deque: arrays die wherever the garbage collector runs, so nothing that happens then may
-        # take the lock.
-        self._dead: deque[tuple[Any, Any, list[Any]]] = deque()
 
     # ------------------------------------------------------------------ memory
 
@@ -236,12 +221,8 @@ class CudaDevice:
             self._tidy()
             return self._used_nbytes
 
-    def on_full(self, callback: OnFull | None) -> None:
-        with self._lock:
-            self._on_full = callback
-
     def allocate(self, nbytes: int, stream: Stream) -> CudaBuffer:
-        mine = self._own_stream(stream)
+        (mine,) = self._own([stream], CudaStream, "a stream")
         while True:
             with self._lock:
                 self._require_open()
@@ -255,7 +236,7 @@ class CudaDevice:
                 try:
                     return self._allocated(nbytes, mine)
                 except MemoryError as error:
-                    # Others use the same memory, or what is free of it is in pieces.
+                    # Other libraries use the same memory, or the free memory is fragmented.
                     problem = error
                     missing_nbytes = nbytes
                     self._give_back(nbytes)
@@ -269,7 +250,7 @@ class CudaDevice:
             wait = None
             if soon is not None and (problem is not None or missing_nbytes <= freeing_nbytes):
                 wait = partial(self.driver.wait_for, soon)
-            overcome(self, nbytes, used_nbytes, wait, callback, problem)
+            wait_or_make_room(self, nbytes, used_nbytes, wait, callback, problem)
 
     def _allocated(self, nbytes: int, stream: CudaStream) -> CudaBuffer:
         allocation = _Allocation(self, self.driver.allocate(max(1, nbytes), self._memory), nbytes)
@@ -283,51 +264,43 @@ class CudaDevice:
             self._used_nbytes -= nbytes
 
     def _free(self, buffer: CudaBuffer, stream: Stream) -> None:
-        mine = self._own_stream(stream)
-        if buffer.nbytes != buffer.allocation.nbytes:
-            raise ValueError("a part of a buffer cannot be freed")
+        (mine,) = self._own([stream], CudaStream, "a stream")
+        require_whole(buffer)
         with self._lock:
             self._require_open()
             if buffer.allocation.is_freed:
-                raise HazardError("memory is freed that was freed before")
+                raise HazardError("the memory is already freed")
             self._queue_free(buffer.allocation, mine)
             self._tidy_briefly()
 
     def _queue_free(self, allocation: _Allocation, stream: CudaStream) -> None:
-        # Let go of by the host after the event, instead of in stream order: pools know the stream
-        # that memory was allocated on, not the last one that used it.
+        # The host frees the memory after the event, not in stream order. A pool knows the stream
+        # that allocated the memory, but not the last stream that used it.
         allocation.is_freed = True
         self._allocations.remove(allocation)
         self._freeing.append((allocation, self.driver.record(stream.handle)))
 
-    def bury(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
-        """Free memory on a stream, after some events; for destructors.
-
-        Takes no lock, raises nothing, and happens with the next call to the device.
-        """
-        self._dead.append((buffer, stream, list(events)))
-
     def _tidy(self, is_brief: bool = False) -> None:
-        """Let go of what is not used any more, as `taken_done` finds it. The lock is held."""
+        """Free what is no longer in use, as `pop_done` finds it. The caller holds the lock."""
         while self._dead and not self._is_closed:
             buffer, stream, events = self._dead.popleft()
             for event in events:
                 self.driver.make_wait(stream.handle, event.handle)
             if not buffer.allocation.is_freed:
                 self._queue_free(buffer.allocation, stream)
-        for allocation in taken_done(self.driver, self._freeing, is_brief):
+        for allocation in pop_done(self.driver, self._freeing, is_brief):
             allocation.memory = None
             self._used_nbytes -= allocation.nbytes
-        for held in taken_done(self.driver, self._held, is_brief):
+        for held in pop_done(self.driver, self._held, is_brief):
             held.clear()
         if self.times is not None:
             self.times.collect(is_brief)
 
     def _tidy_briefly(self) -> None:
-        """For calls that are to cost little. The lock is held.
+        """Free some of what is no longer in use, at little cost. The caller holds the lock.
 
-        All that waits is looked at only where there is twice as much as the last time left: behind
-        one stream that does not get on, work that others have done must not pile up.
+        It checks all waiting entries only if their number has doubled since the last full check.
+        Without full checks, finished work would pile up behind one stalled stream.
         """
         if self._n_waiting() < self._most_waiting:
             self._tidy(is_brief=True)
@@ -349,7 +322,7 @@ class CudaDevice:
         return stream
 
     def close(self) -> None:
-        """Stop. What was queued cannot be taken back from a GPU, and is waited for."""
+        """Stop the device. A GPU cannot take back queued work, so this waits for it."""
         with self._lock:
             if self._is_closed:
                 return
@@ -357,7 +330,7 @@ class CudaDevice:
             self._is_closed = True
             streams = self._streams
         for stream in streams:
-            # A device that failed has told those who waited; here nobody waits.
+            # Earlier calls that waited have raised the error of a failed device.
             with contextlib.suppress(Exception):
                 self.driver.wait_for(self.driver.record(stream.handle))
         with self._lock, contextlib.suppress(Exception):
@@ -374,19 +347,18 @@ class CudaDevice:
             return event
 
     def _make_wait(self, stream: CudaStream, event: Event) -> None:
-        if not isinstance(event, CudaEvent) or event.device is not self:
-            raise ValueError("an event of another device")
+        (mine,) = self._own([event], CudaEvent, "an event")
         with self._lock:
             self._require_open()
-            self.driver.make_wait(stream.handle, event.handle)
-            stream.error = stream.error or event.error
+            self.driver.make_wait(stream.handle, mine.handle)
+            stream.error = stream.error or mine.error
             self._tidy_briefly()
 
     def _hold(self, stream: CudaStream, data: Bytes) -> None:
-        """CUDA does not keep host memory alive, and nobody has to who only queues a copy.
+        """Keep host memory alive until the copy is done. CUDA does not do this.
 
-        Called after the copy is queued: another thread may record an event of the stream any time,
-        which must not stand for a copy that comes after it.
+        Call this after queueing the copy. Another thread may record an event at any time. Such an
+        event must not cover a copy that is queued later.
         """
         with self._lock:
             stream.held.append(data)
@@ -395,17 +367,9 @@ class CudaDevice:
         if self._is_closed:
             raise RuntimeError(f"device {self.name!r} is closed")
 
-    def _own(self, buffers: Iterable[Buffer]) -> list[CudaBuffer]:
-        mine = []
-        for buffer in buffers:
-            if not isinstance(buffer, CudaBuffer) or buffer.allocation.device is not self:
-                raise ValueError("memory of another device")
+    def _own_memory(self, buffers: Iterable[Buffer]) -> list[CudaBuffer]:
+        mine = self._own(buffers, CudaBuffer, "memory")
+        for buffer in mine:
             if buffer.allocation.is_freed:
-                raise HazardError("memory is used that was freed before")
-            mine.append(buffer)
+                raise HazardError("memory is used after it was freed")
         return mine
-
-    def _own_stream(self, stream: Stream) -> CudaStream:
-        if not isinstance(stream, CudaStream) or stream.device is not self:
-            raise ValueError("a stream of another device")
-        return stream

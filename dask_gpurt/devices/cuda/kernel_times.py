@@ -1,10 +1,10 @@
-"""Work of a GPU in a ledger: when it began and ended there, in the time of the ledger's clock.
+"""Start and end times of GPU work, entered into a ledger on the ledger's clock.
 
-Two events are recorded around each piece of work, and looked at when both are done: nothing waits
-for them. A piece begins when its stream has nothing else to do, so the time in which it waits for
-an engine that another stream uses is counted with it.
+Two events around each piece of work give its times. They are read when both are done, so nothing
+waits for them. A piece starts when its stream is otherwise idle. So its time includes any wait for
+an engine that another stream uses.
 
-Knows neither budgets nor hazards; `devices.cuda.gpu` calls it, with its lock held where it
+This module knows no budgets and no hazards. `devices.cuda.gpu` calls it, and holds its lock when it
 collects.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 from dask_gpurt.devices.cuda.driver import Driver
 from dask_gpurt.devices.ledger import Entry, Ledger
 
-#: CUDA tells times between events in milliseconds as 32-bit floats: after a minute they are good
-#: for a few microseconds, after hours for nothing.
+#: CUDA returns times between events in milliseconds as 32-bit floats. After a minute, these are
+#: accurate to a few microseconds. After hours, they are useless.
 _FAR_S = 60.0
 
 T = TypeVar("T")
@@ -33,15 +33,15 @@ class _Piece(NamedTuple):
     ended: Any
 
 
-def taken_done(driver: Driver, waiting: deque[tuple[T, Any]], is_brief: bool) -> Iterator[T]:
-    """What waits for an event that is done, oldest first, and no longer does.
+def pop_done(driver: Driver, waiting: deque[tuple[T, Any]], is_brief: bool) -> Iterator[T]:
+    """Remove and yield the items whose events are done, oldest first.
 
     Parameters
     ----------
     waiting
-        With their events. Others may append meanwhile, none may take.
+        Items with their events. Other threads may append to it, but not remove.
     is_brief
-        Look no further than the oldest that is not done.
+        Stop at the first item whose event is not done.
     """
     for _ in range(len(waiting)):
         if driver.is_done(waiting[0][1]):
@@ -53,12 +53,12 @@ def taken_done(driver: Driver, waiting: deque[tuple[T, Any]], is_brief: bool) ->
 
 
 class DeviceTimes:
-    """Enters what was done on the streams of a device.
+    """A recorder of the times of work on the streams of a device.
 
     Parameters
     ----------
     stream
-        One that is idle: what the two clocks have in common is measured on it.
+        An idle stream. The offset between the two clocks is measured on it.
     """
 
     def __init__(self, driver: Driver, ledger: Ledger, stream: Any) -> None:
@@ -66,26 +66,26 @@ class DeviceTimes:
         self._ledger = ledger
         self._zero = driver.record(stream, timed=True)
         driver.wait_for(self._zero)
-        #: By the ledger's clock.
+        #: Time of the event `_zero` on the ledger's clock.
         self._zero_s = ledger.clock()
-        # A deque: streams are used by many threads.
+        # A deque, because many threads use streams.
         self._pieces: deque[tuple[_Piece, Any]] = deque()
 
     def __len__(self) -> int:
-        """Pieces that are not entered yet."""
+        """Number of pieces that are not in the ledger yet."""
         return len(self._pieces)
 
     @contextlib.contextmanager
     def timed(self, stream: Any, lane: str, path: str, nbytes: int = 0) -> Iterator[None]:
-        """What is queued inside, on a stream of the driver's."""
+        """Time the work that the `with` statement queues on a stream."""
         began = self._driver.record(stream, timed=True)
         yield
         ended = self._driver.record(stream, timed=True)
         self._pieces.append((_Piece(lane, path, nbytes, began, ended), ended))
 
     def collect(self, is_brief: bool = False) -> None:
-        """Enter what is done by now, as `taken_done` finds it; by one thread at a time."""
-        for piece in taken_done(self._driver, self._pieces, is_brief):
+        """Enter finished pieces into the ledger. Only one thread may call this at a time."""
+        for piece in pop_done(self._driver, self._pieces, is_brief):
             since_s = self._driver.seconds_between(self._zero, piece.began)
             start_s = self._zero_s + since_s
             took_s = self._driver.seconds_between(piece.began, piece.ended)

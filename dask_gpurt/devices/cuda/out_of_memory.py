@@ -1,12 +1,11 @@
-"""Has everybody in the process who finds no room on a GPU call whoever can make some.
+"""Hooks that call the store to make room when CuPy or RMM run out of device memory.
 
-`CudaDevice.allocate` does so by itself (`on_full`). This is for those who allocate elsewhere:
-CuPy's arrays, and what comes from RMM, which is all of cuDF's. The callback is that of the port,
-so `TieredStore.make_room` of the device's home is called from here as from there: in the thread
-that allocates, with no lock of ours held.
+`CudaDevice.allocate` calls its own `on_full`. The hooks here serve allocations of other libraries:
+CuPy's arrays, and all memory from RMM, which cuDF uses. They call the same kind of callback, such
+as `TieredStore.make_room`, in the thread that allocates and with none of our locks held.
 
-cuDF can spill by itself. Two who move the same columns would undo each other's work, so where a
-user switched that on, RMM is left alone. Budgets are for whoever installs this to agree on.
+cuDF can spill by itself. Two spillers would undo each other's work, so with that option set, the
+hooks leave RMM alone. The caller that installs the hooks must set consistent budgets.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from dask_gpurt.devices.device import OnFull
 
 
 class CallWhenFull:
-    """A callback for allocations without room, until `remove`.
+    """Out-of-memory hooks in CuPy and RMM, installed until `uninstall`.
 
     Parameters
     ----------
     on_full
-        As of `Device.on_full`. Asked again and again until there is room, or it says no.
+        Callback as of `Device.on_full`. The hooks call it until there is room or it returns False.
     number
-        Of the device, as CuPy and RMM count them.
+        Device number in CuPy and RMM.
 
     Attributes
     ----------
     installed
-        Who calls it: `cupy`, `rmm`.
+        Libraries that call the callback: `cupy`, `rmm`.
     left
-        Who does not, and why.
+        The other libraries, with the reason.
     """
 
     def __init__(self, on_full: OnFull, number: int = 0) -> None:
@@ -50,10 +49,10 @@ class CallWhenFull:
     def installed(self) -> list[str]:
         return list(self._removals)
 
-    def remove(self) -> None:
-        """Put back what was there; what somebody else has put on top since stays.
+    def uninstall(self) -> None:
+        """Restore the previous allocators, unless another program has replaced ours since.
 
-        Nobody is asked any more, even where the hook cannot be taken out from below another.
+        The callback is never called again, even if a hook stays installed below another.
         """
         self._on_full = None
         while self._removals:
@@ -70,7 +69,7 @@ class CallWhenFull:
             self._removals[name] = found
 
     def _ask(self, nbytes: int) -> bool:
-        # Who makes room may allocate for it. Asked again then, it would wait for itself.
+        # Making room may allocate. A nested call would wait for itself.
         on_full = self._on_full
         if on_full is None or getattr(self._asking, "is_under_way", False):
             return False
@@ -119,6 +118,6 @@ class CallWhenFull:
 
 
 def cudf_spills() -> bool:
-    """Whether cuDF was told to spill. Does not import it: what is not imported moves nothing."""
+    """Return whether cuDF has spilling enabled. Without cuDF in the process, there is none."""
     cudf = sys.modules.get("cudf")
     return cudf is not None and bool(cudf.get_option("spill"))

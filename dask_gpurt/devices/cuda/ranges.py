@@ -1,11 +1,11 @@
-"""Ranges of time that a profiler shows, named by lane and phase.
+"""Named time ranges for profilers, by lane and phase.
 
-Nsight Systems and other tools of NVIDIA's draw what a program marks through the `nvtx` package.
-Where that is not installed, or no tool listens, a range costs one test and does nothing. Whether
-one listens is found out at the first range: tools are attached before a program starts.
+Nsight Systems and other NVIDIA tools show the ranges that a program marks through the `nvtx`
+package. Without the package or without a listening tool, a range costs one test and does nothing.
+The first range detects the tool, because tools attach before a program starts.
 
-A range belongs to the thread that opened it, so nothing may be awaited inside. What is kept for
-ourselves, without a profiler, is in the ledger of transfers.
+A range belongs to the thread that opened it, so code must not await inside a range. The ledger of
+transfers records times without a profiler.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 DOMAIN = "dask_gpurt"
 
-#: Told apart at a glance; other lanes have the tool's own colour.
+#: Distinct colours; other lanes get the tool's default.
 _COLORS = {"compute": "green", "communication": "blue", "copy": "orange", "disk": "purple"}
 
 _NOTHING = contextlib.nullcontext()
 
 
 class _Range:
-    """Opens and closes one kind of range; may be open many times, in one thread or in many."""
+    """Context manager of one kind of range. It may be open many times and in several threads."""
 
     __slots__ = ("_attributes", "_domain")
 
@@ -41,12 +41,12 @@ class _Range:
 
 
 class Ranges:
-    """Ranges of one domain.
+    """The ranges of one domain.
 
     Parameters
     ----------
     domain
-        Of the `nvtx` package, or None if nobody listens.
+        A domain of the `nvtx` package, or None without a listening profiler.
     """
 
     def __init__(self, domain: Any) -> None:
@@ -54,12 +54,12 @@ class Ranges:
         self._known: dict[tuple[str, str], _Range] = {}
 
     def open(self, lane: str, phase: str) -> AbstractContextManager[None]:
-        """A range from here to the end of a `with` block.
+        """Return a context manager for a range over a `with` statement.
 
         Parameters
         ----------
         lane, phase
-            What work is for, and what is done. Of few values each: names are kept for ever.
+            The purpose of the work, and the step. Use few values: the names are never freed.
         """
         if self._domain is None:
             return _NOTHING
@@ -71,12 +71,12 @@ class Ranges:
 
 
 def listening_domain() -> Any:
-    """The domain of ours that a profiler listens to; None if none does, or without `nvtx`."""
+    """Return our domain if a profiler listens to it; None without a profiler or without `nvtx`."""
     try:
         import nvtx
     except ImportError:
         return None
-    # Without a tool, or if NVTX_DISABLE is set, the package hands out another class.
+    # Without a tool, or if NVTX_DISABLE is set, `nvtx` returns an object of another class.
     domain = nvtx.get_domain(DOMAIN) if nvtx.enabled() else None
     return domain if isinstance(domain, nvtx.Domain) else None
 
@@ -85,7 +85,7 @@ _ranges: Ranges | None = None
 
 
 def range_(lane: str, phase: str) -> AbstractContextManager[None]:
-    """A range from here to the end of a `with` block, for a profiler if one listens.
+    """Return a context manager for a range that a listening profiler shows.
 
     Examples
     --------

@@ -1,29 +1,36 @@
-"""A device emulated in host memory: a budget, streams, copies that really copy, and no luck.
+"""A device emulated in host memory: a budget, streams, real copies, and detection of hazards.
 
-It works in one of two ways. *Threaded*: an engine for each direction of copies and one that
-computes are threads, and work goes on while the host does something else. *Pumped*: nothing runs
-until `pump` or until somebody waits, and then in an order that the caller chooses among all that
-streams and events allow. Pumped memory that has no defined content yet (fresh, freed, or the
-target of a copy to the host that has not run) is full of `POISON`.
+The device is *threaded* or *pumped*. A threaded device has three threads: one for copies in each
+direction and one for kernels. They run while the host does other work. A pumped device runs nothing
+until `pump` or until the host waits. It then runs work in an order that the caller chooses, among
+the orders that streams and events allow. It fills memory without defined content with `POISON`:
+fresh memory, freed memory, and targets of copies to the host that have not run.
 
-In both, work that no event orders is a `HazardError` as soon as it is queued (`devices.ordering`).
+Both raise a `HazardError` as soon as work is queued that no event orders (`devices.ordering`).
 
-What this does not emulate: the speed of a kernel, more than one kernel at a time, what memory
-costs that is not pinned. Times are those of this machine, unless rates are given.
+The device does not emulate the speed of kernels, concurrent kernels, or the cost of unpinned
+memory. Times are those of this machine, unless rates are given.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from dask_gpurt.devices.allocation_retry import overcome
-from dask_gpurt.devices.device import Buffer, Event, HostMemory, OnFull, Priority, Stream
+from dask_gpurt.devices.allocation_retry import wait_or_make_room
+from dask_gpurt.devices.base import (
+    BaseDevice,
+    BaseStream,
+    Span,
+    require_copy,
+    require_whole,
+    source_bytes,
+    target_bytes,
+)
+from dask_gpurt.devices.device import Buffer, Event, HostMemory, Priority, Stream
 from dask_gpurt.devices.emulated.engines import (
     Engines,
     PumpedEngines,
@@ -35,24 +42,17 @@ from dask_gpurt.devices.emulated.queues import Engine, Queue, Signal, Work
 from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
 from dask_gpurt.devices.ledger import Ledger
 from dask_gpurt.devices.ordering import Clock, HazardError, Use, Uses
-from dask_gpurt.devices.spans import (
-    Span,
-    bytes_of,
-    require_apart,
-    require_same_length,
-    require_writable,
-)
 
-#: What is in memory of a pumped device that has no content yet.
+#: Content of a pumped device's undefined memory.
 POISON = 0xA5
 
 
-class HostEvent:
-    """Made by `HostStream.record`."""
+class EmulatedEvent:
+    """An event of an `EmulatedStream`."""
 
-    def __init__(self, device: HostDevice, clock: Clock) -> None:
+    def __init__(self, device: EmulatedDevice, clock: Clock) -> None:
         self.device = device
-        #: What is over once this is done.
+        #: The work that is finished once the event is done.
         self.clock = clock
         self.signal = Signal()
 
@@ -64,37 +64,37 @@ class HostEvent:
 
 
 class _Allocation:
-    """What the buffers of one allocation share."""
+    """State that all buffers of one allocation share."""
 
-    def __init__(self, device: HostDevice, memory: Bytes) -> None:
+    def __init__(self, device: EmulatedDevice, memory: Bytes) -> None:
         self.device = device
         self.memory: Bytes | None = memory
         self.nbytes = memory.nbytes
         self.uses = Uses()
 
 
-class HostBuffer(Span[_Allocation]):
-    """Memory of a `HostDevice`, or a part of it."""
+class EmulatedBuffer(Span[_Allocation]):
+    """Memory of an `EmulatedDevice`, or part of it."""
 
     def free(self, stream: Stream) -> None:
         self.allocation.device._free(self, stream)
 
     def memory(self) -> Bytes:
-        """Its bytes, while work on it runs."""
+        """Return the bytes, for running work."""
         memory = self.allocation.memory
         assert memory is not None, "work on memory that is free is refused"
         return memory[self.start : self.start + self.nbytes]
 
 
-class HostStream:
-    """Made by `HostDevice.stream`."""
+class EmulatedStream(BaseStream):
+    """A stream of an `EmulatedDevice`."""
 
-    def __init__(self, device: HostDevice, key: str, queue: Queue) -> None:
-        self.device = device
-        #: Its name among clocks: no other stream has it.
+    def __init__(self, device: EmulatedDevice, key: str, queue: Queue) -> None:
+        self.device: EmulatedDevice = device
+        #: Unique name of the stream in clocks.
         self.key = key
         self.queue = queue
-        #: What the next piece of work comes after.
+        #: The clock of the next piece of work.
         self.clock = Clock()
 
     @property
@@ -106,24 +106,20 @@ class HostStream:
         return self.queue.priority
 
     def to_device(self, target: Buffer, source: HostMemory) -> None:
-        (into,) = self.device._own([target])
-        data = bytes_of(source)
-        require_same_length(into.nbytes, data.nbytes)
+        (into,) = self.device._own_memory([target])
+        data = source_bytes(source, into)
         work = Work(lambda: np.copyto(into.memory(), data), Engine.IN, data.nbytes)
         self.device._queue(self, "a copy to the device", work, (), [into])
 
     def to_host(self, target: HostMemory, source: Buffer) -> None:
-        (out_of,) = self.device._own([source])
-        data = bytes_of(target)
-        require_same_length(data.nbytes, out_of.nbytes)
-        require_writable(data)
+        (out_of,) = self.device._own_memory([source])
+        data = target_bytes(target, out_of)
         work = Work(lambda: np.copyto(data, out_of.memory()), Engine.OUT, data.nbytes)
         self.device._queue(self, "a copy to the host", work, [out_of], (), data)
 
     def on_device(self, target: Buffer, source: Buffer) -> None:
-        into, out_of = self.device._own([target, source])
-        require_same_length(into.nbytes, out_of.nbytes)
-        require_apart(into, out_of)
+        into, out_of = self.device._own_memory([target, source])
+        require_copy(into, out_of)
         work = Work(lambda: np.copyto(into.memory(), out_of.memory()), Engine.COMPUTE, into.nbytes)
         self.device._queue(self, "a copy on the device", work, [out_of], [into])
 
@@ -133,7 +129,7 @@ class HostStream:
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
     ) -> None:
-        sources, targets = self.device._own(reads), self.device._own(writes)
+        sources, targets = self.device._own_memory(reads), self.device._own_memory(writes)
 
         def run() -> None:
             arrays = [source.memory() for source in sources]
@@ -144,33 +140,24 @@ class HostStream:
         name = f"kernel {getattr(kernel, '__name__', repr(kernel))}"
         self.device._queue(self, name, Work(run, Engine.COMPUTE), sources, targets)
 
-    def record(self) -> HostEvent:
-        return self.device._record(self)
 
-    def wait(self, event: Event) -> None:
-        self.device._make_wait(self, event)
-
-    def synchronize(self) -> None:
-        self.record().synchronize()
-
-
-class HostDevice:
+class EmulatedDevice(BaseDevice):
     """A device emulated in host memory.
 
     Parameters
     ----------
     capacity_nbytes
-        Most that can be allocated at a time.
+        Most bytes that can be allocated at the same time.
     choose
-        Makes this a pumped device. Called with the number of streams that could do something now,
-        the one that was opened first being 0; returns which of them does. The method `randrange`
-        of a random generator makes a seed of it.
+        Makes this a pumped device. It gets the number of streams that can run work now, and returns
+        which of them does, counted in the order of opening. Pass `random.Random(seed).randrange`
+        for a random order.
     rates
-        Of the engines; those not given go as fast as they can.
+        Speed of the engines. Engines without a rate run as fast as they can.
     ledger
-        Where to enter what was done.
+        Gets an entry for each piece of work.
     clock, wait
-        Seconds, and how to let so many pass: what rates are kept by, and the ledger's times.
+        Return the time in seconds, and sleep for some seconds. Rates and the ledger use them.
     """
 
     name = "host"
@@ -192,17 +179,14 @@ class HostDevice:
         else:
             self._engines = PumpedEngines(runner, choose)
         self._is_pumped = choose is not None
-        self._lock = self._engines.changed
+        super().__init__(self._engines.changed)
         self._n_streams = 0
         self._used_nbytes = 0
-        #: Memory whose freeing is queued, and when that is done.
+        #: Queued frees, with the signals that complete them.
         self._freeing: dict[_Allocation, Signal] = {}
-        self._on_full: OnFull | None = None
-        #: What the host has waited for.
+        #: The work that the host has waited for.
         self._seen = Clock()
-        # A deque: arrays die wherever the garbage collector runs, so nothing that happens then may
-        # take the lock.
-        self._dead: deque[tuple[Any, Any, list[Any]]] = deque()
+        #: A hazard found by `_free_dead`. The next call to the device raises it.
         self._late: HazardError | None = None
 
     # ------------------------------------------------------------------ memory
@@ -210,15 +194,11 @@ class HostDevice:
     @property
     def used_nbytes(self) -> int:
         with self._lock:
-            self._bury()
+            self._free_dead()
             return self._used_nbytes
 
-    def on_full(self, callback: OnFull | None) -> None:
-        with self._lock:
-            self._on_full = callback
-
-    def allocate(self, nbytes: int, stream: Stream) -> HostBuffer:
-        mine = self._own_stream(stream)
+    def allocate(self, nbytes: int, stream: Stream) -> EmulatedBuffer:
+        (mine,) = self._own([stream], EmulatedStream, "a stream")
         while True:
             with self._lock:
                 self._begin()
@@ -232,9 +212,9 @@ class HostDevice:
             wait = None
             if soon is not None and missing_nbytes <= freeing_nbytes:
                 wait = partial(self._until, soon)
-            overcome(self, nbytes, used_nbytes, wait, callback)
+            wait_or_make_room(self, nbytes, used_nbytes, wait, callback)
 
-    def _allocated(self, nbytes: int, stream: HostStream) -> HostBuffer:
+    def _allocated(self, nbytes: int, stream: EmulatedStream) -> EmulatedBuffer:
         memory = np.empty(nbytes, dtype=np.uint8)
         if self._is_pumped:
             memory.fill(POISON)
@@ -243,17 +223,16 @@ class HostDevice:
             self._use(stream, "its allocation", 0, nbytes), stream.clock, self._seen
         )
         self._used_nbytes += nbytes
-        return HostBuffer(allocation, 0, nbytes)
+        return EmulatedBuffer(allocation, 0, nbytes)
 
-    def _free(self, buffer: HostBuffer, stream: Stream) -> None:
-        mine = self._own_stream(stream)
-        if buffer.nbytes != buffer.allocation.nbytes:
-            raise ValueError("a part of a buffer cannot be freed")
+    def _free(self, buffer: EmulatedBuffer, stream: Stream) -> None:
+        (mine,) = self._own([stream], EmulatedStream, "a stream")
+        require_whole(buffer)
         with self._lock:
             self._begin()
             self._queue_free(buffer.allocation, mine)
 
-    def _queue_free(self, allocation: _Allocation, stream: HostStream) -> None:
+    def _queue_free(self, allocation: _Allocation, stream: EmulatedStream) -> None:
         def release() -> None:
             with self._lock:
                 if self._is_pumped and allocation.memory is not None:
@@ -267,15 +246,7 @@ class HostDevice:
         signal = self._freeing[allocation] = Signal()
         self._engines.submit(stream.queue, Work(release, records=signal, always=True))
 
-    def bury(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
-        """Free memory on a stream, after some events; for destructors.
-
-        Takes no lock, raises nothing, and happens with the next call to the device. A hazard that
-        is found then is raised by that call.
-        """
-        self._dead.append((buffer, stream, list(events)))
-
-    def _bury(self) -> None:
+    def _free_dead(self) -> None:
         while self._dead and not self._engines.is_closed:
             buffer, stream, events = self._dead.popleft()
             for event in events:
@@ -287,22 +258,22 @@ class HostDevice:
 
     # ------------------------------------------------------------------ work
 
-    def stream(self, name: str, priority: Priority = Priority.NORMAL) -> HostStream:
+    def stream(self, name: str, priority: Priority = Priority.NORMAL) -> EmulatedStream:
         with self._lock:
             self._n_streams += 1
             key = f"{name} ({self._n_streams})"
-            return HostStream(self, key, self._engines.open(name, priority))
+            return EmulatedStream(self, key, self._engines.open(name, priority))
 
     def pump(self, n_steps: int | None = None) -> int:
-        """Let streams do so many steps, or everything that is queued; how many they did.
+        """Run up to `n_steps` pieces of queued work, or all of it; return how many ran.
 
         Raises
         ------
         RuntimeError
-            This is not a pumped device.
+            This device is not pumped.
         """
         if not isinstance(self._engines, PumpedEngines):
-            raise RuntimeError("a device with threads of its own is not pumped")
+            raise RuntimeError("a threaded device is not pumped")
         with self._lock:
             self._begin()
             n_done = 0
@@ -314,28 +285,28 @@ class HostDevice:
         self._engines.close()
 
     def _begin(self) -> None:
-        """What every call does first; the lock is held."""
+        """Do what every call does first. The caller holds the lock."""
         self._engines.require_open()
-        self._bury()
+        self._free_dead()
         if self._late is not None:
             late, self._late = self._late, None
             raise late
 
     def _use(
-        self, stream: HostStream, what: str, start: int, stop: int, writes: bool = True
+        self, stream: EmulatedStream, what: str, start: int, stop: int, writes: bool = True
     ) -> Use:
-        """The next thing that a stream does."""
+        """Count one more piece of work of a stream and return its use of a buffer."""
         stream.clock.merge(self._seen)
         number = stream.clock.tick(stream.key)
         return Use(what, stream.key, number, start, stop, writes)
 
     def _queue(
         self,
-        stream: HostStream,
+        stream: EmulatedStream,
         what: str,
         work: Work,
-        reads: Sequence[HostBuffer],
-        writes: Sequence[HostBuffer],
+        reads: Sequence[EmulatedBuffer],
+        writes: Sequence[EmulatedBuffer],
         undefined: Bytes | None = None,
     ) -> None:
         with self._lock:
@@ -356,26 +327,25 @@ class HostDevice:
                 undefined.fill(POISON)
             self._engines.submit(stream.queue, work)
 
-    def _record(self, stream: HostStream) -> HostEvent:
+    def _record(self, stream: EmulatedStream) -> EmulatedEvent:
         with self._lock:
             self._begin()
             stream.clock.merge(self._seen)
-            event = HostEvent(self, stream.clock.copy())
+            event = EmulatedEvent(self, stream.clock.copy())
             self._engines.submit(stream.queue, Work(records=event.signal))
             return event
 
-    def _make_wait(self, stream: HostStream, event: Event) -> None:
-        if not isinstance(event, HostEvent) or event.device is not self:
-            raise ValueError("an event of another device")
+    def _make_wait(self, stream: EmulatedStream, event: Event) -> None:
+        (mine,) = self._own([event], EmulatedEvent, "an event")
         with self._lock:
             self._begin()
-            self._queue_wait(stream, event)
+            self._queue_wait(stream, mine)
 
-    def _queue_wait(self, stream: HostStream, event: HostEvent) -> None:
+    def _queue_wait(self, stream: EmulatedStream, event: EmulatedEvent) -> None:
         stream.clock.merge(event.clock)
         self._engines.submit(stream.queue, Work(needs=event.signal))
 
-    def _has_seen(self, event: HostEvent) -> bool:
+    def _has_seen(self, event: EmulatedEvent) -> bool:
         with self._lock:
             if event.signal.is_done:
                 self._seen.merge(event.clock)
@@ -384,23 +354,13 @@ class HostDevice:
     def _until(self, signal: Signal) -> None:
         self._engines.until(lambda: signal.is_done)
 
-    def _wait_for(self, event: HostEvent) -> None:
+    def _wait_for(self, event: EmulatedEvent) -> None:
         self._until(event.signal)
         with self._lock:
-            self._bury()
+            self._free_dead()
             self._seen.merge(event.clock)
         if event.signal.error is not None:
             raise event.signal.error
 
-    def _own(self, buffers: Iterable[Buffer]) -> list[HostBuffer]:
-        mine = []
-        for buffer in buffers:
-            if not isinstance(buffer, HostBuffer) or buffer.allocation.device is not self:
-                raise ValueError("memory of another device")
-            mine.append(buffer)
-        return mine
-
-    def _own_stream(self, stream: Stream) -> HostStream:
-        if not isinstance(stream, HostStream) or stream.device is not self:
-            raise ValueError("a stream of another device")
-        return stream
+    def _own_memory(self, buffers: Iterable[Buffer]) -> list[EmulatedBuffer]:
+        return self._own(buffers, EmulatedBuffer, "memory")

@@ -1,7 +1,7 @@
-"""What runs the work of the emulated device: threads, or whoever pumps.
+"""Engines that run the work of the emulated device: threads, or a pump.
 
-Both take it from the same queues (`devices.emulated.queues`) under the same lock. What the work
-does, and whether it was in order to queue it, is `devices.emulated.emulated_device`'s business.
+Both take work from the same queues (`devices.emulated.queues`) under the same lock. What the work
+does, and whether it is ordered, is the task of `devices.emulated.emulated_device`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dask_gpurt.devices.ordering import HazardError
 
 
 class Rate(NamedTuple):
-    """How fast an engine is made to look; no faster than it is."""
+    """The emulated speed of an engine. It slows an engine down, but never speeds it up."""
 
     nbytes_per_s: float
     latency_s: float = 0.0
 
 
 class Runner:
-    """Runs one piece of work: as long as its engine's rate says, and with an entry in the ledger.
+    """A runner of single pieces of work, at the rate of their engine, with ledger entries.
 
     Parameters
     ----------
     clock, wait
-        Seconds, and how to let so many pass.
+        Return the time in seconds, and sleep for some seconds.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Runner:
         self._wait = wait
 
     def run(self, queue: Queue, work: Work) -> BaseException | None:
-        """Returns what it raised, for whoever waits for it."""
+        """Run a piece of work. Return its error, which is raised where the host waits for it."""
         start_s = self._clock()
         try:
             work.run()
@@ -66,11 +66,11 @@ class Runner:
 
 
 class Engines:
-    """What threads and pump have in common."""
+    """The base class of threaded and pumped engines."""
 
     def __init__(self, runner: Runner) -> None:
-        # Reentrant, so that a kernel that uses its device while it is pumped cannot hang: it is
-        # not allowed to, but a test that hangs tells nobody why.
+        # Reentrant, so that a kernel cannot hang if it uses its device while it is pumped. Kernels
+        # must not do that, but an error message is better than a test that hangs.
         self.changed = threading.Condition(threading.RLock())
         self.is_closed = False
         self._runner = runner
@@ -88,15 +88,15 @@ class Engines:
             self._submitted(work)
 
     def _submitted(self, work: Work) -> None:
-        """Something was queued; the lock is held."""
+        """Handle newly queued work. The caller holds the lock."""
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something that the queued work brings about is true.
+        """Wait until the queued work has made a condition true.
 
         Raises
         ------
         RuntimeError
-            The device was closed before.
+            The device was closed first.
         """
         raise NotImplementedError
 
@@ -105,7 +105,7 @@ class Engines:
             raise RuntimeError("the device is closed")
 
     def close(self) -> None:
-        """Drop what has not begun."""
+        """Drop work that has not started."""
         with self.changed:
             self.is_closed = True
             self._queues.drop()
@@ -113,14 +113,14 @@ class Engines:
 
 
 class PumpedEngines(Engines):
-    """Nothing runs until it is asked for, one step at a time, in an order that is chosen."""
+    """Engines that run one piece of work for each call, in a chosen order."""
 
     def __init__(self, runner: Runner, choose: Callable[[int], int]) -> None:
         super().__init__(runner)
         self._choose = choose
 
     def step(self) -> bool:
-        """Let one of the streams that could do something do it; False if there is none."""
+        """Run one piece of work of a stream that is ready; return False if none is."""
         with self.changed:
             ready = self._queues.ready()
             if not ready:
@@ -136,11 +136,11 @@ class PumpedEngines(Engines):
             while not condition():
                 self.require_open()
                 if not self.step():
-                    raise HazardError("waits for what no work that is queued brings about")
+                    raise HazardError("waits for an event that no queued work completes")
 
 
 class ThreadedEngines(Engines):
-    """A thread for each engine, from the first piece of work for it."""
+    """A thread for each engine, started with the first work for it."""
 
     def __init__(self, runner: Runner, name: str) -> None:
         super().__init__(runner)
@@ -159,7 +159,7 @@ class ThreadedEngines(Engines):
         self.changed.notify_all()
 
     def _order(self) -> None:
-        """Do what needs no engine; the lock is held."""
+        """Run the work that needs no engine. The caller holds the lock."""
         while (queue := self._queues.next_for(None)) is not None:
             work = self._queues.begin(queue)
             self._queues.finish(queue, None if work is None else self._runner.run(queue, work))
@@ -169,7 +169,7 @@ class ThreadedEngines(Engines):
             pass
 
     def _serve_one(self, engine: Engine) -> bool:
-        # A function of its own, so that an idle engine does not keep memory alive.
+        # A separate function, so that an idle engine does not keep memory alive.
         with self.changed:
             while (queue := self._queues.next_for(engine)) is None:
                 if self.is_closed:

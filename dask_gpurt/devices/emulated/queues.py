@@ -1,10 +1,11 @@
-"""The streams of the emulated device as queues, and which of their work may begin next.
+"""Queues of the emulated device's streams, and the choice of the work that starts next.
 
-A GPU has an engine for copies in each direction and one that computes; each does one thing at a
-time here. Streams share them. What only orders (record, wait, free) needs no engine.
+A GPU has an engine for copies in each direction, and one for kernels. Here, each engine does one
+thing at a time, and all streams share the engines. Ordering work (record, wait, free) needs no
+engine.
 
-State and decisions only: `devices.emulated.emulated_device` runs the work, and holds a lock around
-every call.
+This module holds state and makes decisions. `devices.emulated.emulated_device` runs the work and
+holds a lock around every call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dask_gpurt.devices.device import Priority
 
 
 class Engine(enum.Enum):
-    """What does work that takes time; the values are the paths in a ledger."""
+    """Engines of a device. The values are the paths of ledger entries."""
 
     IN = "host to device"
     OUT = "device to host"
@@ -27,7 +28,7 @@ class Engine(enum.Enum):
 
 @dataclass(eq=False)
 class Signal:
-    """An event's state: whether it happened, and what went wrong before."""
+    """The state of an event: whether it is done, and the error of earlier work."""
 
     is_done: bool = False
     error: BaseException | None = None
@@ -35,24 +36,24 @@ class Signal:
 
 @dataclass(eq=False)
 class Work:
-    """Something a stream does in its turn.
+    """A piece of work of a stream.
 
     Attributes
     ----------
     run
-        Does it.
+        Does the work.
     engine
-        What it keeps busy; None if it takes no time.
+        The engine that is busy meanwhile; None if the work takes no time.
     nbytes
-        What it moves.
+        Bytes moved.
     needs
-        Nothing of this stream goes on before this happens.
+        The stream waits for this signal before the work.
     records
-        What happens with it.
+        The work completes this signal.
     always
-        Done even if something before it failed.
+        Run the work even if earlier work failed.
     number
-        In the order in which work of all streams was queued.
+        Serial number among the work of all streams.
     """
 
     run: Callable[[], None] = lambda: None
@@ -66,14 +67,14 @@ class Work:
 
 @dataclass(eq=False)
 class Queue:
-    """The work of one stream.
+    """The queued work of one stream.
 
     Attributes
     ----------
     is_busy
-        The first piece of work has been taken and is not finished.
+        The first piece of work is running.
     error
-        Of a kernel that failed. What is queued behind it is not run.
+        Error of a kernel. The work queued after it does not run.
     """
 
     name: str
@@ -101,14 +102,14 @@ class Queues:
         queue.work.append(work)
 
     def ready(self) -> list[Queue]:
-        """Those whose first piece of work could begin; the order is that of their opening."""
+        """Return the queues whose first piece of work can start, in the order of opening."""
         return [queue for queue in self._queues if _can_begin(queue)]
 
     def next_for(self, engine: Engine | None) -> Queue | None:
-        """The one that goes first on an idle engine.
+        """Return the queue that an idle engine serves next, or None.
 
-        The more urgent first where kernels are concerned, as on a GPU; copies in the order in which
-        they were queued.
+        Kernels of higher priority start first, as on a GPU. Copies start in the order in which they
+        were queued.
         """
         best = None
         for queue in self.ready():
@@ -121,7 +122,7 @@ class Queues:
         return None if best is None else best[1]
 
     def begin(self, queue: Queue) -> Work | None:
-        """Take the first piece of work of a ready queue; None if it must not be run."""
+        """Take the first piece of work of a ready queue. Return None if it must not run."""
         queue.is_busy = True
         work = queue.work[0]
         if work.needs is not None and queue.error is None:
@@ -129,7 +130,7 @@ class Queues:
         return work if queue.error is None or work.always else None
 
     def finish(self, queue: Queue, error: BaseException | None) -> None:
-        """The first piece of work of a queue is done with."""
+        """Remove the first piece of work of a queue and complete its signal."""
         queue.is_busy = False
         work = queue.work.popleft()
         if queue.error is None:
@@ -139,7 +140,7 @@ class Queues:
             work.records.is_done = True
 
     def drop(self) -> None:
-        """Forget what has not begun."""
+        """Drop work that has not started."""
         for queue in self._queues:
             begun = list(queue.work)[:1] if queue.is_busy else []
             queue.work = deque(begun)

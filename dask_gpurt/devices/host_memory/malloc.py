@@ -1,13 +1,15 @@
-"""The C library's allocator, told to keep its pages while a shuffle runs.
+"""Settings of glibc's allocator that keep free pages in the process while a shuffle runs.
 
-Dask starts workers with a trim threshold of 64 KiB, which also stops glibc from raising its mmap
-threshold by itself: every temporary above 128 KiB is then mapped, faulted in page by page and
-unmapped again. Hashing a column costs more than twice as much that way. While a run is active the
-thresholds are raised; when the last one ends the free pages are returned, and the thresholds are
-those of the environment again. Where that says nothing, glibc raised them by itself, which it never
-does again once anybody set one: then they stay where it would have raised them to in the end.
+Dask starts workers with a trim threshold of 64 KiB. This setting also stops glibc from raising its
+mmap threshold by itself. Every temporary above 128 KiB is then mapped, faulted in page by page, and
+unmapped again. Hashing a column becomes more than twice as expensive.
 
-Only glibc has these knobs; elsewhere nothing happens.
+`PageKeeper` raises both thresholds while a run is active. When the last run ends, it returns free
+pages to the system and sets the thresholds that the environment asks for. If the environment sets
+none, glibc would have raised them by itself, but it stops doing so after any `mallopt` call. So
+they then stay at the highest values that glibc would have reached.
+
+Only glibc has these settings. On other C libraries, this module does nothing.
 """
 
 from __future__ import annotations
@@ -22,26 +24,27 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 #: Largest value that glibc accepts on 64-bit machines.
 _LARGEST_MMAP_THRESHOLD = 32 << 20
-#: Where both thresholds stay if the environment sets anything that stops glibc from raising them.
+#: Both thresholds, if a setting in the environment stops glibc from raising them.
 _DEFAULT_THRESHOLD = 128 << 10
-#: The environment's names and glibc's own of what stops it.
+#: Settings that stop glibc from raising its thresholds: environment variable and glibc tunable.
 _SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": "glibc.malloc.trim_threshold",
     "MALLOC_MMAP_THRESHOLD_": "glibc.malloc.mmap_threshold",
     "MALLOC_TOP_PAD_": "glibc.malloc.top_pad",
     "MALLOC_MMAP_MAX_": "glibc.malloc.mmap_max",
 }
-#: `mallopt` takes a C int, the environment a size.
+#: `mallopt` takes a C int, but the environment allows larger sizes.
 _LARGEST_INT = 2**31 - 1
 
 
 class PageKeeper:
-    """Counts who wants pages kept, and tells the allocator when the first comes or the last goes.
+    """A counter of users that want free pages kept; it changes the allocator for the first and
+    last.
 
     Parameters
     ----------
     keep_nbytes
-        Free bytes that the allocator may hold back at the top of its heap.
+        Free bytes that the allocator may keep at the top of its heap.
     """
 
     def __init__(self, keep_nbytes: int, mallopt: Callable[[int, int], int] | None = None) -> None:
@@ -68,7 +71,7 @@ class PageKeeper:
 
 
 def _thresholds(environment: Mapping[str, str]) -> tuple[int, int]:
-    """For trimming and for mapping, as they are without a run."""
+    """Return the trim and mmap thresholds that apply without a run."""
     tunables = dict(
         one.split("=", 1) for one in environment.get("GLIBC_TUNABLES", "").split(":") if "=" in one
     )
@@ -89,7 +92,7 @@ def _thresholds(environment: Mapping[str, str]) -> tuple[int, int]:
 def _glibc_mallopt() -> Callable[[int, int], int] | None:
     try:
         library = ctypes.CDLL(None)
-        library.gnu_get_libc_version  # noqa: B018 - there on glibc alone
+        library.gnu_get_libc_version  # noqa: B018 - exists in glibc only
         mallopt: Callable[[int, int], int] = library.mallopt
     except (OSError, AttributeError):
         return None
@@ -97,7 +100,7 @@ def _glibc_mallopt() -> Callable[[int, int], int] | None:
 
 
 def trim() -> None:
-    """Give free pages back to the system."""
+    """Return free pages to the system."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

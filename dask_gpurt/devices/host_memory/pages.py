@@ -1,15 +1,16 @@
-"""Pages from the system, stitched and cut without copying.
+"""Pages of host memory from the system, joined and split without copying.
 
-A page here is 2 MiB on a 2 MiB boundary. Pages are fungible: moving one to another address
-(`mremap`) moves an entry of the page table, not its bytes. That is how pages left behind by many
-small buffers become one large contiguous buffer without a single page fault.
+A page here has 2 MiB, on a 2 MiB boundary. Pages are fungible: `mremap` moves a page to another
+address by changing a page table entry, without copying its bytes. So the pages of many small freed
+buffers become one large contiguous buffer without a page fault.
 
-`PrivatePages` are anonymous memory, which the kernel backs with huge pages where it has any.
-`SharedPages` belong to a nameless file in memory that another process can open and read: that is
-how shards change hands on one host. Nothing has to be cleaned up after a process that dies: the
-memory goes with the last descriptor.
+`PrivatePages` are anonymous memory, in huge pages if the kernel has any. `SharedPages` belong to an
+unnamed in-memory file that another process can open and read, so shards move between processes of
+one host. A process that dies leaves nothing to clean up: the memory is freed with the last file
+descriptor.
 
-Linux only, through the C library. Knows nothing of who uses a page (`devices.host_memory.pool`).
+This module works on Linux only, through the C library. It does not know how pages are used; see
+`devices.host_memory.pool`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _checked(address: int | None, what: str) -> int:
 
 
 def _reserve(n_pages: int) -> int:
-    """Address range on a page boundary, with nothing behind it yet."""
+    """Reserve an address range on a page boundary, without memory behind it."""
     library = _library()
     wanted = n_pages * PAGE_NBYTES
     flags = _PRIVATE | _MAP_NORESERVE
@@ -74,15 +75,15 @@ def _reserve(n_pages: int) -> int:
 
 
 class PrivatePages:
-    """Pages of this process alone."""
+    """Pages of this process only."""
 
     def build(self, n_pages: int, spare: list[int]) -> int:
-        """Contiguous pages, made of spare ones as far as they go.
+        """Return contiguous pages, built from spare pages as far as they suffice.
 
         Parameters
         ----------
         spare
-            Addresses of pages that nobody uses; those taken are removed from the end.
+            Addresses of unused pages. The pages taken are removed from the end of the list.
 
         Returns
         -------
@@ -92,7 +93,7 @@ class PrivatePages:
         Raises
         ------
         MemoryError
-            The system has no more.
+            The system has no more memory.
         """
         if n_pages == 1 and spare:
             return spare.pop()
@@ -115,14 +116,14 @@ class PrivatePages:
         return first
 
     def _moved(self, old: int, new: int) -> None:
-        """A page went from one address to another."""
+        """Record that a page moved to another address."""
 
     def _add(self, start: int, n_pages: int) -> None:
-        """Put fresh pages into a reserved range."""
+        """Map fresh pages into a reserved range."""
         nbytes = n_pages * PAGE_NBYTES
         flags = _PRIVATE | _MAP_FIXED
         _checked(_library().mmap(start, nbytes, _PROT_READ_WRITE, flags, -1, 0), "mmap")
-        # Advice: where the kernel has no huge pages, small ones do.
+        # Only advice: a kernel without huge pages uses small ones.
         _library().madvise(start, nbytes, _MADV_HUGEPAGE)
 
     def give_back(self, address: int, n_pages: int = 1) -> None:
@@ -130,22 +131,23 @@ class PrivatePages:
         _library().munmap(address, n_pages * PAGE_NBYTES)
 
     def close(self) -> None:
-        """Let go of whatever pages are shared by."""
+        """Stop sharing the pages with other processes."""
 
-    def part_from_parent(self) -> bool:
-        """In a forked child: whether pages from before the fork are the parent's as well."""
+    def reset_after_fork(self) -> bool:
+        """Return whether a forked child shares the existing pages with its parent."""
         return False
 
 
 class SharedPages(PrivatePages):
-    """Pages of a file in memory, which other processes read by position.
+    """Pages of an in-memory file that other processes read by position.
 
-    The file begins with one page that is never handed out, for whoever made it to sign.
+    The first page of the file is never handed out. The creator of the file writes its signature
+    there.
 
     Raises
     ------
     OSError
-        The system has no such files.
+        The system does not support such files.
     """
 
     def __init__(self) -> None:
@@ -153,7 +155,7 @@ class SharedPages(PrivatePages):
         os.ftruncate(self.fd, PAGE_NBYTES)
         self._end = PAGE_NBYTES
         self._free: list[int] = []
-        #: Where in the file the page at an address is.
+        #: Position in the file, by address of the page.
         self._positions: dict[int, int] = {}
 
     def _moved(self, old: int, new: int) -> None:
@@ -182,19 +184,19 @@ class SharedPages(PrivatePages):
         super().give_back(address, n_pages)
         for page in range(address, address + n_pages * PAGE_NBYTES, PAGE_NBYTES):
             position = self._positions.pop(page, None)
-            if position is None:  # reserved, and nothing was put there
+            if position is None:  # reserved, but never mapped
                 continue
             mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
             if not _library().fallocate(self.fd, mode, position, PAGE_NBYTES):
                 self._free.append(position)
 
     def extents(self, address: int, nbytes: int) -> list[tuple[int, int]]:
-        """Where in the file some bytes are: positions and lengths, in order.
+        """Return where bytes lie in the file: positions and lengths, in order.
 
         Raises
         ------
         KeyError
-            They are not in pages of this file.
+            The bytes are not in pages of this file.
         """
         found: list[tuple[int, int]] = []
         end = address + nbytes
@@ -210,16 +212,16 @@ class SharedPages(PrivatePages):
         return found
 
     def close(self) -> None:
-        """Nobody will read these pages any more: those built from now on are private.
+        """Close the file. Pages built from now on are private.
 
-        Buffers that are still alive keep their mappings; the memory stays as long as they do.
+        Live buffers keep their mappings and thereby their memory.
         """
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
             os.close(fd)
 
-    def part_from_parent(self) -> bool:
-        """In a forked child: what it wrote to these pages, or gave back, the parent would lose."""
+    def reset_after_fork(self) -> bool:
+        """Close the file in a forked child, whose writes would change the parent's data."""
         self.close()
         return True
 
@@ -228,7 +230,7 @@ class SharedPages(PrivatePages):
 
 
 def system_policy() -> str:
-    """What the kernel does for memory that asks for huge pages: `always`, `madvise`, `never`."""
+    """Return the kernel's policy for huge pages: `always`, `madvise`, `never` or `unknown`."""
     try:
         with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
             words = file.read().split()

@@ -1,12 +1,12 @@
-"""Host memory in blocks of one size, which is allocated once and then used again and again.
+"""A pool of host memory in blocks of one size, allocated once and reused.
 
-Pinning memory costs about as much as copying it a few times over, and a pool of pinned memory that
-is cut to order fragments until it is of no use. So values lie in as many blocks as they need, next
-to each other or not, and a block that comes free fits whatever comes next. After a warm-up the
-system is not asked for anything.
+Pinning memory costs as much as copying it a few times. A pinned pool with allocations of any size
+fragments until it is useless. So a value takes as many blocks as it needs, adjacent or not, and a
+free block fits any later value. After a warm-up, the pool requests no more memory from the system.
 
-What pins is handed in: on a machine without a GPU the blocks are plain memory. What lies in a block
-is not known here (`memory.host_tiers` keeps values in them).
+The caller passes the function that pins. On a machine without a GPU, the blocks are ordinary
+memory. This module does not know what a block contains; `memory.host_tiers` stores values in
+blocks.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 
 from dask_gpurt.devices.host_memory.pool import Buffer
 
-#: Copies over PCIe reach their full rate at a few hundred KiB; the last block of a value is half
-#: empty on average.
+#: Copies over PCIe reach their full rate at a few hundred KiB. On average, the last block of a
+#: value is half empty, so larger blocks would waste more.
 BLOCK_NBYTES = 1 << 20
 
 
 def plain(nbytes: int) -> Buffer:
-    """Memory that is not pinned."""
+    """Return memory that is not pinned."""
     return np.empty(nbytes, dtype=np.uint8)
 
 
 class Blocks:
-    """Memory of one value: some blocks, of which the last may not be full.
+    """Memory of one value: some blocks, the last of which may be partly used.
 
     Attributes
     ----------
     nbytes
-        Bytes that can be used: those that were asked for.
+        Usable bytes, as requested.
     blocks
-        In the order of the bytes.
+        The blocks in order.
     """
 
     __slots__ = ("blocks", "nbytes")
@@ -46,15 +46,15 @@ class Blocks:
         self.blocks = blocks
 
     def stretches(self, start: int, nbytes: int) -> Iterator[Buffer]:
-        """The contiguous pieces that bytes `start` to `start + nbytes` lie in, in order.
+        """Yield the contiguous pieces that hold the bytes from `start` on, in order.
 
         Raises
         ------
         IndexError
-            There are not so many bytes.
+            The value has fewer bytes.
         """
         if not 0 <= start <= start + nbytes <= self.nbytes:
-            raise IndexError(f"{nbytes} bytes from {start} of {self.nbytes}")
+            raise IndexError(f"{nbytes} bytes at {start} exceed a value of {self.nbytes}")
         while nbytes:
             block_nbytes = self.blocks[0].nbytes
             number, offset = divmod(start, block_nbytes)
@@ -64,14 +64,14 @@ class Blocks:
             nbytes -= taken
 
     def write(self, start: int, source: Buffer) -> None:
-        """Copy `source` in, from byte `start` on."""
+        """Copy `source` in at byte `start`."""
         done = 0
         for piece in self.stretches(start, source.nbytes):
             np.copyto(piece, source[done : done + piece.nbytes])
             done += piece.nbytes
 
     def read(self, start: int, out: Buffer) -> None:
-        """Fill `out` from byte `start` on."""
+        """Fill `out` with the bytes from `start` on."""
         done = 0
         for piece in self.stretches(start, out.nbytes):
             np.copyto(out[done : done + piece.nbytes], piece)
@@ -79,17 +79,17 @@ class Blocks:
 
 
 class PinnedPool:
-    """Blocks of one size. Safe to use from any thread.
+    """A pool of blocks of one size. Safe to use from any thread.
 
     Parameters
     ----------
     capacity_nbytes
-        Most it may ever take from the system; what is no whole block is left out.
+        Most bytes to take from the system, rounded down to whole blocks.
     block_nbytes
         Size of a block.
     pin
-        Gives that many bytes, pinned where that means something. Slow, so it is called without a
-        lock held, once for all blocks that a request lacks.
+            Returns memory of the given size, pinned if that is possible. It is slow, so the pool
+            calls it without a lock held, once for all blocks that a request lacks.
     """
 
     def __init__(
@@ -107,26 +107,26 @@ class PinnedPool:
         self._n_allocations = 0
 
     def size_of(self, nbytes: int) -> int:
-        """Bytes that so many take of the pool: whole blocks."""
+        """Return the bytes that a value takes of the pool, in whole blocks."""
         return -(-nbytes // self.block_nbytes) * self.block_nbytes
 
     def take(self, nbytes: int) -> Blocks:
-        """Uninitialised memory; `give_back` it.
+        """Return uninitialized memory. Return it with `give_back`.
 
         Raises
         ------
         MemoryError
-            So much is not left, or the system has no more. Nothing was taken.
+            The pool or the system has too little memory left. Nothing was taken.
         """
         n_blocks = self.size_of(nbytes) // self.block_nbytes
         with self._lock:
             if (self._n_used + n_blocks) * self.block_nbytes > self.capacity_nbytes:
                 raise MemoryError(
-                    f"{n_blocks} blocks of {self.block_nbytes} bytes wanted; {self._n_used} are "
-                    f"used of {self.capacity_nbytes // self.block_nbytes}"
+                    f"no room for {n_blocks} blocks of {self.block_nbytes} bytes: {self._n_used} "
+                    f"are used of {self.capacity_nbytes // self.block_nbytes}"
                 )
-            # Counted before they are there: what two threads pin at once stays within the cap,
-            # because idle blocks are taken first.
+            # Count the blocks before they exist, so that threads that pin at the same time stay
+            # within the capacity: idle blocks are always used first.
             self._n_used += n_blocks
             kept = max(0, len(self._idle) - n_blocks)
             blocks = self._idle[kept:]
@@ -151,7 +151,7 @@ class PinnedPool:
         ]
 
     def give_back(self, blocks: Blocks) -> None:
-        """The memory is not used any more; giving it back twice does nothing more."""
+        """Return the memory of a value to the pool. Repeated calls do nothing."""
         with self._lock:
             self._n_used -= len(blocks.blocks)
             self._idle += blocks.blocks
@@ -160,18 +160,18 @@ class PinnedPool:
 
     @property
     def n_allocations(self) -> int:
-        """Times the system was asked for memory."""
+        """Number of requests to the system for memory."""
         with self._lock:
             return self._n_allocations
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes in blocks that somebody uses."""
+        """Bytes in blocks that are in use."""
         with self._lock:
             return self._n_used * self.block_nbytes
 
     @property
     def idle_nbytes(self) -> int:
-        """Bytes in blocks that nobody uses; they stay for the next value."""
+        """Bytes in free blocks, kept for later values."""
         with self._lock:
             return len(self._idle) * self.block_nbytes

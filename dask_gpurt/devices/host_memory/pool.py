@@ -1,14 +1,16 @@
-"""Host memory for shards and outputs: huge pages, kept warm, never moved, soon used again.
+"""A pool of host memory for shards and outputs: huge pages, kept warm and reused.
 
-Most of the time of a naive exchange goes into page faults: the first touch of a fresh page costs
-several times what copying into it does. So memory comes from a pool of pages
-(`devices.host_memory.pages`) and goes back to it with the last view of a buffer.
+A naive exchange spends most of its time in page faults. The first touch of a fresh page costs
+several times as much as copying into it. So buffers come from a pool of pages
+(`devices.host_memory.pages`), and return to it with their last view.
 
-Small buffers of one *lane* share pages. Whoever asks puts what dies together into one lane (the
-shards for one range of output partitions), so that pages come free one by one while outputs are
-read, and become the outputs: the memory of a shuffle's shards turns into the memory of its result.
+Small buffers of one *lane* share pages. The caller puts buffers that die together into one lane,
+such as the shards of one range of output partitions. Their pages are then freed one by one while
+outputs are read, and hold the outputs next. So the memory of the shards becomes the memory of the
+result.
 
-Covers host memory only. Sets no limit on what is in use: that is `shuffle.shards`' budget.
+The pool covers host memory only. It does not limit the memory in use; `shuffle.shards` has a
+budget.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, PrivatePages
 
 Buffer = npt.NDArray[np.uint8]
 
-#: Buffers begin on cache lines, which also aligns every NumPy and Arrow type.
+#: Buffers start on cache lines, which also satisfies the alignment of NumPy and Arrow types.
 _ALIGNMENT = 64
-#: Smaller buffers than this come from NumPy: a page is too coarse for them.
+#: Buffers below this size come from NumPy: a page is too coarse for them.
 _SMALLEST_NBYTES = 16 << 10
 
 _pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 
 
 class _Run:
-    """Contiguous pages that are in use; free again once everybody let go of them."""
+    """Contiguous pages in use. They are freed when the last user releases them."""
 
     __slots__ = ("address", "n_pages", "used_nbytes", "users")
 
@@ -44,12 +46,12 @@ class _Run:
         self.address = address
         self.n_pages = n_pages
         self.used_nbytes = 0
-        #: Buffers, and one more while a lane fills the run.
+        #: Number of buffers, plus one while a lane fills the run.
         self.users = 0
 
 
 class _Lease:
-    """What NumPy holds on to while any view of a buffer is alive."""
+    """The owner of a buffer's memory. NumPy refers to it while any view of the buffer is alive."""
 
     __slots__ = ("__array_interface__", "_dead", "_run")
 
@@ -68,17 +70,17 @@ class _Lease:
 
 
 class HostPool:
-    """Buffers of warm pages.
+    """A pool of warm pages that hands out buffers.
 
     Parameters
     ----------
     keep_nbytes
-        Pages that nobody uses are given back to the system beyond this.
+        Unused pages beyond this are returned to the system.
     lane_pages
-        Pages that the buffers of a lane share at a time. More of them waste less at their ends,
-        and come free later.
+        Pages that the buffers of a lane share at a time. More pages waste less at their ends, but
+        are freed later.
     source
-        Where pages come from.
+        Source of the pages.
     """
 
     def __init__(
@@ -89,26 +91,26 @@ class HostPool:
         self._keep_pages = max(0, keep_nbytes // PAGE_NBYTES)
         self._lock = threading.Lock()
         self._filling: dict[Hashable, _Run] = {}
-        # A deque: buffers die in whatever thread lets go of them last, even inside `empty` when
-        # the garbage collector runs there, so nothing that happens then may take the lock.
+        # A deque, because buffers die in any thread, even inside `empty` when the garbage collector
+        # runs there. Destructors must not take the lock: the same thread may hold it.
         self._dead: deque[_Run] = deque()
-        self._is_cold = False
+        self._is_trimmed = False
         self._spare: list[int] = []
         self._used_pages = 0
         _pools.add(self)
 
     def empty(self, nbytes: int, lane: Hashable = None) -> Buffer:
-        """Uninitialised bytes. They go back to the pool with the last view of them.
+        """Return uninitialized bytes. They return to the pool with their last view.
 
         Parameters
         ----------
         lane
-            Buffers of one lane share pages, unless they are large.
+            Buffers of one lane share pages, unless the buffers are large.
 
         Raises
         ------
         MemoryError
-            The system has no more.
+            The system has no more memory.
         """
         if nbytes < _SMALLEST_NBYTES:
             return np.empty(nbytes, dtype=np.uint8)
@@ -123,9 +125,9 @@ class HostPool:
         return np.asarray(_Lease(run, first, nbytes, self._die))
 
     def empty_alone(self, nbytes: int) -> Buffer:
-        """Uninitialised bytes that share their pages with nothing, for what is kept for long.
+        """Return uninitialized bytes that share no page with other buffers, for long-lived data.
 
-        From NumPy where pages would mostly be wasted.
+        If most of the last page would be wasted, the bytes come from NumPy.
         """
         n_pages = -(-nbytes // PAGE_NBYTES)
         if n_pages * PAGE_NBYTES - nbytes > nbytes // 8:
@@ -137,7 +139,7 @@ class HostPool:
         return np.asarray(_Lease(run, run.address, nbytes, self._die))
 
     def _new_run(self, n_pages: int) -> _Run:
-        self._is_cold = False
+        self._is_trimmed = False
         run = _Run(self._pages.build(n_pages, self._spare), n_pages)
         self._used_pages += n_pages
         return run
@@ -145,9 +147,9 @@ class HostPool:
     def _share(self, nbytes: int, lane: Hashable) -> tuple[_Run, int]:
         run = self._filling.get(lane)
         if run is None or nbytes > run.n_pages * PAGE_NBYTES - run.used_nbytes:
-            # A lane that goes on gets more at a time: less is lost where one run ends.
+            # A lane that continues gets more pages at a time: less is lost at the end of each run.
             n_pages = 1 if run is None and nbytes <= PAGE_NBYTES else self._lane_pages
-            # First: where no pages are to be had, the lane keeps what it has.
+            # Allocate first: if the system has no pages, the lane keeps its current run.
             new = self._new_run(n_pages)
             if run is not None:
                 self._dead.append(run)
@@ -158,7 +160,7 @@ class HostPool:
         return run, first
 
     def close_lane(self, lane: Hashable) -> None:
-        """Nothing more will be asked for in a lane: let go of the page it was filling."""
+        """Release the pages that a lane was filling. The caller asks for nothing more in it."""
         with self._lock:
             run = self._filling.pop(lane, None)
             if run is not None:
@@ -166,59 +168,59 @@ class HostPool:
             self._collect()
 
     def trim(self) -> None:
-        """Give back every page that nobody uses, and from now on those that come free.
+        """Return all unused pages to the system, and pages that become free from now on.
 
-        Until the next buffer is asked for: then pages are kept warm again.
+        The next request for a buffer makes the pool keep pages warm again.
         """
         with self._lock:
-            self._is_cold = True
+            self._is_trimmed = True
             self._collect()
             while self._spare:
                 self._pages.give_back(self._spare.pop())
 
     def close(self) -> None:
-        """Nobody reads this memory from outside any more. Buffers are handed out as before."""
-        # Not beside whoever builds or gives back pages: the file's number may be another file's as
-        # soon as it is closed.
+        """Stop sharing the memory with other processes. The pool still hands out buffers."""
+        # Under the lock, so that no thread builds or returns pages meanwhile. The number of a
+        # closed file descriptor may belong to another file at once.
         with self._lock:
             self._pages.close()
 
-    def part_from_parent(self) -> None:
-        """In a forked child: leave to the parent what both have."""
-        # The thread that held it in the parent is not there to release it.
+    def reset_after_fork(self) -> None:
+        """Reset the pool in a forked child, and leave shared pages to the parent."""
+        # The parent's thread that holds the lock does not exist in the child.
         self._lock = threading.Lock()
-        if self._pages.part_from_parent():
+        if self._pages.reset_after_fork():
             self._spare.clear()
             self._filling.clear()
 
     @property
     def idle_nbytes(self) -> int:
-        """Bytes in pages that nobody uses."""
+        """Bytes in unused pages."""
         with self._lock:
             self._collect()
             return len(self._spare) * PAGE_NBYTES
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes in pages that somebody uses."""
+        """Bytes in pages that are in use."""
         with self._lock:
             self._collect()
             return self._used_pages * PAGE_NBYTES
 
     def _die(self, run: _Run) -> None:
-        """A buffer of this run is gone. Called by the garbage collector, anywhere."""
+        """Note the death of a buffer. The garbage collector calls this in any thread."""
         self._dead.append(run)
-        # While the pool is in use, the next request collects. Otherwise nobody would: results that
-        # outlived their shuffle would stay resident after they were dropped. The lock is only
-        # tried, since whoever lets go of the buffer may be holding it.
-        if self._is_cold and self._lock.acquire(blocking=False):
+        # While the pool is in use, the next request collects. A trimmed pool gets no request, and
+        # results that outlive their shuffle would stay resident after they die. So it collects
+        # here. It only tries the lock, because this thread may hold it.
+        if self._is_trimmed and self._lock.acquire(blocking=False):
             try:
                 self._collect()
             finally:
                 self._lock.release()
 
     def _collect(self) -> None:
-        """Account for what died since; the lock is held."""
+        """Account for buffers that died. The caller holds the lock."""
         while True:
             try:
                 run = self._dead.popleft()
@@ -230,49 +232,49 @@ class HostPool:
             self._used_pages -= run.n_pages
             for number in range(run.n_pages):
                 address = run.address + number * PAGE_NBYTES
-                if len(self._spare) < self._keep_pages and not self._is_cold:
+                if len(self._spare) < self._keep_pages and not self._is_trimmed:
                     self._spare.append(address)
                 else:
                     self._pages.give_back(address)
 
 
-def _part_from_parent() -> None:
+def _reset_after_fork() -> None:
     for pool in list(_pools):
-        pool.part_from_parent()
+        pool.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_part_from_parent)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class Tenant:
-    """One user of pools, who leaves all the lanes it fills at once.
+    """A user of pools that closes all the lanes it fills at once.
 
-    What it had begun may end later, in any thread: a lane that is filled after `leave` is left
-    again at once. Otherwise the page would stay taken with nobody there to let go of it.
+    Work that started before `close` may end after it, in any thread. A lane that is filled after
+    `close` is closed again at once. Otherwise its page would stay in use forever.
     """
 
     def __init__(self) -> None:
         self._lanes: set[tuple[HostPool, Hashable]] = set()
-        self._has_left = False
+        self._is_closed = False
 
     def empty(self, pool: HostPool, nbytes: int, lane: Hashable) -> Buffer:
-        """Uninitialised bytes from a pool, in a lane that is this tenant's alone."""
+        """Return uninitialized bytes from a pool, in a lane of this user only."""
         lane = (id(self), lane)
         self._lanes.add((pool, lane))
         buffer = pool.empty(nbytes, lane)
-        # Asked afterwards: whoever leaves later than this finds the lane among the others.
-        if self._has_left:
+        # Checked after the lane is registered: a later `close` finds the lane in the set.
+        if self._is_closed:
             pool.close_lane(lane)
         return buffer
 
-    def leave(self) -> None:
-        """Nothing more will be asked for: let go of the pages that are being filled."""
-        self._has_left = True
+    def close(self) -> None:
+        """Release the pages that this user was filling. It asks for nothing more."""
+        self._is_closed = True
         while self._lanes:
             pool, lane = self._lanes.pop()
             pool.close_lane(lane)
 
 
 def pool_report(pool: HostPool) -> dict[str, Any]:
-    """What a pool holds, for `status`."""
+    """Return the memory figures of a pool for `status`."""
     return {"used_nbytes": pool.used_nbytes, "idle_nbytes": pool.idle_nbytes}

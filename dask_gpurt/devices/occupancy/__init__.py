@@ -1,1 +1,1 @@
-"""Occupancy of a GPU: how many blocks of a kernel fit a multiprocessor, and how to limit them."""
+"""Occupancy of a GPU: how many blocks of a kernel a multiprocessor holds, and how to limit them."""

@@ -1,12 +1,11 @@
-"""What one multiprocessor of a GPU has, and in which portions it gives it out: a table.
+"""A table of GPU architectures: the resources of one multiprocessor, and their allocation units.
 
-Figures that `devices.occupancy.resident_blocks` computes with, for machines that have no GPU to ask
-and for tests. Where there is a GPU, its driver knows better: boards are sold with fewer
-multiprocessors than the table says (an H100 on PCIe has 114), and partitions of a GPU have fewer
-still. What one multiprocessor holds is the same on all boards of one compute capability, and only
-that is planned with.
+`devices.occupancy.resident_blocks` computes with these figures, in tests and on machines without a
+GPU. With a GPU, ask its driver. Some boards have fewer multiprocessors than the table says (an H100
+on PCIe has 114), and partitions of a GPU have fewer still. The limits of one multiprocessor are the
+same on all boards of a compute capability, and plans depend on these limits only.
 
-Every figure names its source in `Architecture.sources`, by field. AMD's words are translated: a
+`Architecture.sources` names the source of each figure. The table uses NVIDIA's words for AMD too: a
 compute unit is a multiprocessor, a wavefront a warp, LDS shared memory, a SIMD a partition.
 """
 
@@ -27,31 +26,31 @@ class Architecture:
     Attributes
     ----------
     name
-        `sm_90`, `gfx90a`: what compilers call it.
+        The name in compilers: `sm_90`, `gfx90a`.
     capability
-        Compute capability; AMD has none.
+        Compute capability; None for AMD.
     threads_per_block, threads_per_sm, blocks_per_sm
-        Most threads in a block; most threads and blocks resident at once.
+        Most threads in a block; most threads and blocks resident at the same time.
     barriers_per_sm
-        Most resident blocks that have more than one warp and so need a barrier; None where
-        barriers are no limit of their own.
+        Most resident blocks with more than one warp, each of which needs a barrier. None if
+        barriers do not limit the number of blocks.
     registers_per_thread, registers_per_block, registers_per_sm
-        32-bit registers. `registers_per_thread` is the most a thread may have.
+        32-bit registers. `registers_per_thread` is the limit for one thread.
     register_granule
-        Registers of a warp are given out in multiples of this.
+        A warp gets registers in multiples of this.
     partitions
-        The register file is cut into this many; a warp lives in one of them.
+        Number of parts of the register file. All registers of a warp lie in one part.
     shared_per_sm_nbytes
-        Shared memory, with as little of the array as possible left to the L1 cache.
+        Largest shared memory: the L1 cache keeps as little of the array as possible.
     shared_per_block_nbytes, shared_per_block_opt_in_nbytes
-        Most shared memory of a block, static and dynamic; and the most for a kernel that was
-        allowed more.
+        Most shared memory of a block, static and dynamic; and the limit for a kernel that has
+        opted in to more.
     shared_reserved_nbytes
-        Taken of every block by the driver, beside what the block asked for.
+        Shared memory that the driver takes for each block, in addition to the block's own.
     shared_granule_nbytes
-        Shared memory of a block is given out in multiples of this.
+        A block gets shared memory in multiples of this.
     sources
-        Where each figure is from, by the name of its field.
+        Source of each figure, by field name.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Architecture:
 
     @property
     def warps_per_sm(self) -> int:
-        """Most warps resident at once."""
+        """Most warps resident at the same time."""
         return self.threads_per_sm // self.warp_size
 
 
@@ -124,7 +123,7 @@ SM80 = Architecture(
     threads_per_sm=2048,
     blocks_per_sm=32,
     barriers_per_sm=None,
-    # The toolkit's header says 256, the guide 255: the compilers never give more.
+    # The toolkit's header says 256, the guide 255. Compilers never use more than 255.
     registers_per_thread=255,
     registers_per_block=65536,
     registers_per_sm=65536,
@@ -204,8 +203,8 @@ GFX90A = Architecture(
     threads_per_sm=2048,
     blocks_per_sm=32,
     barriers_per_sm=16,
-    # Vector registers, those of matrix instructions among them. Scalar registers, which can cost
-    # a wavefront too, are not modelled.
+    # Vector registers, including those of matrix instructions. Scalar registers can limit the
+    # number of wavefronts too, but are not modelled.
     registers_per_thread=512,
     registers_per_block=4 * 512 * 64,
     registers_per_sm=4 * 512 * 64,
@@ -221,7 +220,7 @@ GFX90A = Architecture(
 
 ARCHITECTURES = {one.name: one for one in (SM70, SM75, SM80, SM86, SM89, SM90, SM100, GFX90A)}
 
-#: By the name that a driver puts among the words of a device's name.
+#: GPUs by the word that identifies them in the driver's device name.
 GPUS = {
     one.name: one
     for one in (
@@ -232,7 +231,7 @@ GPUS = {
         Gpu("L40S", SM89, 142, "L40S data sheet: 18,176 cores, 128 for each"),
         Gpu("H100", SM90, 132, "Hopper architecture white paper, SXM5 board"),
         Gpu("H200", SM90, 132, "as a device of this name reports"),
-        # No publication of the maker was found that says so.
+        # No publication of NVIDIA states this figure.
         Gpu("B200", SM100, 148, "as devices of this name are reported to report"),
         Gpu("MI250X", GFX90A, 110, "ROCm documentation, AMD GPU specifications: one of two dies"),
     )
@@ -240,10 +239,9 @@ GPUS = {
 
 
 def architecture_of(capability: tuple[int, int]) -> Architecture | None:
-    """The architecture with a compute capability; None if the table lacks it.
+    """Return the architecture with a compute capability, or None if the table lacks it.
 
-    Another minor number is another machine (8.0 and 8.6 differ in every limit), so nothing near
-    is taken instead.
+    There is no fallback to a similar capability: 8.0 and 8.6, for example, differ in every limit.
     """
     for one in ARCHITECTURES.values():
         if one.capability == capability:
@@ -252,7 +250,7 @@ def architecture_of(capability: tuple[int, int]) -> Architecture | None:
 
 
 def gpu_named(device_name: str) -> Gpu | None:
-    """The product that a driver's device name is of; None if the table lacks it.
+    """Return the product with a driver's device name, or None if the table lacks it.
 
     Examples
     --------

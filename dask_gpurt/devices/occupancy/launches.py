@@ -1,18 +1,18 @@
-"""Has every launch of CuPy's pass a `LaunchHook`: of raw, elementwise and reduction kernels.
+"""An interception of CuPy's kernel launches, so that each passes a `LaunchHook`.
 
-CuPy launches by `cuLaunchKernel`, and looks up its address when it first calls the driver. The
-library that it looks in is given another function under that name just then; afterwards the
-address is fixed for the life of the process, and no other way leads in. So `cupy_launches` is
-called when a worker starts, before CuPy has done anything, and only where launches are to be
-shaped: each of them then goes through Python once more.
+It covers raw, elementwise and reduction kernels. CuPy launches them with `cuLaunchKernel`, whose
+address it looks up at its first call to the driver. At that moment, this module replaces the
+function in the library object that CuPy searches. Later, the address is fixed for the life of the
+process, and no other hook exists. So call `cupy_launches` when a worker starts, before CuPy calls
+the driver. Call it only if launches will be shaped, because each launch then takes a detour through
+Python.
 
-Not to be shaped, and not: cooperative launches, which never end if fewer blocks are resident than
-they count on (another function of the driver), launches that a graph captures (it would keep what
-was pending then), and kernels inside libraries (cuBLAS, CUB, libcudf), which have addresses of
-their own.
+Three kinds of launches are not shaped. Cooperative launches use another driver function; they hang
+if fewer blocks are resident than they expect. Launches captured by a graph would keep the decision
+of that moment. Kernels inside libraries (cuBLAS, CUB, libcudf) use addresses of their own.
 
-Nothing may be raised into the driver's caller: it would take the launch for made. An interrupt of
-the main thread in the midst of a launch is; tasks run in other threads.
+No error may reach the driver's caller, which would take the launch for made. Only an interrupt of
+the main thread during a launch can; tasks run in other threads.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from dask_gpurt.devices.occupancy.shaping import (
 
 LIBRARY = "libcuda.so.1"
 
-# CUresult and CUfunction_attribute, of the driver's interface, which is stable.
+# CUresult and CUfunction_attribute of the driver API, which is stable.
 _INVALID_VALUE, _OUT_OF_RESOURCES = 1, 701
 _MAX_THREADS, _STATIC, _REGISTERS, _MAX_DYNAMIC, _CARVEOUT = 0, 1, 4, 8, 9
-#: Of the carveout: all that can be shared memory. A multiprocessor that has to change the division
-#: drains first.
+#: Prefer the largest shared memory. To change the split, a multiprocessor must drain first.
 _ALL_SHARED = 100
 
 _POINTER, _UINT, _INT = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int
@@ -48,7 +47,7 @@ _IS_CAPTURING = ctypes.CFUNCTYPE(_INT, _POINTER, _POINTER)
 
 
 class LaunchStatusError(RuntimeError):
-    """The driver answered with a status that is no refusal: an earlier kernel failed, say."""
+    """An error of the driver that is not a refusal, such as the error of an earlier kernel."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status} of the CUDA driver")
@@ -62,24 +61,24 @@ class _RefusedError(LaunchRefusedError):
 
 
 class Launches:
-    """Launches of one process; the `LaunchDriver` of its hook.
+    """The kernel launches of one process, and the `LaunchDriver` of their hook.
 
     Parameters
     ----------
     library
-        The driver's, as ctypes loads it.
+        The driver library, loaded with ctypes.
 
     Attributes
     ----------
     hook
-        What launches pass, if anything.
+        The hook that launches pass, or None.
     """
 
     def __init__(self, library: Any) -> None:
         self.hook: LaunchHook | None = None
-        #: A module was unloaded, so handles of its kernels may come back as those of others.
+        #: A module was unloaded, so the handles of its kernels may be reused for other kernels.
         self._is_stale = False
-        #: Where the driver answers each thread.
+        #: Per thread: the variable that receives answers of the driver.
         self._answers = threading.local()
 
         def bound(prototype: Any, name: str) -> Any:
@@ -95,12 +94,12 @@ class Launches:
             "cuModuleUnload": _UNLOAD(self._unloaded),
         }
 
-    def stand_in(self, library: Any) -> None:
-        """From here on, who looks into this library finds these functions."""
+    def intercept(self, library: Any) -> None:
+        """Replace the functions of the library with ours for all later lookups."""
         for name, function in self._in_front.items():
             setattr(library, name, function)
-            # One reference for whoever has the address: modules are unloaded up to the very end of
-            # the process, when nothing of ours is left.
+            # Never freed: callers keep the address, and modules are unloaded until the very end of
+            # the process, when our objects are gone.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
 
     # ------------------------------------------------------------------ called by the library
@@ -119,7 +118,7 @@ class Launches:
         arguments: int | None,
         extra: int | None,
     ) -> int:
-        # One by one: this is the way of every launch, and tuples cost.
+        # No tuples for the arguments: every launch runs this code, and tuples cost time.
         hook = self.hook
         nbytes = asked_nbytes
         if hook is not None:
@@ -139,14 +138,14 @@ class Launches:
         return 0
 
     def _unloaded(self, module: int) -> int:
-        # Noted only: modules die wherever the garbage collector runs, which may be in the midst of
-        # a decision, with the hook's lock held. No handle is used again before this returns.
+        # Only set a flag: the garbage collector may unload a module at any point, even during a
+        # decision, with the hook's lock held. No handle is reused before this function returns.
         self._is_stale = True
         status: int = self._unload(module)
         return status
 
     def _forget(self, hook: LaunchHook) -> None:
-        """Of all kernels: which module they are of is not known, and deciding again is cheap."""
+        """Forget all decisions. Nobody knows the kernels of a module, and deciding is cheap."""
         self._is_stale = False
         for decided in hook.decisions():
             hook.forget(decided.kernel)
@@ -158,7 +157,7 @@ class Launches:
             state = _INT()
             address = ctypes.addressof(state)
             self._answers.place = state, address
-        # The status is not 0 where asking about the default stream disturbs a capture elsewhere.
+        # The status is not 0 if asking about the default stream disturbs a capture elsewhere.
         return bool(self._is_capturing(stream, address) or state.value)
 
     # ------------------------------------------------------------------ a `LaunchDriver`
@@ -181,14 +180,14 @@ class Launches:
     def launch(
         self, kernel: Hashable, grid: Extent, block: Extent, shared_nbytes: int, stream: Any
     ) -> None:
-        """`stream` is the stream and the kernel's arguments, as the driver takes them.
+        """Launch a kernel. `stream` holds the stream and the arguments, in the driver's form.
 
         Raises
         ------
         LaunchRefusedError
-            Likewise `set_max_dynamic_shared`.
+            The driver refuses the amount of shared memory.
         LaunchStatusError
-            The driver's own errors.
+            The driver reports another error.
         """
         status = self._launch(kernel, *grid, *block, shared_nbytes, *stream)
         if status in (_INVALID_VALUE, _OUT_OF_RESOURCES):
@@ -200,7 +199,7 @@ class Launches:
         status = self._set_attribute(kernel, _MAX_DYNAMIC, nbytes)
         if status:
             raise _RefusedError(status, nbytes)
-        # Only a preference: without it fewer blocks may be resident, never more.
+        # Only a preference: without it, fewer blocks may be resident, but never more.
         self._set_attribute(kernel, _CARVEOUT, _ALL_SHARED)
 
 
@@ -208,14 +207,14 @@ _launches: Launches | None = None
 
 
 def cupy_launches() -> Launches:
-    """The launches that CuPy makes in this process. Once attached they stay so.
+    """Return CuPy's launches in this process. The interception stays until the process ends.
 
     Raises
     ------
     ImportError
-        There is no CuPy.
+            CuPy is not installed.
     RuntimeError
-        CuPy has called the driver before, or there is none.
+            CuPy has already called the driver, or there is no driver.
     """
     global _launches
     if _launches is None:
@@ -224,7 +223,7 @@ def cupy_launches() -> Launches:
 
 
 def _attached() -> Launches:
-    # Imported before, so that it loads its other libraries as ever.
+    # Imported first, so that CuPy loads its other libraries without the replaced class.
     import cupy  # noqa: F401
     from cupy_backends.cuda.api import driver
 
@@ -236,16 +235,16 @@ def _attached() -> Launches:
             super().__init__(name, *arguments, **keywords)
             if name == LIBRARY:
                 launches = Launches(self)
-                launches.stand_in(self)
+                launches.intercept(self)
                 found.append(launches)
 
     ctypes.CDLL = Library  # type: ignore[misc]
     try:
-        # The cheapest of all calls. It needs no context, and may fail.
+        # The cheapest driver call. It needs no context, and may fail.
         with contextlib.suppress(driver.CUDADriverError):
             driver.ctxGetCurrent()
     finally:
         ctypes.CDLL = stock  # type: ignore[misc]
     if not found:
-        raise RuntimeError("CuPy has called the driver before: attach when the process starts")
+        raise RuntimeError("CuPy has already called the driver: attach when the process starts")
     return found[0]

@@ -1,13 +1,14 @@
-"""How much shared memory to ask for, so that fewer blocks of a kernel are resident at once.
+"""Plans for the shared memory of a launch, so that fewer of its blocks are resident at once.
 
-A block stays where it is until it ends. A kernel of communication that finds every multiprocessor
-full therefore waits for blocks of computation to end, and competes with those that wait. What a
-launch can change without a change to its kernel is its dynamic shared memory: asking for more than
-the kernel uses leaves room for fewer blocks. `plan` says how much to ask for so that k blocks
-stay; `plan_beside`, so that a given kernel of communication fits. Both may refuse, and say why.
+A block stays on its multiprocessor until it ends. If computation fills every multiprocessor, a
+communication kernel waits for blocks to end and competes with other waiting blocks. A launch can
+change its dynamic shared memory without a change to its kernel. If it requests more than the kernel
+uses, fewer blocks fit. `plan` returns how much to request so that k blocks stay resident.
+`plan_beside` returns how much to request so that a given communication kernel fits. Both may
+refuse, with a reason.
 
-Decides only: nothing here asks a driver, and nothing launches; `devices.occupancy.shaping` does.
-The arithmetic of residency is in `devices.occupancy.resident_blocks`.
+This module only decides. `devices.occupancy.shaping` asks drivers and launches kernels.
+`devices.occupancy.resident_blocks` computes how many blocks are resident.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from dask_gpurt.devices.occupancy.resident_blocks import (
     Limit,
     Occupancy,
     occupancy,
-    short_of,
+    shortages,
 )
 
 
 class Reason(enum.Enum):
-    """Why a launch is left as it is."""
+    """Reasons to leave a launch unchanged."""
 
     NOTHING_PENDING = "no communication is pending"
     DOES_NOT_RUN = "the launch exceeds what a block may have"
@@ -40,22 +41,23 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to launch with.
+    """The shared memory of a shaped launch, and its effect.
 
     Attributes
     ----------
     dynamic_nbytes
-        Dynamic shared memory to launch with; never less than the launch asked for by itself.
+        Dynamic shared memory to request; never less than the original request.
     most_nbytes
-        The most that leaves as many blocks. More than needed only takes from the L1 cache.
+        The largest request with the same number of blocks. It takes more of the L1 cache for no
+        gain.
     blocks
-        Blocks resident then.
+        Resident blocks with the plan.
     unshaped_blocks
-        Blocks resident if nothing is done.
+        Resident blocks without the plan.
     free_nbytes
-        Shared memory of the multiprocessor that no block has then.
+        Shared memory of the multiprocessor that stays free with the plan.
     needs_opt_in
-        Whether the kernel must be allowed this much before it is launched.
+        The kernel must opt in to this much shared memory before the launch.
     """
 
     dynamic_nbytes: int
@@ -68,16 +70,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A launch to leave as it is, and why.
+    """A launch to leave unchanged, with the reason.
 
     Attributes
     ----------
     limits
-        What binds at the number of blocks in question, where that is the reason.
+        The limits that bind at the number of blocks in question, if they are the reason.
     blocks
-        Blocks resident without a change.
+        Resident blocks without a change.
     needed_nbytes
-        Dynamic shared memory that would have been needed, where its size is the reason.
+        Dynamic shared memory that a plan would need, if its size is the reason.
     """
 
     reason: Reason
@@ -98,22 +100,22 @@ def plan(
     pending: bool,
     opt_in: bool = True,
 ) -> Plan | Refusal:
-    """The dynamic shared memory that leaves exactly so many blocks resident.
+    """Plan the dynamic shared memory that leaves exactly this number of blocks resident.
 
-    ``u``, what a block must be charged, is the least multiple of the granule of which ``leave + 1``
-    do not fit: ``u = (shared_per_sm // (leave + 1) // granule + 1) * granule``. Of all amounts
-    that leave as many blocks it takes the least from the L1 cache, and leaves the most shared
-    memory to others.
+    A block must be charged ``u``: the smallest multiple of the granule of which ``leave + 1`` do
+    not fit, ``u = (shared_per_sm // (leave + 1) // granule + 1) * granule``. Among all amounts with
+    the same number of blocks, this one takes the least from the L1 cache and leaves the most shared
+    memory free.
 
     Parameters
     ----------
     leave
-        Blocks to leave on each multiprocessor, one or more; or the fewest, or the most below
-        what is resident now, that there is an amount for.
+        Resident blocks on each multiprocessor, at least one. `"fewest"` or `"most"` take the
+        smallest or largest number, below the current one, for which a plan exists.
     pending
-        Whether communication waits or runs. If none does, shaping could only cost.
+        Communication waits or runs. Without it, shaping would only cost time.
     opt_in
-        Whether the kernel may be allowed more than the usual 48 KiB.
+        The kernel may opt in to more than the usual 48 KiB.
 
     Raises
     ------
@@ -121,7 +123,7 @@ def plan(
         `leave` is less than one.
     """
     if not isinstance(leave, str) and leave < 1:
-        raise ValueError(f"leaves {leave} blocks: one has to be resident to run at all")
+        raise ValueError(f"cannot leave {leave} resident blocks: at least one must run")
     now = occupancy(architecture, launch)
     if not pending:
         return Refusal(Reason.NOTHING_PENDING, now.blocks)
@@ -150,7 +152,7 @@ def _exactly(
         most_of_block = architecture.shared_per_block_opt_in_nbytes
     else:
         most_of_block = architecture.shared_per_block_nbytes
-    # Fills its last granule: less would be charged the same.
+    # Fill the last granule: a smaller request is charged the same.
     dynamic = charged - fixed
     if capacity // charged < blocks:
         return Refusal(Reason.NO_SUCH_AMOUNT, now.blocks)
@@ -177,18 +179,18 @@ def plan_beside(
     on_turnover: bool = False,
     opt_in: bool = True,
 ) -> Plan | Refusal:
-    """The gentlest plan for `launch` that leaves room for a block of `other`.
+    """Plan for `launch` with the most resident blocks that leave room for a block of `other`.
 
-    Shared memory is not the only room that a block needs: of a communication library's kernel,
-    the registers may not fit where its shared memory would.
+    A block needs more than shared memory: the registers of a communication kernel may not fit even
+    if its shared memory does.
 
     Parameters
     ----------
     other
-        The kernel of communication.
+        The communication kernel.
     on_turnover
-        Room has to be there once a resident block has ended, instead of at once. Weaker, and
-        enough where `other` has a higher priority than the blocks that wait.
+        Require room only after one resident block has ended. This weaker condition is enough if
+        `other` has a higher priority than the waiting blocks.
     """
     now = occupancy(architecture, launch)
     if not pending:
@@ -196,15 +198,15 @@ def plan_beside(
     if now.blocks == 0 or occupancy(architecture, other).blocks == 0:
         return Refusal(Reason.DOES_NOT_RUN, now.blocks)
     ended = 1 if on_turnover else 0
-    if not short_of(architecture, launch, now.blocks - ended, other):
+    if not shortages(architecture, launch, now.blocks - ended, other):
         return Refusal(Reason.FITS_ALREADY, now.blocks)
-    limits = short_of(architecture, launch, 1 - ended, other)
+    limits = shortages(architecture, launch, 1 - ended, other)
     for blocks in range(now.blocks - 1, 0, -1):
         found = _exactly(architecture, launch, now, blocks, opt_in)
         if isinstance(found, Refusal):
             continue
         shaped = replace(launch, dynamic_nbytes=found.dynamic_nbytes)
-        limits = short_of(architecture, shaped, blocks - ended, other)
+        limits = shortages(architecture, shaped, blocks - ended, other)
         if not limits:
             return found
     return Refusal(Reason.NO_ROOM, now.blocks, limits)

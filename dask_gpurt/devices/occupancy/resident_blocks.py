@@ -1,12 +1,12 @@
-"""How many blocks of a kernel a multiprocessor holds at once, and what keeps it from holding more.
+"""A calculation of how many blocks of a kernel a multiprocessor holds, and which limit binds.
 
-The four limits of NVIDIA's occupancy calculation, and AMD's, which are of the same form, over the
-table of `devices.occupancy.architectures`. Computes only: a driver that is there has calls of its
-own for this, and what to do with the result is for `devices.occupancy.planner`.
+It applies the four limits of NVIDIA's occupancy calculation to the table of
+`devices.occupancy.architectures`. AMD's limits have the same form. With a GPU, the driver has calls
+for this. `devices.occupancy.planner` decides what to do with the result.
 
-Two things are not modelled. The driver may give the L1 cache more of the array than the least;
-then fewer blocks are resident than computed here, never more. And thread block clusters, whose
-blocks are placed together.
+The calculation leaves out two things. The driver may give the L1 cache more than the minimum; then
+fewer blocks are resident than computed, never more. The blocks of a thread block cluster are placed
+together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dask_gpurt.devices.occupancy.architectures import Architecture
 
 
 class Limit(enum.Enum):
-    """What keeps one more block from being resident."""
+    """A resource that limits the number of resident blocks."""
 
     THREADS = "threads"
     REGISTERS = "registers"
@@ -29,16 +29,16 @@ class Limit(enum.Enum):
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch needs of a multiprocessor, for each of its blocks.
+    """The resources that each block of a launch needs.
 
     Attributes
     ----------
     threads
         Threads of a block.
     registers
-        32-bit registers of a thread, as compiled.
+        32-bit registers of a thread in the compiled kernel.
     static_nbytes, dynamic_nbytes
-        Shared memory: declared in the kernel, and asked for by the launch.
+        Shared memory declared in the kernel, and requested by the launch.
     """
 
     threads: int
@@ -48,31 +48,31 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.threads < 1:
-            raise ValueError(f"a block of {self.threads} threads")
+            raise ValueError(f"a block has at least one thread, not {self.threads}")
         if min(self.registers, self.static_nbytes, self.dynamic_nbytes) < 0:
-            raise ValueError(f"less than nothing in {self}")
+            raise ValueError(f"negative resource in {self}")
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many blocks are resident on each multiprocessor, if there are enough of them.
+    """The number of blocks resident on each multiprocessor, if the launch has enough of them.
 
     Attributes
     ----------
     allowed
-        Blocks that each limit alone would let in.
+        Number of blocks that each limit alone allows.
     """
 
     allowed: Mapping[Limit, int]
 
     @property
     def blocks(self) -> int:
-        """Resident blocks; 0 for a launch that the driver would refuse."""
+        """Resident blocks; 0 if the driver would refuse the launch."""
         return min(self.allowed.values())
 
     @property
     def binding(self) -> frozenset[Limit]:
-        """The limits that are reached first."""
+        """The limits that allow the fewest blocks."""
         return frozenset(limit for limit, n in self.allowed.items() if n == self.blocks)
 
 
@@ -81,48 +81,47 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def charged_nbytes(architecture: Architecture, launch: Launch) -> int:
-    """Shared memory that a block takes of its multiprocessor.
+    """Return the shared memory that a block takes of its multiprocessor.
 
-    What it asked for and what the driver reserves, rounded up to the granule: the rule of
-    `cuda_occupancy.h`. A block that uses none is charged a granule here, which changes no result:
-    more of those would fit than may be resident.
+    This is the block's own memory and the driver's reserve, rounded up to the granule, as in
+    `cuda_occupancy.h`. A block without shared memory is charged one granule. This changes no
+    result: more blocks of one granule fit than may be resident.
     """
     asked = launch.static_nbytes + launch.dynamic_nbytes + architecture.shared_reserved_nbytes
     return _round_up(max(1, asked), architecture.shared_granule_nbytes)
 
 
 def warps_of(architecture: Architecture, launch: Launch) -> int:
-    """Warps of a block; the last may be half empty."""
+    """Return the number of warps of a block. The last warp may be partly empty."""
     return -(-launch.threads // architecture.warp_size)
 
 
 def registers_of_warp(architecture: Architecture, launch: Launch) -> int:
-    """Registers that a warp takes of its partition.
+    """Return the registers that a warp takes of its partition.
 
-    ``registers * warp_size``, rounded up to the granule. A kernel that uses none is charged for
-    one, which never binds.
+    ``registers * warp_size``, rounded up to the granule. A kernel without registers is charged for
+    one register, which never limits it.
     """
     wanted = max(1, launch.registers) * architecture.warp_size
     return _round_up(wanted, architecture.register_granule)
 
 
 def occupancy(architecture: Architecture, launch: Launch) -> Occupancy:
-    """Resident blocks of a launch, by the rules of `cuda_occupancy.h` (AMD's are of the same form).
+    """Compute the resident blocks of a launch by the rules of `cuda_occupancy.h`.
 
-    Threads: whole warps are resident. ``warps_per_sm // warps``, with ``warps`` the warps of a
-    block.
+    Threads: whole warps are resident, so ``warps_per_sm // warps``, with ``warps`` of a block.
 
-    Registers: a warp takes `registers_of_warp` out of one partition of the register file. So
-    ``registers_per_sm // partitions // registers_of_warp`` warps fit in a partition, and those of
-    all partitions, divided by ``warps`` and rounded down, are the blocks of the multiprocessor.
-    The simpler ``registers_per_sm // registers of a block`` lets in blocks that the hardware does
-    not: with 40 registers a thread, 51 warps instead of 48. One block must fit with its warps
-    rounded up to all partitions.
+    Registers: a warp takes `registers_of_warp` from one partition of the register file. So
+    ``registers_per_sm // partitions // registers_of_warp`` warps fit into a partition. The warps of
+    all partitions, divided by ``warps`` and rounded down, give the number of blocks. The simpler
+    ``registers_per_sm // registers of a block`` allows blocks that the hardware does not: with 40
+    registers a thread, 51 warps instead of 48. One block must fit with its warps rounded up to all
+    partitions.
 
     Shared memory: ``shared_per_sm_nbytes // charged_nbytes``.
 
-    Blocks: a fixed number; and where barriers are counted (gfx90a), one for each block that has
-    more than one warp.
+    Blocks: a fixed number. If barriers are limited (gfx90a), each block with more than one warp
+    also needs one.
     """
     warps = warps_of(architecture, launch)
     by_threads = 0
@@ -157,12 +156,12 @@ def occupancy(architecture: Architecture, launch: Launch) -> Occupancy:
     )
 
 
-def short_of(
+def shortages(
     architecture: Architecture, launch: Launch, blocks: int, other: Launch
 ) -> frozenset[Limit]:
-    """What there is not enough of for a block of `other` beside so many of `launch`.
+    """Return the resources that a block of `other` lacks beside this many blocks of `launch`.
 
-    Warps are taken to be spread evenly over the partitions of the register file.
+    The calculation spreads warps evenly over the partitions of the register file.
     """
     warps, other_warps = warps_of(architecture, launch), warps_of(architecture, other)
     partition = architecture.registers_per_sm // architecture.partitions

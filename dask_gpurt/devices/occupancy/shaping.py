@@ -1,16 +1,16 @@
-"""Has launches carry more dynamic shared memory than they ask for, without a change to kernels.
+"""A hook that makes launches request more dynamic shared memory, without a change to the kernels.
 
-`LaunchHook` stands between whoever launches and a driver. Outside of `shaped` it passes launches on
-as they are. Inside, and while communication is pending, a launch carries what the planner says
-(`devices.occupancy.planner`). It is asked once for each kernel and shape of block, and
-`LaunchHook.decisions` says what it answered.
+`LaunchHook` sits between a caller and a driver. Outside `shaped`, it passes launches on unchanged.
+Inside, while communication is pending, a launch requests what the planner says
+(`devices.occupancy.planner`). The planner decides once for each kernel and block shape.
+`LaunchHook.decisions` lists the decisions.
 
-A hook may only ever cost time. It adds shared memory and takes none away; a launch that the
-driver refuses with more is made again without; a planner or driver that fails leaves the launch as
-it was. Launches whose blocks must all be resident at once (cooperative ones) must not be sent
-through a hook: with fewer resident they would never end.
+A hook may cost time, but must not change results. It only adds shared memory. If the driver refuses
+the larger request, the hook repeats the launch with the original one. If a planner or driver fails,
+the launch stays unchanged. Cooperative launches need all their blocks resident at once. They must
+not pass a hook: with fewer resident blocks, they would never end.
 
-Knows no CUDA library: they are attached as `LaunchDriver`.
+This module uses no CUDA library. A `LaunchDriver` connects one.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from dask_gpurt.devices.occupancy.resident_blocks import Launch, Limit
 #: Blocks or threads in three dimensions.
 Extent = tuple[int, int, int]
 
-#: Kernels times shapes of blocks times planners. Programs have hundreds; one that makes kernels
-#: without end must not fill the memory with what was decided about them.
+#: Limit for kernels times block shapes times planners. Programs have hundreds. A program that keeps
+#: creating kernels must not fill the memory with decisions.
 _MOST_DECISIONS = 4096
 
 
 class LaunchRefusedError(RuntimeError):
-    """The driver did not make a launch because of what it asks for. Nothing ran."""
+    """The driver refused a launch because of its requested resources. Nothing ran."""
 
 
 @dataclass(frozen=True)
 class KernelAttributes:
-    """What a compiled kernel needs.
+    """The resources of a compiled kernel.
 
     Attributes
     ----------
     registers
-        32-bit registers of a thread.
+        32-bit registers of each thread.
     static_nbytes
         Shared memory declared in the kernel.
     max_threads
-        Most threads of a block with which it can be launched.
+        Largest number of threads in a block.
     max_dynamic_nbytes
-        Dynamic shared memory that it is allowed now. Where its owner has allowed it a lot for
-        launches of its own, allowing it less would have those refused.
+        Dynamic shared memory that the kernel may request now. Never lower it: the kernel's owner
+        may have raised it for launches of its own, which would then be refused.
     """
 
     registers: int
@@ -63,54 +63,53 @@ class KernelAttributes:
 
 
 class LaunchDriver(Protocol):
-    """What is asked of a CUDA or HIP library, for one device."""
+    """The calls to a CUDA or HIP library, for one device."""
 
     def attributes(self, kernel: Hashable) -> KernelAttributes:
-        """What a kernel needs, as compiled for the device."""
+        """Return the resources of a kernel as compiled for the device."""
 
     def launch(
         self, kernel: Hashable, grid: Extent, block: Extent, shared_nbytes: int, stream: Any
     ) -> None:
-        """Launch with so much dynamic shared memory.
+        """Launch a kernel with this much dynamic shared memory.
 
         Raises
         ------
         LaunchRefusedError
-            It asks for more than there is. Other errors are the library's own.
+            The device lacks the requested resources. Other errors are the library's own.
         """
 
     def set_max_dynamic_shared(self, kernel: Hashable, nbytes: int) -> None:
-        """Allow a kernel so much dynamic shared memory, and prefer shared memory to L1 cache.
+        """Allow a kernel this much dynamic shared memory, and prefer shared memory to L1 cache.
 
         Raises
         ------
         LaunchRefusedError
-            The device has not that much.
+            The device has less shared memory.
         """
 
 
 @dataclass(frozen=True)
 class Planner:
-    """How launches are to be shaped: the part of `planner.plan` that is the same for all.
+    """The arguments of `planner.plan` that are the same for all launches.
 
     Attributes
     ----------
     leave
-        Blocks to leave on each multiprocessor; or the fewest, or the most below what is resident
-        otherwise.
+        Resident blocks on each multiprocessor; or the fewest, or the most below the current number.
     """
 
     architecture: Architecture
     leave: int | Literal["fewest", "most"]
 
     def __call__(self, launch: Launch) -> Plan | Refusal:
-        """What to do with a launch while communication is pending."""
+        """Plan a launch while communication is pending."""
         return plan(self.architecture, launch, self.leave, pending=True)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A launch to leave as it is, because the planner failed or the driver refused."""
+    """A launch to leave unchanged because the planner failed or the driver refused."""
 
     error: str
 
@@ -120,12 +119,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What was decided about launches of a kernel with one shape of block.
+    """The decision about launches of a kernel with one block shape.
 
     Attributes
     ----------
     asked_nbytes, nbytes
-        Dynamic shared memory of the launch by itself, and what it is to carry.
+        Dynamic shared memory of the original request, and of the shaped one.
     """
 
     kernel: Hashable
@@ -137,45 +136,45 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """A `with shaped(...)` that has been entered."""
+    """An entered `with shaped(...)` block."""
 
     hook: LaunchHook
     planner: Callable[[Launch], Plan | Refusal]
-    #: Stands for the planner in keys: a planner may take long to hash.
+    #: Replaces the planner in keys, because hashing a planner may be slow.
     number: int
     pending: Callable[[], bool]
     outer: _Scope | None
 
 
-# A context variable, not a thread's: two coroutines of one thread do not shape each other's
-# launches, and a new thread begins unshaped.
+# A context variable, not a thread-local: coroutines of one thread must not shape each other's
+# launches. A new thread starts unshaped.
 _scope: ContextVar[_Scope | None] = ContextVar("dask_gpurt_shaping", default=None)
 
 _Key = tuple[int, Hashable, Extent, int]
 
 
 class LaunchHook:
-    """The place that launches of one device pass.
+    """A hook that all launches of one device pass.
 
     Parameters
     ----------
     driver
         Makes the launches.
     enabled
-        If not, `shaped` changes nothing: the setting `gpurt.devices.shape-launches`.
+        If False, `shaped` changes nothing. From the setting `gpurt.devices.shape-launches`.
 
     Attributes
     ----------
     failure
-        The last error of a `pending` function; those of planners and drivers are in `decisions`.
+        Last error of a `pending` function. Errors of planners and drivers are in `decisions`.
     """
 
     def __init__(self, driver: LaunchDriver, *, enabled: bool) -> None:
         self.enabled = enabled
         self.failure: str | None = None
         self._driver = driver
-        # Held while something is decided: a kernel is asked about once, and what it is allowed
-        # only ever grows.
+        # Held during a decision, so that each kernel is decided once and its allowed shared memory
+        # only grows.
         self._lock = threading.Lock()
         self._decided: dict[_Key, Decided] = {}
         self._planners: dict[Hashable, int] = {}
@@ -184,9 +183,9 @@ class LaunchHook:
     def launch(
         self, kernel: Hashable, grid: Extent, block: Extent, shared_nbytes: int, stream: Any
     ) -> None:
-        """Launch, with more dynamic shared memory if this is within `shaped`.
+        """Launch a kernel, with more dynamic shared memory inside `shaped`.
 
-        Raises what the driver raises for the launch as it was asked for.
+        Raises what the driver raises for the original request.
         """
         nbytes = self.dynamic_nbytes(kernel, block, shared_nbytes)
         self.launch_with(nbytes, kernel, grid, block, shared_nbytes, stream)
@@ -200,7 +199,7 @@ class LaunchHook:
         shared_nbytes: int,
         stream: Any,
     ) -> None:
-        """Launch with what `dynamic_nbytes` said, and without if that is refused."""
+        """Launch with the result of `dynamic_nbytes`; if that is refused, with the original."""
         if nbytes != shared_nbytes:
             try:
                 self._driver.launch(kernel, grid, block, nbytes, stream)
@@ -210,9 +209,10 @@ class LaunchHook:
         self._driver.launch(kernel, grid, block, shared_nbytes, stream)
 
     def dynamic_nbytes(self, kernel: Hashable, block: Extent, shared_nbytes: int) -> int:
-        """What a launch here and now should carry: never less than it asks for. Does not raise.
+        """Return the dynamic shared memory that a launch should request now. Does not raise.
 
-        For a callback in the middle of another library's launch, which goes on with it itself.
+        It is never less than the original request. Callbacks inside another library's launch use
+        this method and make the launch themselves.
         """
         scope = _scope.get()
         while scope is not None and scope.hook is not self:
@@ -231,12 +231,12 @@ class LaunchHook:
             return shared_nbytes
 
     def decisions(self) -> list[Decided]:
-        """What was decided so far, and why."""
+        """Return the decisions so far, with their reasons."""
         with self._lock:
             return list(self._decided.values())
 
     def forget(self, kernel: Hashable) -> None:
-        """A kernel is unloaded: its handle may come back as another's."""
+        """Drop the decisions about an unloaded kernel, whose handle may be reused."""
         with self._lock:
             for key in [key for key in self._decided if key[1] == kernel]:
                 del self._decided[key]
@@ -262,7 +262,7 @@ class LaunchHook:
     def _planned(
         self, scope: _Scope, kernel: Hashable, block: Extent, asked_nbytes: int
     ) -> Plan | Refusal:
-        """Ask the planner, and have the kernel allowed what it says. The lock is held."""
+        """Ask the planner, and allow the kernel what it says. The caller holds the lock."""
         needs = self._driver.attributes(kernel)
         x, y, z = block
         launch = Launch(x * y * z, needs.registers, needs.static_nbytes, asked_nbytes)
@@ -276,7 +276,7 @@ class LaunchHook:
     def _leave_alone(
         self, kernel: Hashable, block: Extent, asked_nbytes: int, error: Exception
     ) -> None:
-        """Whoever plans for this launch, it was refused with more than it asks for."""
+        """Replace all decisions about a launch by a refusal of the driver."""
         decided = Decided(kernel, block, asked_nbytes, asked_nbytes, Failure(repr(error)))
         with self._lock:
             for key in self._decided:
@@ -287,7 +287,7 @@ class LaunchHook:
         with self._lock:
             if planner not in self._planners:
                 if len(self._planners) >= _MOST_DECISIONS:
-                    # Numbers are never used again, so that a planner may get another one.
+                    # Numbers are never reused, so a planner may get a new one.
                     self._planners.clear()
                 self._planners[planner] = next(self._numbers)
             return self._planners[planner]
@@ -297,20 +297,20 @@ class LaunchHook:
 def shaped(
     planner: Callable[[Launch], Plan | Refusal], pending: Callable[[], bool], hook: LaunchHook
 ) -> Iterator[None]:
-    """Have launches through a hook shaped, in this thread or coroutine, until the end of the block.
+    """Shape launches through a hook inside a `with` statement, in this thread or coroutine.
 
-    Within another `shaped` of the same hook the inner one holds; that of another hook goes on.
+    A nested `shaped` of the same hook replaces the outer one. Hooks do not affect each other.
 
     Parameters
     ----------
     planner
-        What to do with a launch: a `Planner`, or anything hashable that is called like one. It is
-        called once for each kernel, shape of block and dynamic shared memory.
+        Plans a launch: a `Planner`, or a hashable object that is called like one. It is called once
+        for each kernel, block shape and dynamic shared memory.
     pending
-        Whether there is communication to make room for. Called at each launch, so it must be as
-        quick as reading a counter.
+        Returns whether communication needs room. Each launch calls it, so it must be as fast as
+        reading a counter.
     hook
-        Of the device whose launches are meant.
+        The hook of the device.
     """
     if not hook.enabled:
         yield

@@ -1,1 +1,1 @@
-"""Tables and arrays in the memory of a device: cuDF and CuPy."""
+"""Tables and arrays in device memory: cuDF and CuPy."""

@@ -1,10 +1,10 @@
-"""cuDF's tables for `DeviceFrames`: every call to cuDF, pylibcudf, RMM and CuPy is here.
+"""The `Tables` of `DeviceFrames` for cuDF, with all calls to cuDF, pylibcudf, RMM and CuPy.
 
-Public calls alone, with pylibcudf for what moves rows and cuDF for types. Importing this imports
-cuDF, so only what has met a frame of it does.
+It uses public calls only: pylibcudf moves rows, and cuDF handles types. Importing this module
+imports cuDF, so import it only after a cuDF frame appears.
 
-All work goes on pylibcudf's default stream, on which cuDF itself works; what leaves this module is
-waited for, so that another stream, or UCX, can have it.
+All work runs on pylibcudf's default stream, which cuDF uses too. This module waits for the work on
+data that it returns, so that other streams and UCX can use the data.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from dask_gpurt.frames.gather import slots_by_table
 
 
 class CudfMemory:
-    """Memory of RMM's current resource, as `DeviceMemory`."""
+    """Memory of RMM's current resource as a `DeviceMemory`."""
 
     def __init__(self, buffer: DeviceBuffer) -> None:
         self.buffer = buffer
 
     @classmethod
     def empty(cls, nbytes: int) -> CudfMemory:
-        """Uninitialised memory that any stream may use.
+        """Allocate uninitialized memory that any stream may use.
 
         Raises
         ------
@@ -46,7 +46,7 @@ class CudfMemory:
             The device has no room.
         """
         memory = cls(DeviceBuffer(size=nbytes, stream=CUDF_DEFAULT_STREAM))
-        # It may have been somebody else's until work that is still queued is done.
+        # Wait for queued work of the memory's previous owner.
         CUDF_DEFAULT_STREAM.synchronize()
         return memory
 
@@ -64,14 +64,14 @@ class CudfMemory:
 
     def copy_to_host(self, out: npt.NDArray[np.uint8], start: int = 0) -> None:
         if start + out.nbytes > self.nbytes:
-            raise IndexError(f"{out.nbytes} bytes from {start} of {self.nbytes}")
+            raise IndexError(f"{out.nbytes} bytes at {start} exceed a buffer of {self.nbytes}")
         if out.nbytes:
             copy_ptr_to_host(self.buffer.ptr + start, out, CUDF_DEFAULT_STREAM)
             CUDF_DEFAULT_STREAM.synchronize()
 
 
 class CudfTables:
-    """See `Tables` of `frames.device.device_frames`."""
+    """The `Tables` of `frames.device.device_frames` for cuDF."""
 
     def is_frame(self, frame: Any) -> bool:
         return isinstance(frame, cudf.DataFrame)
@@ -98,7 +98,7 @@ class CudfTables:
             typed = _typed(found, kind, wanted)
             if typed is not found:
                 frame[label] = typed
-        # Not out of place: that would copy the levels once more.
+        # In place: a new frame would copy the levels again.
         frame.set_index(labels[meta.shape[1] :], inplace=True)
         frame.index.names = meta.index.names
         frame.columns = meta.columns
@@ -119,7 +119,7 @@ class CudfTables:
         if is_plain and not numbers.null_count:
             found = slots_by_table(cupy, numbers.values, slots.slot_table)
         else:
-            # Missing values and fractions are rare, and the host knows what they mean.
+            # Missing values and fractions are rare. The host converts them as pandas does.
             exact = numbers.astype("float64").to_pandas().to_numpy(np.float64, na_value=np.nan)
             found = cupy.asarray(slots.slots(exact).astype(np.int32))
         order = plc.sorting.stable_sorted_order(
@@ -127,7 +127,7 @@ class CudfTables:
             [plc.types.Order.ASCENDING],
             [plc.types.NullOrder.AFTER],
         )
-        # Slot -1, of rows that nobody wants, comes first.
+        # Slot -1, for rows that no worker wants, comes first.
         counts = cupy.asnumpy(cupy.bincount(found + 1, minlength=slots.n_slots + 1))
         rows = cupy.asarray(order.data()).view(np.int32)[counts[0] :]
         return rows, [0, *np.cumsum(counts[1:]).tolist()]
@@ -154,7 +154,7 @@ class CudfTables:
 
     def pack(self, table: plc.Table) -> tuple[CudfMemory, list[DeviceColumn]]:
         metadata, data = plc.contiguous_split.pack(table).release()
-        # libcudf says where it put what in a form of its own, and reads it again itself.
+        # libcudf describes the places in a format of its own. Let libcudf decode it.
         there = plc.contiguous_split.unpack_from_memoryviews(metadata, data)
         columns = [_described(column, data.ptr) for column in there.columns()]
         CUDF_DEFAULT_STREAM.synchronize()
@@ -172,29 +172,29 @@ class CudfTables:
 
     def to_device(self, buffer: npt.NDArray[np.uint8]) -> CudfMemory:
         memory = DeviceBuffer.to_device(buffer, CUDF_DEFAULT_STREAM)
-        # The host's memory goes back to its pool as soon as this returns.
+        # The caller returns the host memory to its pool when this method returns.
         CUDF_DEFAULT_STREAM.synchronize()
         return CudfMemory(memory)
 
 
 def _levels(index: cudf.Index) -> cudf.DataFrame:
-    """The levels of an index as the columns of a frame."""
+    """Return the levels of an index as the columns of a frame."""
     if index.nlevels > 1:
         return index.to_frame(index=False, name=list(range(index.nlevels)))
     return index.to_frame(index=False, name=0)
 
 
 def _has_structures(column: plc.Column) -> bool:
-    """Intervals are some, too: their buffers do not say what their members are called."""
+    """Return whether a column has structures. Intervals are structures without member names."""
     if column.type().id() == plc.TypeId.STRUCT:
         return True
     return any(map(_has_structures, column.children()))
 
 
 def _kind(dtype: Any, expected: Any) -> Kind:
-    """How the type of a column is told to whoever puts it together."""
+    """Return the kind of a column, from which a receiver restores its type."""
     if isinstance(dtype, cudf.CategoricalDtype):
-        # Equal types may have their categories in another order, and codes mean their places.
+        # Equal dtypes may order their categories differently, and codes are positions.
         same = (
             isinstance(expected, cudf.CategoricalDtype)
             and bool(dtype.ordered) == bool(expected.ordered)
@@ -214,7 +214,7 @@ def _kind(dtype: Any, expected: Any) -> Kind:
 
 
 def _typed(found: cudf.Series, kind: Kind, expected: Any) -> cudf.Series:
-    """A column with the type it had, of one that has what its buffers alone say."""
+    """Restore the type of a column that has the library's type for its buffers."""
     if kind[0] == "category":
         return _categorical(found, _categories(kind[2]), kind[1])
     if kind[0] == "zone":
@@ -244,7 +244,7 @@ def _packed(categories: cudf.Index) -> bytes:
 
 @lru_cache(64)
 def _categories(packed: bytes) -> cudf.Index:
-    # Every output needs those of its pieces again.
+    # Cached, because each output decodes the categories of its pieces.
     with pa.ipc.open_stream(packed) as reader:
         return cudf.Index.from_arrow(reader.read_all()["categories"].combine_chunks())
 
@@ -254,7 +254,7 @@ def _are_numbers(*dtypes: Any) -> bool:
 
 
 def _described(column: plc.Column, base: int) -> DeviceColumn:
-    """Where the buffers of a column lie in packed memory that begins at `base`."""
+    """Describe the buffers of a column in packed memory that starts at `base`."""
     data, mask = column.data(), column.null_mask()
     nbytes = data.size if data is not None else 0
     return DeviceColumn(
@@ -270,9 +270,9 @@ def _described(column: plc.Column, base: int) -> DeviceColumn:
 
 
 class _Part:
-    """Some bytes of packed memory, which lives as long as they do.
+    """A part of packed memory, which it keeps alive.
 
-    pylibcudf's own slices do not say that they have no strides, and cuDF takes none that do not.
+    pylibcudf's own slices do not declare that they have no strides, and cuDF requires that.
     """
 
     def __init__(self, memory: DeviceMemory, offset: int, nbytes: int) -> None:
@@ -288,7 +288,7 @@ class _Part:
 
 
 def _column(memory: DeviceMemory, column: DeviceColumn) -> plc.Column:
-    """A column over packed memory."""
+    """Return a column over packed memory."""
 
     def part(offset: int, nbytes: int) -> plc.gpumemoryview:
         return plc.gpumemoryview(_Part(memory, offset, nbytes))

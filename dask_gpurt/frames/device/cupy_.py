@@ -1,7 +1,7 @@
-"""CuPy's arrays: every call to CuPy that a rechunk and the store need, but for NumPy's names.
+"""The calls to CuPy that a rechunk and the store need, except those with NumPy's names.
 
-Importing this imports CuPy, so only what has met an array of it does. Memory comes from CuPy's
-current allocator, which is RMM's where that was asked for.
+Importing this module imports CuPy, so import it only after a CuPy array appears. Memory comes from
+CuPy's current allocator, which may be RMM.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dask_gpurt.frames.adapter import Landing
 
 
 class CupyMemory:
-    """Memory of CuPy's allocator, as `DeviceMemory`."""
+    """Memory of CuPy's allocator as a `DeviceMemory`."""
 
     def __init__(self, array: cupy.ndarray) -> None:
         self.array = array
 
     @classmethod
     def empty(cls, nbytes: int) -> CupyMemory:
-        """Uninitialised memory that any stream may use.
+        """Allocate uninitialized memory that any stream may use.
 
         Raises
         ------
@@ -32,7 +32,7 @@ class CupyMemory:
             The device has no room.
         """
         memory = cls(cupy.empty(nbytes, dtype=np.uint8))
-        # It may have been somebody else's until work that is still queued is done.
+        # Wait for queued work of the memory's previous owner.
         cupy.cuda.get_current_stream().synchronize()
         return memory
 
@@ -50,13 +50,13 @@ class CupyMemory:
 
     def copy_to_host(self, out: npt.NDArray[np.uint8], start: int = 0) -> None:
         if start + out.nbytes > self.nbytes:
-            raise IndexError(f"{out.nbytes} bytes from {start} of {self.nbytes}")
+            raise IndexError(f"{out.nbytes} bytes at {start} exceed a buffer of {self.nbytes}")
         if out.nbytes:
             self.array[start : start + out.nbytes].get(out=out)
 
 
 class CupyArrays:
-    """See `DeviceArrays` of `frames.arrays`."""
+    """The `DeviceArrays` of `frames.arrays` for CuPy."""
 
     def __init__(self, room: Landing) -> None:
         self.room = room
@@ -79,9 +79,9 @@ class CupyArrays:
 
 
 def take_apart(array: cupy.ndarray) -> tuple[Any, cupy.ndarray]:
-    """What it takes to put an array together again, and its memory as an array of bytes.
+    """Decompose an array into a header and an array of bytes.
 
-    An array with gaps is copied on the device first, one that is a transpose of a dense one is not.
+    An array with gaps is first copied on the device. The transpose of a dense array is not copied.
     """
     is_transposed = array.flags.f_contiguous and not array.flags.c_contiguous
     dense = array.T if is_transposed else cupy.ascontiguousarray(array)
@@ -89,7 +89,7 @@ def take_apart(array: cupy.ndarray) -> tuple[Any, cupy.ndarray]:
 
 
 def put_together(header: Any, memory: cupy.ndarray) -> cupy.ndarray:
-    """The inverse, over the memory given."""
+    """Compose an array over the given memory. This is the inverse of `take_apart`."""
     dtype, shape, is_transposed = header
     elements = memory.view(dtype)
     return elements.reshape(shape[::-1]).T if is_transposed else elements.reshape(shape)

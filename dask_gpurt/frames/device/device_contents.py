@@ -1,10 +1,10 @@
-"""What lies where in the memory of a packed device table: plain, versioned, and checked.
+"""The contents of a packed device table: the type and the buffers of each column.
 
-A shard of device columns is the buffers of its columns, one after the other, and then a *contents*:
-type, rows, missing values and places of each column and of what it is made of, in the order of a
-walk from the top. It is ours and not the library's own description, which is whatever the
-library's version makes of it and is taken at its word: every place here is checked against the
-memory that is there before a pointer is made of it.
+A shard of device columns is the buffers of its columns, one after the other, and then its
+*contents*. The contents give type, rows, missing values and places of each column and its children,
+in depth-first order. The format belongs to this project. The library's own format depends on the
+library's version and cannot be checked. Here, every place is checked against the memory before it
+becomes a pointer.
 
 ::
 
@@ -15,8 +15,8 @@ memory that is there before a pointer is made of it.
         12        columns, each 44 bytes: type u8, 3 bytes of 0, scale i32, children u32, rows u32,
                   missing u32, offset u64, bytes u64 of its data, offset of its mask i64 (-1: none)
 
-Little-endian. Bytes in, values out: nothing here knows a device. What is in the buffers is not
-looked at: that offsets of strings do not lead out of them is for checksums to say.
+Numbers are little-endian. This module uses no device and does not read the buffers. For example, it
+does not check that string offsets stay in bounds; checksums protect them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ VERSION = 1
 _HEAD = struct.Struct("<3sBII")
 _COLUMN = struct.Struct("<B3siIIIQQq")
 
-#: Bytes of one value of each type that has them in a buffer of its own. The order is that of the
-#: numbers on the wire: never change it, only add to its end.
+#: Bytes of a value of each type that has its values in a buffer. The order gives the numbers on the
+#: wire: never change it, only append.
 _ITEMSIZES: dict[str, int] = {
     "INT8": 1, "INT16": 2, "INT32": 4, "INT64": 8,
     "UINT8": 1, "UINT16": 2, "UINT32": 4, "UINT64": 8,
@@ -47,30 +47,30 @@ _ITEMSIZES: dict[str, int] = {
 TYPES = tuple(_ITEMSIZES)
 _NUMBERS = {name: number for number, name in enumerate(TYPES)}
 
-#: Buffers begin on such a boundary.
+#: Buffers start at multiples of this.
 ALIGNMENT = 8
-#: Rows of a device column are counted in 31 bits.
+#: Device columns count rows in 31 bits.
 _MOST_ROWS = (1 << 31) - 1
-#: Lists of lists of lists ...: more than anybody has, and less than recursion can take.
+#: Deepest nesting of lists. Real data is flatter, and Python's recursion limit is higher.
 _DEEPEST = 32
 
 
 @dataclass(frozen=True)
 class DeviceColumn:
-    """One column: what it is and where its buffers lie.
+    """The type of a column and the places of its buffers.
 
     Attributes
     ----------
     type
         One of `TYPES`.
     n_rows, n_missing
-        Rows, and how many of them have no value.
+        Number of rows, and of rows without a value.
     offset, nbytes
-        Where its data lies; none for lists and structures, the characters for strings.
+        Place of its data. Lists and structures have none; strings have their characters there.
     mask
-        Where the bits lie that say which rows have a value; None if all have one.
+        Offset of the bit mask of rows with a value; None if all rows have one.
     scale
-        Of decimals: the power of ten.
+        Power of ten of decimals.
     children
         Offsets of strings; offsets and values of lists; members of structures.
     """
@@ -86,12 +86,12 @@ class DeviceColumn:
 
 
 def mask_nbytes(n_rows: int) -> int:
-    """Bytes that are read of a mask: whole words of 32 bits."""
+    """Return the bytes of a mask that are read: whole words of 32 bits."""
     return -(-n_rows // 32) * 4
 
 
 def encode(columns: Sequence[DeviceColumn]) -> bytes:
-    """Contents of a table with these columns."""
+    """Encode the contents of a table with these columns."""
     found: list[bytes] = []
 
     def add(column: DeviceColumn) -> None:
@@ -117,42 +117,53 @@ def encode(columns: Sequence[DeviceColumn]) -> bytes:
 
 
 def decode(contents: bytes, n_rows: int, memory_nbytes: int) -> tuple[DeviceColumn, ...]:
-    """Columns of a table, every one of whose buffers lies within its memory.
+    """Decode the columns of a table. All their buffers lie within the table's memory.
 
     Parameters
     ----------
     n_rows
-        Rows that each column at the top must have.
+        Required number of rows of each column at the top.
     memory_nbytes
-        Bytes that the buffers may lie in.
+        Bytes of memory for the buffers.
 
     Raises
     ------
     ValueError
-        These are no contents, those of another version, or they contradict themselves or the
-        memory.
+        The contents are invalid, have another version, or contradict themselves or the memory.
     """
     if len(contents) < _HEAD.size:
-        raise ValueError("contents of a device table cut short")
+        raise ValueError("the contents of a device table are cut short")
     magic, version, n_top, n_columns = _HEAD.unpack_from(contents)
     if magic != MAGIC:
         raise ValueError("not the contents of a device table")
     if version != VERSION:
         raise ValueError(
-            f"contents of a device table of version {version}, this worker reads {VERSION}: "
+            f"the contents of a device table have version {version}, this worker reads {VERSION}: "
             "install the same dask-gpurt on every worker"
         )
     if len(contents) != _HEAD.size + n_columns * _COLUMN.size:
-        raise ValueError(f"contents of {n_columns} device columns in {len(contents)} bytes")
+        raise ValueError(
+            f"the contents of a device table name {n_columns} columns, but have "
+            f"{len(contents)} bytes"
+        )
     reading = _Reading(contents, memory_nbytes)
     columns = tuple(reading.column(n_rows) for _ in range(min(n_top, n_columns + 1)))
     if reading.n_read != n_columns:
-        raise ValueError(f"{n_columns} device columns announced, {reading.n_read} described")
+        raise ValueError(
+            f"the contents of a device table name {n_columns} columns, but describe "
+            f"{reading.n_read}"
+        )
     return columns
 
 
+def _type_name(number: int, zeros: bytes) -> str:
+    if number >= len(TYPES) or zeros != b"\0\0\0":
+        raise ValueError(f"device column of unknown type {number}")
+    return TYPES[number]
+
+
 class _Reading:
-    """A walk through contents."""
+    """A reader of contents."""
 
     def __init__(self, contents: bytes, memory_nbytes: int) -> None:
         self._rows = _COLUMN.iter_unpack(contents[_HEAD.size :])
@@ -160,29 +171,30 @@ class _Reading:
         self.n_read = 0
 
     def column(self, n_rows: int | None, depth: int = 0) -> DeviceColumn:
-        """The next column; `n_rows` is what it must have, if that is known."""
+        """Return the next column. `n_rows` is its required number of rows, if known."""
         fields = next(self._rows, None)
         if fields is None or depth > _DEEPEST:
             raise ValueError("contents of a device table with columns missing, or too deep")
         self.n_read += 1
         number, zeros, scale, n_children, rows, n_missing, offset, nbytes, mask = fields
-        if number >= len(TYPES) or zeros != b"\0\0\0":
-            raise ValueError(f"device column of unknown type {number}")
-        name = TYPES[number]
-        if rows > _MOST_ROWS or n_missing > rows or (n_rows is not None and rows != n_rows):
+        name = _type_name(number, zeros)
+        if rows > _MOST_ROWS or n_missing > rows or n_rows not in (None, rows):
             raise ValueError(f"device column of {rows} rows, {n_missing} of them missing")
         if scale and not name.startswith("DECIMAL"):
             raise ValueError(f"device column of type {name} with a scale")
-        if mask == -1 and n_missing:
-            raise ValueError("device column with missing values and no mask")
         self._check_place(offset, nbytes)
-        if mask != -1:
-            self._check_place(mask, mask_nbytes(rows))
+        self._check_mask(mask, rows, n_missing)
         if nbytes < rows * _ITEMSIZES[name]:
             raise ValueError(f"{rows} values of type {name} in {nbytes} bytes")
         children = self._children(name, rows, n_children, nbytes, depth)
         place = None if mask == -1 else mask
         return DeviceColumn(name, rows, n_missing, offset, nbytes, place, scale, children)
+
+    def _check_mask(self, mask: int, n_rows: int, n_missing: int) -> None:
+        if mask != -1:
+            self._check_place(mask, mask_nbytes(n_rows))
+        elif n_missing:
+            raise ValueError("device column with missing values and no mask")
 
     def _check_place(self, offset: int, nbytes: int) -> None:
         if offset < 0 or offset % ALIGNMENT or offset + nbytes > self._memory_nbytes:

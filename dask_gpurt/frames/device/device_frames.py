@@ -1,12 +1,11 @@
-"""DataFrames in the memory of a device: partition, pack, unpack and concatenate.
+"""The adapter for DataFrames in device memory: partition, pack, unpack and concatenate.
 
-Rows are ordered by slot on the device, gathered shard by shard, and packed into one buffer each,
-which is what travels, is kept, or goes to disk. A shard stays on the device while that has room for
-it (`room`), and is in the host's memory otherwise; it comes back when an output needs it.
+The device sorts rows by slot, gathers them shard by shard, and packs each shard into one buffer.
+This buffer is sent, kept, or written to disk. Shards stay on the device up to the limit for shards
+(`room`), and lie in host memory beyond. They return to the device when an output needs them.
 
-How it is done with a library's tables is `Tables`' business: `frames.device.cudf_` for cuDF; the
-tests have one in host memory. What a buffer's contents look like is
-`frames.device.device_contents`'.
+`Tables` implements the operations on a library's tables: `frames.device.cudf_` for cuDF, and one in
+host memory for tests. `frames.device.device_contents` defines the contents of a buffer.
 """
 
 from __future__ import annotations
@@ -35,78 +34,78 @@ from dask_gpurt.frames.sections import Section
 
 _VERSION = 1
 
-#: How the type of a column or index level follows from its buffers, and what each kind needs for
-#: it: `meta`, that of the frame's meta; `physical`, what the library makes of the buffers alone;
-#: `category` (whether ordered, categories as an Arrow stream); `zone`, instants shown in a zone.
+#: How to derive the type of a column or index level, with the types of the extra data. `meta`: the
+#: type in the meta. `physical`: the library's type for the buffers. `category`: whether ordered,
+#: and the categories as an Arrow stream. `zone`: instants in a time zone.
 KINDS: dict[str, tuple[type, ...]] = {
     "meta": (),
     "physical": (),
     "category": (bool, bytes),
     "zone": (str,),
 }
-#: One of them with what it needs.
+#: A kind with its extra data.
 Kind = tuple[Any, ...]
 
-#: To pack a shard costs a device some tens of microseconds, however small it is.
+#: Packing a shard of any size costs a device some tens of microseconds, so shards are large.
 _SHARD_NBYTES = 16 << 20
 
 
 class Tables(Protocol):
-    """What is asked of a library of tables in device memory.
+    """The operations on the tables of a library in device memory.
 
-    A *table* is the library's own object, columns of one length; so are the arrays of row numbers,
-    which can be sliced. Whatever is returned can be used at once, and by any thread.
+    A *table* is an object of the library with columns of one length. Arrays of row numbers are
+    objects of the library too, and support slices. Results can be used at once, by any thread.
     """
 
     def is_frame(self, frame: Any) -> bool:
-        """Whether it is the kind of frame that can be taken apart."""
+        """Return whether a frame belongs to this library."""
 
     def take_apart(self, frame: Any, meta: Any) -> tuple[Any, list[Kind]]:
-        """Table of the columns and then the index levels of a frame, and the kind of each.
+        """Return a table of the columns and index levels of a frame, and the kind of each.
 
         Raises
         ------
         TypeError
-            A column has a type that cannot be carried.
+            A column has an unsupported type.
         """
 
     def put_together(self, table: Any, kinds: Sequence[Kind], meta: Any) -> Any:
-        """The inverse, with labels as the meta has them."""
+        """Compose a frame with the labels of the meta. This is the inverse of `take_apart`."""
 
     def joined(self, frames: list[Any], meta: Any) -> Any:
-        """Frames of one or several types below each other, with the types that stock makes."""
+        """Concatenate frames, possibly of several types, to the types that stock Dask produces."""
 
     def group(self, numbers: Any, slots: Slots) -> tuple[Any, Sequence[int]]:
-        """As `OpenPartition.group`, of the column of a frame that has the partition numbers."""
+        """Group a frame's column of partition numbers. See `OpenPartition.group`."""
 
     def nbytes(self, table: Any) -> int:
-        """Bytes that a table takes."""
+        """Return the bytes of a table."""
 
     def gather(self, table: Any, rows: Any) -> Any:
-        """Table of these rows, numbers from `group` or of NumPy."""
+        """Return a table of these rows. The row numbers come from `group` or from NumPy."""
 
     def slice(self, table: Any, start: int, stop: int) -> Any:
-        """Some rows of a table, which may share its memory."""
+        """Return some rows of a table, possibly over the same memory."""
 
     def concatenate(self, tables: list[Any]) -> Any:
-        """Tables of one or more, below each other, in memory of its own."""
+        """Concatenate one or more tables into new memory."""
 
     def pack(self, table: Any) -> tuple[DeviceMemory, list[DeviceColumn]]:
-        """Buffers of a table one after the other in memory of their own, and where they lie."""
+        """Copy the buffers of a table one after the other into new memory; return their places."""
 
     def view(self, memory: DeviceMemory, columns: Sequence[DeviceColumn]) -> Any:
-        """Table over packed memory, as long as that lives. Places were checked."""
+        """Return a table over packed memory, at checked places. The memory must stay alive."""
 
     def fill(self, target: Any, packed: Any, contents: bytes) -> None:
-        """Copy packed buffers, and the contents after them, into memory of that length."""
+        """Copy packed buffers, followed by the contents, into memory of that length."""
 
     def to_device(self, buffer: Any) -> DeviceMemory:
-        """Copy of host memory."""
+        """Copy host memory to the device."""
 
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """Types of the columns and index levels of a frame."""
+    """The types of a frame's columns and index levels."""
 
     kinds: tuple[Kind, ...]
 
@@ -116,12 +115,12 @@ class DeviceLayout:
 
     @staticmethod
     def from_key(key: bytes, n_columns: int) -> DeviceLayout:
-        """Read what `key` made.
+        """Decode a `key`.
 
         Raises
         ------
         ValueError
-            It is none, one of another version, or not about so many columns.
+            The key is invalid, has another version, or another number of columns.
         """
         try:
             version, plain = msgpack.unpackb(key)
@@ -135,12 +134,12 @@ class DeviceLayout:
 
 
 class DeviceBody:
-    """Rows of one shard: buffers and contents, on the device or still in the host's memory.
+    """The rows of one shard: buffers and contents, on the device or still in host memory.
 
     Attributes
     ----------
     memory
-        What is packed. Once it was needed on the device, it is there and nowhere else.
+        The packed shard. After its first use on the device, only the device has it.
     """
 
     def __init__(
@@ -164,9 +163,9 @@ class DeviceBody:
         return self._packed
 
     def table(self, tables: Tables) -> Any:
-        """The rows as a table on the device.
+        """Return the rows as a table on the device.
 
-        Two threads may bring them there at once: both tables are right, and one of them stays.
+        Two threads may copy the rows at the same time. Both tables are valid, and one is kept.
         """
         if self._table is None:
             packed = self._packed
@@ -179,7 +178,7 @@ class DeviceBody:
 
 
 class DevicePartition:
-    """One input partition: a table, and the column that says where its rows go."""
+    """One input partition: a table, and the column with the target of each row."""
 
     def __init__(self, frame: Any, numbers: Any, adapter: DeviceFrames) -> None:
         self._adapter = adapter
@@ -201,8 +200,8 @@ class DevicePartition:
         return self._tables.group(self._numbers, slots)
 
     def gather(self, selections: Sequence[Selection]) -> list[DeviceBody | Packed]:
-        # Shard by shard, unlike on the host: the device has no cache that a column would stay in,
-        # and all rows at once would take as much memory again as the partition.
+        # Shard by shard, unlike on the host. A device has no cache that would hold a column. All
+        # rows at once would take as much memory as the partition again.
         shards: list[DeviceBody | Packed] = []
         for selection in selections:
             rows = self._tables.gather(self._table, selection.rows)
@@ -216,7 +215,7 @@ class DevicePartition:
         return shards
 
     def _placed(self, data: DeviceMemory, contents: bytes, selection: Selection) -> Packed:
-        """Packed buffers with their contents, on the device if that has room for them."""
+        """Return packed buffers with their contents, on the device if it has room."""
         nbytes = data.nbytes + len(contents)
         buffer: Any = self._adapter.room(nbytes)
         if buffer is not None:
@@ -229,16 +228,16 @@ class DevicePartition:
 
 
 class DeviceFrames:
-    """Adapter for the device frames of one shuffle.
+    """The adapter for the device frames of one shuffle.
 
     Parameters
     ----------
     tables
-        The library.
+        Operations of the library.
     meta, column, drop_column
-        As for `PandasFrames`.
+        As in `PandasFrames`.
     room
-        Memory of the device for shards, up to its mark.
+        Allocates device memory for shards, up to the limit.
     """
 
     shard_nbytes: int | None = _SHARD_NBYTES
@@ -268,8 +267,7 @@ class DeviceFrames:
             frame = frame[list(meta.columns)]
         if frame.index.nlevels != meta.index.nlevels:
             raise ValueError(
-                f"an index of {frame.index.nlevels} levels where there should be "
-                f"{meta.index.nlevels}"
+                f"the index has {frame.index.nlevels} levels instead of {meta.index.nlevels}"
             )
         numbers = frame[self._column]
         if self.result_meta is not meta:
@@ -277,7 +275,7 @@ class DeviceFrames:
         return DevicePartition(frame, numbers, self)
 
     def interned(self, layout: DeviceLayout) -> DeviceLayout:
-        """One object for equal layouts, so that equality is quick to see."""
+        """Return one object for equal layouts, so that comparisons are fast."""
         return self._layouts.setdefault(layout.key, layout)
 
     def pack(self, body: DeviceBody) -> Packed:
@@ -297,7 +295,9 @@ class DeviceFrames:
             contents[:] = packed.buffer[data_nbytes:]
         columns = device_contents.decode(contents.tobytes(), packed.n_rows, data_nbytes)
         if len(columns) != self._n_columns:
-            raise ValueError(f"{len(columns)} columns and levels in a shard of {self._n_columns}")
+            raise ValueError(
+                f"a shard has {len(columns)} columns and levels instead of {self._n_columns}"
+            )
         return DeviceBody(layout, packed, columns)
 
     def sections(self, layout_key: bytes, packed: Packed) -> list[Section]:
@@ -317,7 +317,7 @@ class DeviceFrames:
         return self.tables.joined([self._alike(run) for run in runs], self.result_meta)
 
     def _alike(self, pieces: list[Piece]) -> Any:
-        """Pieces of one layout below each other."""
+        """Concatenate pieces of one layout."""
         tables = self.tables
         parts = [
             tables.slice(piece.body.table(tables), piece.start, piece.stop) for piece in pieces
@@ -329,7 +329,7 @@ class DeviceFrames:
 def _sections(
     columns: Sequence[DeviceColumn], total_nbytes: int, contents_nbytes: int
 ) -> Iterator[Section]:
-    """Buffers of packed columns, and what lies between them."""
+    """Yield the buffers of packed columns, and the gaps between them."""
     found: list[Section] = []
 
     def add(column: DeviceColumn, name: str) -> None:
@@ -350,7 +350,7 @@ def _sections(
     for section in [*sorted(found, key=lambda one: one[1]), ("contents", end, contents_nbytes, 1)]:
         _, offset, nbytes, _ = section
         if offset < position:
-            continue  # a library may let columns share a buffer
+            continue  # columns may share a buffer
         if offset > position:
             yield (f"padding {n_gaps}", position, offset - position, 1)
             n_gaps += 1

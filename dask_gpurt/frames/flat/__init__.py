@@ -1,1 +1,1 @@
-"""Task outputs as plain nodes and buffers, and back."""
+"""Conversion of task outputs to plain nodes and buffers, and back."""

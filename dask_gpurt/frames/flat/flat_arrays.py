@@ -1,8 +1,7 @@
 """NumPy arrays as a node and a buffer.
 
-The order of the axes in memory is kept, whichever it is, so nothing is copied unless there are gaps
-between the elements. Axes along which all elements are one and the same in memory
-(`numpy.broadcast_to`) are not written out.
+The memory order of the axes is kept, so only arrays with gaps between elements are copied. Axes
+along which all elements share memory (`numpy.broadcast_to`) are not written out.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from numpy.lib.stride_tricks import as_strided
 
 from dask_gpurt.frames.flat.flattening import Into, Node, OutOf
 
-#: Kinds of elements whose memory says everything about them.
+#: Kinds of dtypes whose memory describes their elements completely.
 _PLAIN_KINDS = "biufcmMSUV"
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is an array of which memory, type and shape are all there is to know."""
-    # Subclasses mean something that their memory does not say.
+    """Return whether memory, dtype and shape describe an array completely."""
+    # Subclasses have a meaning beyond their memory.
     if type(value) is not np.ndarray:
         return False
     dtype = value.dtype
@@ -30,13 +29,13 @@ def is_plain(value: Any) -> bool:
 
 
 def array_node(array: npt.NDArray[Any], into: Into, *, may_be_read_only: bool = True) -> Node:
-    """Node of a plain array.
+    """Return the node of a plain array.
 
     Parameters
     ----------
     may_be_read_only
-        Whether one that is read-only is to come back so. Not what pandas holds: it marks memory
-        that it shares, and what comes back is shared with nobody.
+        Restore the read-only flag. False for pandas' arrays: pandas marks memory that it shares,
+        and restored memory is not shared.
     """
     repeated = [
         axis
@@ -51,7 +50,7 @@ def array_node(array: npt.NDArray[Any], into: Into, *, may_be_read_only: bool = 
     if not dense.flags.c_contiguous:
         dense = np.ascontiguousarray(dense)
     number = into.add(dense.reshape(-1).view(np.uint8))
-    # Elements that are one and the same in memory must not become writable either.
+    # Elements that share memory must not become writable.
     read_only = (may_be_read_only or bool(repeated)) and not array.flags.writeable
     return [
         "array",
@@ -70,7 +69,7 @@ def array_of(node: Node, out_of: OutOf) -> npt.NDArray[Any]:
     raw = out_of.buffer(number)
     lengths = [1 if axis in repeated else length for axis, length in enumerate(shape)]
     if math.prod(lengths) * dtype.itemsize != raw.nbytes or any(n < 0 for n in shape):
-        raise ValueError(f"{raw.nbytes} bytes are no array of {dtype} and {shape}")
+        raise ValueError(f"{raw.nbytes} bytes do not match an array of {dtype} and {shape}")
     array: npt.NDArray[Any] = raw.view(dtype)
     if axes:
         dense = array.reshape([lengths[axis] for axis in axes])
@@ -86,7 +85,7 @@ def array_of(node: Node, out_of: OutOf) -> npt.NDArray[Any]:
 
 
 def _axes_by_stride(array: npt.NDArray[Any]) -> list[int]:
-    """Axes from the slowest to the fastest in memory; none where that is their order already."""
+    """Return the axes from slowest to fastest in memory; empty if that is their order."""
     if array.flags.c_contiguous:
         return []
     axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
@@ -94,7 +93,7 @@ def _axes_by_stride(array: npt.NDArray[Any]) -> list[int]:
 
 
 def _dtype_node(dtype: np.dtype[Any], into: Into) -> Node:
-    """A type string; a pickle of what one does not say: fields, metadata, types of others."""
+    """Return a type string, or a pickle for fields, metadata and foreign types."""
     text = dtype.str
     if dtype.metadata is None and dtype.names is None and _is_named(text, dtype):
         return text
@@ -111,5 +110,5 @@ def _is_named(text: str, dtype: np.dtype[Any]) -> bool:
 def _dtype_of(node: Node, out_of: OutOf) -> np.dtype[Any]:
     dtype = np.dtype(node) if isinstance(node, str) else out_of.value(node)
     if dtype.hasobject or not dtype.itemsize:
-        raise ValueError(f"no plain array is of {dtype}")
+        raise ValueError(f"dtype {dtype} is not plain")
     return dtype  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 """Arrow arrays and tables as nodes and buffers.
 
-Arrays of numbers and of text are their own buffers, trimmed to what a slice shows of them: Arrow
-itself would carry the whole parent along. What is nested goes through one Arrow stream, which
-copies once. Types that others registered are left to pickle.
+The buffers of number and text arrays are used directly, trimmed to the visible slice: Arrow itself
+would carry the whole parent array. Nested arrays go through an Arrow stream, which copies once.
+Extension types are pickled.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _BINARY_OFFSETS: dict[int, str] = {
 
 
 def is_arrow(value: Any) -> bool:
-    """Whether `arrow_node` takes this value."""
+    """Return whether `arrow_node` accepts this value."""
     if isinstance(value, (pa.Table, pa.RecordBatch)):
-        # Without columns nothing would say how many rows there are.
+        # Without columns, the node would not record the number of rows.
         return value.num_columns > 0 and not any(_is_foreign(type_) for type_ in value.schema.types)
     return isinstance(value, (pa.ChunkedArray, pa.Array)) and not _is_foreign(value.type)
 
@@ -100,7 +100,7 @@ def _array_node(array: pa.Array, into: Into) -> Node:
     take = _taker(type_)
     if take is None:
         return ["stream", into.add(_streamed(array))]
-    # Bits are packed in bytes, so an array may have to begin up to seven entries before its first.
+    # Bits are packed in bytes, so the buffers may start up to seven entries before the array.
     shift = array.offset % 8
     if not len(array):
         return ["buffers", 0, 0, []]
@@ -122,18 +122,18 @@ def _array_of(type_: pa.DataType, node: Node, out_of: OutOf) -> pa.Array:
         with pa.ipc.open_stream(pa.py_buffer(out_of.buffer(node[1]))) as reader:
             array = reader.read_next_batch().column(0)
         if array.type != type_:
-            raise ValueError(f"an Arrow array of {array.type} where {type_} was announced")
+            raise ValueError(f"an Arrow array has type {array.type} instead of {type_}")
         return array
     if kind != "buffers":
         raise ValueError(f"unknown kind of Arrow array: {kind!r}")
     _, length, shift, numbers = node
     if length < 0 or not 0 <= shift < 8:
-        raise ValueError(f"no Arrow array has {length} entries from number {shift}")
+        raise ValueError(f"an Arrow array cannot have {length} entries from number {shift}")
     if not length:
         return pa.array([], type=type_)
     buffers = [None if n is None else pa.py_buffer(out_of.buffer(n)) for n in numbers]
     array = pa.Array.from_buffers(type_, length, buffers, offset=shift)
-    # Checks lengths only; without it too short a buffer would be read beyond its end.
+    # Checks lengths only. Without it, Arrow would read beyond the end of a short buffer.
     array.validate()
     return array
 
@@ -142,7 +142,7 @@ _Take = Callable[[pa.Array, int], list[Buffer | None]]
 
 
 def _taker(type_: pa.DataType) -> _Take | None:
-    """How the buffers of an array of this type are trimmed; None where only Arrow knows."""
+    """Return the function that trims the buffers of this type; None for nested types."""
     if pa.types.is_null(type_):
         return lambda array, first: [None]
     if type_.id in _BINARY_OFFSETS:
@@ -171,7 +171,7 @@ def _take_binary(array: pa.Array, first: int) -> list[Buffer | None]:
 
 
 def _bits(buffer: pa.Buffer | None, first: int, last: int, width: int) -> Buffer | None:
-    """Entries of `width` bits each, of which `first` begins a byte."""
+    """Return entries of `width` bits each. The bits of entry `first` start a byte."""
     if buffer is None:
         return None
     begin, end = first * width // 8, -(-last * width // 8)
@@ -179,7 +179,7 @@ def _bits(buffer: pa.Buffer | None, first: int, last: int, width: int) -> Buffer
 
 
 def _bytes(buffer: pa.Buffer) -> Buffer:
-    # NumPy refuses to look at nothing.
+    # NumPy does not accept an empty buffer.
     return np.frombuffer(buffer, np.uint8) if buffer.size else np.empty(0, np.uint8)
 
 

@@ -1,8 +1,7 @@
 """DataFrames, Series and indexes as nodes and buffers.
 
-A frame is written block by block, as pandas holds it: the two-dimensional memory of a block is one
-buffer and becomes one block again. What a single extension array is made of is the business of
-`frames.columns`.
+A frame is written in the blocks that pandas holds. The two-dimensional memory of a block is one
+buffer and becomes one block again. `frames.columns` decomposes single extension arrays.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ _INDEXES = (
     pd.CategoricalIndex,
     pd.IntervalIndex,
 )
-#: Objects of an index are looked at one by one up to here: they are mostly names of columns.
+#: Longest index of objects to check object by object. Most are names of columns.
 _MOST_LABELS = 4096
-#: Arrow columns of more chunks than these are joined if the chunks are small.
+#: Arrow columns with more chunks than this are combined if the chunks are small.
 _FEW_CHUNKS = 8
 _SMALL_CHUNK_NBYTES = 1 << 16
 
 
 def is_pandas(value: Any) -> bool:
-    """Whether `pandas_node` takes this value. Subclasses hold more than it knows of."""
+    """Return whether `pandas_node` accepts this value. It does not know subclasses."""
     return type(value) in (pd.DataFrame, pd.Series) or type(value) in _INDEXES
 
 
@@ -68,7 +67,7 @@ def frame_of(node: Node, out_of: OutOf) -> pd.DataFrame:
     index, columns = out_of.value(index), out_of.value(columns)
     for values, placement in made:
         if values.shape[-1] != len(index) or (values.ndim == 2 and len(values) != len(placement)):
-            raise ValueError(f"a block of {values.shape} in a frame of {len(index)} rows")
+            raise ValueError(f"a block of shape {values.shape} in a frame of {len(index)} rows")
     placed = np.sort(np.concatenate([np.empty(0, np.intp), *(p for _, p in made)]))
     if not np.array_equal(placed, np.arange(len(columns))):
         raise ValueError(f"the blocks of a frame do not make its {len(columns)} columns")
@@ -79,7 +78,7 @@ def frame_of(node: Node, out_of: OutOf) -> pd.DataFrame:
 
 def _series_node(series: pd.Series, into: Into) -> Node:
     manager = _manager_of(series)
-    # The public ways show read-only memory, and naive datetimes in a wrapping.
+    # The public methods return read-only memory, and wrap naive datetimes.
     values = manager.blocks[0].values if manager is not None else np_or_extension(series)
     return [
         "series",
@@ -93,7 +92,7 @@ def _series_node(series: pd.Series, into: Into) -> Node:
 def series_of(node: Node, out_of: OutOf) -> pd.Series:
     _, column, index, name, extras = node
     values = _column_of(column, out_of)
-    # The type is spelled out: pandas would look into objects and guess.
+    # The explicit dtype keeps pandas from inferring one from the objects.
     series = pd.Series(
         values,
         index=out_of.value(index),
@@ -119,13 +118,13 @@ def _put_extras(value: Any, extras: Node, out_of: OutOf) -> None:
 
 
 def _manager_of(value: Any) -> Any:
-    """What holds the blocks of a frame or series; None where pandas holds them otherwise."""
+    """Return the manager of the blocks of a frame or series, or None if pandas has none."""
     manager = getattr(value, "_mgr", None)
     return manager if hasattr(manager, "blocks") else None
 
 
 def _blocks_of(frame: pd.DataFrame) -> list[tuple[Any, npt.NDArray[Any]]]:
-    """Arrays of a frame and the columns they stand for."""
+    """Return the arrays of a frame and the positions of their columns."""
     manager = _manager_of(frame)
     if manager is not None:
         return [(block.values, block.mgr_locs.as_array) for block in manager.blocks]
@@ -136,7 +135,7 @@ def _blocks_of(frame: pd.DataFrame) -> list[tuple[Any, npt.NDArray[Any]]]:
 
 
 def _as_block(values: Any) -> Any:
-    # pandas keeps these two, and only these, in two-dimensional blocks.
+    # pandas stores only these two kinds in two-dimensional blocks.
     if values.ndim == 1 and (
         isinstance(values, np.ndarray) or isinstance(values.dtype, pd.DatetimeTZDtype)
     ):
@@ -145,7 +144,7 @@ def _as_block(values: Any) -> Any:
 
 
 def _placement_node(placement: npt.NDArray[Any]) -> Node:
-    """Numbers of columns; first, step and count if they are evenly spaced, as they mostly are."""
+    """Encode positions of columns; as first, step and count if they are evenly spaced."""
     steps = np.diff(placement)
     if len(steps) > 1 and (steps == steps[0]).all():
         return [int(placement[0]), int(steps[0]), len(placement), True]
@@ -166,7 +165,7 @@ def _placement_of(node: Node) -> npt.NDArray[np.intp]:
 def _column_node(values: Any, into: Into) -> Node:
     dtype = values.dtype
     if isinstance(dtype, np.dtype):
-        # Blocks of datetimes hold pandas' own array; its memory is plain.
+        # Blocks of datetimes hold an array of pandas over plain memory.
         plain = np.asarray(values) if dtype.kind in "mM" else values
         if not is_plain(plain):
             return into.pickled(values)
@@ -184,14 +183,14 @@ def _column_node(values: Any, into: Into) -> Node:
     column = decompose(values)
     if column.objects is not None:
         return into.pickled(values)
-    # Only an index can be counted instead of written.
+    # Only an index can have a `Counting` part, so these are arrays.
     parts = [array_node(np.asarray(p), into, may_be_read_only=False) for p in column.parts]
     arrow = None if column.arrow is None else into.node(_in_fewer_chunks(column.arrow))
     return ["column", column.layout.to_plain(), parts, arrow]
 
 
 def _in_fewer_chunks(array: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The array, joined if it is in many small pieces: each would be two or three buffers."""
+    """Combine many small chunks: each chunk would take two or three buffers."""
     n_chunks = array.num_chunks
     if n_chunks > _FEW_CHUNKS and array.nbytes < n_chunks * _SMALL_CHUNK_NBYTES:
         return pa.chunked_array([array.combine_chunks()], type=array.type)
@@ -227,11 +226,12 @@ def _index_node(index: pd.Index, into: Into) -> Node:
         ]
     if index.dtype == object and _are_labels(index):
         return ["labels", list(index), into.node(index.name)]
-    # In the order in which they are put together: what is in both is shared.
+    # The same order as in `index_of`, because an object in both parts is shared.
     column = _column_node(np_or_extension(index), into)
     name = into.node(index.name)
     freq = getattr(index, "freq", None) if _has_freq(index) else None
-    # As a string where that says it all; offsets with holidays, say, are more than their name.
+    # A string if it is complete. Some offsets are more than their name, such as those with
+    # holidays.
     if freq is not None:
         freq = freq.freqstr if _is_named(freq) else into.pickled(freq)
     return ["index", column, name, freq]
@@ -280,7 +280,7 @@ def _set_freq(index: Any, freq: Any) -> None:
     if hasattr(inner, "_freq"):
         inner._freq = freq
     else:
-        index.freq = freq  # the public way reads the whole index to see whether it is so
+        index.freq = freq  # the public setter validates against the whole index
 
 
 def _is_named(freq: Any) -> bool:

@@ -1,8 +1,8 @@
-"""What the modules that take values apart have in common: where nodes and buffers come and go.
+"""The ports between the modules that decompose values: nodes and buffers.
 
-A *node* describes one value in plain terms that msgpack can write: a scalar as itself, anything
-else as a list that begins with its kind. Memory is not in it: a node says the number of a buffer.
-`frames.flat.values` is what implements both ports.
+A *node* describes one value in plain terms that msgpack can write. A scalar is its own node. Any
+other node is a list that starts with its kind. A node does not contain memory, but the number of a
+buffer. `frames.flat.values` implements both ports.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-#: One-dimensional, contiguous bytes.
+#: A one-dimensional, contiguous array of bytes.
 Buffer = npt.NDArray[np.uint8]
 Node = Any
 
-#: Longer strings are not for headers.
+#: Longest string in a header.
 _LONGEST_TEXT = 256
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a value is its own node."""
+    """Return whether a value is its own node."""
     kind = type(value)
     if value is None or kind is bool or kind is float:
         return True
@@ -29,28 +29,28 @@ def is_scalar(value: Any) -> bool:
         return bool(-(1 << 63) <= value < 1 << 63)
     if kind is not str or len(value) > _LONGEST_TEXT:
         return False
-    # Half a surrogate pair cannot be written as UTF-8.
+    # UTF-8 cannot encode half a surrogate pair.
     return bool(value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value))
 
 
 class Into(Protocol):
-    """A value that is being taken apart."""
+    """A value that is being decomposed."""
 
     def add(self, buffer: Buffer) -> int:
-        """Hand over memory; returns the number to ask for it again."""
+        """Add a buffer and return its number."""
 
     def node(self, value: Any) -> Node:
-        """Node of a value inside of the value at hand."""
+        """Return the node of a value inside the current value."""
 
     def pickled(self, value: Any) -> Node:
-        """Node of a value that has no layout of its own."""
+        """Return the node of a value without a layout of its own."""
 
 
 class OutOf(Protocol):
-    """A value that is being put together."""
+    """A value that is being composed."""
 
     def buffer(self, number: int) -> Buffer:
-        """The memory that was handed over under this number."""
+        """Return the buffer with this number."""
 
     def value(self, node: Node) -> Any:
-        """The value that a node describes."""
+        """Return the value that a node describes."""

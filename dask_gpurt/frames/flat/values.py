@@ -1,10 +1,11 @@
-"""Any task output as plain buffers, and back: how a value is kept outside of Python's objects.
+"""Conversion of any task output to a header and plain buffers, and back.
 
-`flatten` copies nothing where a value's memory is plain, `restore` builds the value over the memory
-it is given. What has no layout of its own goes by pickle with its buffers apart, as Dask itself
-would. Tuples, lists and dicts are taken apart where they hold frames or arrays, and no objects of
-other kinds: those may refer to one another, or to the arrays, which only a pickle of all of it
-keeps. What stands in such a container twice is kept once. This module does no I/O.
+`flatten` copies no plain memory. `restore` builds the value over the given memory. A value without
+a layout of its own is pickled with out-of-band buffers, as Dask does.
+
+Tuples, lists and dicts are decomposed if they contain frames or arrays, and no other objects. Other
+objects may refer to one another or to the arrays, and only a pickle of the whole preserves such
+references. An object that occurs twice in a container is stored once. This module does no I/O.
 
 The header is for a process of the same environment, on the same machine::
 
@@ -42,29 +43,29 @@ MAGIC = b"GRV"
 VERSION = 1
 
 _PREAMBLE = struct.Struct("<3sBI")
-#: Containers are looked through up to here. Pickle is faster for many small things, and it knows
-#: what to do with a container that holds itself.
+#: Containers with more items are pickled. Pickle is faster for many small items, and it handles
+#: containers that contain themselves.
 _MOST_ITEMS = 10_000
 _DEEPEST = 32
-#: Plain containers up to here are written down as they are.
+#: Plain containers with at most this many items go into the header.
 _FEW_ITEMS = 64
-#: Pickles up to here go into the header.
+#: Smaller pickles go into the header.
 _SMALL_PICKLE_NBYTES = 512
 
-#: Takes a value apart by a serializer that was registered for its type; None if there is none.
+#: Decomposes a value with the serializer registered for its type; None if there is none.
 TakeApart = Callable[[Any], tuple[bytes, Sequence[memoryview]] | None]
-#: Its inverse.
+#: The inverse of `TakeApart`.
 Rebuild = Callable[[bytes, Sequence[memoryview]], Any]
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A value taken apart.
+    """A decomposed value.
 
     Attributes
     ----------
     header
-        What it takes to put it together again; small.
+        A small description that restores the value from its buffers.
     buffers
         Its memory: one-dimensional, contiguous arrays of bytes.
     """
@@ -78,26 +79,26 @@ class Flat:
 
 
 def flatten(value: Any, dumps: Dumps = pickle.dumps, take_apart: TakeApart | None = None) -> Flat:
-    """Take a value apart.
+    """Decompose a value.
 
     Parameters
     ----------
     take_apart
-        Asked first for what has no layout of its own. Not asked for what is in a container that
-        has one.
+        Called first for values without a layout of their own, except those inside containers that
+        have one.
     dumps
-        Pickles what is left.
+        Pickles all other values.
 
     Returns
     -------
     Flat
-        Its buffers are views of the value's own memory wherever that has no gaps. They are what the
-        value is as long as nobody writes to it.
+        Its buffers are views of the value's memory, except where that has gaps. They are valid
+        until the value changes.
 
     Raises
     ------
     TypeError
-        The value, or something in it, cannot be pickled.
+        The value, or a part of it, cannot be pickled.
     """
     into = _Flattening(dumps, take_apart)
     node = into.node(value)
@@ -112,54 +113,54 @@ def restore(
     loads: Loads = pickle.loads,
     rebuild: Rebuild | None = None,
 ) -> Any:
-    """Put a value together over the memory given; the inverse of `flatten`.
+    """Compose a value over the given memory. This is the inverse of `flatten`.
 
-    Arrays are writable if their buffers are, but for those that were read-only. Buffers should
-    begin on 64-byte boundaries: what lies askew is right, but slow.
+    Arrays are writable if their buffers are, except arrays that were read-only. Buffers should
+    start on 64-byte boundaries. Unaligned buffers work, but slowly.
 
     Raises
     ------
     ValueError
-        Header and buffers are not what `flatten` made.
+        Header and buffers are not a result of `flatten`.
     Exception
-        Whatever the value's own code raises as it is put together: that of its class, or of a
-        serializer that was registered for it.
+        Any error of the value's own code: of its class, or of the serializer registered for it.
     """
     restoring = _Restoring(buffers, loads, rebuild)
     try:
         nbytes, node = _decoded(header)
         if nbytes != [buffer.nbytes for buffer in buffers]:
-            raise ValueError("the buffers of a value do not have the lengths in its header")
+            raise ValueError("the buffers of a value differ in length from its header")
         return restoring.value(node)
     except (ValueError, MemoryError):
         raise
     except Exception as error:
         if restoring.is_error_of_others:
             raise
-        raise ValueError(f"a value cannot be put together: {error!r}") from error
+        raise ValueError(f"a value cannot be restored: {error!r}") from error
 
 
 def _decoded(header: bytes) -> tuple[list[int], Node]:
     if len(header) < _PREAMBLE.size:
-        raise ValueError("header of a value cut short")
+        raise ValueError("the header of a value is cut short")
     magic, version, seal = _PREAMBLE.unpack_from(header)
     if magic != MAGIC or version != VERSION:
-        raise ValueError(f"not the header of a value, version {VERSION}")
+        raise ValueError(f"the header of a value does not have version {VERSION}")
     sealed = memoryview(header)[_PREAMBLE.size :]
     if zlib.crc32(sealed) != seal:
-        raise ValueError("header of a value is damaged")
+        raise ValueError("the header of a value is damaged")
     nbytes, node = msgpack.unpackb(sealed)
     return nbytes, node
 
 
 class _Flattening:
-    """A value that is being taken apart."""
+    """A value that is being decomposed."""
 
     def __init__(self, dumps: Dumps, take_apart: TakeApart | None) -> None:
         self.buffers: list[Buffer] = []
         self._dumps = dumps
         self._take_apart = take_apart
-        #: Node of each object by its address, which the object, held here, keeps to itself.
+        #: Node of each object, by its address. The reference to the object keeps the address
+        #: unique.
         self._seen: dict[int, tuple[Any, list[Any]]] = {}
         self._n_shared = 0
 
@@ -177,7 +178,7 @@ class _Flattening:
             return node
         node = seen[1]
         if node[0] != "first":
-            # Those before us hold this very list.
+            # Earlier references hold this same list, so change it in place.
             node[:] = ["first", self._n_shared, list(node)]
             self._n_shared += 1
         return ["again", node[1]]
@@ -195,7 +196,7 @@ class _Flattening:
         elif type(value) in (tuple, list) and _is_worth_it(value):
             made = [type(value).__name__, [self.node(item) for item in value]]
         elif type(value) is dict and _is_worth_it(value):
-            # Keys come first, as they do when it is put together: what is in both is shared.
+            # Keys first, as in `_dict_of`: both orders must agree on the first of two references.
             keys = self.node(list(value))
             made = ["dict", keys, [self.node(item) for item in value.values()]]
         else:
@@ -218,7 +219,7 @@ class _Flattening:
             raise
         except Exception as error:
             raise TypeError(
-                f"a value of type {_name_of(value)} cannot be kept outside of its objects: {error}"
+                f"a value of type {_name_of(value)} cannot be pickled: {error}"
             ) from error
         numbers = [self.add(np.asarray(view)) for view in views]
         small = len(data) <= _SMALL_PICKLE_NBYTES
@@ -227,13 +228,13 @@ class _Flattening:
 
 
 class _Restoring:
-    """A value that is being put together."""
+    """A value that is being composed."""
 
     def __init__(self, buffers: Sequence[Buffer], loads: Loads, rebuild: Rebuild | None) -> None:
         self._buffers = buffers
         self._loads = loads
         self._rebuild = rebuild
-        #: Whether code of others raised what was raised. The error itself would hold this.
+        #: Whether foreign code raised the error. Storing the error would keep this object alive.
         self.is_error_of_others = False
         self._shared: dict[int, Any] = {}
 
@@ -272,7 +273,7 @@ class _Restoring:
 
     @contextmanager
     def _code_of_others(self) -> Iterator[None]:
-        """Notes that an error is not ours."""
+        """Record errors of foreign code."""
         try:
             yield
         except BaseException:
@@ -285,7 +286,7 @@ def _dict_of(node: Node, out_of: OutOf) -> dict[Any, Any]:
     return dict(zip(out_of.value(keys), map(out_of.value, values), strict=True))
 
 
-#: How each kind of node becomes a value.
+#: Function that composes the value of each kind of node.
 _MAKERS: dict[str, Callable[[Node, Any], Any]] = {
     "array": array_of,
     "frame": flat_pandas.frame_of,
@@ -310,7 +311,7 @@ _MAKERS: dict[str, Callable[[Node, Any], Any]] = {
 }
 
 
-#: Besides scalars, what refers to nothing that anything else could refer to.
+#: Types, besides scalars, that contain no references another object could share.
 _PLAIN_TYPES = frozenset({bytes, bytearray, str, int, complex})
 _PLAIN_KINDS = (np.generic, np.dtype, datetime.date, datetime.time, datetime.timedelta, Decimal)
 
@@ -320,7 +321,10 @@ def _refers_to_nothing(item: Any) -> bool:
 
 
 def _is_worth_it(container: Any) -> bool:
-    """Whether a container is taken apart: it holds frames or arrays, or little, and no objects."""
+    """Return whether to decompose a container.
+
+    It must contain frames or arrays, or few scalars, and no other objects.
+    """
     has_memory, all_scalars = False, True
     n_items = 0
     waiting = [(container, 0)]

@@ -1,1 +1,1 @@
-"""The decisions of the store: who may run, what to evict, what to prefetch. No I/O here."""
+"""Decisions of the store: which task may run, what to evict, what to prefetch. No I/O here."""

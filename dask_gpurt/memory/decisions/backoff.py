@@ -1,4 +1,7 @@
-"""When to try again what failed, and when to say so. Takes the time, and never asks for it."""
+"""Retry delays after failures, and rate limits for log messages.
+
+Callers pass the time in; nothing here reads a clock.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ from dataclasses import dataclass, field
 
 FIRST_S = 1.0
 LONGEST_S = 60.0
-#: The same reason is not said again for this long.
+#: A reason is not logged again for this long.
 SILENCE_S = 600.0
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Waits twice as long after each failure in a row, up to a minute.
+    """An exponential back-off: each failure in a row doubles the delay, up to a minute.
 
     Attributes
     ----------
     n_failures
-        In a row.
+        Failures in a row.
     until_s
-        Nothing is tried before.
+        Time of the next attempt.
     """
 
     n_failures: int = 0
@@ -29,7 +32,7 @@ class Backoff:
         return bool(self.n_failures) and now_s < self.until_s
 
     def after_failure(self, now_s: float) -> Backoff:
-        # Those that had begun before the first of them failed are not further failures.
+        # Attempts that began before the first failure do not count as further failures.
         if self.is_waiting(now_s):
             return self
         wait_s = min(LONGEST_S, FIRST_S * 2.0 ** min(self.n_failures, 30))
@@ -37,15 +40,15 @@ class Backoff:
 
 
 @dataclass
-class Complaints:
-    """What was said when, so that a reason is not said over and over."""
+class LogThrottle:
+    """A filter that lets each reason be logged once in a while."""
 
-    said_s: dict[str, float] = field(default_factory=dict)
+    logged_s: dict[str, float] = field(default_factory=dict)
 
     def is_due(self, reason: str, now_s: float) -> bool:
-        """Whether this reason is to be said now; if so, it counts as said."""
-        said_s = self.said_s.get(reason)
-        if said_s is not None and now_s - said_s < SILENCE_S:
+        """Return whether to log this reason now; if so, count it as logged."""
+        logged_s = self.logged_s.get(reason)
+        if logged_s is not None and now_s - logged_s < SILENCE_S:
             return False
-        self.said_s[reason] = now_s
+        self.logged_s[reason] = now_s
         return True

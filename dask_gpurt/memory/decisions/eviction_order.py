@@ -1,4 +1,4 @@
-"""In what order values would leave a level, kept from one eviction to the next. Pure."""
+"""Ranking of the values of one level for eviction, kept from one eviction to the next. Pure."""
 
 from __future__ import annotations
 
@@ -7,32 +7,38 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: So many are ranked at a time, which takes some 10 ms of the event loop.
+#: Values ranked at a time: some 10 ms of the event loop.
 RANKED_AT_ONCE = 2048
 
 
-class Order(Generic[T]):
-    """Values of a level in the order in which they would leave, last first.
+class EvictionOrder(Generic[T]):
+    """The values of a level, ordered for eviction.
 
-    Ranking everything at every eviction would cost more than the eviction where there are many
-    small values. So an order is kept until a share of it has changed; what comes meanwhile leaves
-    last. Where there are very many, they are ranked a batch at a time, and each batch is a sample
-    of all: whoever leaves would be among the first sixteenth of a batch, and is among the first
-    sixteenth of all, more or less.
+    With many small values, ranking all of them at each eviction would cost more than the eviction
+    itself. So an order is kept until a share of it has changed. Values that arrive meanwhile are
+    evicted last.
+
+    Very many values are ranked in batches, of which each is a sample of all. The next value to
+    evict comes from the first sixteenth of a batch, so it is about in the first sixteenth of all.
 
     Parameters
     ----------
     rank
-        Of two values, which one leaves first: the one that has more of this.
+        Key function: the value with the highest rank is evicted first.
+
+    Attributes
+    ----------
+    ranked
+        Values in order; the next one to evict is last.
     """
 
     def __init__(self, rank: Callable[[T], Any]) -> None:
-        self.left: list[T] = []
+        self.ranked: list[T] = []
         self._rank = rank
         self._members: dict[T, None] = {}
-        #: Not ranked yet, the next one last.
+        #: Batches that are not ranked yet; the next one is last.
         self._batches: list[Sequence[T]] = []
-        #: Came after the rest was put in order.
+        #: Values that arrived since the batches were made.
         self._late: list[T] = []
         self._changes = 0
         self._turn = 0
@@ -49,33 +55,33 @@ class Order(Generic[T]):
         self._changes += 1
 
     def changed(self) -> None:
-        """One of them has another rank now."""
+        """Count a value whose rank changed."""
         self._changes += 1
 
-    def begin(self) -> None:
-        """Find an order if there is none, or the one there was does not hold any more."""
-        if self.left and not self._is_outdated():
+    def refresh(self) -> None:
+        """Make a new order if there is none, or if too much has changed since."""
+        if self.ranked and not self._is_outdated():
             return
-        # Another sample each time: the first of one would soon be used up.
+        # A new sample each time: the first values of a fixed one would soon be used up.
         self._turn += 1
         self._batches = _samples([*self._members], self._turn)
         self._batches.reverse()
         self._changes = 0
         self._is_new = False
-        self.left, self._late = [], []
-        self.go_on()
+        self.ranked, self._late = [], []
+        self.rank_more()
 
     def _is_outdated(self) -> bool:
         return self._is_new or self._changes * 16 > min(len(self._members), RANKED_AT_ONCE)
 
-    def go_on(self) -> bool:
-        """Rank some more, where all that were ranked are through; False if there are none."""
-        if not self.left:
+    def rank_more(self) -> bool:
+        """Rank the next batch if `ranked` is used up; return False if no value is left."""
+        if not self.ranked:
             if not self._batches and self._late:
                 self._batches, self._late = [self._late], []
-            while self._batches and not self.left:
-                self.left = sorted(self._batches.pop(), key=self._rank)
-        return bool(self.left)
+            while self._batches and not self.ranked:
+                self.ranked = sorted(self._batches.pop(), key=self._rank)
+        return bool(self.ranked)
 
 
 def _samples(values: Sequence[T], turn: int) -> list[Sequence[T]]:

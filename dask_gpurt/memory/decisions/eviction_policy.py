@@ -1,13 +1,13 @@
-"""Which value to evict first. Pure.
+"""Eviction policies: which value to evict first. Pure.
 
-A policy ranks what could be evicted; the highest rank goes first. It knows neither keys nor tiers:
-`memory.decisions.residency` says what may be evicted at all (never the inputs of a running task),
-how much, and where to.
+A policy ranks the candidates, and the one with the highest rank is evicted first. A policy knows
+neither keys nor tiers. `memory.decisions.residency` decides what may be evicted at all (never the
+inputs of a running task), how much, and into which tier.
 
-The best choice is known if the future is: evict what is used furthest from now (L. A. Belady, A
+With a known future, the best choice is the value whose next use is furthest away (L. A. Belady, A
 Study of Replacement Algorithms for a Virtual-Storage Computer, IBM Systems Journal 5(2), 1966). A
-worker knows a good part of its future: `memory.decisions.foresight` says when a value is used.
-`tests/memory/decisions/test_oracle.py` says how close that comes on recorded programs.
+worker knows much of its future: `memory.decisions.foresight` predicts when a value is used.
+`tests/memory/decisions/test_oracle.py` measures how close that comes on recorded programs.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Role(Enum):
-    """What a value is held for."""
+    """The reason why a value is held."""
 
     OUTPUT = "output"
-    #: A piece of a shuffle's input. It is sure to be used, once, by a task after the barrier.
+    #: A piece of a shuffle's input. A task after the barrier uses it exactly once.
     SHARD = "shard"
 
 
 class Candidate(NamedTuple):
-    """What a policy may know of a value. A tuple, as thousands are made at a time.
+    """The facts about a value that a policy may use. A tuple: thousands are made at a time.
 
     Attributes
     ----------
     nbytes
         Size in the memory that runs short.
     next_use
-        When the next task takes this value: a tuple, such as Dask's priorities; the smaller, the
+        When the next task uses this value: a tuple, such as Dask's priorities; the smaller, the
         sooner. None if no such task is known.
     last_used
         Count of uses on this worker when the value was made or last used: the larger, the more
         recent.
     is_clean
-        A valid copy is in a tier below, so that evicting it writes nothing.
+        Whether a tier below has a valid copy, so that the eviction writes nothing.
     made
-        Count of values when this one came: the larger, the later.
+        Count of values when this one arrived: the larger, the later.
     role
-        What it is held for.
+        Why the value is held.
     """
 
     nbytes: int
@@ -54,28 +54,31 @@ class Candidate(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """Ranks values. Without state, so that one object serves every worker of a process."""
+    """A ranking of values. It has no state: one object serves every worker of a process."""
 
     @property
     def name(self) -> str:
-        """As in the setting."""
+        """The name in the setting."""
 
     def rank(self, candidate: Candidate) -> tuple[Any, ...]:
-        """Comparable with the ranks of all other candidates; the highest is evicted first."""
+        """Return a rank that compares with those of other candidates; the highest goes first."""
 
 
 class NextUse:
-    """Furthest next use first.
+    """The policy that evicts the value with the furthest next use, in three classes.
 
-    1. Outputs without a known use. Mostly a client holds them, and it may never ask again. Clean
-       ones go first, the most recently used of them before others: they were read back for a scan,
-       and the next scan comes to them last. Dirty ones go in the order in which they were made,
-       whenever they were used: what a program made anew it uses sooner than what it made that
-       from. The most recent first there as well would move twice the bytes where each step of a
-       program makes new data from old. While the uses of a scan are known, which they are once it
-       is submitted, neither matters to it: what it has passed goes first.
-    2. Shards whose unpack task is not known yet: it comes after everything that is.
-    3. What has a known use, the furthest first.
+    1. Outputs without a known use. Usually only a client holds them, and it may never ask again.
+
+       - Clean ones go first, the most recently used before others. They were read back for a scan,
+         and the next scan reaches them last.
+       - Dirty ones follow, in the order in which they were made, whatever their last use. A
+         program uses its newest data sooner than the data that it was made from. Evicting the most
+         recent first here too would move twice the bytes where each step makes new data from old.
+
+       Neither matters to a scan that is already submitted: its uses are known, and the values that
+       it has passed go first.
+    2. Shards whose unpack task is not known yet: that task comes after all known ones.
+    3. Values with a known use, the furthest first.
     """
 
     name = "next-use"
@@ -84,13 +87,13 @@ class NextUse:
         _, next_use, last_used, is_clean, made, role = candidate
         if next_use is not None:
             return (0, next_use, is_clean, -last_used)
-        # The second element is only ever compared within one class, so its type may differ.
+        # The second element is compared only within one class, so its type may differ.
         recency = last_used if is_clean else -made
         return (2 if role is Role.OUTPUT else 1, is_clean, recency)
 
 
 class LeastRecentlyUsed:
-    """What Dask does by default; the baseline."""
+    """Dask's default policy; the baseline."""
 
     name = "lru"
 
@@ -99,7 +102,7 @@ class LeastRecentlyUsed:
 
 
 class Largest:
-    """The fewest evictions, whatever they cost later."""
+    """The policy with the fewest evictions, whatever they cost later."""
 
     name = "largest"
 

@@ -1,9 +1,11 @@
-"""Values that cannot be read for want of memory: since when, and who has waited long enough.
+"""Reads that failed because memory or file descriptors ran out: how long each has been waited for.
 
-Memory comes and goes, so what is short of it is read again in a moment. Where nothing is left that
-could give any back, that would go on for ever; so whoever waits is let go on in the end, and reads
-for itself or fails. Takes the time, and never asks for it; whoever calls `Shortage` holds the
-store's lock.
+The store retries such a read shortly after, because memory comes and goes. If nothing is left that
+could free any, retries would never end. So the store abandons the read after a timeout: the
+waiting task proceeds, and reads the value itself or fails.
+
+Callers pass the time in; nothing here reads a clock. The caller of `FailedReads` holds the store's
+lock.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ import numpy as np
 
 from dask_gpurt.memory.decisions.residency import Value
 
-#: What was not tried for so long is not waited for any more.
+#: A read that was not retried for so long is forgotten.
 FORGET_S = 5.0
 
 
 def is_short(error: BaseException, nbytes: int) -> bool:
-    """Whether an error of somebody else's code is for want of memory or of descriptors.
+    """Return whether an error of foreign code really comes from a lack of memory or descriptors.
 
-    Such code may raise what it likes, and to wait would not help it. So it is looked whether there
-    are a descriptor and so many bytes.
+    A value's own code may raise such errors for other reasons, and then waiting does not help.
+    So this function tries to get a descriptor, or `nbytes` of memory, itself.
     """
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
@@ -41,27 +43,29 @@ def is_short(error: BaseException, nbytes: int) -> bool:
 
 
 @dataclass(eq=False)
-class PutOff:
-    """A value that was not read, and why.
+class FailedRead:
+    """A value whose read failed, and the reason.
 
     Attributes
     ----------
+    n_times
+        Failures so far.
     since_s
-        When that was first seen. None if it has not been looked at yet.
-    is_over
-        Nobody is to wait for it any longer.
+        Time of the first poll that saw the failure; None before the first poll.
+    is_abandoned
+        Nothing should wait for this read any longer.
     """
 
     value: Value
     reason: str
     n_times: int = 0
     since_s: float | None = None
-    is_over: bool = False
+    is_abandoned: bool = False
     _n_seen: int = 0
     _seen_s: float = 0.0
 
-    def look(self, now_s: float) -> bool:
-        """Notes the time; False if nobody tries to read it any more."""
+    def poll(self, now_s: float) -> bool:
+        """Note the time; return False if the read is no longer retried."""
         if self.since_s is None:
             self.since_s = now_s
         if self.n_times > self._n_seen:
@@ -72,32 +76,32 @@ class PutOff:
         return now_s - self.since_s if self.since_s is not None else 0.0
 
 
-class Shortage:
-    """What a store could not read."""
+class FailedReads:
+    """The failed reads of one store."""
 
     def __init__(self) -> None:
         #: By serial number.
-        self._put_off: dict[int, PutOff] = {}
+        self._failed: dict[int, FailedRead] = {}
 
     def add(self, value: Value, reason: str) -> None:
-        """There was no memory for a value."""
-        put_off = self._put_off.setdefault(value.serial, PutOff(value, reason))
-        put_off.reason = reason
-        put_off.n_times += 1
+        """Record that there was no memory to read a value."""
+        failed = self._failed.setdefault(value.serial, FailedRead(value, reason))
+        failed.reason = reason
+        failed.n_times += 1
 
-    def read(self, value: Value) -> None:
-        """There is memory for a value."""
-        self._put_off.pop(value.serial, None)
+    def remove(self, value: Value) -> None:
+        """Remove the record of a value: it was read."""
+        self._failed.pop(value.serial, None)
 
-    def look(self, now_s: float) -> list[PutOff]:
-        """What is waited for at this time, longest first."""
-        self._put_off = {n: one for n, one in self._put_off.items() if one.look(now_s)}
-        return sorted(self._put_off.values(), key=lambda one: -one.waited_s(now_s))
+    def poll(self, now_s: float) -> list[FailedRead]:
+        """Return the reads that are still retried at this time, the longest wait first."""
+        self._failed = {n: failed for n, failed in self._failed.items() if failed.poll(now_s)}
+        return sorted(self._failed.values(), key=lambda failed: -failed.waited_s(now_s))
 
-    def is_over(self, value: Value) -> bool:
-        """Whether nobody is to wait for a value any longer. Who asks is told so once."""
-        put_off = self._put_off.get(value.serial)
-        if put_off is None or not put_off.is_over:
+    def pop_abandoned(self, value: Value) -> bool:
+        """Return whether the read of a value was abandoned, and remove its record if so."""
+        failed = self._failed.get(value.serial)
+        if failed is None or not failed.is_abandoned:
             return False
-        del self._put_off[value.serial]
+        del self._failed[value.serial]
         return True

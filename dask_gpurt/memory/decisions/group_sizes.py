@@ -1,8 +1,8 @@
-"""How large the output of a task will be, by what others of its group were. Pure.
+"""Estimates of a task's output size, from the outputs of other tasks of its group. Pure.
 
-Admission reserves room before a task runs, so the estimate leans to the high side: too little
-costs memory that was not planned for, too much only a wait. A group is a name: what the keys of
-similar tasks have in common. Not thread-safe; the owner's lock covers it.
+Admission reserves room before a task runs. The estimate is on the high side: too low an estimate
+costs memory that was not planned for, too high a one only a wait. A group is the prefix that the
+keys of similar tasks share. Not thread-safe: the owner's lock covers it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-#: Share of a new size in the mean: what the last ten or twenty outputs were decides.
+#: Weight of a new size in the mean: the last ten or twenty outputs decide.
 _GAIN = 1 / 8
-#: Mean deviations added to the mean. Where sizes spread as a bell does, 2.3 % are larger. Mean
-#: deviations, as for TCP's timeouts, forget an outlier twice as fast as standard deviations (V.
-#: Jacobson, Congestion Avoidance and Control, SIGCOMM 1988).
+#: Mean deviations added to the mean. Of normally distributed sizes, 2.3 % are larger. Like TCP's
+#: timeouts, this uses mean deviations: they forget an outlier twice as fast as standard deviations
+#: (V. Jacobson, Congestion Avoidance and Control, SIGCOMM 1988).
 _SPREAD = 2.5
 
 
@@ -24,17 +24,17 @@ class _Group:
     mean: float
     deviation: float
     largest: int
-    home: int
+    top_level: int
 
 
-class Sizes:
-    """Sizes learnt from outputs, per group of tasks.
+class GroupSizes:
+    """Output sizes learnt per group of tasks.
 
     Parameters
     ----------
     max_groups
-        Groups remembered. Beyond it the one that was longest neither learnt nor asked is
-        forgotten: a worker that lives for months sees names without end.
+        Most groups remembered; the least recently used one is forgotten. A worker that runs for
+        months sees ever new names.
     """
 
     def __init__(self, max_groups: int = 1000) -> None:
@@ -46,10 +46,10 @@ class Sizes:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def learn(self, group: str, nbytes: int, home: int = 0) -> None:
-        """Take in that a task of this group made an output of `nbytes`, and which home it has.
+    def learn(self, group: str, nbytes: int, top_level: int = 0) -> None:
+        """Record that a task of this group made an output of `nbytes` at a top level.
 
-        What was learnt of outputs with another home is forgotten.
+        An output at another top level than before replaces everything learnt about the group.
 
         Raises
         ------
@@ -59,8 +59,8 @@ class Sizes:
         if nbytes < 0:
             raise ValueError(f"an output of {nbytes} bytes")
         known = self._groups.get(group)
-        if known is None or known.home != home:
-            self._groups[group] = _Group(nbytes, 0.0, nbytes, home)
+        if known is None or known.top_level != top_level:
+            self._groups[group] = _Group(nbytes, 0.0, nbytes, top_level)
             if len(self._groups) > self._max_groups:
                 self._groups.popitem(last=False)
             return
@@ -70,16 +70,16 @@ class Sizes:
         known.deviation += _GAIN * (abs(off) - known.deviation)
         known.largest = max(known.largest, nbytes)
 
-    def home(self, group: str) -> int:
-        """Where the next output of a group will be; 0 if none was seen yet."""
+    def top_level(self, group: str) -> int:
+        """Return the expected top level of a group's next output; 0 if none was seen yet."""
         known = self._groups.get(group)
-        return 0 if known is None else known.home
+        return 0 if known is None else known.top_level
 
     def expected(self, group: str) -> int | None:
-        """Bytes to reserve for the next output of a group; None if none was seen yet.
+        """Return the bytes to reserve for a group's next output; None if none was seen yet.
 
-        Outputs of one size are expected at exactly that size. Where sizes vary it is their mean
-        and two and a half mean deviations, but never more than was ever seen.
+        Equal sizes are expected exactly. Sizes that vary are expected at their mean plus two and a
+        half mean deviations, but never above the largest one seen.
         """
         known = self._groups.get(group)
         if known is None:

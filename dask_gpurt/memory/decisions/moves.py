@@ -1,4 +1,4 @@
-"""What to do with copies: decided in `memory.decisions.residency`, done by `memory.carrier`."""
+"""Moves of copies: decided by `memory.decisions.residency`, carried out by `memory.carrier`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Put:
-    """Copy a value from one level into a tier further down."""
+    """An order to copy a value from one level into a tier further down."""
 
     key: Hashable
     serial: int
@@ -18,7 +18,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Load:
-    """Bring a value back to its home."""
+    """An order to bring a value back to its top level."""
 
     key: Hashable
     serial: int
@@ -28,7 +28,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Drop:
-    """Let go of one copy. It is counted as gone already."""
+    """An order to free one copy. Its bytes no longer count."""
 
     key: Hashable
     serial: int

@@ -1,1 +1,1 @@
-"""Values on disk: the file format, the disk tier, and cleaning up after dead processes."""
+"""Values on disk: the file format, the disk tier, and clean-up after dead processes."""

@@ -1,11 +1,11 @@
-"""Reading and writing blocks: past the page cache where it can be, with the copies that takes.
+"""Reads and writes of blocks, past the page cache where possible.
 
-Writing past the page cache (O_DIRECT) needs memory on a 4 KiB boundary. A buffer that lies so goes
-to the disk from where it is; others are copied through one bounce buffer, and their checksum is
-taken on the way, while the bytes are in the cache. A second bounce buffer that is filled while the
-first is written was tried: a thread and a tenth of the time, and tasks want that core.
+Direct I/O (O_DIRECT) needs memory on a 4 KiB boundary. An aligned buffer is written in place.
+Other buffers are copied through a bounce buffer, and their checksum is computed on the way, while
+the bytes are in the processor's cache. Rejected: a second bounce buffer, filled while the first is
+written. It saves a tenth of the time, but takes a thread, and tasks need that core.
 
-Everything here takes `system`, which is the module `os` but in tests.
+All functions take `system`: the module `os`, or a fake in tests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.memory.files.value_file import BLOCK_NBYTES, Bytes, padded
 from dask_gpurt.system_calls import preadv
 
-#: Disks want much at once; the page cache of the processor wants little.
+#: A compromise: disks are fast with large writes, and the processor's cache holds small buffers.
 BOUNCE_NBYTES = 4 << 20
 _SUMMED_AT_ONCE_NBYTES = 4 * STEP_NBYTES
-#: Most buffers that the system takes in one call.
+#: Most buffers that the system accepts in one call.
 _MOST_BUFFERS = 1024
-#: Answers of systems and file systems that do not do direct I/O.
+#: Errors of systems and file systems that do not support direct I/O.
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
 
 
@@ -39,16 +39,16 @@ def is_aligned(data: Bytes) -> bool:
 
 
 def empty_blocks(nbytes: int) -> Bytes:
-    """Memory that begins on a block's boundary; what NumPy gives begins 16 bytes after one."""
+    """Return memory that begins on a block boundary. NumPy's own begins 16 bytes after one."""
     memory = np.empty(nbytes + BLOCK_NBYTES, np.uint8)
     first = -address_of(memory) % BLOCK_NBYTES
     return memory[first : first + nbytes]
 
 
-class Bounces:
-    """Bounce buffers that are used again: fresh memory costs more than a copy into it.
+class BouncePool:
+    """A thread-safe pool of bounce buffers: fresh memory costs more than a copy into it.
 
-    May be used by any thread. Keeps as many as were ever in use at once, up to two.
+    It keeps as many buffers as were ever in use at once, up to two.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def write_all(system: Any, fd: int, data: Bytes, position: int) -> None:
     while len(view):
         written = system.pwrite(fd, view, position)
         if not written:
-            raise OSError(errno.EIO, "the system takes no more bytes and does not say why")
+            raise OSError(errno.EIO, "the system wrote no bytes and gave no reason")
         position += written
         view = view[written:]
 
@@ -80,7 +80,7 @@ def write_through(system: Any, fd: int, data: Bytes, position: int, bounce: Byte
     Parameters
     ----------
     bounce
-        Aligned memory if the file is open for direct I/O; None to write as it is.
+        Aligned memory if the file is open for direct I/O; None otherwise.
     """
     if bounce is None:
         write_all(system, fd, data, position)
@@ -106,7 +106,7 @@ def read_into(system: Any, fd: int, parts: Sequence[Bytes]) -> None:
     Raises
     ------
     EOFError
-        It is shorter.
+        The file is shorter.
     """
     views = [part.data for part in parts if part.nbytes]
     position = first = 0
@@ -122,13 +122,13 @@ def read_into(system: Any, fd: int, parts: Sequence[Bytes]) -> None:
             views[first] = views[first][count:]
 
 
-def takes_direct(system: Any, path: str) -> bool:
-    """Whether the file system at `path`, which is made and removed again, does direct I/O.
+def supports_direct(system: Any, path: str) -> bool:
+    """Return whether a file system supports direct I/O, by a test file that is removed again.
 
     Raises
     ------
     OSError
-        Another reason than that it does not.
+        The test failed for another reason.
     """
     direct = getattr(system, "O_DIRECT", 0)
     if not direct:
@@ -150,7 +150,7 @@ def takes_direct(system: Any, path: str) -> bool:
     finally:
         if fd >= 0:
             system.close(fd)
-        # A file system may refuse only after it made the file.
+        # Some file systems refuse only after the file was created.
         try:
             system.unlink(path)
         except FileNotFoundError:

@@ -1,16 +1,15 @@
-"""The directory that a process keeps values in, and the removal of those of dead processes.
+"""The directory in which a process keeps values, and the removal of those of dead processes.
 
-A directory has a lock file beside it. The file names its owner (`memory.files.owner`), and the
-process holds it locked (`flock`) for as long as it lives. The lock file comes before the directory
-and goes after it. A sweep removes both if the owner can be shown to be dead. It leaves a file
-without an owner alone: its process may be about to write its name, or be of an earlier version.
+Each directory has a lock file beside it. The file names its owner (`memory.files.owner`), and the
+owner holds the file locked (`flock`) for as long as it lives. The lock file is created before the
+directory and removed after it. A sweep removes both if the owner is provably dead. It skips a file
+that names no owner: its process may be about to write the name, or be an earlier version.
 
-A killed process has its reaper (`memory.files.reaper`) remove both at once. A sweep is for what
-that one could not do.
+If a process is killed, its reaper (`memory.files.reaper`) removes both at once. A sweep removes the
+directories that a reaper missed. A forked process inherits the lock, so its directory is swept once
+parent and child are both gone.
 
-A process that was forked off holds the lock too: what it leaves is swept once both are gone.
-
-Directories and files are for their user alone. Those of other users are let be.
+Directories and files are private to their user. Those of other users are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dask_gpurt.memory.files import owner
-from dask_gpurt.memory.files.block_io import takes_direct
+from dask_gpurt.memory.files.block_io import supports_direct
 from dask_gpurt.memory.files.owner import Fate
 from dask_gpurt.memory.files.reaper import Reaper
 
@@ -35,22 +34,23 @@ logger = logging.getLogger("dask_gpurt.memory")
 
 PREFIX = "dask-gpurt-values-"
 _LOCK = ".lock"
-#: Answers of file systems without locks.
+#: Errors of file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 class ValueDirectory:
-    """A directory of this process; made when it is first asked for.
+    """A directory of this process, created on first use.
 
     Parameters
     ----------
     parent
-        Where it is made; made too if it is not there.
+        Directory to create it in; created too if missing.
     system
-        The module `os` but in tests.
+        The module `os`, or a fake in tests.
+    new_name
+        Returns a name for the directory.
     locks
-        Whether files are locked here; False where users say that this file system's locks do not
-        work.
+        Whether to lock files; False if the user says that this file system's locks do not work.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ValueDirectory:
         self._locks = locks
         self._system = system
         self._new_name = new_name or (lambda: PREFIX + secrets.token_hex(8))
-        # Held while the directory is made, which happens once; never while a file is written.
+        # Held while the directory is created or removed; never while a file is written.
         self._making = threading.Lock()
         self._path: str | None = None
         self._lock_fd = -1
@@ -74,12 +74,12 @@ class ValueDirectory:
         self._is_direct = False
 
     def ready(self) -> tuple[str, bool]:
-        """Its path, and whether its file system does direct I/O.
+        """Return the path, and whether its file system supports direct I/O.
 
         Raises
         ------
         OSError
-            It cannot be made.
+            The directory cannot be created.
         """
         with self._making:
             if self._path is None:
@@ -87,8 +87,8 @@ class ValueDirectory:
             assert self._path is not None
             return self._path, self._is_direct
 
-    def lost(self, path: str) -> bool:
-        """Whether the directory at `path` is gone; another one is then made for whoever asks."""
+    def is_lost(self, path: str) -> bool:
+        """Return whether the directory at `path` is gone. If so, `ready` creates a new one."""
         with self._making:
             if os.path.isdir(path):
                 return False
@@ -97,7 +97,7 @@ class ValueDirectory:
             return True
 
     def remove(self) -> None:
-        """Remove it and all that is in it."""
+        """Remove the directory with its content."""
         with self._making:
             self._remove()
 
@@ -106,14 +106,14 @@ class ValueDirectory:
         system.makedirs(self.parent, mode=0o700, exist_ok=True)
         while True:
             path = os.path.join(self.parent, self._new_name())
-            fd = _made_lock(system, path + _LOCK, self._locks)
+            fd = _create_lock(system, path + _LOCK, self._locks)
             if fd is not None:
                 break
         made = False
         try:
             system.mkdir(path, 0o700)
             made = True
-            self._is_direct = takes_direct(system, os.path.join(path, "probe"))
+            self._is_direct = supports_direct(system, os.path.join(path, "probe"))
         except BaseException:
             if made:
                 _remove_tree(path)
@@ -128,25 +128,25 @@ class ValueDirectory:
         if path is None:
             return
         self._path, self._lock_fd, self._reaper = None, -1, None
-        # A fork has the descriptor too, and nothing to remove.
+        # A forked process has the descriptor too, but owns no directory.
         if os.getpid() == self._pid:
             _remove_tree(path)
             _unlink(path + _LOCK)
             if reaper is not None:
-                reaper.end()
+                reaper.close()
         with contextlib.suppress(OSError):
             self._system.close(fd)
 
 
 def sweep(parent: str, locks: bool = True) -> int:
-    """Remove what dead processes of this user left in a directory; how many there were.
+    """Remove the directories that this user's dead processes left; return how many were removed.
 
-    Never raises: what cannot be removed is left, and said.
+    This never raises: failures are logged.
 
     Parameters
     ----------
     locks
-        As for `ValueDirectory`. Without locks, only processes that can be looked up are dead.
+        As for `ValueDirectory`. Without locks, only a process that can be looked up counts as dead.
     """
     n_removed = 0
     unknown = []
@@ -158,7 +158,7 @@ def sweep(parent: str, locks: bool = True) -> int:
         if name.startswith(PREFIX) and name.endswith(_LOCK):
             path = os.path.join(parent, name.removesuffix(_LOCK))
             try:
-                found = _swept(path, locks)
+                found = _sweep_one(path, locks)
             except OSError as error:
                 logger.warning("cannot remove %s of a dead worker: %s", path, error)
                 continue
@@ -167,8 +167,8 @@ def sweep(parent: str, locks: bool = True) -> int:
                 unknown.append(path)
     if unknown:
         logger.info(
-            "%s has %d directories of processes that cannot be looked up from here, as those of "
-            "other machines. They are left alone. %s%s names the process of the first one. Remove "
+            "%s has %d directories of processes that cannot be looked up from here, such as those "
+            "of other machines. They are kept. %s%s names the process of the first one. Remove "
             "a directory and its lock file if that process is gone.",
             parent,
             len(unknown),
@@ -178,10 +178,10 @@ def sweep(parent: str, locks: bool = True) -> int:
     return n_removed
 
 
-def _swept(path: str, locks: bool) -> Fate | None:
-    """Remove a directory if its process is dead; what became of that process.
+def _sweep_one(path: str, locks: bool) -> Fate | None:
+    """Remove a directory if its process is dead; return the fate of that process.
 
-    None for what is of another user, or gone.
+    Return None if the directory is gone or belongs to another user.
     """
     lock = path + _LOCK
     try:
@@ -197,7 +197,7 @@ def _swept(path: str, locks: bool) -> Fate | None:
             owner.this_place(),
             owner.started,
             status.st_dev,
-            lambda: _locked(fd) if locks else None,
+            lambda: _try_lock(fd) if locks else None,
         )
         if found is not Fate.DEAD:
             return found
@@ -205,8 +205,8 @@ def _swept(path: str, locks: bool) -> Fate | None:
             return None
         _remove_tree(path)
         if os.path.lexists(path):
-            raise OSError(errno.ENOTEMPTY, "some of it cannot be removed")
-        # Last: without it, whoever comes next would not know that something is left.
+            raise OSError(errno.ENOTEMPTY, "some of its content cannot be removed")
+        # Last: without the lock file, the next sweep would not find the directory.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(lock)
         return found
@@ -214,16 +214,16 @@ def _swept(path: str, locks: bool) -> Fate | None:
         os.close(fd)
 
 
-def _made_lock(system: Any, path: str, locks: bool) -> int | None:
-    """A file at `path` that names this process and is locked; None if the name is taken."""
+def _create_lock(system: Any, path: str, locks: bool) -> int | None:
+    """Create a locked file that names this process; return None if the name is taken."""
     flags = system.O_RDWR | system.O_CREAT | system.O_EXCL | system.O_CLOEXEC | system.O_NOFOLLOW
     try:
         fd: int = system.open(path, flags, 0o600)
     except FileExistsError:
         return None
     try:
-        is_locked = _locked(fd) if locks else None
-        # Another process had the lock for a moment: an earlier version, which then removes both.
+        is_locked = _try_lock(fd) if locks else None
+        # False: a sweep of an earlier version holds the lock for a moment, and removes the file.
         if is_locked is not False and _is_at(fd, path):
             me = owner.this_process(bool(is_locked), os.fstat(fd).st_dev)
             if me is not None:
@@ -238,8 +238,8 @@ def _made_lock(system: Any, path: str, locks: bool) -> int | None:
     return None
 
 
-def _locked(fd: int) -> bool | None:
-    """Take a lock; False if somebody else has it, None if this file system has none."""
+def _try_lock(fd: int) -> bool | None:
+    """Take a lock; return False if another process has it, None if there are no locks here."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,11 +1,10 @@
-"""The disk tier: one file a value, named by a number, in a directory of this process alone.
+"""The disk tier: one numbered file for each value, in a directory that only this process uses.
 
-How a value becomes a file is the business of `memory.files.value_io`, whose files may be removed
-that of `memory.files.directory`. This module keeps the account and deals with what goes wrong: a
-value is either kept whole, or not at all.
+`memory.files.value_io` writes and reads the files, and `memory.files.directory` owns the directory.
+This module does the accounting and handles errors: a value is kept whole, or not at all.
 
-Locking: `_lock` guards the account and is never held over I/O. Nothing here needs a file to be
-there for longer than it takes to open it, so a value may be dropped while it is read.
+Locking: `_lock` guards the accounting and is never held over I/O. A file is needed only until it is
+open, so a value may be dropped while it is read.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 
 from dask_gpurt.errors import TierFullError, ValueRefusedError
 from dask_gpurt.frames.flat.values import Flat
-from dask_gpurt.memory.decisions.backoff import Backoff, Complaints
+from dask_gpurt.memory.decisions.backoff import Backoff, LogThrottle
 from dask_gpurt.memory.files.block_io import empty_blocks
 from dask_gpurt.memory.files.directory import ValueDirectory
 from dask_gpurt.memory.files.value_file import CODERS, Bytes
@@ -32,30 +31,30 @@ from dask_gpurt.memory.files.value_io import DiskPlace, Encoded, ValueFiles, enc
 logger = logging.getLogger("dask_gpurt.memory")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: Told `disk-write` or `disk-read`, how many bytes and how long, in the thread that did it.
+#: Called with `disk-write` or `disk-read`, the bytes and the seconds, in the thread of the I/O.
 OnIO = Callable[[str, int, float], None]
 
 
 class DiskTier:
-    """Keeps values in files; a `memory.tiers.Tier`.
+    """A `memory.tiers.Tier` that keeps values in files.
 
     Parameters
     ----------
     directory
-        Where this tier makes a directory of its own, when it is first needed.
+        Directory in which the tier creates its own one, on first use.
     capacity_nbytes
-        Most bytes of files; None for as much as the disk takes.
+        Most bytes of files; None for no limit but the disk.
     compression
-        `lz4` or `zstd`: compress large buffers, and keep what came of it where it is smaller.
+        `lz4` or `zstd`: compress large buffers where that makes them smaller.
     on_io
-        Told about every read and write that succeeded.
+        Called after every read and write that succeeded.
     empty
-        Where the memory comes from that values are read into. What does not lie on a 4 KiB boundary
-        is read through the page cache.
+        Allocates the memory that values are read into. Memory that is not on a 4 KiB boundary is
+        filled through the page cache.
     system, clock
-        The module `os` and a clock, but in tests.
+        The module `os` and a clock, or fakes in tests.
     locks
-        Whether files are locked (`memory.files.directory`).
+        Whether to lock files (`memory.files.directory`).
     """
 
     name = "disk"
@@ -83,29 +82,29 @@ class DiskTier:
         self._numbers = itertools.count()
         self._first_identity = secrets.randbits(62)
         self._lock = threading.Lock()
-        #: Bytes of what is kept, by path.
+        #: Bytes of each kept file, by path.
         self._kept: dict[str, int] = {}
         self._used_nbytes = 0
         self._n_writing = 0
         self._closed = False
         self._backoff = Backoff()
-        self._complaints = Complaints()
+        self._log_throttle = LogThrottle()
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes of files, and of those that are being written."""
+        """Bytes of files, including those that are being written."""
         return self._used_nbytes
 
-    def look(self) -> dict[str, Any]:
-        """Where values go, and how: for whoever asks before anything went wrong.
+    def probe(self) -> dict[str, Any]:
+        """Return where and how values are written, for `status` and `doctor`.
 
-        Makes the directory if it is not there yet. Never raises.
+        This creates the directory if necessary, and never raises.
 
         Returns
         -------
         dict
-            `directory`; `is_direct`, whether files go past the page cache, None if that cannot be
-            said; `problem`, why nothing can be written there, None if something can.
+            `directory`; `is_direct`, whether files are written past the page cache, None if
+            unknown; `problem`, why nothing can be written there, None if there is none.
         """
         found: dict[str, Any] = {"directory": self._directory.parent, "is_direct": None}
         with self._lock:
@@ -122,7 +121,7 @@ class DiskTier:
 
     def put(self, flat: Flat) -> DiskPlace:
         """Write a value to a file of its own."""
-        self._check_it_may_be_tried()
+        self._check_ready()
         value = encoded(flat, self._coder)
         began_s = self._clock()
         with self._reserved(value.nbytes):
@@ -134,7 +133,7 @@ class DiskTier:
                     raise TierFullError(f"no room on disk: {error}") from error
                 raise
             with self._lock:
-                # A tier that was closed meanwhile has let go of the file, or its directory will.
+                # If the tier was closed meanwhile, the file goes with the directory.
                 if self._closed:
                     raise TierFullError("the disk tier was closed")
                 self._kept[place.path] = place.nbytes
@@ -142,23 +141,23 @@ class DiskTier:
         self._on_io("disk-write", place.nbytes, self._clock() - began_s)
         return place
 
-    def _check_it_may_be_tried(self) -> None:
+    def _check_ready(self) -> None:
         with self._lock:
             closed, backoff = self._closed, self._backoff
         if closed:
             raise TierFullError("the disk tier was closed")
         wait_s = backoff.until_s - self._clock()
         if backoff.is_waiting(self._clock()):
-            raise TierFullError(f"writing to disk failed and is tried again in {wait_s:.0f} s")
+            raise TierFullError(f"writing to disk failed and is retried in {wait_s:.0f} s")
 
     @contextmanager
     def _reserved(self, nbytes: int) -> Iterator[None]:
-        """Bytes that are accounted for before they are written, and given back on an error."""
+        """Count bytes before they are written, and discount them after an error."""
         with self._lock:
             capacity = self.capacity_nbytes
             if capacity is not None and nbytes > capacity:
-                # Of this value alone: smaller ones need not wait for it.
-                raise ValueRefusedError(f"{nbytes} bytes are more than all of {capacity} on disk")
+                # Refused, not full: a full tier is blocked, and smaller values would have to wait.
+                raise ValueRefusedError(f"{nbytes} bytes exceed the disk limit of {capacity}")
             if capacity is not None and self._used_nbytes + nbytes > capacity:
                 raise TierFullError(
                     f"{nbytes} bytes do not fit on disk: {self._used_nbytes} of {capacity} are used"
@@ -183,10 +182,10 @@ class DiskTier:
         try:
             return self._write_into(directory, is_direct, value)
         except FileNotFoundError:
-            if not self._directory.lost(directory):
+            if not self._directory.is_lost(directory):
                 raise
-            # Somebody tidied up. Values that were in there are lost; this one is not.
-            logger.warning("%s was removed by somebody else; another one is made", directory)
+            # Values that were in it are lost; this one is not.
+            logger.warning("%s was removed by another program; a new one is created", directory)
         directory, is_direct = self._directory.ready()
         return self._write_into(directory, is_direct, value)
 
@@ -196,15 +195,15 @@ class DiskTier:
         return self._files.write(path, value, self._first_identity + number, is_direct)
 
     def _failed(self, error: OSError) -> None:
-        """Say it once, and do not try again for a while."""
+        """Log an error once, and refuse writes until a retry delay is over."""
         now_s = self._clock()
         reason = error.strerror or str(error)
         with self._lock:
             self._backoff = self._backoff.after_failure(now_s)
-            is_due = self._complaints.is_due(reason, now_s)
+            is_due = self._log_throttle.is_due(reason, now_s)
         if is_due:
             logger.error(
-                "cannot write to %s (%s); values stay in memory, and it is tried again later. "
+                "cannot write to %s (%s); values stay in memory, and writing is retried later. "
                 "Free some space, or point Dask's temporary-directory to another disk.",
                 self._directory.parent,
                 reason,
@@ -220,7 +219,7 @@ class DiskTier:
         return flat
 
     def drop(self, place: DiskPlace) -> None:
-        """Remove a file. One that was dropped before is dropped already."""
+        """Remove a file. A second call does nothing."""
         with self._lock:
             nbytes = self._kept.pop(place.path, None)
             self._used_nbytes -= nbytes or 0
@@ -228,7 +227,7 @@ class DiskTier:
             self._files.remove(place.path)
 
     def close(self) -> None:
-        """Remove the directory; later if somebody is still writing to it."""
+        """Remove the directory: now, or after the last write in flight."""
         with self._lock:
             self._closed = True
             self._used_nbytes -= sum(self._kept.values())

@@ -1,4 +1,4 @@
-"""What a worker had on disk when the runtime came: read from where it is, never written to."""
+"""The values that a worker had on disk before the runtime, as a read-only tier."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dask_gpurt.frames.flat.values import Flat
 
 
 class Inherited(NamedTuple):
-    """A value in the mapping that was there before."""
+    """The place of a value in the mapping of the previous store."""
 
     key: Hashable
     nbytes: int
 
 
 class InheritedTier:
-    """The cold part of the store that a worker had, as a tier that takes nothing.
+    """The spilled part of a worker's previous store, as a tier that accepts no values.
 
     Parameters
     ----------
     values
-        Reads a value when it is asked for one.
+        Mapping that reads a value when it is asked for one.
     flatten
-        As `frames.flat.values` has it.
+        As in `frames.flat.values`.
     """
 
     name = "inherited"
@@ -44,18 +44,18 @@ class InheritedTier:
         return 0
 
     def put(self, flat: Flat) -> Inherited:
-        raise ValueRefusedError("nothing is added to what was there before")
+        raise ValueRefusedError("this tier accepts no values")
 
     def get(self, place: Inherited) -> Flat:
         return self._flatten(self._values[place.key])
 
     def drop(self, place: Inherited) -> None:
-        # By now the key may be that of a value which came after.
+        # After `close`, the key may belong to a later value.
         with self._lock, contextlib.suppress(KeyError, OSError):
             if not self._is_closed:
                 del self._values[place.key]
 
     def close(self) -> None:
-        """Leave what is there as it is."""
+        """Leave the mapping as it is from here on."""
         with self._lock:
             self._is_closed = True

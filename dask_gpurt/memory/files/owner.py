@@ -1,17 +1,17 @@
-"""The process that a directory belongs to, and whether it can be shown to be dead.
+"""The process that owns a directory, and the proof that it is dead.
 
-A file lock alone does not tell. Some network file systems know it on one machine only, so that
-another machine can lock the file of a living process. An owner therefore names its process, the
-system that the process runs on, and how far its lock can be trusted.
+A file lock alone is no proof. Some network file systems keep locks on one machine only, so another
+machine can lock the file of a living process. So the record of an owner names its process, the
+system it runs on, and how far its lock can be trusted.
 
-A process is only called dead by a machine that can know it:
+Only a machine that can know it calls a process dead:
 
-- the same system and the same namespace of process ids: the process is looked up;
-- the same system and another namespace, as another container: its lock is free, and was taken in
-  the same mount, whose locks the system keeps itself;
-- the same machine after another boot: no process of the earlier boot is left.
+- Same system, same process id namespace: the process is looked up.
+- Same system, another namespace (another container): the lock is free, and was taken in the same
+  mount. The system itself keeps the locks of that mount.
+- Same machine, after a reboot: no process of the earlier boot is left.
 
-Everything else is unknown, and what is unknown is left alone.
+In all other cases the fate is unknown, and the directory is left alone.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
 
-#: Namespace of process ids of a system itself, outside of all containers. Linux fixes it.
+#: Process id namespace of a system outside of all containers: a constant of Linux.
 SYSTEM_NAMESPACE = 0xEFFFFFFC
-#: Records are shorter. More is not read.
+#: Most bytes that are read of a record.
 MOST_NBYTES = 4096
 
 
 class Fate(Enum):
-    """What is known of an owner."""
+    """The state of an owner, as far as known."""
 
     LIVING = "living"
     DEAD = "dead"
@@ -39,7 +39,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs.
+    """The system that a process runs on.
 
     Attributes
     ----------
@@ -48,9 +48,9 @@ class Place:
     machine
         Identity of the installation; empty if it has none. Machines with one image may share it.
     boot
-        Random number of this boot of this kernel.
+        Random number of this boot of the kernel.
     pid_namespace
-        Number of the namespace that process ids belong to.
+        Number of the process id namespace.
     """
 
     host: str
@@ -59,7 +59,7 @@ class Place:
     pid_namespace: int
 
     def is_same_machine(self, other: Place) -> bool:
-        """Whether both are one machine, and not two containers that are called alike."""
+        """Return whether both are one machine, and not two containers of the same name."""
         return (
             self.machine != ""
             and (self.host, self.machine) == (other.host, other.machine)
@@ -69,15 +69,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, and the lock that it holds.
+    """A process and its lock.
 
     Attributes
     ----------
     started
-        When the process started, in ticks of the system since its boot. A later process of the
-        same id has another number, and no clock that is set changes it.
+        Start of the process, in clock ticks since the boot. A later process of the same id has
+        another number, and setting the clock does not change it.
     is_locked
-        Whether it holds a lock for as long as it lives.
+        Whether the process holds a lock for as long as it lives.
     device
         Number of the mount that the lock was taken in.
     """
@@ -96,12 +96,12 @@ class Owner:
         return Place(self.host, self.machine, self.boot, self.pid_namespace)
 
     def packed(self) -> bytes:
-        """The record, a line of JSON that people can read as well."""
+        """Return the record: a line of JSON, which people can read too."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def unpacked(record: bytes) -> Owner | None:
-    """The owner that a record names; None if it is none, or was not written to its end."""
+    """Return the owner that a record names; None if the record is invalid or incomplete."""
     try:
         found = json.loads(record)
     except (ValueError, RecursionError):
@@ -124,21 +124,21 @@ def fate(
     device: int,
     take_lock: Callable[[], bool | None],
 ) -> Fate:
-    """What can be known of an owner from here.
+    """Return the fate of an owner, as far as this process can know it.
 
     Parameters
     ----------
     owner
-        None if nobody has left a name.
+        None if the record names none.
     here
-        Where this process runs; None if that cannot be found out.
+        The system that this process runs on; None if unknown.
     started
-        Process id to when that process started; None if there is none.
+        Returns when the process of an id started; None if there is no such process.
     device
-        Number of the mount that the lock is seen in from here.
+        Number of the mount in which this process sees the lock.
     take_lock
-        Takes the lock of the directory. False if somebody else holds it, None if this cannot be
-        known. Only called if it matters.
+        Takes the lock. Returns False if another process holds it, None if that is unknown. Called
+        only if the answer matters.
     """
     if owner is None or here is None:
         return Fate.UNKNOWN
@@ -152,7 +152,7 @@ def fate(
             return Fate.LIVING
     elif not owner.place.is_same_machine(here):
         return Fate.UNKNOWN
-    # Also where the process is known to be gone: a process that it forked off may hold the lock.
+    # Checked even if the owner is gone: a process that it forked may hold the lock.
     is_free = take_lock() if owner.is_locked else None
     if is_free is False:
         return Fate.LIVING
@@ -162,7 +162,7 @@ def fate(
 
 
 def this_place() -> Place | None:
-    """Where this process runs; None where the system does not say."""
+    """Return the system that this process runs on; None if unknown."""
     try:
         boot = _text("/proc/sys/kernel/random/boot_id")
         pid_namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -176,7 +176,7 @@ def this_place() -> Place | None:
 
 
 def this_process(is_locked: bool, device: int) -> Owner | None:
-    """This process as an owner; None where the system does not say enough."""
+    """Return this process as an owner; None if the system does not tell enough."""
     place, pid = this_place(), os.getpid()
     when = started(pid)
     if place is None or when is None:
@@ -185,12 +185,12 @@ def this_process(is_locked: bool, device: int) -> Owner | None:
 
 
 def started(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None if there is none that still runs."""
+    """Return when a process started, in ticks since the boot; None if it does not run."""
     try:
         status = _text(f"/proc/{pid}/stat")
     except OSError:
         return None
-    # The name in parentheses may have anything in it.
+    # The name in parentheses may contain anything, so the search begins at the end.
     state, *numbers = status[status.rindex(")") + 2 :].split()
     return None if state in "ZX" else int(numbers[18])
 

@@ -1,11 +1,11 @@
-"""Removes what a process kept on disk as soon as the process is gone, even if it was killed.
+"""A helper process that removes a process's files as soon as the process is gone, even if killed.
 
-A killed process can remove nothing itself, and the next one of the same directory may come late or
-never. So a process that keeps values has a shell beside it, which waits for the end of a pipe that
-only this process writes to. The system closes the pipe however the process ends.
+A killed process removes nothing itself, and the next process that sweeps the directory may start
+late or never. So each process that keeps values starts a shell. The shell waits for the end of a
+pipe that only this process writes to; the system closes the pipe however the process ends.
 
-The reaper is a help and no duty. Without a shell, or if it is killed too, a sweep finds the
-directory later.
+The reaper is optional. Without a shell, or if the shell is killed too, a sweep finds the directory
+later.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import subprocess
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: Signals to a group of processes must not end this one before it is done.
+#: The trap: signals to a process group must not end the shell before it is done.
 _SCRIPT = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$1" && rm -f -- "$2"'
-#: There is hardly anything left to remove when a process ends it in order.
+#: Longest wait for the shell on `close`, when hardly anything is left to remove.
 _PATIENCE_S = 5.0
 
 
 class Reaper:
-    """Removes a directory and then a file, once this process and its forks are gone.
+    """A shell that removes a directory and then a file, once this process and its forks are gone.
 
     Attributes
     ----------
     pid
-        Of the shell; None if there is none.
+        Process id of the shell; None if there is none.
     """
 
     def __init__(self, directory: str, file: str) -> None:
@@ -46,15 +46,15 @@ class Reaper:
                 start_new_session=True,
             )
         except (OSError, RuntimeError) as error:
-            # No shell here, no more processes, or Python is about to end.
-            logger.info("nobody removes %s if this process is killed: %s", directory, error)
+            # There is no shell, the limit of processes is reached, or Python is about to end.
+            logger.info("%s stays until a sweep if this process is killed: %s", directory, error)
 
     @property
     def pid(self) -> int | None:
         return self._shell.pid if self._shell is not None else None
 
-    def end(self) -> None:
-        """Let it remove what is left, and wait for it."""
+    def close(self) -> None:
+        """Let the shell remove what is left, and wait for it."""
         shell, self._shell = self._shell, None
         if shell is None:
             return

@@ -1,10 +1,10 @@
-"""The format of a file that holds one flattened value. Values in, values out: no I/O.
+"""The format of a file that holds one flattened value. Pure: no I/O.
 
-A file is a *lead* and *blocks*. The lead has everything that is small: the header of the value, its
-small buffers, and a table that says where each buffer is. Each large buffer is a block of its own,
-which begins on a 4 KiB boundary, so that it can be read past the page cache into memory of its own:
-memory that is then held, and let go of, buffer by buffer. The lead is written last. A file without
-one, or with another than its writer meant, is no value.
+A file consists of a *lead* and *blocks*. The lead has all small parts: the value's header, its
+small buffers, and a table of where each buffer is. Each large buffer is a block, which begins on a
+4 KiB boundary. So it can be read past the page cache into memory of its own, which is freed
+independently of other buffers. The lead is written last: a file without a valid lead, or with the
+lead of another file, holds no value.
 
 ::
 
@@ -18,7 +18,7 @@ one, or with another than its writer meant, is no value.
         36     4  bytes of the value's header              u32
         40        one entry for each buffer (`_ENTRY`): offset u64, bytes in the file u64,
                   bytes of the buffer u64, checksum of the bytes in the file u32
-                  (`codecs.checksums`; 0 for those in the lead), coder u32 (0: as it is)
+                  (`codecs.checksums`; 0 for those in the lead), coder u32 (0: uncompressed)
                   the value's header
                   small buffers, each on a 64-byte boundary
                   blocks, each on a 4 KiB boundary
@@ -37,13 +37,13 @@ import numpy.typing as npt
 
 MAGIC = b"GRV"
 VERSION = 2
-#: What blocks are aligned to, in files and in memory.
+#: Alignment of blocks, in files and in memory.
 BLOCK_NBYTES = 4096
-#: Buffers from here on are blocks. Smaller ones never are, however many there are: of a list of a
-#: hundred thousand vectors each would take whole pages, in the file and in memory.
+#: Smallest buffer that becomes a block. Smaller ones never do, however many there are: otherwise
+#: each of a hundred thousand short vectors would take whole pages, in the file and in memory.
 SMALL_NBYTES = 64 << 10
 
-#: How the bytes of a block came to be. Numbers are never used again for anything else.
+#: Coders of a block, by number. A number is never reused for another coder.
 CODERS = ("none", "lz4", "zstd")
 
 _PREAMBLE = struct.Struct("<3sBIQQQII")
@@ -55,16 +55,16 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Entry(NamedTuple):
-    """Where one buffer is.
+    """The position of one buffer.
 
     Attributes
     ----------
     offset
-        In the file.
+        Offset in the file.
     stored_nbytes, nbytes
-        In the file, and once it is decoded.
+        Length in the file, and length once decoded.
     checksum
-        Of the bytes in the file; 0 where they are in the lead, which has its own.
+        Checksum of the bytes in the file; 0 for buffers in the lead, which has a checksum itself.
     coder
         Number in `CODERS`.
     """
@@ -81,18 +81,18 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything of one value goes.
+    """The positions of all parts of one value.
 
     Attributes
     ----------
     lead_nbytes
-        Bytes of the lead.
+        Length of the lead.
     offsets
-        Where each buffer begins.
+        Offset of each buffer.
     blocks
         Numbers of the buffers that are blocks.
     nbytes
-        Of the file: that of the lead alone where there are no blocks, else whole blocks.
+        Length of the file: whole blocks, or that of the lead if there are no blocks.
     """
 
     lead_nbytes: int
@@ -106,7 +106,7 @@ def padded(nbytes: int, to: int = BLOCK_NBYTES) -> int:
 
 
 def layout_of(header_nbytes: int, stored_nbytes: Sequence[int]) -> Layout:
-    """Layout of a value whose buffers take these many bytes in the file."""
+    """Return the layout of a value whose buffers take `stored_nbytes` in the file."""
     end = _PREAMBLE.size + len(stored_nbytes) * _ENTRY.size + header_nbytes
     offsets = [0] * len(stored_nbytes)
     blocks = []
@@ -138,10 +138,10 @@ def write_lead(
     Parameters
     ----------
     identity
-        What the reader has to ask for. A disk that lost a write shows what was there before, which
-        may well be another value that is laid out alike.
+        Number that the reader has to expect. A disk that lost a write returns the previous bytes,
+        which may be another value of the same layout.
     stored
-        All buffers as they are stored; those that are blocks are not looked at.
+        All buffers as they are stored; blocks are ignored.
     """
     out[:] = 0
     position = _PREAMBLE.size
@@ -160,7 +160,7 @@ def write_lead(
 
 
 def read_lead(lead: Bytes, file_nbytes: int, identity: int) -> tuple[bytes, list[Entry]]:
-    """The value's header and where its buffers are.
+    """Return the value's header, and the entries of its buffers.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""One flattened value to a file and back: compressed or not, past the page cache or through it.
+"""Writes and reads of value files: compressed or not, past the page cache or through it.
 
-Puts together `memory.files.value_file`, which knows what goes where, and `memory.files.block_io`,
-which knows how. Which files there are, and what is done about errors, is up to
-`memory.files.disk_tier`.
+This module combines the file format (`memory.files.value_file`) with block I/O
+(`memory.files.block_io`). `memory.files.disk_tier` decides which files there are, and handles
+errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dask_gpurt.errors import DamagedValueError, ProtocolError
 from dask_gpurt.frames.adapter import fresh
 from dask_gpurt.frames.flat.values import Flat
 from dask_gpurt.memory.files.block_io import (
-    Bounces,
+    BouncePool,
     empty_blocks,
     is_aligned,
     read_into,
@@ -41,26 +41,26 @@ from dask_gpurt.memory.files.value_file import (
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: Longer buffers are not compressed: what comes of it takes memory just when there is none left.
+#: Longer buffers are not compressed: the result takes memory just when there is none left.
 _MOST_COMPRESSED_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class DiskPlace:
-    """Where a value is.
+    """The place of a value on disk.
 
     Attributes
     ----------
     nbytes
-        It takes on the disk.
+        Bytes it takes on the disk.
     file_nbytes, lead_nbytes
         Length of the file, and of its lead.
     blocks
-        Bytes of each block that are read.
+        Bytes to read of each block.
     is_direct
         Whether the file is read past the page cache.
     identity
-        A number that is in this file and in no other.
+        Number that only this file contains.
     """
 
     path: str
@@ -74,14 +74,14 @@ class DiskPlace:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A value as it is stored.
+    """A value in the form in which it is stored.
 
     Attributes
     ----------
     buffers
-        Those of the value, some of them compressed.
+        Buffers of the value, some of them compressed.
     coders
-        Number of the coder of each.
+        Number of each buffer's coder.
     """
 
     value: Flat
@@ -91,12 +91,12 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes on the disk."""
+        """Bytes that the value takes on the disk."""
         return padded(self.layout.nbytes)
 
 
 def encoded(value: Flat, coder: int) -> Encoded:
-    """A value with its large buffers compressed where that saves a block.
+    """Return a value with its large buffers compressed where that saves a block.
 
     Parameters
     ----------
@@ -117,36 +117,36 @@ def encoded(value: Flat, coder: int) -> Encoded:
 
 
 class ValueFiles:
-    """Writes and reads files; any thread may.
+    """A thread-safe writer and reader of value files.
 
     Parameters
     ----------
     system
-        The module `os` but in tests.
+        The module `os`, or a fake in tests.
     empty
-        Where the memory comes from that blocks are read into.
+        Allocates the memory that blocks are read into.
     """
 
     def __init__(self, system: Any = os, empty: Callable[[int], Bytes] = empty_blocks) -> None:
         self._system = system
         self._empty = empty
-        self._bounces = Bounces()
+        self._bounces = BouncePool()
 
     def write(self, path: str, value: Encoded, identity: int, is_direct: bool) -> DiskPlace:
-        """Write a value to a file that is not there yet.
+        """Write a value to a new file.
 
         Parameters
         ----------
         is_direct
-            Whether the file system does direct I/O.
+            Whether the file system supports direct I/O.
 
         Raises
         ------
         OSError
-            There is no file then.
+            The write failed, and left no file.
         """
         system, layout = self._system, value.layout
-        # Small values stay in the page cache: they would not fill a block, and come back soon.
+        # Small values go through the page cache: they do not fill a block, and are soon read again.
         is_direct = is_direct and bool(layout.blocks)
         flags = system.O_RDWR | system.O_CREAT | system.O_EXCL | system.O_CLOEXEC
         fd = system.open(path, flags | (system.O_DIRECT if is_direct else 0), 0o600)
@@ -159,7 +159,7 @@ class ValueFiles:
         try:
             system.close(fd)
         except OSError:
-            # Some file systems only say here that the disk is full.
+            # Some file systems report only here that the disk is full.
             self.remove(path)
             raise
         blocks = tuple(padded(value.buffers[n].nbytes) for n in layout.blocks)
@@ -171,7 +171,7 @@ class ValueFiles:
         layout, buffers = value.layout, value.buffers
         sums = [0] * len(buffers)
         if layout.blocks:
-            # Whole blocks can be read to the end of the file, however it was written.
+            # Direct reads need whole blocks to the end of the file, however it was written.
             self._system.ftruncate(fd, layout.nbytes)
             bounce = self._bounces.take() if is_direct else None
             try:
@@ -196,11 +196,11 @@ class ValueFiles:
         Raises
         ------
         DamagedValueError
-            The file is not there, or is not what was written.
+            The file is missing, or does not hold the value that was written.
         OSError
-            It cannot be read.
+            The file cannot be read.
         """
-        # A small value is all lead: memory on a block's boundary would be mostly boundary.
+        # A small value is all lead: aligned memory would be mostly padding.
         lead = (self._empty if place.blocks else fresh)(place.lead_nbytes)
         blocks = [self._empty(nbytes) for nbytes in place.blocks]
         try:
@@ -210,7 +210,7 @@ class ValueFiles:
         except (EOFError, ValueError, FileNotFoundError) as error:
             reason = {EOFError: "it ended early", FileNotFoundError: "it is gone"}
             why = reason.get(type(error), str(error))
-            raise DamagedValueError(f"{place.path} is not the value it was: {why}") from error
+            raise DamagedValueError(f"{place.path} does not hold its value: {why}") from error
 
     def _read(self, place: DiskPlace, parts: list[Bytes]) -> None:
         system = self._system
@@ -230,24 +230,26 @@ class ValueFiles:
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning("cannot remove %s, which goes when the worker closes: %s", path, error)
+            logger.warning(
+                "cannot remove %s; it is removed when the worker closes: %s", path, error
+            )
 
     def _close(self, fd: int) -> None:
         try:
             self._system.close(fd)
         except OSError:
-            pass  # Linux lets go of the descriptor whatever it answers
+            pass  # Linux frees the descriptor even if it reports an error
 
 
 def _decoded(
     place: DiskPlace, lead: Bytes, blocks: list[Bytes], entries: list[Entry]
 ) -> Iterator[Bytes]:
-    """Buffers of a value, checked.
+    """Yield the buffers of a value, verified and decoded.
 
     Raises
     ------
     ValueError
-        One of them is not what was written.
+        A buffer is damaged.
     """
     waiting = iter(blocks)
     for entry in entries:
@@ -255,7 +257,7 @@ def _decoded(
             data = lead[entry.offset : entry.offset + entry.stored_nbytes]
         else:
             data = next(waiting)[: entry.stored_nbytes]
-            # Before a decoder sees them: decoders may not expect bytes that nobody encoded.
+            # Verified before decoding: decoders may not expect bytes that no encoder made.
             if checksum(data) != entry.checksum:
                 raise ValueError("a buffer is damaged")
         if entry.coder:

@@ -1,9 +1,9 @@
-"""Cold values that peers ask for: read beside the event loop, and not brought home.
+"""Answers to peers that ask for spilled values: read off the event loop, and left spilled.
 
-Stock reads them on the loop, one after the other. If there is no memory for one there, its peer
-learns of an error that it keeps to itself, and waits for ever (dask/distributed#6705). Here it is
-told to ask again, for as long as there may be memory later. A message that stock would not send
-now, since the worker is paused or sends enough as it is, has nothing read for it.
+Stock Dask reads such values on the event loop, one after the other. If there is no memory for one,
+the peer gets an error that it keeps to itself, and waits for ever (dask/distributed#6705). Here the
+peer is told to ask again, for as long as memory may become free. Nothing is read for a message that
+stock would not send now, because the worker is paused or already sends enough.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 
-class _NotNow(Exception):
-    """A value cannot be read for want of memory or descriptors."""
+class _OutOfMemory(Exception):
+    """There is no memory, or no file descriptor, to read a value now."""
 
 
-class Messages:
-    """What one worker sends of its store, until `close`.
+class DataServer:
+    """The handler `get_data` of one worker with our store, until `close`.
 
     Parameters
     ----------
     reads
-        Where values are read.
-    tell
-        Takes Dask's fine metrics: where, what and in which unit, and how much.
+        The lane in which values are read.
+    digest
+        Records a fine metric of Dask: context, label and unit, and amount.
     """
 
     def __init__(
@@ -42,110 +42,116 @@ class Messages:
         worker: Worker,
         store: TieredStore,
         reads: Lane,
-        tell: Callable[[str, tuple[str, str], float], None],
+        digest: Callable[[str, tuple[str, str], float], None],
     ) -> None:
         self._worker = worker
         self._store = store
         self._reads = reads
-        self._tell = tell
+        self._digest = digest
         self._is_closed = False
-        #: Messages that values are read for. To stock they are none yet.
+        #: Messages that values are read for. Stock does not count them yet.
         self._n_reading = 0
 
     def close(self) -> None:
-        """Nothing is read any more. Messages under way go out with what is in memory, or in the
+        """Stop reading. Messages in flight go out with the values that are in memory, or in the
         store that the worker has by then."""
         self._is_closed = True
 
     async def get_data(
         self, stock: Callable[..., Awaitable[Any]], comm: Any, keys: Collection[Any], **kwargs: Any
     ) -> Any:
-        """In place of the worker's handler, which is `stock`.
+        """Answer in place of the worker's handler, which is `stock`.
 
         Raises
         ------
         MemoryError
-            A value could not be read for long, and nothing is left that could make room for it.
+            The read of a value was abandoned: nothing can free memory for it.
         """
-        loans: list[int] = []
+        serials: list[int] = []
         try:
-            if self._cold(keys, loans):
-                if worker_memory.sends_no_more(self._worker, comm, self._n_reading):
+            if self._spilled(keys, serials):
+                if worker_memory.would_answer_busy(self._worker, comm, self._n_reading):
                     return {"status": "busy"}
                 self._n_reading += 1
                 try:
-                    keys = await self._at_hand(keys, loans)
+                    keys = await self._read_spilled(keys, serials)
                 finally:
                     self._n_reading -= 1
             return await stock(comm, keys, **kwargs)
-        except _NotNow:
-            # Stock would try once more, on the event loop, and have the peer wait for ever.
+        except _OutOfMemory:
+            # Stock would try again on the event loop, and leave the peer waiting for ever.
             return {"status": "busy"}
         finally:
-            for loan in loans:
-                self._store.take_back(loan)
+            for serial in serials:
+                self._store.end_send(serial)
 
-    async def _at_hand(self, keys: Collection[Any], loans: list[int]) -> Collection[Any]:
-        """Those of these keys that need no reading any more. What was read is added to the loans.
+    async def _read_spilled(self, keys: Collection[Any], serials: list[int]) -> Collection[Any]:
+        """Read the spilled ones of these keys, and add the serial numbers of what was read.
+
+        Returns
+        -------
+        The keys that can be sent.
 
         Raises
         ------
-        _NotNow, MemoryError
-            As `_lend`.
+        _OutOfMemory, MemoryError
+            As `_read`.
         """
-        # What is in memory may leave it while others are read.
-        while (cold := self._cold(keys, loans)) and not self._is_closed:
-            for key, nbytes in cold.items():
-                if (loan := await self._lend(key, nbytes)) is not None:
-                    loans.append(loan)
-        if cold and self._worker.data is self._store:
-            return [key for key in keys if key not in cold]  # they are not read any more
+        # A loop, because values in memory may be spilled while others are read.
+        while (spilled := self._spilled(keys, serials)) and not self._is_closed:
+            for key, nbytes in spilled.items():
+                if (serial := await self._read(key, nbytes)) is not None:
+                    serials.append(serial)
+        if spilled and self._worker.data is self._store:
+            return [key for key in keys if key not in spilled]  # closed: nothing reads these
         return keys
 
-    async def _lend(self, key: Hashable, nbytes: int) -> int | None:
-        """Have a value read for a message, beside the loop; see `TieredStore.lend`.
+    async def _read(self, key: Hashable, nbytes: int) -> int | None:
+        """Read a value for a message, off the event loop; see `TieredStore.read_for_send`.
 
         Raises
         ------
-        _NotNow
-            There is no room for it.
+        _OutOfMemory
+            There is no memory for the value now.
         MemoryError
-            Nor will there be.
+            The read was abandoned.
         Exception
-            Whatever the value's own unpickling raises.
+            The error of the value's own unpickling.
         """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
             reading = asyncio.wrap_future(
-                self._reads.submit(self._store.lend, key, priority=Priority.HIGH, path="lend")
+                self._reads.submit(
+                    self._store.read_for_send, key, priority=Priority.HIGH, path="lend"
+                )
             )
         except RuntimeError:
             return None  # the lane is closed
-        # Not awaited itself: a lane that closes cancels it, and this message goes on.
+        # `reading` itself is not awaited: a lane that closes cancels it, and the message goes on.
         await asyncio.wait([reading])
         if reading.cancelled():
             return None
         try:
-            loan = reading.result()
+            serial = reading.result()
         except (MemoryError, OSError) as error:
-            if self._store.is_given_up(key):
+            if self._store.is_abandoned(key):
                 raise MemoryError(f"{key!r} cannot be read: {error}") from error
-            raise _NotNow from error
+            raise _OutOfMemory from error
         except NotRestoredError as error:
             assert error.__cause__ is not None
             raise error.__cause__ from None
-        if loan is not None:
-            self._tell("get-data", ("disk-read", "seconds"), loop.time() - began_s)
-            self._tell("get-data", ("disk-read", "bytes"), nbytes)
-            self._tell("get-data", ("disk-read", "count"), 1)
-        return loan
+        if serial is not None:
+            self._digest("get-data", ("disk-read", "seconds"), loop.time() - began_s)
+            self._digest("get-data", ("disk-read", "bytes"), nbytes)
+            self._digest("get-data", ("disk-read", "count"), 1)
+        return serial
 
-    def _cold(self, keys: Iterable[Hashable], lent: Collection[int]) -> dict[Hashable, int]:
-        """Which of these are here and not at hand, and what they take in memory."""
+    def _spilled(self, keys: Iterable[Hashable], serials: Collection[int]) -> dict[Hashable, int]:
+        """Return the keys of spilled values that were not read yet, and their sizes in memory."""
         values = ((key, self._store.residency.values.get(key)) for key in keys)
         return {
             key: value.nbytes
             for key, value in values
-            if value and not value.is_home and value.serial not in lent
+            if value and not value.in_memory and value.serial not in serials
         }

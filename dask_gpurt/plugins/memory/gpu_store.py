@@ -1,9 +1,12 @@
-"""The GPU of a worker's store: whether there may be one, and what opens it.
+"""The GPU level of a worker's store: whether there is one, its opening, and the values it holds.
 
-A worker whose process can see a GPU, and has CuPy, gets a home for values there. It is opened when
-the first such value comes, and not before: by then the task that made it has imported the library
-and begun to use the GPU, so that a worker that never does pays for neither. What values of a GPU
-are is for Dask to say: those that it would send from one GPU to another as they are.
+A worker whose process sees a GPU and has CuPy gets a top level for GPU values. The level is opened
+when the first such value arrives. By then the task that made it has imported the library and uses
+the GPU, so a worker that never does pays for neither. GPU values are those that Dask would send
+directly from one GPU to another.
+
+`register_sizeof` tells Dask the size that a device value has on its device. Dask counts, places
+and steals tasks by these sizes. It concerns no types but ours, so there is no way to undo it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from dask.sizeof import sizeof
+
 from dask_gpurt.config import MemorySettings
+from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.cuda.driver import CupyDriver, Driver
 from dask_gpurt.devices.cuda.out_of_memory import CallWhenFull, cudf_spills
 from dask_gpurt.devices.host_memory.pool import Buffer
@@ -27,28 +33,28 @@ from dask_gpurt.plugins.patches import worker_memory
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: What NVIDIA's drivers put there: on a machine of its own, and in Windows' subsystem for Linux.
+#: Device files of NVIDIA's drivers: on Linux itself, and in Windows' subsystem for Linux.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 
-#: The one kind of value that Dask is not asked about: its way with CuPy's arrays needs Numba, which
-#: CuPy does not bring.
+#: The one type that is handled without Dask: its serialization of CuPy's arrays needs Numba, which
+#: CuPy does not install.
 _CUPY = "cupy.ndarray"
-#: The GPU that is used, as CUDA counts those that the process sees.
+#: Number of the GPU in use, among those that the process sees.
 _NUMBER = 0
-#: `CUDA_VISIBLE_DEVICES` of a process that is to see none.
+#: Values of `CUDA_VISIBLE_DEVICES` that hide all GPUs.
 _NO_GPU = ("", "-1", "nodevfiles", "none", "void")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What can be known of a GPU without using it.
+class GpuFacts:
+    """The facts about GPUs that a process can learn without using one.
 
     Attributes
     ----------
     has_cupy
         Whether CuPy is installed.
     has_driver
-        Whether a driver is there.
+        Whether there is an NVIDIA driver.
     visible
         `CUDA_VISIBLE_DEVICES`; None if it is not set.
     """
@@ -58,8 +64,8 @@ class Facts:
     visible: str | None
 
 
-def why_none(facts: Facts) -> str | None:
-    """Why no value of this process can be on a GPU; None if some may be."""
+def why_no_gpu(facts: GpuFacts) -> str | None:
+    """Return why no value of this process can be on a GPU; None if some may be."""
     if not facts.has_cupy:
         return "CuPy is not installed"
     if not facts.has_driver:
@@ -69,9 +75,9 @@ def why_none(facts: Facts) -> str | None:
     return None
 
 
-def local_facts() -> Facts:
-    """Those of this process. Imports nothing."""
-    return Facts(
+def local_facts() -> GpuFacts:
+    """Return the facts of this process. Imports nothing."""
+    return GpuFacts(
         has_cupy=find_spec("cupy") is not None,
         has_driver=any(map(os.path.exists, _DRIVERS)),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -79,17 +85,17 @@ def local_facts() -> Facts:
 
 
 class StoreDevice:
-    """The first GPU that this process sees, as a home of values.
+    """The first GPU that this process sees, as a top level of the store.
 
     Parameters
     ----------
     host
-        How values of the host are packed.
+        Packing of host values.
 
     Attributes
     ----------
     packing
-        For the store.
+        Packing of GPU values.
     """
 
     def __init__(self, settings: MemorySettings, host: Packing) -> None:
@@ -99,25 +105,25 @@ class StoreDevice:
         self._is_closed = False
         self._copies: LibraryCopies | None = None
         self._hooks: CallWhenFull | None = None
-        #: Why it could not be opened.
+        #: Why the GPU could not be opened.
         self.problem: str | None = None
-        #: Bytes that values may take; None until it is open.
+        #: Bytes that values may take; None until the GPU is open.
         self.room_nbytes: int | None = None
         self.packing = library_packing(self._opened, host, take_apart, put_together)
 
     def begin(self, submit: Callable[[], object]) -> None:
-        """A value of this device came: the first time, have somebody call `open`."""
+        """Note that a GPU value arrived. The first time, `submit` is called, to schedule `open`."""
         if not self._has_begun:
             self._has_begun = True
             submit()
 
     def open(self, make_room: Callable[[int], bool]) -> None:
-        """Begin to use it. May import what has to do with it: not on the event loop.
+        """Begin to use the GPU. This may import libraries: not on the event loop.
 
         Parameters
         ----------
         make_room
-            Whom to call when an allocation of any library finds no room, from then on: as
+            Called from then on when an allocation of any library finds no room, as
             `Device.on_full`.
         """
         with self._lock:
@@ -140,11 +146,11 @@ class StoreDevice:
         return self._copies
 
     def pin(self, nbytes: int) -> Buffer:
-        """Memory for the pinned tier."""
+        """Allocate memory for the pinned tier."""
         return self._opened().driver.pin(nbytes)
 
     def report(self) -> dict[str, Any]:
-        """For `status` and `doctor`."""
+        """Return the state of the GPU, for `status` and `doctor`."""
         driver = self._copies.driver if self._copies is not None else None
         return {
             "name": driver.name if driver is not None else None,
@@ -156,27 +162,27 @@ class StoreDevice:
         }
 
     def close(self) -> None:
-        """Nobody is called any more who finds no room."""
+        """Stop calling `make_room`."""
         with self._lock:
             self._is_closed = True
             hooks, self._hooks = self._hooks, None
         if hooks is not None:
-            hooks.remove()
+            hooks.uninstall()
 
 
 def open_driver() -> Driver:
-    """The GPU that values of this process are on.
+    """Return the driver of the GPU that values of this process are on.
 
     Raises
     ------
     RuntimeError
-        There is none.
+        There is no GPU.
     """
     return CupyDriver(_NUMBER)
 
 
 def is_on_device(value: Any) -> bool:
-    """Whether a value's home is the GPU."""
+    """Return whether a value's top level is the GPU."""
     return _name_of(value) == _CUPY or worker_memory.is_on_device(value)
 
 
@@ -185,30 +191,30 @@ def _name_of(value: Any) -> str:
 
 
 def take_apart(value: Any) -> tuple[Any, Sequence[Any]]:
-    """Header of a value of the GPU, and the pieces of memory it consists of.
+    """Split a GPU value into a header and its pieces of memory.
 
     Raises
     ------
     ValueRefusedError
-        Its library moves it by itself, or it is on another GPU.
+        The library spills the value itself, or the value is on another GPU.
     """
     if _name_of(value) == _CUPY:
         if value.device.id != _NUMBER:
-            # One with gaps would be copied from there first.
+            # A strided array would be copied on that GPU first.
             raise ValueRefusedError("it is on another GPU")
         from dask_gpurt.frames.device import cupy_
 
         header, memory = cupy_.take_apart(value)
         return (_CUPY, header), [memory]
     if type(value).__module__.partition(".")[0] == "cudf" and cudf_spills():
-        # Two who move the same columns would undo each other's work.
+        # Two spillers of the same columns would undo each other's work.
         raise ValueRefusedError("cuDF spills by itself")
     header, pieces = worker_memory.take_apart_on_device(value)
     return ("dask", header), pieces
 
 
 def put_together(header: Any, pieces: Sequence[Any]) -> Any:
-    """The inverse, over the memory given."""
+    """Restore a value over the given memory: the inverse of `take_apart`."""
     kind, inner = header
     if kind == _CUPY:
         from dask_gpurt.frames.device import cupy_
@@ -216,3 +222,8 @@ def put_together(header: Any, pieces: Sequence[Any]) -> Any:
         (memory,) = pieces
         return cupy_.put_together(inner, memory)
     return worker_memory.put_together_on_device(inner, pieces)
+
+
+def register_sizeof() -> None:
+    """Teach `dask.sizeof.sizeof` the sizes of device arrays."""
+    sizeof.register(DeviceArray, lambda array: array.nbytes)

@@ -1,10 +1,10 @@
-"""Gives a worker the store back that it had, with everything that ours has by then.
+"""Return of all values to the store that a worker had before, when the runtime is detached.
 
-What is not in memory goes from our files to Dask's beside the event loop, one value at a time,
-while tasks go on; each of our files goes before the next value is written, so no more than one of
-them is on disk twice. What is in memory is handed over by reference in the end, in one step of the
-event loop, so that the worker has the one store or the other. Which store a worker uses is
-changed in `plugins.patches.worker_memory`.
+First, spilled values move from our files to Dask's, one at a time, off the event loop and while
+tasks run. Each of our files is removed before the next value is written, so at most one value is
+on disk twice. Last, the values in memory are handed over by reference, in one step of the event
+loop. So at any time the worker has either the one store or the other.
+`plugins.patches.worker_memory` swaps the stores.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from dask_gpurt.plugins.patches import worker_memory
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: So often what left memory meanwhile is handed over beside the loop. It need not come to an end by
-#: itself: tasks that go on put other values out.
+#: Rounds off the event loop for values that were spilled meanwhile. Without a limit there might be
+#: no end: running tasks spill more values.
 _MAX_ROUNDS = 8
 
-#: Keys to the serial numbers of the values that were handed over under them.
-Given = dict[Hashable, int]
+#: Serial numbers of the values that were handed over, by key.
+Returned = dict[Hashable, int]
 
 
-async def return_cold(
+async def return_spilled(
     store: TieredStore,
     stock: MutableMapping[Any, Any],
     lane: Lane,
     inherited_level: int,
     is_over: Callable[[], bool] = lambda: False,
-) -> Given:
-    """Hand over what is not in memory, until next to all that is left is.
+) -> Returned:
+    """Hand over spilled values, until nearly all values that remain are in memory.
 
     Parameters
     ----------
     lane
-        What writes and drops values: whatever was begun before is done when this is.
+        The lane that writes and drops values. Its earlier work is complete when this returns.
     inherited_level
-        Where values lie as the worker's own store left them. It has those.
+        Level of the values that are still where the worker's own store left them.
     is_over
-        Whether nobody has a use for the rest, because the worker closes.
+        Returns whether the rest is useless, because the worker closes.
     """
-    given = store.left_at(inherited_level)
+    given = store.copies_at(inherited_level)
     for _ in range(_MAX_ROUNDS):
-        rest = {key: n for key, n in store.cold().items() if given.get(key) != n}
+        rest = {key: n for key, n in store.spilled().items() if given.get(key) != n}
         if not rest:
             break
         for key, serial in rest.items():
             if is_over():
                 return given
-            # One a job: what a job lets go of is dropped after it, and before the next.
+            # One value in each job: the copies that a job frees are dropped before the next job.
             job = lane.submit(_return, store, stock, key, serial, inherited_level)
             if await asyncio.wrap_future(job):
                 given[key] = serial
@@ -68,23 +68,23 @@ def _return(
     serial: int,
     inherited_level: int,
 ) -> bool:
-    """Hand over a value that is not in memory; False if that cannot be done now."""
+    """Hand over a spilled value; return False if that is not possible now."""
     try:
         worker_memory.put_on_disk(stock, key, store[key])
         if key in worker_memory.on_disk(stock):
-            store.leave_at(inherited_level, key, serial)
+            store.add_copy_at(inherited_level, key, serial)
     except Exception:
-        # Released meanwhile, or lost, of which the store tells by itself. Or memory or descriptors
-        # are short, and in the end there may be some.
+        # The value was released, or was lost, which the store reports. Or memory or descriptors are
+        # short: `return_in_memory` tries again.
         return False
     return True
 
 
-def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Given) -> None:
-    """Hand over what is in memory, and take back what was released meanwhile.
+def return_in_memory(store: TieredStore, stock: MutableMapping[Any, Any], given: Returned) -> None:
+    """Hand over the values in memory, and delete those that were released meanwhile.
 
-    What leaves memory while this goes on is handed over all the same. Moves no bytes of ours but
-    those of the few values that left it since `return_cold` looked last.
+    This includes values that are spilled while it runs. It reads only the few values that were
+    spilled since the last round of `return_spilled`.
     """
     held, serials = store.contents()
     for key in [key for key in stock if key not in serials]:
@@ -97,14 +97,14 @@ def return_rest(store: TieredStore, stock: MutableMapping[Any, Any], given: Give
         try:
             worker_memory.put_on_disk(stock, key, store[key])
         except KeyError:
-            pass  # released meanwhile, or lost
+            pass  # it was released or lost
         except Exception as error:
-            # As text: the error holds the value.
+            # Logged as text: the error holds the value.
             logger.error(
                 "%r cannot be handed over (%s); it is lost, or is computed again if a task made it",
                 key,
                 error,
             )
-            store.give_up(key)
-            if key in stock:  # a value before it
+            store.mark_lost(key)
+            if key in stock:  # an earlier value
                 del stock[key]

@@ -1,8 +1,8 @@
-"""Managed memory on one worker: the store in place of the worker's own, and what it listens to.
+"""Managed memory of one worker: installs our store in place of the worker's, and drives it.
 
-Makes the tiers that settings ask for, has tasks claim room before they run and values read off the
-event loop before they are sent, tells the store what the worker and the scheduler know of the
-future, and how much room is left by what it does not manage.
+This module creates the tiers that the settings ask for. It has tasks claim room before they run,
+and values read off the event loop before they are sent. It tells the store when the worker and the
+scheduler expect the next uses of values, and how much room unmanaged memory leaves.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from dask_gpurt.devices.host_memory import malloc
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import COMPUTE, Entry, Ledger
 from dask_gpurt.memory.decisions.admission import Claim
-from dask_gpurt.memory.decisions.backoff import Complaints
+from dask_gpurt.memory.decisions.backoff import LogThrottle
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
 from dask_gpurt.memory.decisions.foresight import reachable
-from dask_gpurt.memory.decisions.group_sizes import Sizes
+from dask_gpurt.memory.decisions.group_sizes import GroupSizes
 from dask_gpurt.memory.decisions.residency import Residency, Value
-from dask_gpurt.memory.store import HOME, TieredStore
+from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes
-from dask_gpurt.plugins.memory.get_data import Messages
+from dask_gpurt.plugins.memory.get_data import DataServer
 from dask_gpurt.plugins.memory.gpu_budget import shards_on_device_nbytes
 from dask_gpurt.plugins.memory.gpu_store import is_on_device
-from dask_gpurt.plugins.memory.handback import Given, return_cold, return_rest
+from dask_gpurt.plugins.memory.handback import Returned, return_in_memory, return_spilled
 from dask_gpurt.plugins.memory.store_levels import DEVICE, StoreLevels
 from dask_gpurt.plugins.patches import worker_memory
 from dask_gpurt.plugins.patches.p2p import context_meter, event_loop
-from dask_gpurt.plugins.patches.task_order import AtHand
+from dask_gpurt.plugins.patches.task_order import TaskOrder
 from dask_gpurt.plugins.shielding import in_a_thread
 from dask_gpurt.plugins.shuffle.fine_metrics import amount
 
@@ -47,35 +47,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: The store keeps at least this share of its room, however much memory it does not know of.
-LEAST_SHARE = 0.25
-#: Where values cannot be read for want of memory, it is said after so long.
+#: Least share of the store's room, however much unmanaged memory there is.
+MIN_SHARE = 0.25
+#: Wait after which a warning says that values cannot be read for lack of memory.
 WARN_S = 3.0
-#: Tasks ahead of the one that runs, for each thread, whose inputs may be read early.
+#: For each thread: tasks ahead of the running one whose inputs may be prefetched.
 TASKS_AHEAD = 8
-#: A worker under pressure asks the scheduler about this many values at a time.
-MAX_ASKED = 5_000
-#: Share of the loop's time in which it may find out which.
-ASKING_SHARE = 0.05
-#: Where Dask does not look at the process' memory, the store is looked after this often.
-LOOK_INTERVAL_S = 0.1
-#: Memory that is only kept warm is given back, and shards are spilled, this often at most.
-RELIEF_INTERVAL_S = 0.5
-#: Inputs that nobody else is known to want are not written for so long after their task: the
-#: scheduler's word that they can go is on its way.
-REST_S = 0.05
-#: What the process takes besides comes and goes with every task: the median of so many looks.
+#: Most values that a worker under pressure asks the scheduler about at a time.
+MAX_QUERIED = 5_000
+#: Share of the event loop's time that it may take to collect these values.
+QUERY_SHARE = 0.05
+#: Interval at which the store is polled if Dask does not monitor the process memory.
+POLL_INTERVAL_S = 0.1
+#: Least interval between attempts to trim memory pools and spill shards.
+RELEASE_INTERVAL_S = 0.5
+#: Delay before inputs without another known use may be written after their task: the scheduler's
+#: message that releases them is probably on its way.
+DEFER_S = 0.05
+#: Samples of unmanaged memory; their median counts, because each task changes it for a while.
 SAMPLES = 5
-#: With nothing moving or ending for so long, the next task begins although it does not fit: it
-#: may be what the running ones wait for.
+#: Wait without any move or ended task, after which the next task begins although it does not fit:
+#: the running ones may wait for it.
 PATIENCE_S = 10.0
 
 
 def obstacle(worker: Worker, settings: MemorySettings) -> str | None:
-    """Why this worker keeps the store it has; None if it gets ours."""
+    """Return why this worker keeps the store it has; None if it gets ours."""
     if not settings.enabled:
         return "gpurt.memory.enabled is false"
-    if worker_memory.spill_marks_nbytes(worker) is None:
+    if worker_memory.spill_limits_nbytes(worker) is None:
         return "the worker has no memory limit, or distributed.worker.memory.spill is off"
     kind = type(worker.data)
     if kind.__module__.startswith("dask_cuda") and not settings.replace_dask_cuda:
@@ -87,71 +87,85 @@ def obstacle(worker: Worker, settings: MemorySettings) -> str | None:
     return f"the worker has a store of its own kind ({kind.__module__}.{kind.__qualname__})"
 
 
-class Besides(Protocol):
-    """What else of ours is on a worker: shards and memory that is kept warm, and the ledger."""
+class MemoryOwners(Protocol):
+    """The other owners of memory on a worker (shards and idle pools), and the ledger."""
 
     ledger: Ledger
 
     def shards_nbytes(self) -> int:
-        """Bytes that shards of shuffles take now, those on their way out included."""
+        """Return the bytes that shards of shuffles take, outgoing messages included."""
 
     def relieve(self, over_nbytes: int) -> None:
-        """The process takes so much too much. In a thread."""
+        """Release `over_nbytes`: trim pools, then spill shards. Runs in a worker thread."""
 
     def ease(self) -> None:
-        """The process has memory again."""
+        """Relax the limit of shards by a step: the process has memory again."""
 
 
 class ManagedMemory:
-    """The store of one worker, from when the runtime is attached until it is detached.
+    """The managed store of one worker, from attaching the runtime until `close`.
 
     Parameters
     ----------
-    besides
-        The rest of what is ours on this worker, which can give memory back.
+    owners
+        The other owners of memory on this worker, which can release some.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        settings: MemorySettings,
-        besides: Besides,
-    ) -> None:
+    def __init__(self, worker: Worker, settings: MemorySettings, owners: MemoryOwners) -> None:
         self._worker = worker
-        self._besides = besides
+        self._owners = owners
         self._loop = event_loop(worker)
         self._stock: Any = worker.data
-        self._sizes = Sizes()
+        self._sizes = GroupSizes()
+        #: Next uses that the scheduler predicted, by key.
         self._hints: dict[Hashable, Any] = {}
-        self._asking: asyncio.Task[None] | None = None
-        self._ask_from_s = 0.0
+        self._query: asyncio.Task[None] | None = None
+        self._query_from_s = 0.0
         self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
-        self._relieved_at = self._moved_at = self._loop.time()
-        self._complaints = Complaints()
-        self._relief: Future[None] | None = None
-        #: Looks in a row at which the process took too much.
+        self._released_at = self._progress_at = self._loop.time()
+        self._log_throttle = LogThrottle()
+        self._release: Future[None] | None = None
+        #: Samples in a row at which the process was over its limit.
         self._n_over = 0
-        #: Tasks that were about to begin when the queue was looked at last.
+        #: Tasks at the head of the queue when it was last read.
         self._queued: list[Hashable] = []
-        self._started = 0
+        self._n_started = 0
         self._is_closed = False
         self._claims: dict[Hashable, Claim] = {}
-        #: What of the store's counts Dask's metrics have been told.
-        self._told_io: dict[tuple[str, str], float] = {}
-        marks = worker_memory.spill_marks_nbytes(worker)
-        assert marks is not None
-        self._target_nbytes, self._spill_nbytes = marks
-        self._writes = Lane("write", 1, besides.ledger)
-        self._reads = Lane("read", 2, besides.ledger)
-        self._levels = levels = StoreLevels(
+        #: I/O totals of the store that Dask's metrics already contain.
+        self._reported_io: dict[tuple[str, str], float] = {}
+        limits = worker_memory.spill_limits_nbytes(worker)
+        assert limits is not None
+        self._target_nbytes, self._spill_nbytes = limits
+        self._writes = Lane("write", 1, owners.ledger)
+        self._reads = Lane("read", 2, owners.ledger)
+        self._levels = StoreLevels(
             worker,
             settings,
             self._stock,
             self._target_nbytes,
             lambda *moved: self.store.on_io(*moved),
         )
-        self._device = levels.device
-        self.store = TieredStore(
+        self._device = self._levels.device
+        self.store = self._new_store(settings)
+        self._task_order = TaskOrder(worker, self._is_spilled)
+        self.store.adopt(*worker_memory.take_over(self._stock), level=self._levels.inherited_level)
+        self._data_server = DataServer(worker, self.store, self._reads, self._digest)
+        self._swap = worker_memory.StoreSwap(
+            worker,
+            self.store,
+            execute=self._execute,
+            get_data=self._data_server.get_data,
+            asks_for_client=lambda key: self._on_loop(partial(self._may_wait, key)),
+            monitor=self._monitor,
+        )
+        self._poller: asyncio.Task[None] | None = None
+        if not worker_memory.is_monitored(worker):
+            self._poller = asyncio.create_task(self._poll(), name="gpurt-memory-monitor")
+
+    def _new_store(self, settings: MemorySettings) -> TieredStore:
+        levels = self._levels
+        return TieredStore(
             Residency(levels.levels, levels.chains, POLICIES[settings.policy], self._next_use),
             levels.tiers,
             levels.packings,
@@ -161,29 +175,15 @@ class ManagedMemory:
                 self._on_loop,
                 self._later,
             ),
-            home_of=self._home_of,
-            upcoming=self._soon,
-            on_lost=partial(worker_memory.recompute, worker),
+            top_level_of=self._top_level_of,
+            upcoming=self._upcoming,
+            on_lost=partial(worker_memory.recompute, self._worker),
         )
-        self._at_hand = AtHand(worker, self._is_cold)
-        self.store.adopt(*worker_memory.take_over(self._stock), level=levels.inherited_level)
-        self._messages = Messages(worker, self.store, self._reads, self._tell)
-        self._swap = worker_memory.StoreSwap(
-            worker,
-            self.store,
-            execute=self._execute,
-            get_data=self._messages.get_data,
-            asks_for_client=lambda key: self._on_loop(partial(self._may_wait, key)),
-            monitor=self._monitor,
-        )
-        self._looking: asyncio.Task[None] | None = None
-        if not worker_memory.is_monitored(worker):
-            self._looking = asyncio.create_task(self._look(), name="gpurt-memory-monitor")
 
-    def _home_of(self, value: Any) -> int:
+    def _top_level_of(self, value: Any) -> int:
         device = self._device
         if device is None or device.problem or not is_on_device(value):
-            return HOME
+            return HOST
         device.begin(lambda: _submit(self._writes, self._open_device, "open"))
         return DEVICE
 
@@ -197,266 +197,276 @@ class ManagedMemory:
         self._loop.call_soon_threadsafe(call)
 
     def _later(self, call: Callable[[], None]) -> None:
-        self._loop.call_later(REST_S, call)
+        self._loop.call_later(DEFER_S, call)
 
     # ------------------------------------------------------------------ tasks and messages
 
     async def _execute(self, stock: Callable[..., Awaitable[Any]], key: Any, **kwargs: Any) -> Any:
-        self._at_hand.begins(key)
+        """Run a task once its inputs are in memory and its output has room."""
+        self._task_order.begins(key)
         task = self._worker.state.tasks.get(key)
-        # Dask may have called this before the runtime was taken off, and run it only since.
+        # Dask may have made this call before the runtime was detached, and run it only afterwards.
         if task is None or self._is_closed:
             return await stock(key, **kwargs)
         group = task.prefix
         begun: asyncio.Future[set[Hashable]] = self._loop.create_future()
-
-        def begin(lost: set[Hashable]) -> None:
-            if not begun.done():  # the wait may have been cancelled, as when a worker closes
-                begun.set_result(lost)
-
         claim, is_ready = self.store.claim(
             key,
             [dependency.key for dependency in task.dependencies],
             self._sizes.expected(group) or 0,
             task.priority or (),
-            begin,
-            self._sizes.home(group),
+            partial(_set_result, begun),
+            self._sizes.top_level(group),
         )
         self._claims[key] = claim
-        cold = [value for value in claim.values if not value.is_home]
-        _meter("memory-read", [value for value in claim.values if value.is_home])
+        spilled = [value for value in claim.values if not value.in_memory]
+        _meter("memory-read", [value for value in claim.values if value.in_memory])
         try:
-            if not is_ready:
-                # The seconds that a task waits are its own; those of the lanes are told apart.
-                with context_meter.meter("disk-read" if cold else "memory-room"):
-                    lost = await begun
-                if lost or worker_memory.is_cancelled(self._worker, key):
-                    return worker_memory.reschedule(key)
-                _meter("disk-read", cold)
-            # Patience is with what runs now: a worker that had nothing to do did not stand still.
-            self._moved_at = self._loop.time()
+            if not is_ready and not await self._can_begin(key, begun, spilled):
+                return worker_memory.reschedule(key)
+            # The patience is with running tasks: an idle worker did not stall.
+            self._progress_at = self._loop.time()
             event = await stock(key, **kwargs)
         finally:
             if self._claims.get(key) is claim:
                 del self._claims[key]
             self.store.end(claim)
-            self._moved_at = self._loop.time()
-        ran = worker_memory.ran(event)
-        if ran is not None:
-            value, nbytes, took_s = ran
-            self._sizes.learn(group, nbytes, self._home_of(value))
-            self._at_hand.learn(group, sum(one.nbytes for one in claim.values), nbytes)
-            # By Dask, in the task's thread. To do so again would hold up the loop.
-            self.store.measured[key] = nbytes
-            now_s = self._besides.ledger.clock()
-            self._besides.ledger.add(Entry(COMPUTE, group, nbytes, now_s - took_s, now_s))
+            self._progress_at = self._loop.time()
+        self._learn(group, key, claim, event)
         return event
 
+    async def _can_begin(
+        self, key: Any, begun: asyncio.Future[set[Hashable]], spilled: Collection[Value]
+    ) -> bool:
+        """Wait until a task is admitted; return False if it lost inputs or was cancelled."""
+        # The wait counts as time of the task; the lanes report their own seconds separately.
+        with context_meter.meter("disk-read" if spilled else "memory-room"):
+            lost = await begun
+        if lost or worker_memory.is_cancelled(self._worker, key):
+            return False
+        _meter("disk-read", spilled)
+        return True
+
+    def _learn(self, group: str, key: Any, claim: Claim, event: Any) -> None:
+        """Learn sizes from a finished task, and enter it into the ledger."""
+        result = worker_memory.result_of(event)
+        if result is None:
+            return
+        value, nbytes, took_s = result
+        self._sizes.learn(group, nbytes, self._top_level_of(value))
+        self._task_order.learn(group, sum(one.nbytes for one in claim.values), nbytes)
+        # Dask has measured the value in the task's thread; doing it again would block the loop.
+        self.store.measured[key] = nbytes
+        now_s = self._owners.ledger.clock()
+        self._owners.ledger.add(Entry(COMPUTE, group, nbytes, now_s - took_s, now_s))
+
     def _may_wait(self, key: Hashable) -> None:
-        """A task can hand in others and wait for them."""
+        """Note that a task has a client, and so may submit other tasks and wait for them."""
         if (claim := self._claims.get(key)) is not None:
             self.store.may_wait(claim)
 
     def seceded(self, key: Hashable) -> None:
-        """A task left its thread and may wait for others: it keeps no room."""
+        """Release the claim of a task that left its thread and may wait for others."""
         if (claim := self._claims.pop(key, None)) is not None:
             self.store.end(claim)
 
-    def left(self, key: Hashable) -> None:
-        """A task's result is in the store, or will not come."""
+    def task_done(self, key: Hashable) -> None:
+        """Note that a task's result is in the store, or will not arrive."""
         self.store.measured.pop(key, None)
 
-    # ------------------------------------------------------------------ what lies ahead
+    # ------------------------------------------------------------------ next uses
 
     def _next_use(self, key: Hashable) -> Any:
-        users = worker_memory.local_users(self._worker, key, self._at_hand.leaving)
-        first = self._at_hand.use(users, is_home=not self._is_cold(key))
+        users = worker_memory.local_users(self._worker, key, self._task_order.dequeued)
+        first = self._task_order.use(users, in_memory=not self._is_spilled(key))
         here = reachable(first) if first is not None else None
         hint = self._hints.get(key)
         if here is None or hint is None:
             return hint if here is None else here
         return min(here, hint)
 
-    def _is_cold(self, key: Hashable) -> bool:
+    def _is_spilled(self, key: Hashable) -> bool:
         value = self.store.residency.values.get(key)
-        return value is not None and not value.is_home
+        return value is not None and not value.in_memory
 
-    def _soon(self) -> Iterable[Hashable]:
-        # Looking into the queue costs a pass over it, so what was seen serves for some tasks.
-        started = self._worker.state.executed_count
+    def _upcoming(self) -> Iterable[Hashable]:
+        # Reading the queue takes a pass over it, so the result is reused for some tasks.
+        n_started = self._worker.state.executed_count
         ahead = TASKS_AHEAD * self._worker.state.nthreads
-        if not self._queued or started - self._started >= ahead // 2:
-            self._started = started
+        if not self._queued or n_started - self._n_started >= ahead // 2:
+            self._n_started = n_started
             self._queued = worker_memory.queued(self._worker, ahead)
-        # Inputs of those that ended since would be read for nothing.
+        # This skips tasks that have begun since.
         return worker_memory.inputs(self._worker, self._queued)
 
-    async def _ask_ahead(self) -> None:
-        """Ask the scheduler when values are needed that nothing here waits for."""
+    async def _query_next_uses(self) -> None:
+        """Ask the scheduler about the next uses of values that no task here waits for."""
         began = self._loop.time()
         unknown = (key for key in self.store if not worker_memory.local_users(self._worker, key))
-        keys = list(islice(unknown, MAX_ASKED))
-        rest_s = (self._loop.time() - began) / ASKING_SHARE
+        keys = list(islice(unknown, MAX_QUERIED))
+        pause_s = (self._loop.time() - began) / QUERY_SHARE
         try:
-            uses, schedulers_rest_s = await self._worker.scheduler.gpurt_next_uses(
+            uses, schedulers_pause_s = await self._worker.scheduler.gpurt_next_uses(
                 keys=keys, worker=self._worker.address
             )
         except OSError:
-            return  # the scheduler is gone or busy; there is a next time
-        self._ask_from_s = self._loop.time() + max(rest_s, schedulers_rest_s)
+            return  # the scheduler is gone or busy; the next query may succeed
+        self._query_from_s = self._loop.time() + max(pause_s, schedulers_pause_s)
         self._hints = {
             key: tuple(use) for key, use in zip(keys, uses, strict=True) if use is not None
         }
 
     # ------------------------------------------------------------------ room
 
-    async def _look(self) -> None:
-        """Where no limit is on the process, disks still come back, and tasks still get stuck."""
+    async def _poll(self) -> None:
+        """Call `_monitor` regularly where Dask does not.
+
+        Without a limit on the process, too, disks recover and tasks stall.
+        """
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             await self._monitor(0)
 
-    def _tell(self, where: str, label: tuple[str, str], value: float) -> None:
-        """One of Dask's fine metrics."""
+    def _digest(self, where: str, label: tuple[str, str], value: float) -> None:
+        """Record one of Dask's fine metrics."""
         self._worker.digest_metric((where, *label), value)
 
-    def _tell_io(self) -> None:
-        """What the lanes wrote and read; as stock has what it spills."""
+    def _digest_io(self) -> None:
+        """Record what the lanes wrote and read, under the names of stock's spilling."""
         for label, so_far in self.store.io().items():
-            if new := so_far - self._told_io.get(label, 0):
-                self._told_io[label] = so_far
-                self._tell("memory-monitor", label, new)
+            if new := so_far - self._reported_io.get(label, 0):
+                self._reported_io[label] = so_far
+                self._digest("memory-monitor", label, new)
 
     async def _monitor(self, process_nbytes: int) -> None:
-        """Fit the store's room to what the process takes besides."""
+        """Fit the store's room to the process memory, and resolve stalls."""
         if self._is_closed:
             return
-        self._tell_io()
+        self._digest_io()
         now = self._loop.time()
         room = self._target_nbytes
-        shards_nbytes = self._besides.shards_nbytes()
+        shards_nbytes = self._owners.shards_nbytes()
         pinned_nbytes = self._levels.pinned_nbytes
         if self._spill_nbytes is not None:
             over_nbytes = process_nbytes - self._spill_nbytes
-            if over_nbytes > 0 and self._may_relieve(now):
-                # Not awaited: it may come after a large write, and Dask asks whether to pause only
-                # once this look is over. What it leaves is for the next one to see.
-                self._relieved_at = now
-                relieve = partial(self._relieve, over_nbytes)
-                self._relief = self._writes.submit(
-                    _logged, relieve, priority=Priority.HIGH, path="relieve"
+            if over_nbytes > 0 and self._may_release(now):
+                # Not awaited: it may queue behind a large write, and Dask decides whether to pause
+                # only after this call. The next call sees the effect.
+                self._released_at = now
+                release = partial(self._release_memory, over_nbytes)
+                self._release = self._writes.submit(
+                    _logged, release, priority=Priority.HIGH, path="relieve"
                 )
             else:
                 managed_nbytes = self.store.managed_nbytes + shards_nbytes + pinned_nbytes
                 self._unmanaged.append(process_nbytes - managed_nbytes)
                 self._n_over = self._n_over + 1 if over_nbytes > 0 else 0
             if process_nbytes < self._target_nbytes:
-                self._besides.ease()
+                self._owners.ease()
             if self._unmanaged:
                 unmanaged_nbytes = max(0, int(median(self._unmanaged)))
                 room = min(room, self._spill_nbytes - unmanaged_nbytes)
         room -= shards_nbytes + pinned_nbytes
-        self.store.fit(max(room, int(LEAST_SHARE * self._target_nbytes)))
+        self.store.set_capacity(max(room, int(MIN_SHARE * self._target_nbytes)))
         self._fit_device()
         self.store.retry(now)
-        self._look_at_reads(now)
-        if now - self._moved_at > PATIENCE_S and self.store.hurry():
-            self._moved_at = now
+        self._check_failed_reads(now)
+        if now - self._progress_at > PATIENCE_S and self.store.force_progress():
+            self._progress_at = now
         self.store.decide()
         if self._n_over >= SAMPLES:
-            self._let_go(process_nbytes)
-        is_asking = self._asking is not None and not self._asking.done()
-        if self.store.has_cold and not is_asking and now >= self._ask_from_s:
-            self._asking = asyncio.create_task(self._ask_ahead(), name="gpurt-next-uses")
+            self._evict_over_limit(process_nbytes)
+        is_querying = self._query is not None and not self._query.done()
+        if self.store.has_spilled and not is_querying and now >= self._query_from_s:
+            self._query = asyncio.create_task(self._query_next_uses(), name="gpurt-next-uses")
 
-    def _look_at_reads(self, now: float) -> None:
-        """Nobody waits without a word, or for ever, for what there is no memory to read."""
-        put_off = self.store.put_off(now)
-        if not put_off:
+    def _check_failed_reads(self, now: float) -> None:
+        """Warn of reads that fail for lack of memory, and abandon them if nothing moves."""
+        failed = self.store.failed_reads(now)
+        if not failed:
             return
-        longest = put_off[0]
-        if longest.waited_s(now) > WARN_S and self._complaints.is_due("no memory to read", now):
+        longest = failed[0]
+        if longest.waited_s(now) > WARN_S and self._log_throttle.is_due("no memory to read", now):
             logger.warning(
-                "no memory to read %d values, such as %r; what needs them waits: %s",
-                len(put_off),
+                "no memory to read %d values, such as %r; tasks that need them wait: %s",
+                len(failed),
                 longest.value.key,
                 longest.reason,
             )
-        if now - self._moved_at > PATIENCE_S:
-            self.store.give_in([one for one in put_off if one.waited_s(now) > PATIENCE_S])
+        if now - self._progress_at > PATIENCE_S:
+            self.store.abandon_reads([one for one in failed if one.waited_s(now) > PATIENCE_S])
 
     def _fit_device(self) -> None:
-        """Shards of shuffles take from the room of values on a device too."""
+        """Fit the room of device values: shards of shuffles take device memory too."""
         if self._device is not None and (room := self._device.room_nbytes) is not None:
-            left = max(room - shards_on_device_nbytes(), int(LEAST_SHARE * room))
-            self.store.fit(left, DEVICE)
+            left = max(room - shards_on_device_nbytes(), int(MIN_SHARE * room))
+            self.store.set_capacity(left, DEVICE)
 
-    def _let_go(self, process_nbytes: int) -> None:
-        """The process has taken too much for a while, whatever values say of their sizes.
+    def _evict_over_limit(self, process_nbytes: int) -> None:
+        """Evict one value, because the process has been over its limit for several samples.
 
-        Values may be larger than they say, so they go one by one until it is enough.
+        Values may be larger than their reported sizes, so they are evicted one by one.
         """
-        if self.store.residency.levels[HOME].members:
+        if self.store.residency.levels[HOST].members:
             self.store.evict()
         elif self._n_over == SAMPLES:
             worker_memory.warn_of_unmanaged(process_nbytes)
 
-    def _may_relieve(self, now: float) -> bool:
-        is_under_way = self._relief is not None and not self._relief.done()
-        return not is_under_way and now - self._relieved_at > RELIEF_INTERVAL_S
+    def _may_release(self, now: float) -> bool:
+        is_in_flight = self._release is not None and not self._release.done()
+        return not is_in_flight and now - self._released_at > RELEASE_INTERVAL_S
 
-    def _relieve(self, over_nbytes: int) -> None:
-        self._besides.relieve(over_nbytes)
+    def _release_memory(self, over_nbytes: int) -> None:
+        self._owners.relieve(over_nbytes)
         malloc.trim()
 
     async def report(self) -> dict[str, Any]:
-        """For `status` and `doctor`."""
-        disk = await asyncio.to_thread(self._levels.disk.look)
+        """Return the state of the store, for `status` and `doctor`."""
+        disk = await asyncio.to_thread(self._levels.disk.probe)
         device = self._device.report() if self._device is not None else None
         return {**self.store.report(), "disk": disk, "device": device}
 
     def explain(self, key: Hashable) -> dict[str, Any] | None:
-        """Where a value is and why; None if it is not here."""
+        """Return where a value is and why; None if it is not here."""
         with contextlib.suppress(KeyError):
             return self.store.explain(key)
         return None
 
     async def close(self) -> None:
-        """Leave the worker with the store it had, and with everything in that.
+        """Give the worker back the store it had, with all its values.
 
-        A worker that closes has no use for values, but still lists them in its last moments, and
-        sends them to whoever asks; so it keeps the store and what is in memory. What is being
-        written is waited for, so that nobody writes any more when Dask removes the worker's
-        directory.
+        A closing worker needs no values, but still lists them and sends them to peers that ask. So
+        it keeps our store and the values in memory. This method waits for writes in flight: none
+        may run when Dask removes the worker's directory.
         """
-        given: Given = {}
+        given: Returned = {}
         if not self._is_closed and not worker_memory.is_closing(self._worker):
             level = self._levels.inherited_level
-            given = await return_cold(
+            given = await return_spilled(
                 self.store,
                 self._stock,
                 self._writes,
                 level,
                 partial(worker_memory.is_closing, self._worker),
             )
-        # From here on nothing waits until the worker has one store or the other.
+        # No `await` from here until the worker has either the one store or the other.
         was_closed, self._is_closed = self._is_closed, True
-        self._messages.close()
-        for task in (self._asking, self._looking):
+        self._data_server.close()
+        for task in (self._query, self._poller):
             if task is not None:
                 task.cancel()
-        self._tell_io()
+        self._digest_io()
         if not was_closed and not worker_memory.is_closing(self._worker):
             self._levels.inherited.close()
-            return_rest(self.store, self._stock, given)
-            self._swap.remove(self._stock)
-            self._at_hand.remove()
-            self.store.forget()
+            return_in_memory(self.store, self._stock, given)
+            self._swap.uninstall(self._stock)
+            self._task_order.uninstall()
+            self.store.release_objects()
         if self._device is not None:
             self._device.close()
         self.store.close()
         if not await in_a_thread(self._clear):
-            logger.warning("a disk does not answer; files of values may stay on it")
+            logger.warning("a disk does not respond; files of values may remain on it")
 
     def _clear(self) -> None:
         # Removing gigabytes of files takes a second.
@@ -466,9 +476,14 @@ class ManagedMemory:
 
 
 def _meter(label: str, values: Collection[Value]) -> None:
-    """Tell the metrics of the task at hand what it takes."""
+    """Record in the current task's metrics which inputs it reads."""
     if values:
         amount(label, sum(value.nbytes for value in values), len(values))
+
+
+def _set_result(begun: asyncio.Future[set[Hashable]], lost: set[Hashable]) -> None:
+    if not begun.done():  # the wait may have been cancelled, as when a worker closes
+        begun.set_result(lost)
 
 
 def _submit(lane: Lane, call: Callable[[], None], path: str = "", nbytes: int = 0) -> None:
@@ -479,5 +494,5 @@ def _logged(call: Callable[[], None]) -> None:
     try:
         call()
     except Exception:
-        # Nobody asks for the result: an error of ours would pass without a word.
-        logger.exception("moving a value or giving memory back failed")
+        # Nothing reads the result of a lane, so an error would go unnoticed.
+        logger.exception("moving a value or releasing memory failed")

@@ -1,14 +1,17 @@
-"""What a worker's store consists of: levels, tiers and packings, as settings and the machine say.
+"""Levels, tiers and packings of a worker's store, chosen by the settings and the machine.
 
-Homes first, of which a worker without a GPU has one; then tiers, fastest first. Only values of a
-GPU go to pinned memory: for others it would be a copy for nothing. What moves between levels, and
-when, is not decided here (`memory.decisions.residency`), nor who listens to what
-(`plugins.memory.manager`).
+Top levels come first: host memory, and a GPU if there is one. Tiers follow, fastest first. Only GPU
+values go to pinned memory: for host values, that would be a useless copy. This module does not
+decide what moves between levels (`memory.decisions.residency`), and does not connect the store to
+the worker (`plugins.memory.manager`).
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,7 @@ from dask_gpurt.memory.files.directory import sweep
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.files.inherited import InheritedTier
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
-from dask_gpurt.memory.store import HOME
+from dask_gpurt.memory.store import HOST
 from dask_gpurt.memory.tiers import Packing, Tier
 from dask_gpurt.plugins.memory import gpu_store
 from dask_gpurt.plugins.memory.gpu_store import StoreDevice
@@ -32,34 +35,69 @@ from dask_gpurt.plugins.patches import worker_memory
 if TYPE_CHECKING:
     from distributed import Worker
 
-#: The home of values of a GPU, where there is one.
+logger = logging.getLogger("dask_gpurt.memory")
+
+#: Number of the top level on a GPU, if there is one.
 DEVICE = 1
-#: Of a tier in the host's memory, this share is used before some values go on to disk. The rest is
-#: for what comes while others leave: a tier that is full is passed by.
+#: Share of a host tier that is used before values move on to disk. The rest takes new values while
+#: others are written: a full tier is skipped.
 USUAL_SHARE = 0.8
-#: Of a worker's memory limit, what may be pinned. It is taken from the room of other values as it
-#: grows, and not given back: to pin memory costs more than to copy it.
+#: Share of a worker's memory limit that may be pinned. Pinned memory reduces the room of other
+#: values as it grows. It is never freed: pinning memory costs more than copying it.
 PINNED_SHARE = 0.2
 
 
+def parent_directory(wanted: str | None, local_directory: str) -> str:
+    """Return the absolute path of the directory under which a worker spills values.
+
+    Parameters
+    ----------
+    wanted
+        The setting `gpurt.memory.directory`. Where nothing can be written there, the worker spills
+        under its local directory and logs why: without any disk it would pause for good.
+    local_directory
+        The worker's own directory, which Dask has made.
+    """
+    # Absolute, as Dask's own is: a task may change the working directory.
+    default = os.path.abspath(local_directory)
+    if wanted is None:
+        return default
+    parent = os.path.abspath(os.path.expanduser(wanted))
+    try:
+        os.makedirs(parent, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
+            return parent
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return parent  # the disk tier tries again later
+        logger.warning(
+            "gpurt.memory.directory is %s, where nothing can be written (%s); "
+            "values are spilled under %s instead",
+            parent,
+            error.strerror,
+            default,
+        )
+        return default
+
+
 class StoreLevels:
-    """Levels of one worker's store.
+    """The levels of one worker's store.
 
     Parameters
     ----------
     stock
         The store that the worker has.
     room_nbytes
-        Most that values may take in memory.
+        Most bytes that values may take in memory.
     on_io
-        Told what a disk moved: `TieredStore.on_io`.
+        Called with what a disk moved: `TieredStore.on_io`.
 
     Attributes
     ----------
     device
-        None if no value of this process can be on one.
+        None if no value of this process can be on a GPU.
     inherited_level
-        Number of the level that is what `stock` has on disk.
+        Number of the level for the values that `stock` has on disk.
     """
 
     def __init__(
@@ -80,19 +118,18 @@ class StoreLevels:
         self.tiers: list[Tier] = []
         self.device: StoreDevice | None = None
         self.pinned: PinnedPool | None = None
-        if gpu_store.why_none(gpu_store.local_facts()) is None:
+        if gpu_store.why_no_gpu(gpu_store.local_facts()) is None:
             self.device = StoreDevice(settings, packing)
             self.packings.append(self.device.packing)
-            # How much it may hold is known once it is open.
+            # Its capacity is known once the GPU is open.
             self.levels.append(Level("device"))
             limit_nbytes = int(worker.memory_manager.memory_limit or 0)
             self.pinned = PinnedPool(int(PINNED_SHARE * limit_nbytes), pin=self.device.pin)
             self._add(PinnedTier(self.pinned), USUAL_SHARE)
         if settings.compressed_nbytes:
             self._add(CompressedTier(settings.compressed_nbytes), USUAL_SHARE)
-        # Whole, as Dask's own is: a task may change the working directory.
-        parent = os.path.abspath(os.path.expanduser(settings.directory or worker.local_directory))
-        # Users switch Dask's locks off where a file system's do not work.
+        parent = parent_directory(settings.directory, worker.local_directory)
+        # Users switch Dask's locks off if those of a file system do not work.
         locks = bool(dask.config.get("distributed.worker.use-file-locking", True))
         sweep(parent, locks)
         self.disk = DiskTier(
@@ -115,13 +152,13 @@ class StoreLevels:
 
     @property
     def chains(self) -> dict[int, tuple[int, ...]]:
-        """Home to the tiers below it."""
+        """The tiers below each top level."""
         below = tuple(range(len(self.packings), len(self.levels)))
         if self.device is None:
-            return {HOME: below}
-        return {HOME: below[1:], DEVICE: below}
+            return {HOST: below}
+        return {HOST: below[1:], DEVICE: below}
 
     @property
     def pinned_nbytes(self) -> int:
-        """Memory of the host that was pinned so far."""
+        """Host memory that is pinned."""
         return self.pinned.used_nbytes + self.pinned.idle_nbytes if self.pinned else 0

@@ -1,19 +1,21 @@
-"""Values that a peer sent and that there was no memory for when they were put together.
+"""Retries of transfers that failed because a worker had no memory to deserialize their values.
 
-Stock takes that for an error of the values and keeps it to itself: whoever waits for what needs
-them waits for ever (dask/distributed#6705). So does the peer, for word that they arrived, on a
-connection that is given to the next message. Memory comes and goes with tasks, most of all that of
-a GPU; so here the values are asked for again when a task has ended. Where none will, the tasks that
-need them fail, and say why.
+Stock Dask treats this as an error of the values and keeps it to itself: tasks that need them wait
+for ever (dask/distributed#6705). The peer waits for ever too: for an acknowledgement, on a
+connection that is reused for the next message.
+
+Memory comes and goes with tasks, most of all GPU memory. So the worker requests the values again
+when a task has ended. If no running task could free memory, the tasks that need the values fail
+with an explanation.
 
 | what | why | taken back by |
 |---|---|---|
-| `Worker.gather_dep` | no memory for a message is the same as a busy peer: ask again | `remove` |
-| `Worker.rpc.reuse` | the peer still waits on a connection whose message was not taken; it is to
-hear so | `remove` |
+| `Worker.gather_dep` | treats a lack of memory like a busy peer: asks again |
+`GatherRetry.uninstall` |
+| `Worker.rpc.reuse` | closes a connection whose peer still waits for an acknowledgement |
+`GatherRetry.uninstall` |
 | `GatherDepFailureEvent`, `GatherDepBusyEvent`, `FreeKeysEvent`, `WorkerState.executing`,
-`TaskState.run_id` | what became of a message, whether anything may end, and whose error it is in
-the end | |
+`TaskState.run_id` | the outcome of a transfer, whether a task may end, and the tasks that fail | |
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: With no task running or ending for so long, nobody will make room any more.
+#: If no task ends for so long and none runs, nothing will free memory.
 PATIENCE_S = 10.0
 
 
-class Gathering:
-    """Has one worker ask again for what it had no memory for, until `remove`."""
+class GatherRetry:
+    """The patch that makes one worker retry transfers it had no memory for, until `uninstall`."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -73,7 +75,7 @@ class Gathering:
             )
 
         def reuse(addr: str, comm: Any) -> None:
-            # Called while an error is on its way up, which says nothing about the connection.
+            # Stock calls this while an error propagates. The peer still waits, so reuse is wrong.
             if isinstance(sys.exception(), MemoryError):
                 comm.abort()
             stock_reuse(addr, comm)
@@ -82,12 +84,12 @@ class Gathering:
         worker.rpc.reuse = reuse  # type: ignore[method-assign]
 
     def task_ended(self) -> None:
-        """A task of this worker ended, or a value left it: there may be room now."""
+        """Note that a task of this worker ended, or a value left it: there may be memory now."""
         self._n_ended += 1
         self._ended.set()
 
-    def remove(self) -> None:
-        """Give the stock methods back. Whoever waits goes on."""
+    def uninstall(self) -> None:
+        """Restore the stock methods, and let waiting transfers proceed."""
         vars(self._worker).pop("gather_dep", None)
         vars(self._worker.rpc).pop("reuse", None)
         self.task_ended()
@@ -96,7 +98,7 @@ class Gathering:
         if not self._is_short:
             self._is_short = True
             logger.warning(
-                "no memory for %d values of %s from %s; they are asked for again: %s",
+                "no memory for %d values of %s from %s; they are requested again: %s",
                 len(keys),
                 format_bytes(nbytes),
                 peer,
@@ -110,7 +112,7 @@ class Gathering:
                 async with asyncio.timeout(PATIENCE_S):
                     await self._ended.wait()
                     return
-            # What has left its thread may be waiting for these very values.
+            # Tasks that seceded do not count: they may wait for these very values.
             if not self._worker.state.executing:
                 return self._fail_users(keys, nbytes, error)
 
@@ -126,8 +128,8 @@ class Gathering:
         try:
             raise MemoryError(
                 f"worker {self._worker.address} has no memory for {len(keys)} inputs of "
-                f"{format_bytes(nbytes)}, with no task running that could leave it some. Smaller "
-                "partitions, fewer threads or fewer workers to a device need less at a time"
+                f"{format_bytes(nbytes)}, and no running task that could free some. Use smaller "
+                "partitions, fewer threads, or fewer workers to a device"
             ) from error
         except MemoryError as explained:
             told = error_message(explained)
@@ -144,13 +146,13 @@ class Gathering:
                     "stimulus_id": stimulus_id,
                 }
             )
-        # The scheduler takes it that a task that failed here is done with here.
+        # The scheduler assumes that a failed task is no longer on this worker.
         failed = [user.key for user in users]
         self._worker.handle_stimulus(FreeKeysEvent(keys=failed, stimulus_id=stimulus_id))
 
 
 def _memory_error(event: Any) -> MemoryError | None:
-    """What a message failed with, if that is a want of memory."""
+    """Return the error of a failed transfer if it is a lack of memory, else None."""
     if not isinstance(event, GatherDepFailureEvent):
         return None
     error = loads(event.exception.data)

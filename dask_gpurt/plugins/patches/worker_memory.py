@@ -1,34 +1,34 @@
-"""Private names of distributed that managed memory touches; the rest is in `plugins.patches.p2p`.
-
-Contract tests in `tests/plugins/patches/test_worker_memory.py` fail when distributed moves any of
-it.
+"""Patches and private names of distributed that managed memory uses on a worker.
 
 | what | why | taken back by |
 |---|---|---|
-| `Worker.memory_manager.data`, `Worker.state.data` | our store is the one that the worker and its
-state machine use | `StoreSwap.remove` |
-| `SpillBuffer.n`, `._slow_uncached.max_weight`, `._slow_uncached.d.directory` | a store that the
-user made with settings of their own stays | |
-| `SpillBuffer.fast`, `.slow`, `._slow_uncached` | what a worker has when the runtime comes is taken
-over where it is, and what is on disk when it goes is written there | |
-| `Worker.execute` | a task begins once its inputs are at home and its output has room, and not by
-reading from disk on the event loop | `StoreSwap.remove` |
-| handler `get_data` | values that are sent are read off the event loop | `StoreSwap.remove` |
-| `Worker.transfer_outgoing_count`, `.transfer_outgoing_count_limit` | nothing is read for a message
+| `Worker.memory_manager.data`, `Worker.state.data` | the worker and its state machine use our
+store | `StoreSwap.uninstall` |
+| `SpillBuffer.n`, `._slow_uncached.max_weight`, `._slow_uncached.d.directory` | tell Dask's own
+store from one that a user made with other settings, which is kept | |
+| `SpillBuffer.fast`, `.slow`, `._slow_uncached` | the values that a worker has at the start are
+taken over in place; spilled values are written back there at the end | |
+| `Worker.execute` | begins a task once its inputs are in memory and its output has room, instead
+of reading from disk on the event loop | `StoreSwap.uninstall` |
+| handler `get_data` | reads values for a peer off the event loop | `StoreSwap.uninstall` |
+| `Worker.transfer_outgoing_count`, `.transfer_outgoing_count_limit` | avoid a read for a message
 that stock then answers with `busy` | |
-| `Worker._get_client`, `distributed.worker.thread_state` | a task that has a client may wait for
-others, which must not wait for it | `StoreSwap.remove` |
-| `WorkerMemoryManager._maybe_spill` | memory that the store does not know of shrinks its room;
-stock would write on the event loop | `StoreSwap.remove` |
-| `Worker.periodic_callbacks["memory_monitor"]` | whether that is called at all | |
+| `Worker._get_client`, `distributed.worker.thread_state` | a task with a client may wait for other
+tasks, which must not wait for it | `StoreSwap.uninstall` |
+| `WorkerMemoryManager._maybe_spill` | shrinks the store's room by memory outside of the store;
+stock would write on the event loop | `StoreSwap.uninstall` |
+| `Worker.periodic_callbacks["memory_monitor"]` | whether `_maybe_spill` is called at all | |
 | `WorkerState.tasks`, `.ready`, `TaskState.dependents` | which value is needed next | |
-| `distributed.protocol.cuda` | which values are on a GPU, and what memory they consist of: what
-libraries register there to be sent from one GPU to another | |
-| `distributed.protocol.serialize` | values whose type has a serializer that was registered with
-Dask are taken apart by that, as they are where stock spills them | |
+| `distributed.protocol.cuda` | which values are on a GPU, and the memory they consist of: GPU
+libraries register there how to send values from one GPU to another | |
+| `distributed.protocol.serialize` | a type's own serializer, registered with Dask, flattens its
+values, as when stock spills them | |
 | `FreeKeysEvent`, `ReleaseWorkerDataMsg` | a value that cannot be read back is computed again | |
 | `TaskState.waiters`, `.waiting_on`, `.priority`, `.state`, `.processing_on` and
 `WorkerState.processing` of the scheduler | the next use of a value that no task here waits for | |
+
+Contract tests in `tests/plugins/patches/test_worker_memory.py` fail when distributed changes any of
+these names.
 """
 
 from __future__ import annotations
@@ -94,46 +94,46 @@ __all__ = [
     "put_on_disk",
     "put_together_on_device",
     "queued",
-    "ran",
+    "result_of",
     "rebuild",
     "recompute",
     "reschedule",
     "safe_sizeof",
-    "sends_no_more",
-    "spill_marks_nbytes",
+    "would_answer_busy",
+    "spill_limits_nbytes",
     "take_apart",
     "take_apart_on_device",
     "take_over",
     "warn_of_unmanaged",
 ]
 
-#: States of a task on a worker that will still take its inputs.
+#: States of a task on a worker that will still use its inputs.
 _WILL_USE = frozenset({"waiting", "ready", "constrained"})
 
-#: Tasks in workers' queues that are put in order for one question: 8 ms on the scheduler's event
-#: loop. Workers beyond are taken to be at the beginning of theirs.
+#: Most queued tasks that are sorted for one query: 8 ms on the scheduler's event loop. Further
+#: workers count as being at the beginning of their queues.
 _MAX_QUEUED = 10_000
 
 Execute = Callable[..., Awaitable[Any]]
 
 
 class StoreSwap:
-    """Puts a store in place of the one that a worker has.
+    """The patch that replaces the store of a worker, until `uninstall`.
 
     Parameters
     ----------
     worker
         A live worker.
     store
-        Takes over; what the worker has already must be in it.
+        The new store. It must already have the worker's values.
     execute
-        Called in place of `Worker.execute`, with that as its first argument.
+        Called in place of `Worker.execute`, with the stock method as its first argument.
     get_data
-        Called in place of the handler, with that as its first argument.
+        Called in place of the handler, with the stock handler as its first argument.
     asks_for_client
-        Called in the thread of a task that gets itself a client, with its key.
+        Called with a task's key, in the task's thread, when the task gets a client.
     monitor
-        Awaited with the process' memory in bytes, every
+        Awaited with the process memory in bytes, every
         `distributed.worker.memory.monitor-interval`.
     """
 
@@ -166,7 +166,7 @@ class StoreSwap:
         async def maybe_spill(worker: Worker, memory: int) -> None:
             await monitor(memory)
 
-        # Dask looks at the names of a handler's parameters.
+        # Dask inspects the names of a handler's parameters.
         gpurt_get_data.__signature__ = inspect.signature(stock_get_data)  # type: ignore[attr-defined]
         self._put(store)
         worker.execute = gpurt_execute  # type: ignore[method-assign]
@@ -179,8 +179,8 @@ class StoreSwap:
         self._worker.memory_manager.data = store
         self._worker.state.data = store
 
-    def remove(self, stock: MutableMapping[Any, Any]) -> None:
-        """Give the stock methods back, and the worker a store that has what ours had."""
+    def uninstall(self, stock: MutableMapping[Any, Any]) -> None:
+        """Restore the stock methods, and give the worker a store that has our store's values."""
         self._put(stock)
         for name in ("execute", "get_data", "_get_client"):
             vars(self._worker).pop(name, None)
@@ -189,9 +189,9 @@ class StoreSwap:
 
 
 def is_made_by_dask(worker: Worker) -> bool:
-    """Whether Dask made the store of a worker by its configuration; `data=` may have made another.
+    """Return whether Dask made a worker's store from its configuration, not from `data=`.
 
-    A buffer of the user has a folder, a target or a limit that the configuration does not ask for.
+    A user's buffer has another folder, target or limit than the configuration.
     """
     stock: Any = worker.data
     manager = worker.memory_manager
@@ -207,48 +207,49 @@ def is_made_by_dask(worker: Worker) -> bool:
 
 
 def take_over(stock: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
-    """What a store has: objects, which are taken out of it, and bytes of those on disk.
+    """Return the objects of a store, and the sizes of its values on disk, by key.
 
-    Only of Dask's own store is it known what is on disk; everything of another is read.
+    The objects are removed from the store. Only of Dask's own store is it known which values are
+    on disk; all values of another store are read.
     """
     if isinstance(stock, SpillBuffer):
         objects = dict(stock.fast)
         weights = stock._slow_uncached.weight_by_key
-        cold = {key: weight.memory for key, weight in weights.items()}
+        spilled = {key: weight.memory for key, weight in weights.items()}
     else:
-        objects, cold = dict(stock), {}
+        objects, spilled = dict(stock), {}
     for key in objects:
         del stock[key]
-    return objects, cold
+    return objects, spilled
 
 
 def on_disk(stock: Any) -> Any:
-    """The part of a store that `take_over` left in it."""
+    """Return the part of a store that `take_over` left in it."""
     return stock.slow if isinstance(stock, SpillBuffer) else {}
 
 
 def put_on_disk(stock: Any, key: Any, value: Any) -> None:
-    """Give a value to a store without it taking memory, where that can be said."""
+    """Put a value into a store: on disk if that store is Dask's own."""
     if isinstance(stock, SpillBuffer):
         try:
-            if key in stock.slow:  # the value before
+            if key in stock.slow:  # the previous value
                 del stock.slow[key]
             stock.slow[key] = value
             return
         except Exception:
-            pass  # in memory it may have a place, and Dask says what is wrong with it or the disk
+            pass  # there may be room in memory, and Dask logs what is wrong with value or disk
     stock[key] = value
 
 
-def sends_no_more(worker: Worker, comm: Any, n_more: int) -> bool:
-    """Whether a peer that asks for values now is told that the worker is busy.
+def would_answer_busy(worker: Worker, comm: Any, n_more: int) -> bool:
+    """Return whether stock would answer `busy` to a peer that asks for values now.
 
     Parameters
     ----------
     comm
         Connection to the peer.
     n_more
-        Messages under way besides those that the worker counts.
+        Messages in flight that the worker does not count.
     """
     limit = worker.transfer_outgoing_count_limit
     if get_address_host(comm.peer_address) == get_address_host(worker.address):
@@ -258,14 +259,13 @@ def sends_no_more(worker: Worker, comm: Any, n_more: int) -> bool:
     return limit is not False and worker.transfer_outgoing_count + n_more >= limit
 
 
-def spill_marks_nbytes(worker: Worker) -> tuple[int, int | None] | None:
-    """Above which managed memory, and which memory of the process, a worker spills, in bytes.
+def spill_limits_nbytes(worker: Worker) -> tuple[int, int | None] | None:
+    """Return the limits of managed memory and of process memory above which a worker spills.
 
-    The second is None where only managed memory counts; all of it if the worker never spills.
+    The second is None if only managed memory counts. The result is None if the worker never spills.
 
-    Stock finds out that the process is over `spill` after the fact, and then spills far below it.
-    With room reserved beforehand that much slack is not needed: the mark is two thirds of the way
-    to `pause`.
+    Stock Dask notices too late that the process is over `spill`, and then spills far below it. With
+    room reserved beforehand, less slack is needed: the limit is two thirds of the way to `pause`.
     """
     manager = worker.memory_manager
     limit, target = manager.memory_limit, manager.memory_target_fraction
@@ -277,18 +277,18 @@ def spill_marks_nbytes(worker: Worker) -> tuple[int, int | None] | None:
 
 
 def is_closing(worker: Worker) -> bool:
-    """Whether a worker closes, rather than losing only the runtime."""
+    """Return whether a worker closes, and does not only lose the runtime."""
     return worker.status in (Status.closing, Status.closed, Status.failed)
 
 
 def is_monitored(worker: Worker) -> bool:
-    """Whether Dask looks at the memory of the worker's process, and calls `monitor` then."""
+    """Return whether Dask monitors the process memory of a worker, and so calls `monitor`."""
     return "memory_monitor" in worker.periodic_callbacks
 
 
 def warn_of_unmanaged(process_nbytes: int) -> None:
-    """Tell where Dask's own monitor tells, which is where users and dashboards look for it."""
-    # Dask's filter on this logger lets messages with this beginning through now and then only.
+    """Log a warning where Dask's own monitor does: users and dashboards look for it there."""
+    # Dask's filter on this logger limits the rate of messages that begin with these words.
     logging.getLogger("distributed.worker.memory").warning(
         "Unmanaged memory use is high: no value is in memory any more, and the process takes %s",
         format_bytes(process_nbytes),
@@ -296,30 +296,30 @@ def warn_of_unmanaged(process_nbytes: int) -> None:
 
 
 def local_users(
-    worker: Worker, key: Hashable, leaving: Collection[Hashable] = frozenset()
+    worker: Worker, key: Hashable, dequeued: Collection[Hashable] = frozenset()
 ) -> list[Any]:
-    """Tasks on this worker that will take a value.
+    """Return the tasks on this worker that will use a value.
 
     Parameters
     ----------
-    leaving
+    dequeued
         Keys of tasks that have left the worker's queue but not begun.
     """
     task = worker.state.tasks.get(key)  # type: ignore[call-overload]
     if task is None:
         return []
-    # A list first: the event loop may add to it while an allocation makes room in another thread.
+    # A copy: the event loop may add dependents while another thread makes room for an allocation.
     users = list(task.dependents)
-    return [user for user in users if user.state in _WILL_USE or user.key in leaving]
+    return [user for user in users if user.state in _WILL_USE or user.key in dequeued]
 
 
 def queued(worker: Worker, n_tasks: int) -> list[Any]:
-    """Keys of the tasks that this worker will begin next, in that order."""
+    """Return the keys of the tasks that this worker begins next, in that order."""
     return [task.key for task in islice(worker.state.ready.peekn(n_tasks), n_tasks)]
 
 
 def inputs(worker: Worker, keys: Iterable[Any]) -> Iterator[Any]:
-    """What those of some tasks take that have not begun."""
+    """Yield the inputs of those of some tasks that have not begun."""
     for key in keys:
         task = worker.state.tasks.get(key)
         if task is not None and task.state in _WILL_USE:
@@ -327,18 +327,18 @@ def inputs(worker: Worker, keys: Iterable[Any]) -> Iterator[Any]:
                 yield dependency.key
 
 
-def ran(event: Any) -> tuple[Any, int, float] | None:
-    """A result, its size in bytes, and how long its task took; None if it has none."""
+def result_of(event: Any) -> tuple[Any, int, float] | None:
+    """Return a result, its bytes and its task's seconds; None if the task did not succeed."""
     if not isinstance(event, ExecuteSuccessEvent):
         return None
     return event.value, event.nbytes, event.stop - event.start
 
 
 def is_on_device(value: Any) -> bool:
-    """Whether Dask would send a value from the memory of a GPU as it is there.
+    """Return whether Dask would send a value directly from GPU memory.
 
-    Nothing is imported but what the value's own library registers with Dask. Of what that cannot
-    import, nothing is known.
+    This imports only what the value's own library registers with Dask. If that import fails, the
+    answer is False.
     """
     try:
         cuda_serialize.dispatch(type(value))
@@ -347,20 +347,20 @@ def is_on_device(value: Any) -> bool:
     return True
 
 
-#: Types of these have layouts of ours, or are left to pickle, which keeps all of them.
+#: Packages whose types have layouts of ours, or are pickled, which loses nothing of them.
 _NOT_FOR_SERIALIZERS = frozenset({"builtins", "array", "numpy", "pandas", "pyarrow"})
-#: Frames are not split.
+#: Large enough that frames are never split.
 _NO_SPLIT_NBYTES = 1 << 62
-#: A container may hold itself.
+#: Most levels of containers to look into: a container may hold itself.
 _DEEPEST = 32
 
 
 def take_apart(value: Any) -> tuple[bytes, list[memoryview]] | None:
-    """Take a value apart as stock does where a serializer was registered for its type.
+    """Serialize a value as stock does if a serializer is registered for its type.
 
     Returns
     -------
-    A header and memory, for `rebuild`. None if pickle is to do it.
+    A header and memory, for `rebuild`. None if the value is to be pickled.
 
     Raises
     ------
@@ -374,7 +374,7 @@ def take_apart(value: Any) -> tuple[bytes, list[memoryview]] | None:
     except TypeError as error:
         if isinstance(error.__cause__, MemoryError):
             raise error.__cause__ from None
-        # Dask's own text has all of the value in it.
+        # Dask's own message contains the whole value.
         raise TypeError(
             f"the serializer that Dask has for {type(value).__qualname__} failed: "
             f"{error.__cause__ or error.args[0]!r}"
@@ -383,12 +383,12 @@ def take_apart(value: Any) -> tuple[bytes, list[memoryview]] | None:
 
 
 def _has_serializer(value: Any) -> bool:
-    """Whether a serializer was registered for a value, or for what a container begins with."""
+    """Return whether a serializer is registered for a value, or for a container's first item."""
     inner = value
     for _ in range(_DEEPEST):
         if type(inner) not in (list, tuple, set, dict) or not inner:
             break
-        # Dask looks at the first item alone, too.
+        # Dask, too, looks at the first item only.
         inner = next(iter(inner.values() if type(inner) is dict else inner))
     if type(inner).__module__.partition(".")[0] in _NOT_FOR_SERIALIZERS:
         return False
@@ -400,38 +400,38 @@ def _has_serializer(value: Any) -> bool:
 
 
 def rebuild(header: bytes, frames: Collection[memoryview]) -> Any:
-    """Put together what `take_apart` made."""
+    """Restore a value from the result of `take_apart`."""
     read = msgpack.loads(header, raw=False, use_list=False)
     return merge_and_deserialize(read, decompress(read, list(frames)))
 
 
 def is_cancelled(worker: Worker, key: Any) -> bool:
-    """Whether nobody wants a task any more that was told to begin."""
+    """Return whether a task that was about to begin has been cancelled."""
     task = worker.state.tasks.get(key)
     return task is None or task.state == "cancelled"
 
 
 def reschedule(key: Any) -> Any:
-    """A task cannot run now: the scheduler will say when."""
+    """Return the event for a task that cannot run now: the scheduler reschedules it."""
     return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-input-{time()}")
 
 
 def recompute(worker: Worker, key: Any) -> None:
-    """A value that the worker had is gone: have it computed again, here or elsewhere.
+    """Have a lost value computed again, here or elsewhere.
 
-    Unless there is one again, or the store that the worker has by now has it.
+    This does nothing if the task is gone, or if the worker's present store has the value.
     """
     if key in worker.state.tasks and key not in worker.data:
         worker.handle_stimulus(FreeKeysEvent(keys=[key], stimulus_id=f"gpurt-lost-value-{time()}"))
 
 
 def next_uses(scheduler: Scheduler, keys: list[Any], address: str) -> list[Any]:
-    """When each value is taken next, anywhere; None where nobody is known to.
+    """Return the next use of each value on any worker; None if none is known.
 
     Parameters
     ----------
     address
-        Of the worker that has the values.
+        Address of the worker that has the values.
     """
     here = scheduler.workers.get(address)
     queues: dict[Any, list[Any]] = {}
@@ -457,7 +457,7 @@ def next_uses(scheduler: Scheduler, keys: list[Any], address: str) -> list[Any]:
     outlook: Outlook[Any] = Outlook(
         priority=lambda task: task.priority,
         waits_for=lambda task: task.waiting_on or (),
-        is_held_back=lambda task: task.state in ("queued", "no-worker"),
+        is_unassigned=lambda task: task.state in ("queued", "no-worker"),
         turn_at_peer=turn_at_peer,
         queue=queue(here) if here is not None else (),
     )

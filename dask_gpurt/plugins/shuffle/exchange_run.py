@@ -460,7 +460,7 @@ class ExchangeRun:
     def _let_go(self) -> None:
         """Give files and pages back, which takes its time where there are many. In a thread."""
         self._store.close()
-        self._tenant.leave()
+        self._tenant.close()
 
     def report(self) -> dict[str, Any]:
         """What this run did so far, here."""

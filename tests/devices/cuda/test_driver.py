@@ -1,4 +1,4 @@
-"""What the CUDA device asks of CuPy, call by call: of a stand-in, which has CuPy's signatures."""
+"""The driver's calls to CuPy, one by one, on a fake with CuPy's signatures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Runtime:
-    """`cupy.cuda.runtime`: copies are made at once, between addresses of the host."""
+    """A fake `cupy.cuda.runtime`. Copies run at once, between host addresses."""
 
     CUDARuntimeError = CUDARuntimeError
     memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
@@ -51,7 +51,7 @@ class Runtime:
 
 
 class Cuda:
-    """`cupy.cuda`; refuses handles that are made or used on the wrong device."""
+    """A fake `cupy.cuda`. It refuses handles created or used on the wrong device."""
 
     def __init__(self):
         self.runtime = runtime = Runtime()
@@ -172,7 +172,7 @@ def test_a_device_moves_bytes_through_it(cupy):
     assert cupy.cuda.runtime.current == 0, "the thread's own device is current again"
 
 
-def test_streams_wait_for_no_default_stream_and_events_keep_no_time(cupy):
+def test_streams_are_non_blocking_and_events_untimed(cupy):
     device = CudaDevice(CupyDriver(1), 1 << 20)
     urgent = device.stream("urgent", Priority.HIGH).handle
     usual = device.stream("usual").handle
@@ -209,8 +209,8 @@ def test_pinned_memory_is_an_array_that_keeps_it(cupy):
         CupyDriver(1).pin(2 << 20)
 
 
-def test_memory_comes_from_rmm_once_it_has_a_pool(cupy, monkeypatch):
-    """A stand-in here; the real one is asked by the tests that need a GPU."""
+def test_memory_comes_from_rmm_if_it_has_a_pool(cupy, monkeypatch):
+    """On a fake; the tests that need a GPU use the real RMM."""
 
     class CudaMemoryResource:
         pass
@@ -238,7 +238,7 @@ def test_memory_comes_from_rmm_once_it_has_a_pool(cupy, monkeypatch):
     assert driver.allocate(100, stream) == ("rmm", 100, stream)
 
 
-def test_the_default_stream_is_that_of_the_device(cupy):
+def test_the_driver_has_the_default_stream_of_its_device(cupy):
     driver = CupyDriver(1)
     event = driver.record(driver.default_stream)
     assert event.device_id == 1
@@ -261,7 +261,7 @@ def test_memory_of_other_libraries_is_copied(cupy):
 
 @pytest.mark.parametrize("number, is_elsewhere", [(0, True), (1, False), (-2, False)])
 def test_memory_of_another_device_is_told(cupy, number, is_elsewhere):
-    """CUDA knows of no device of what the system allocated: that is for all of them."""
+    """CUDA knows no device of system memory, which all devices can use."""
     driver = CupyDriver(1)
     driver._runtime.device_of[4096] = number
     memory = types.SimpleNamespace(__cuda_array_interface__={"data": (4096, False)})
@@ -287,7 +287,7 @@ def test_why_there_is_no_device(cupy, monkeypatch):
 # ------------------------------------------------------------------ the real CuPy
 
 
-def test_cupys_default_stream_is_of_whichever_device_is_current():
+def test_the_default_stream_belongs_to_the_current_device():
     cuda = pytest.importorskip("cupy", reason="CuPy is not installed").cuda
     assert (cuda.Stream.null.ptr, cuda.Stream.null.device_id) == (0, -1)
 
@@ -309,7 +309,7 @@ SIGNATURES = {
 
 
 def names_of(signature):
-    """Names of parameters, of CuPy's signatures with types and defaults."""
+    """Return the parameter names of CuPy's signatures, which have types and defaults."""
     inside = signature[signature.index("(") + 1 : signature.index(")")]
     words = [one.partition("=")[0].split() for one in inside.split(",") if one.strip()]
     return ", ".join(one[-1] for one in words)
@@ -334,7 +334,7 @@ def _found(module, name):
 
 
 class HostMemory:
-    """As `cupy.cuda.PinnedMemory`, of plain memory."""
+    """A fake `cupy.cuda.PinnedMemory` of plain memory."""
 
     def __init__(self, size):
         self._bytes = ctypes.create_string_buffer(size)
@@ -357,7 +357,7 @@ def test_cupys_pinned_memory_lives_as_long_as_an_array_of_it():
     assert is_there() is None
 
 
-def test_cupys_arrays_lie_where_their_pointers_point():
+def test_cupy_arrays_have_the_address_of_their_pointer():
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     memory = cupy.cuda.UnownedMemory(0x1000, 100, None, 0)
     pointer = cupy.cuda.MemoryPointer(memory, 0)

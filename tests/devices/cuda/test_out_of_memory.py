@@ -1,4 +1,4 @@
-"""Allocations without room reach the callback, through the real libraries where they are."""
+"""Failed allocations reach the callback, through the real libraries where they are installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_gpurt.devices.cuda.out_of_memory import CallWhenFull, cudf_spills
 
 
 class Pool:
-    """Memory of 1000 bytes, of which `free` gives back; refuses as CuPy and RMM do."""
+    """A pool of 1000 bytes. `free` returns some. It fails as CuPy and RMM do."""
 
     def __init__(self):
         self.used_nbytes = 0
@@ -27,7 +27,7 @@ class Pool:
 
 
 class FakeCupy(types.ModuleType):
-    """`cupy`, as far as allocators go."""
+    """A fake `cupy` with allocators only."""
 
     def __init__(self, pool):
         super().__init__("cupy")
@@ -53,7 +53,7 @@ def cupy(pool, monkeypatch):
     return fake
 
 
-def test_who_finds_no_room_asks_and_tries_again(cupy, pool):
+def test_a_failed_allocation_calls_back_and_retries(cupy, pool):
     asked = []
 
     def make_room(nbytes):
@@ -69,13 +69,13 @@ def test_who_finds_no_room_asks_and_tries_again(cupy, pool):
     assert asked == [600, 600]
 
 
-def test_who_can_make_no_room_leaves_the_error_as_it_was(cupy):
+def test_a_callback_without_success_keeps_the_error(cupy):
     CallWhenFull(lambda nbytes: False)
     with pytest.raises(MemoryError, match="1001 bytes"):
         cupy.allocator(1001)
 
 
-def test_an_error_of_who_makes_room_is_not_hidden(cupy):
+def test_an_error_of_the_callback_is_raised(cupy):
     def fail(nbytes):
         raise OSError("no disk")
 
@@ -86,7 +86,7 @@ def test_an_error_of_who_makes_room_is_not_hidden(cupy):
         cupy.allocator(1001)
 
 
-def test_who_allocates_to_make_room_is_not_asked_to_make_some(cupy):
+def test_allocations_of_the_callback_do_not_call_it_again(cupy):
     asked = []
 
     def make_room(nbytes):
@@ -100,7 +100,7 @@ def test_who_allocates_to_make_room_is_not_asked_to_make_some(cupy):
     assert asked == [1001]
 
 
-def test_room_on_another_device_is_not_ours_to_make(cupy):
+def test_the_hook_ignores_other_devices(cupy):
     cupy.current = 1
     CallWhenFull(lambda nbytes: pytest.fail("asked"))
     with pytest.raises(MemoryError):
@@ -111,16 +111,16 @@ def test_it_can_be_taken_back(cupy, pool):
     before = cupy.allocator
     hooks = CallWhenFull(lambda nbytes: True)
     assert cupy.allocator != before
-    hooks.remove()
-    hooks.remove()
+    hooks.uninstall()
+    hooks.uninstall()
     assert cupy.allocator == before
     assert hooks.installed == []
 
 
-def test_what_others_put_on_top_is_left(cupy):
+def test_hooks_installed_later_stay(cupy):
     hooks = CallWhenFull(lambda nbytes: True)
     cupy.allocator = theirs = lambda nbytes: nbytes
-    hooks.remove()
+    hooks.uninstall()
     assert cupy.allocator is theirs
 
 
@@ -158,7 +158,7 @@ def test_cudf_that_does_not_spill_is_no_reason(monkeypatch):
 
 @pytest.fixture
 def rmm_pool():
-    """A pool of RMM's on host memory, as the resource of the first device."""
+    """An RMM pool on host memory, as the resource of the first device."""
     rmm = pytest.importorskip("rmm", reason="RMM is not installed")
     kept = {}
 
@@ -199,11 +199,11 @@ def test_rmm_asks_for_room(rmm_pool, monkeypatch):
     with pytest.raises(MemoryError):
         resource.allocate(2048)
     assert asked == [1024, 2048]
-    hooks.remove()
+    hooks.uninstall()
     assert rmm.mr.get_per_device_resource(0) is pool
 
 
-def test_cupy_that_allocates_from_rmm_is_hooked_once(rmm_pool, cupy, monkeypatch):
+def test_cupy_over_rmm_is_hooked_once(rmm_pool, cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "rmm", rmm_pool[0])
 
     def rmm_cupy_allocator(nbytes):
@@ -215,4 +215,4 @@ def test_cupy_that_allocates_from_rmm_is_hooked_once(rmm_pool, cupy, monkeypatch
         assert hooks.installed == ["rmm"]
         assert hooks.left == {"cupy": "allocates from RMM"}
     finally:
-        hooks.remove()
+        hooks.uninstall()

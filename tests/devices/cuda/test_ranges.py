@@ -1,4 +1,4 @@
-"""Ranges for a profiler: named by lane and phase, closed in order, and nothing without one."""
+"""Profiler ranges: named by lane and phase, closed in order, and free without a profiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_gpurt.devices.cuda.ranges import Ranges, listening_domain, range_
 
 
 class FakeDomain:
-    """The methods of a domain that are used; what was opened and closed, by thread."""
+    """A fake domain that records opened and closed ranges, by thread."""
 
     def __init__(self, name=None):
         self.name = name
@@ -41,7 +41,7 @@ class FakeDomain:
 
 
 class FakeDummyDomain:
-    """What the package hands out while nobody listens."""
+    """A fake of the object that `nvtx` returns without a listening profiler."""
 
 
 def fake_nvtx(domain, *, enabled=True):
@@ -54,7 +54,7 @@ def fake_nvtx(domain, *, enabled=True):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """As in a process that has opened no range."""
+    """Restore the state of a process that has opened no range."""
     monkeypatch.setattr(ranges, "_ranges", None)
 
 
@@ -69,7 +69,7 @@ def test_a_range_is_named_by_lane_and_phase(monkeypatch):
     assert [made["category"] for made in domain.made] == ["communication", "copy"]
 
 
-def test_a_range_is_closed_by_an_error_and_does_not_hide_it():
+def test_a_range_closes_on_an_error_and_propagates_it():
     domain = FakeDomain()
     with pytest.raises(KeyError), Ranges(domain).open("compute", "task"):
         raise KeyError
@@ -86,7 +86,7 @@ def test_a_name_is_made_once():
     assert [what for what, _ in domain.seen()] == ["push", "push", "pop", "pop"] * 3
 
 
-def test_each_thread_closes_what_it_opened():
+def test_each_thread_closes_its_own_ranges():
     domain = FakeDomain()
     opened = Ranges(domain)
     both_open = threading.Barrier(2, timeout=60)
@@ -113,16 +113,16 @@ def test_each_thread_closes_what_it_opened():
     ],
     ids=["no package", "no profiler", "disabled"],
 )
-def test_nothing_happens_where_nobody_listens(monkeypatch, module):
+def test_a_range_does_nothing_without_a_profiler(monkeypatch, module):
     monkeypatch.setitem(sys.modules, "nvtx", module)
     assert listening_domain() is None
     with range_("compute", "task") as value:
         assert value is None
-    # The same object each time: nothing is made.
+    # The same object each time, so no allocation.
     assert range_("compute", "task") is range_("copy", "read")
 
 
-def test_whether_somebody_listens_is_asked_once(monkeypatch):
+def test_the_profiler_is_detected_once(monkeypatch):
     asked = []
     monkeypatch.setattr(ranges, "listening_domain", lambda: asked.append(1))
     for _ in range(5):
@@ -152,7 +152,7 @@ def test_the_real_package_without_a_profiler():
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_real_package_with_a_profiler(tmp_path):
-    """A small one, loaded the way that profilers are."""
+    """A small profiler, loaded as real profilers are."""
     pytest.importorskip("nvtx")
     source, tool, out = (
         pathlib.Path(__file__).parents[1].joinpath("nvtx_tool.c"),

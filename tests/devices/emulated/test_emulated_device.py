@@ -1,4 +1,4 @@
-"""The emulated device passes the suite, in both ways it works, and finds what is out of order."""
+"""The emulated device passes the suite, threaded and pumped, and finds missing order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.emulated.emulated_device import POISON, HostDevice
+from dask_gpurt.devices.emulated.emulated_device import POISON, EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import Entry, Ledger
@@ -37,23 +37,23 @@ from tests.conformance.device_suite import (
 
 class TestThreaded(DeviceSuite):
     def make_device(self, capacity_nbytes, seed=0):
-        return HostDevice(capacity_nbytes)
+        return EmulatedDevice(capacity_nbytes)
 
 
 class TestPumped(DeviceSuite):
     n_programs = 300
 
     def make_device(self, capacity_nbytes, seed=0):
-        return HostDevice(capacity_nbytes, choose=random.Random(seed).randrange)
+        return EmulatedDevice(capacity_nbytes, choose=random.Random(seed).randrange)
 
 
 def pumped(seed=0):
-    return HostDevice(CAPACITY, choose=random.Random(seed).randrange)
+    return EmulatedDevice(CAPACITY, choose=random.Random(seed).randrange)
 
 
 @pytest.fixture(params=["threaded", "pumped"])
 def device(request):
-    device = pumped() if request.param == "pumped" else HostDevice(CAPACITY)
+    device = pumped() if request.param == "pumped" else EmulatedDevice(CAPACITY)
     yield device
     device.close()
 
@@ -132,7 +132,7 @@ def test_an_event_covers_only_what_came_before_it(device, streams):
 
 
 def test_order_is_passed_on(device, streams):
-    """One, then other, then third: third need not know of one."""
+    """One, then other, then third: third need not know one."""
     one, other = streams
     third = device.stream("third")
     buffer = device.allocate(10, one)
@@ -142,8 +142,8 @@ def test_order_is_passed_on(device, streams):
     np.testing.assert_array_equal(read(third, buffer), noise(10))
 
 
-def test_being_done_is_no_order_until_somebody_looked(device, streams):
-    """That a copy happens to be over says nothing about the next time."""
+def test_a_finished_copy_gives_no_order_until_the_host_checks(device, streams):
+    """A copy that happens to be done proves nothing about the next run."""
     one, other = streams
     buffer = device.allocate(10, one)
     one.to_device(buffer, noise(10))
@@ -171,7 +171,7 @@ def test_memory_is_not_freed_while_a_copy_of_another_stream_is_queued(device, st
 
 
 @pytest.mark.parametrize("use", ["copy", "kernel", "part", "free"])
-def test_what_was_freed_is_not_used(device, streams, use):
+def test_freed_memory_is_not_used(device, streams, use):
     one, _ = streams
     buffer = device.allocate(10, one)
     part = buffer.part(3, 4)
@@ -189,8 +189,8 @@ def test_what_was_freed_is_not_used(device, streams, use):
     assert device.used_nbytes == 0
 
 
-def test_what_is_refused_leaves_nothing_behind(device, streams):
-    """A kernel that may use the one buffer and not the other has used neither."""
+def test_a_refused_use_leaves_no_trace(device, streams):
+    """A kernel that may use only one of two buffers has used neither."""
     one, other = streams
     mine = device.allocate(10, one)
     other.wait(one.record())
@@ -209,14 +209,14 @@ def test_a_kernel_cannot_write_what_it_reads(device, streams):
         one.synchronize()
 
 
-def test_programs_out_of_order_are_found_or_do_no_harm():
-    """Whatever is not refused gives the same result in every order that a device may choose."""
+def test_programs_with_missing_order_are_refused_or_deterministic():
+    """All accepted programs give the same result in every order that a device may choose."""
     outcomes = set()
 
     @settings(derandomize=True, max_examples=600)
     @given(programs(n_most=12), st.integers(0, 2**32))
     def check(steps, seed):
-        device = HostDevice(N_BUFFERS * LENGTH, choose=random.Random(seed).randrange)
+        device = EmulatedDevice(N_BUFFERS * LENGTH, choose=random.Random(seed).randrange)
         try:
             got = run_program(device, steps, in_order=False)
         except HazardError:
@@ -229,7 +229,7 @@ def test_programs_out_of_order_are_found_or_do_no_harm():
     assert outcomes == {"found", "harmless"}
 
 
-# What later uses stand for is forgotten; what they do not stand for must not be.
+# A use covered by a later one is forgotten. Other uses must not be forgotten.
 
 
 def test_a_read_does_not_hide_the_write_before_it(device, streams):
@@ -251,7 +251,7 @@ def test_a_read_does_not_hide_a_read_of_another_stream(device, streams):
 
 
 @pytest.mark.parametrize("later", [(0, 4), (6, 4), (2, 6)])
-def test_a_write_hides_only_what_lies_within_it(device, streams, later):
+def test_a_write_hides_only_uses_of_its_own_bytes(device, streams, later):
     one, other = streams
     buffer = device.allocate(10, one)
     other.wait(one.record())
@@ -302,7 +302,7 @@ def test_nothing_runs_before_it_is_pumped():
     assert device.pump() == 0
 
 
-def test_a_host_buffer_that_is_read_before_the_event_is_poisoned():
+def test_host_memory_is_poisoned_until_the_event():
     device = pumped()
     stream = device.stream("only")
     buffer = device.allocate(10, stream)
@@ -315,7 +315,7 @@ def test_a_host_buffer_that_is_read_before_the_event_is_poisoned():
     np.testing.assert_array_equal(out, noise(10))
 
 
-def test_a_host_buffer_that_changes_before_the_event_is_copied_changed():
+def test_changes_of_host_memory_before_the_event_are_copied():
     device = pumped()
     stream = device.stream("only")
     buffer = device.allocate(10, stream)
@@ -339,7 +339,7 @@ def test_fresh_and_freed_memory_is_poisoned():
 
 
 def orders_of(seed):
-    """In which order two streams, of which the second waits in its midst, get things done."""
+    """Return the orders in which two streams run if the second waits in the middle."""
     device = pumped(seed)
     one, other = device.stream("one"), device.stream("other")
     done = []
@@ -357,7 +357,7 @@ def orders_of(seed):
     return tuple(done)
 
 
-def test_every_order_that_is_allowed_comes_up_and_no_other():
+def test_exactly_the_allowed_orders_occur():
     seen = {orders_of(seed) for seed in range(200)}
     assert seen == {
         ("a1", "a2", "b1", "b2"),
@@ -373,7 +373,7 @@ def test_a_seed_is_an_order():
 
 
 def test_waiting_pumps_no_more_than_it_takes():
-    device = HostDevice(CAPACITY, choose=lambda n: 0)
+    device = EmulatedDevice(CAPACITY, choose=lambda n: 0)
     one, other = device.stream("one"), device.stream("other")
     ran = []
     one.launch(lambda: ran.append("one"))
@@ -388,11 +388,11 @@ def test_a_kernel_that_waits_for_its_own_stream_does_not_hang():
     device = pumped()
     stream = device.stream("only")
     stream.launch(lambda: stream.synchronize())
-    with pytest.raises(HazardError, match="no work that is queued"):
+    with pytest.raises(HazardError, match="no queued work completes"):
         stream.synchronize()
 
 
-def test_room_that_is_about_to_be_freed_is_pumped_for():
+def test_allocation_pumps_queued_frees():
     device = pumped()
     stream = device.stream("only")
     asked = []
@@ -405,14 +405,14 @@ def test_room_that_is_about_to_be_freed_is_pumped_for():
 
 def test_a_device_with_threads_is_not_pumped():
     with pytest.raises(RuntimeError, match="not pumped"):
-        HostDevice(CAPACITY).pump()
+        EmulatedDevice(CAPACITY).pump()
 
 
 # ------------------------------------------------------------------ threads
 
 
 class Gate:
-    """A kernel that waits to be let through."""
+    """A kernel that waits until the test opens the gate."""
 
     def __init__(self):
         self.entered, self.open = threading.Event(), threading.Event()
@@ -424,7 +424,7 @@ class Gate:
 
 @pytest.fixture
 def threaded():
-    device = HostDevice(CAPACITY)
+    device = EmulatedDevice(CAPACITY)
     yield device
     device.close()
 
@@ -441,8 +441,8 @@ def test_copies_go_on_while_a_kernel_runs(threaded):
     compute.synchronize()
 
 
-def test_an_urgent_kernel_overtakes_those_that_wait(threaded):
-    """Its start is delayed by one kernel at most."""
+def test_an_urgent_kernel_overtakes_waiting_kernels(threaded):
+    """At most one kernel runs before it."""
     compute = threaded.stream("compute")
     urgent = threaded.stream("communication", Priority.HIGH)
     ran = []
@@ -460,7 +460,7 @@ def test_an_urgent_kernel_overtakes_those_that_wait(threaded):
 
 @pytest.mark.parametrize("n_waiting", [0, 1, 100])
 def test_an_urgent_kernel_begins_within_one_step(n_waiting):
-    """However many wait that came before it. By a clock that only steps move."""
+    """The number of earlier waiting kernels does not matter. Only steps move the clock."""
     time, ledger, gate = Time(), Ledger(), Gate()
     step_s = 1.0
 
@@ -469,7 +469,7 @@ def test_an_urgent_kernel_begins_within_one_step(n_waiting):
             gate()
         time.wait(seconds)
 
-    device = HostDevice(
+    device = EmulatedDevice(
         CAPACITY, rates={Engine.COMPUTE: Rate(1e9, step_s)}, ledger=ledger, clock=time, wait=wait
     )
     compute = device.stream("compute")
@@ -490,9 +490,9 @@ def test_an_urgent_kernel_begins_within_one_step(n_waiting):
 
 
 def test_an_urgent_copy_does_not():
-    """As on a GPU, where urgency means nothing to the engines that copy."""
+    """As on a GPU, whose copy engines ignore priorities."""
     ledger, gate = Ledger(), Gate()
-    device = HostDevice(CAPACITY, rates={Engine.IN: Rate(1.0)}, ledger=ledger, wait=gate)
+    device = EmulatedDevice(CAPACITY, rates={Engine.IN: Rate(1.0)}, ledger=ledger, wait=gate)
     priorities = {"first": Priority.NORMAL, "second": Priority.LOW, "third": Priority.HIGH}
     streams = [device.stream(name, priority) for name, priority in priorities.items()]
     buffers = [device.allocate(10, stream) for stream in streams]
@@ -507,8 +507,8 @@ def test_an_urgent_copy_does_not():
     device.close()
 
 
-def test_closing_drops_what_has_not_begun():
-    device = HostDevice(CAPACITY)
+def test_closing_drops_queued_work():
+    device = EmulatedDevice(CAPACITY)
     stream = device.stream("only")
     gate, ran, heard = Gate(), [], []
     stream.launch(gate)
@@ -535,10 +535,10 @@ def test_closing_drops_what_has_not_begun():
 
 def test_threads_of_a_closed_device_end():
     def n_threads():
-        # Not all: threads of earlier tests may be ending.
+        # Only new threads: threads of earlier tests may still be ending.
         return sum(thread.name.startswith(f"{device.name} ") for thread in threading.enumerate())
 
-    class Counted(HostDevice):
+    class Counted(EmulatedDevice):
         name = "counted"
 
     device = Counted(CAPACITY)
@@ -556,7 +556,7 @@ def test_threads_of_a_closed_device_end():
 
 
 class Time:
-    """A clock that only moves when somebody waits."""
+    """A clock that moves only when the device waits."""
 
     def __init__(self):
         self.now_s = 100.0
@@ -570,7 +570,7 @@ class Time:
 
 def test_rates_are_kept_and_work_is_entered():
     time, ledger = Time(), Ledger()
-    device = HostDevice(
+    device = EmulatedDevice(
         CAPACITY,
         choose=lambda n: 0,
         rates={Engine.IN: Rate(100.0, 0.5), Engine.OUT: Rate(50.0)},
@@ -593,7 +593,7 @@ def test_rates_are_kept_and_work_is_entered():
 
 def test_no_rate_is_faster_than_the_machine():
     time = Time()
-    device = HostDevice(
+    device = EmulatedDevice(
         CAPACITY, choose=lambda n: 0, rates={Engine.COMPUTE: Rate(1e9)}, clock=time, wait=time.wait
     )
     stream = device.stream("only")
@@ -642,13 +642,13 @@ def test_an_array_is_read_into_place(device, streams):
 @pytest.mark.parametrize(
     "values", [np.array(["a", None]), np.arange(10)[::2], np.ones((3, 4)).T], ids=str
 )
-def test_what_cannot_be_on_a_device_is_refused(device, streams, values):
+def test_arrays_that_cannot_be_on_a_device_are_refused(device, streams, values):
     with pytest.raises(ValueError, match=r"objects|contiguous"):
         DeviceArray.from_host(values, device, streams[0])
     assert device.used_nbytes == 0
 
 
-def test_memory_goes_with_the_array_and_not_before_its_copies(device, streams):
+def test_memory_is_freed_with_the_array_after_its_copies(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.arange(100), device, one)
     got, event = array.to_host(other)
@@ -660,7 +660,7 @@ def test_memory_goes_with_the_array_and_not_before_its_copies(device, streams):
     assert device.used_nbytes == again.nbytes
 
 
-def test_an_array_that_dies_while_the_device_is_locked_is_not_waited_for(device, streams):
+def test_an_array_destructor_does_not_wait_for_the_device(device, streams):
     array = DeviceArray.from_host(np.arange(100), device, streams[0])
     cycle = [array]
     cycle.append(cycle)
@@ -675,7 +675,7 @@ def test_an_array_that_dies_while_the_device_is_locked_is_not_waited_for(device,
     assert device.used_nbytes == 0
 
 
-def test_a_use_that_an_array_does_not_know_of_is_found_when_it_dies(device, streams):
+def test_an_unknown_use_of_an_array_is_found_when_it_dies(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.zeros(10, dtype=np.uint8), device, one)
     other.wait(array.ready)
@@ -686,7 +686,7 @@ def test_a_use_that_an_array_does_not_know_of_is_found_when_it_dies(device, stre
     device.allocate(1, one)
 
 
-def test_a_use_that_an_array_was_told_of_is_in_order(device, streams):
+def test_a_recorded_use_of_an_array_is_ordered(device, streams):
     one, other = streams
     array = DeviceArray.from_host(np.zeros(10, dtype=np.uint8), device, one)
     other.wait(array.ready)

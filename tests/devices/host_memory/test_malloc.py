@@ -1,4 +1,4 @@
-"""The allocator is told what to keep when the first user comes, and to stop when the last goes."""
+"""The allocator keeps pages from the first user on, until the last user is done."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class FakeMallopt:
         return 1
 
     def taken(self):
-        """What was called since the last time."""
+        """Return the calls since the last `taken`."""
         calls, self.calls = self.calls, []
         return calls
 
 
 @pytest.fixture
 def mallopt(monkeypatch):
-    """In an environment that sets no thresholds, and with trims among the calls."""
+    """Calls of `mallopt` and of trims, in an environment without thresholds."""
     for name in ALL_THAT_COUNTS:
         monkeypatch.delenv(name, raising=False)
     mallopt = FakeMallopt()
@@ -43,7 +43,7 @@ def mallopt(monkeypatch):
     return mallopt
 
 
-def test_nothing_happens_before_somebody_asks(mallopt):
+def test_a_pumped_device_runs_nothing_before_the_host_waits(mallopt):
     PageKeeper(100 * MIB, mallopt)
     assert mallopt.taken() == []
 
@@ -53,7 +53,7 @@ def test_the_first_user_raises_both_thresholds(mallopt):
     assert sorted(mallopt.taken()) == sorted(RAISED)
 
 
-def test_the_last_user_leaves_what_glibc_would_have_and_then_trims(mallopt):
+def test_the_last_user_sets_glibcs_final_thresholds_and_trims(mallopt):
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
     mallopt.taken()
@@ -82,7 +82,9 @@ def test_the_last_user_leaves_what_glibc_would_have_and_then_trims(mallopt):
         ),
     ],
 )
-def test_what_the_environment_says_is_put_back(mallopt, monkeypatch, environment, trim, mmap):
+def test_the_thresholds_of_the_environment_are_restored(
+    mallopt, monkeypatch, environment, trim, mmap
+):
     for name, said in environment.items():
         monkeypatch.setenv(name, said)
     keeper = PageKeeper(100 * MIB, mallopt)
@@ -92,7 +94,7 @@ def test_what_the_environment_says_is_put_back(mallopt, monkeypatch, environment
     assert sorted(mallopt.taken()[:-1]) == [(MMAP, mmap), (TRIM, trim)]
 
 
-def test_only_the_first_and_the_last_of_several_users_are_told(mallopt):
+def test_only_the_first_and_last_user_call_the_allocator(mallopt):
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
     mallopt.taken()
@@ -115,7 +117,7 @@ def test_it_works_again_for_the_next_user(mallopt):
 
 
 @pytest.mark.parametrize("junk", ["", "64 KiB", "many"])
-def test_an_environment_that_makes_no_sense_counts_as_none(mallopt, monkeypatch, junk):
+def test_invalid_environment_values_are_ignored(mallopt, monkeypatch, junk):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", junk)
     keeper = PageKeeper(100 * MIB, mallopt)
     keeper.acquire()
@@ -129,7 +131,7 @@ def test_values_fit_into_a_c_int(mallopt):
     assert (TRIM, 2**31 - 1) in mallopt.taken()
 
 
-def test_the_environments_values_fit_into_a_c_int_too(mallopt, monkeypatch):
+def test_environment_values_are_limited_to_a_c_int(mallopt, monkeypatch):
     """The C library reads a larger type from the environment than `mallopt` takes."""
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 32))
     keeper = PageKeeper(100 * MIB, mallopt)
@@ -140,7 +142,7 @@ def test_the_environments_values_fit_into_a_c_int_too(mallopt, monkeypatch):
 
 
 class OtherLibrary:
-    """A C library without the functions that only glibc has."""
+    """A C library without the functions of glibc."""
 
     def __getattr__(self, name):
         raise AttributeError(name)
@@ -168,7 +170,7 @@ def test_trimming_without_glibc_is_no_error(monkeypatch, load):
 
 
 class GlibcLike:
-    """A C library that writes down what is asked of it."""
+    """A C library that records calls."""
 
     def __init__(self, calls):
         self._calls = calls
@@ -216,8 +218,8 @@ print(before, faults())
 """
 
 
-def test_memory_is_used_again_after_the_last_user_as_before_the_first():
-    """Mapped afresh, 20 times 8 MiB are more than 40000 faults."""
+def test_memory_is_reused_after_the_last_user():
+    """If they were mapped again, 20 times 8 MiB would cost more than 40000 page faults."""
     environment = {key: on for key, on in os.environ.items() if key not in ALL_THAT_COUNTS}
     ran = subprocess.run(
         [sys.executable, "-c", FAULTS], capture_output=True, check=True, env=environment

@@ -1,4 +1,4 @@
-"""Pages are stitched together and cut apart without their contents moving or leaking."""
+"""Joining and splitting pages keeps their contents and leaks nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _bytes_at(address, n_pages=1):
 
 
 def _mapped(address, n_pages=1):
-    """Bytes of a range that belong to this process, reserved ones included."""
+    """Return the mapped bytes of a range in this process, including reserved ones."""
     first, end = address, address + n_pages * PAGE_NBYTES
     total = 0
     for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
@@ -42,7 +42,7 @@ def _address_space_nbytes():
 
 @pytest.fixture
 def built(source):
-    """`build` of a source, with everything it made given back in the end."""
+    """Return the `build` of a source, and return all built pages at the end of the test."""
     made = []
 
     def build(n_pages, spare):
@@ -101,7 +101,7 @@ def test_spare_pages_go_as_far_as_they_go(source, built):
     assert contents.all()
 
 
-def test_neighbours_of_a_page_that_moves_stay_where_they_are(source, built):
+def test_neighbours_of_a_moved_page_stay(source, built):
     first = source.build(3, [])
     _bytes_at(first, 3).reshape(3, PAGE_NBYTES)[:] = [[1], [2], [3]]
     elsewhere = source.build(1, [])
@@ -115,7 +115,7 @@ def test_neighbours_of_a_page_that_moves_stay_where_they_are(source, built):
     source.give_back(first + 2 * PAGE_NBYTES)
 
 
-def test_pages_that_were_stitched_can_be_spare_pages_again(source, built):
+def test_joined_pages_can_become_spare_pages_again(source, built):
     spare = [source.build(1, []) for _ in range(3)]
     address = source.build(3, spare)
     for number in range(3):
@@ -145,7 +145,7 @@ def test_giving_one_page_back_leaves_its_neighbours(source, built):
 
 
 class UnalignedLibrary:
-    """The C library on a system that maps large ranges anywhere."""
+    """A C library that maps large ranges at any address."""
 
     def __init__(self, library):
         self._library = library
@@ -169,7 +169,7 @@ class UnalignedLibrary:
 
 
 @pytest.mark.parametrize("library", [lambda library: library, UnalignedLibrary])
-def test_what_alignment_costs_in_addresses_is_returned(source, monkeypatch, library):
+def test_addresses_lost_to_alignment_are_unmapped(source, monkeypatch, library):
     answer = library(pages._library())
     monkeypatch.setattr(pages, "_library", lambda: answer)
     before = _address_space_nbytes()
@@ -194,7 +194,7 @@ def test_more_than_the_system_has_is_a_memory_error(source):
 
 
 class FailingLibrary:
-    """The C library, with one function that fails at its n-th call."""
+    """A C library with one function that fails at its n-th call."""
 
     def __init__(self, library, name, nth, code=errno.ENOMEM):
         self._library = library
@@ -222,7 +222,7 @@ class FailingLibrary:
 
 @pytest.mark.parametrize(("function", "nth"), [("mremap", 1), ("mremap", 2), ("mmap", 2)])
 def test_a_build_that_fails_halfway_leaks_nothing(source, monkeypatch, function, nth):
-    """Memory is tight when this happens: every page is a spare one still, or the system's."""
+    """This happens if memory is scarce. Every page must stay spare or return to the system."""
     spare = [source.build(1, []) for _ in range(2)]
     before = list(spare)
     library = FailingLibrary(pages._library(), function, nth)
@@ -274,7 +274,7 @@ def _read(source, extents):
 
 
 def test_bytes_are_where_their_extents_say():
-    """Whatever pages were stitched, moved, given back and taken again on the way."""
+    """This holds after pages were joined, moved, returned and taken again."""
     rng = np.random.default_rng(0)
     source = SharedPages()
     spare = [source.build(1, []) for _ in range(5)]
@@ -301,7 +301,7 @@ def test_neighbours_in_the_file_are_one_extent():
     source.give_back(address, 3)
 
 
-def test_memory_that_is_given_back_leaves_the_file():
+def test_returned_pages_are_punched_out_of_the_file():
     source = SharedPages()
     address = source.build(4, [])
     _bytes_at(address, 4)[:] = 1
@@ -314,7 +314,7 @@ def test_memory_that_is_given_back_leaves_the_file():
     assert os.fstat(source.fd).st_size == size, "places in the file are used again"
 
 
-def test_the_first_page_of_the_file_is_nobodys():
+def test_the_first_page_of_the_file_is_never_handed_out():
     source = SharedPages()
     os.pwrite(source.fd, b"signature", 0)
     address = source.build(2, [])
@@ -331,7 +331,7 @@ def test_pages_built_after_the_file_was_closed_are_private():
     source.close()
     with pytest.raises(OSError):
         os.fstat(descriptor)
-    spare = [kept]  # one of the file's, and fresh ones
+    spare = [kept]  # one page of the file, and fresh ones
     address = source.build(3, spare)
     assert not spare
     assert (_bytes_at(address) == 3).all()
@@ -353,15 +353,15 @@ def test_closing_the_file_leaves_the_memory_in_use():
     PrivatePages().give_back(address)
 
 
-def test_a_forked_child_takes_nothing_from_its_parent():
-    """Not the bytes of shared pages, which it lets go of as it ends."""
+def test_a_forked_child_does_not_change_its_parents_pages():
+    """A child must not change the bytes of shared pages, even when it exits."""
     pool = HostPool(4 * PAGE_NBYTES, source=SharedPages())
     spare = pool.empty(PAGE_NBYTES)
     buffer = pool.empty(3 * PAGE_NBYTES)
     buffer[:] = 7
-    del spare  # which the child must not hand out
+    del spare  # the child must not hand these out
     pool.idle_nbytes  # noqa: B018 - accounts for it
-    with pool._lock:  # as if another thread held it
+    with pool._lock:  # as if another thread held the lock
         pid = os.fork()
         if not pid:
             status = 1

@@ -1,4 +1,4 @@
-"""Blocks of one size are used again; nothing that two values hold overlaps; the cap holds."""
+"""Blocks of one size are reused, two values never overlap, and the capacity holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 20.0
 
 
 class Pinner:
-    """Counts what it gives, and fails when told to."""
+    """A fake `pin` that counts calls and fails on request."""
 
     def __init__(self):
         self.asked = []
@@ -65,7 +65,7 @@ def test_any_part_can_be_read(start, nbytes, block_nbytes):
         np.testing.assert_array_equal(read(blocks, start, nbytes), values[start : start + nbytes])
 
 
-def test_the_system_is_asked_once_for_all_blocks_of_a_value():
+def test_all_blocks_of_a_value_are_pinned_in_one_call():
     pinner = Pinner()
     pool = PinnedPool(1000, 10, pinner)
     assert pinner.asked == [], "nothing before it is needed"
@@ -87,7 +87,7 @@ def test_no_allocations_after_the_warm_up():
     held = {}
     for number in range(2000):
         values = noise(int(rng.integers(0, 2000)), number)
-        # The last of several blocks is never full: ten values of 2000 bytes fit for certain.
+        # The last of several blocks is never full, so ten values of 2000 bytes always fit.
         if len(held) == 9:
             oldest = min(held)
             blocks, expected = held.pop(oldest)
@@ -128,7 +128,7 @@ def test_the_cap_is_whole_blocks():
     assert pool.used_nbytes == 1000
 
 
-def test_what_does_not_fit_takes_nothing():
+def test_a_value_that_does_not_fit_takes_no_memory():
     pinner = Pinner()
     pool = PinnedPool(1000, 100, pinner)
     with pytest.raises(MemoryError):
@@ -160,8 +160,8 @@ def test_memory_given_back_cannot_be_used():
     assert (pool.used_nbytes, pool.idle_nbytes) == (0, 300)
 
 
-def test_idle_blocks_are_served_while_others_are_pinned():
-    """Pinning takes milliseconds: whoever needs none of it does not wait."""
+def test_idle_blocks_are_handed_out_while_others_are_pinned():
+    """Pinning takes milliseconds. Requests that idle blocks satisfy must not wait for it."""
     entered, go_on = threading.Event(), threading.Event()
     slow = False
 

@@ -1,4 +1,4 @@
-"""Buffers never share a byte, and their memory comes back with the last view of them."""
+"""Buffers never share a byte, and their memory returns to the pool with their last view."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = 64 * PAGE_NBYTES
 
 @pytest.fixture(params=[PrivatePages, SharedPages])
 def pool(request):
-    """Keeps whatever comes back to it."""
+    """A pool that keeps all returned pages."""
     pool = HostPool(MANY, lane_pages=1, source=request.param())
     yield pool
     pool.trim()
@@ -31,7 +31,7 @@ def _address(buffer):
 
 
 def _pages(pool):
-    """Pages in use, and pages that are idle."""
+    """Return the numbers of used and idle pages."""
     report = pool_report(pool)
     return report["used_nbytes"] / PAGE_NBYTES, report["idle_nbytes"] / PAGE_NBYTES
 
@@ -43,7 +43,7 @@ def _pages(pool):
     "nbytes",
     [16 << 10, (16 << 10) + 1, HALF - 1, HALF, HALF + 1, PAGE_NBYTES, PAGE_NBYTES + 1, 5_000_000],
 )
-def test_a_buffer_is_as_long_as_asked_aligned_and_writable(pool, nbytes):
+def test_a_buffer_has_the_requested_length_is_aligned_and_writable(pool, nbytes):
     buffers = [pool.empty(nbytes) for _ in range(3)]
     for buffer in buffers:
         assert buffer.dtype == np.uint8
@@ -54,8 +54,8 @@ def test_a_buffer_is_as_long_as_asked_aligned_and_writable(pool, nbytes):
         buffer[:] = 1
 
 
-def test_a_lane_that_gets_no_pages_keeps_what_it_has(pool, monkeypatch):
-    """Its run would be let go of again later, and be somebody else's with a buffer in it."""
+def test_a_lane_keeps_its_run_if_the_system_has_no_pages(pool, monkeypatch):
+    """Otherwise, the lane's run would be released twice, and reused while a buffer is in it."""
     first, second = pool.empty(HALF, "a"), pool.empty(HALF, "a")
     second[:] = 2
 
@@ -97,7 +97,7 @@ def test_more_than_the_system_has_is_a_memory_error(pool):
 
 
 class Walk:
-    """Random use of a pool. Every live buffer is full of a number of its own."""
+    """Random use of a pool. Every live buffer is filled with its own number."""
 
     def __init__(self, pool, seed, lanes):
         self.pool = pool
@@ -198,7 +198,7 @@ def test_a_page_is_filled_to_its_last_byte(pool):
     assert _pages(pool) == (1, 0)
 
 
-def test_a_page_comes_free_with_the_last_of_its_buffers(pool):
+def test_a_page_is_freed_with_its_last_buffer(pool):
     first, second = pool.empty(HALF, lane="a"), pool.empty(HALF, lane="a")
     pool.close_lane("a")
     del first
@@ -208,7 +208,7 @@ def test_a_page_comes_free_with_the_last_of_its_buffers(pool):
     assert _pages(pool) == (0, 1)
 
 
-def test_the_page_that_a_lane_fills_waits_for_the_lane(pool):
+def test_the_page_of_an_open_lane_stays_in_use(pool):
     del_me = pool.empty(HALF, lane="a")
     address = _address(del_me)
     del del_me
@@ -238,7 +238,7 @@ def test_closing_a_lane_leaves_the_others_and_its_buffers(pool):
     assert _address(pool.empty(HALF, lane="b")) == _address(other) + HALF
 
 
-def test_a_lane_can_be_used_again_after_it_was_closed(pool):
+def test_a_closed_pool_lane_can_be_used_again(pool):
     first = pool.empty(16 << 10, lane="a")
     pool.close_lane("a")
     second = pool.empty(16 << 10, lane="a")
@@ -248,26 +248,26 @@ def test_a_lane_can_be_used_again_after_it_was_closed(pool):
 # ------------------------------------------------------------------ tenants
 
 
-def test_a_tenant_leaves_all_its_lanes_and_nobody_elses(pool):
+def test_closing_a_tenant_closes_only_its_lanes(pool):
     one, other, pools = Tenant(), Tenant(), (pool, HostPool(1 << 30))
     buffers = [one.empty(each, HALF, lane) for each in pools for lane in "ab"]
     theirs = other.empty(pool, HALF, "a")
-    one.leave()
+    one.close()
     del buffers
     assert [each.used_nbytes for each in pools] == [PAGE_NBYTES, 0]
     assert _address(other.empty(pool, HALF, "a")) == _address(theirs) + HALF
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_a_tenant_asks_for_while_it_leaves_keeps_no_page(pool, monkeypatch, when):
+def test_a_request_while_a_tenant_closes_keeps_no_page(pool, monkeypatch, when):
     tenant, empty = Tenant(), pool.empty
 
     def leave_meanwhile(nbytes, lane):
         if when == "before":
-            tenant.leave()
+            tenant.close()
         buffer = empty(nbytes, lane)
         if when == "after":
-            tenant.leave()
+            tenant.close()
         return buffer
 
     monkeypatch.setattr(pool, "empty", leave_meanwhile)
@@ -302,8 +302,8 @@ def test_memory_of_a_large_buffer_becomes_small_buffers(pool):
     assert _pages(pool) == (3, 0)
 
 
-def test_the_pages_of_what_died_first_are_not_waited_for(pool):
-    """A large buffer takes what is idle, and the rest from the system."""
+def test_a_large_buffer_does_not_wait_for_pages_in_use(pool):
+    """A large buffer takes idle pages, and gets the rest from the system."""
     first = pool.empty(PAGE_NBYTES)
     second = pool.empty(PAGE_NBYTES)
     second[:] = 2
@@ -333,7 +333,7 @@ def test_a_pool_that_keeps_nothing(keep_nbytes):
     assert _pages(pool) == (0, 0)
 
 
-def test_what_is_not_kept_is_given_back(monkeypatch):
+def test_pages_beyond_the_limit_are_returned(monkeypatch):
     given_back = []
     source = PrivatePages()
     give_back = source.give_back
@@ -352,7 +352,7 @@ def test_what_is_not_kept_is_given_back(monkeypatch):
     assert set(given_back) == expected
 
 
-def test_trimming_gives_back_what_is_idle_and_nothing_else(pool):
+def test_trimming_returns_only_idle_pages(pool):
     buffers = [pool.empty(PAGE_NBYTES) for _ in range(4)]
     buffers[0][:] = 4
     del buffers[1:]
@@ -415,7 +415,7 @@ def test_a_buffer_may_die_in_another_thread(pool):
 
 
 def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
-    """Garbage is collected wherever Python likes, in the midst of `empty` as well."""
+    """The garbage collector may run at any point, even inside `empty`."""
     source = pool._pages
     build = source.build
 
@@ -442,12 +442,12 @@ def test_a_buffer_may_die_while_another_is_made(pool, monkeypatch):
     assert _pages(pool) == (1, 2)
 
 
-def test_a_lane_that_goes_on_gets_more_pages_at_a_time():
+def test_a_lane_that_continues_gets_more_pages_at_a_time():
     pool = HostPool(1 << 30, lane_pages=4)
     buffers = [pool.empty(PAGE_NBYTES * 5 // 8, lane="a")]
     assert _pages(pool) == (1, 0)
     buffers += [pool.empty(PAGE_NBYTES * 5 // 8, lane="a") for _ in range(6)]
-    # Six of them fill all but a quarter of a page of the four that came next.
+    # Six of them fill the next four pages except for a quarter of a page.
     assert _pages(pool) == (5, 0)
     buffers.append(pool.empty(PAGE_NBYTES * 5 // 8, lane="a"))
     assert _pages(pool) == (9, 0)
@@ -459,7 +459,7 @@ def test_a_lane_that_goes_on_gets_more_pages_at_a_time():
     ("nbytes", "n_pages"),
     [(PAGE_NBYTES, 1), (PAGE_NBYTES + 1, 0), (PAGE_NBYTES // 2, 0), (10 * PAGE_NBYTES + 1, 11)],
 )
-def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
+def test_an_unshared_buffer_has_pages_unless_most_would_be_wasted(nbytes, n_pages):
     pool = HostPool(1 << 30)
     buffer = pool.empty_alone(nbytes)
     buffer[:] = 3
@@ -468,8 +468,8 @@ def test_a_buffer_alone_has_pages_unless_they_would_be_wasted(nbytes, n_pages):
     assert _pages(pool) == (0, n_pages)
 
 
-def test_what_dies_after_trimming_goes_back_at_once():
-    """A result that outlives its shuffle: nobody asks the pool for anything when it is dropped."""
+def test_buffers_that_die_after_trimming_are_returned_at_once():
+    """A result may outlive its shuffle. The pool gets no request when it dies."""
     pool = HostPool(1 << 30)
     kept = pool.empty_alone(4 * PAGE_NBYTES)
     pool.trim()
@@ -486,7 +486,7 @@ def test_pages_are_kept_warm_again_once_the_pool_is_used():
     assert _pages(pool) == (0, 4)
 
 
-def test_a_buffer_that_dies_while_the_lock_is_held_is_not_waited_for():
+def test_a_destructor_does_not_wait_for_the_lock():
     pool = HostPool(1 << 30)
     buffer = pool.empty_alone(PAGE_NBYTES)
     pool.trim()
@@ -496,8 +496,8 @@ def test_a_buffer_that_dies_while_the_lock_is_held_is_not_waited_for():
     assert _pages(pool) == (0, 0)
 
 
-def test_a_file_of_pages_is_closed_beside_nobody_who_uses_it():
-    """Its number may be another file's a moment later, and pages are punched out of files."""
+def test_the_page_file_is_closed_under_the_lock():
+    """The file's number may be reused at once, and the pool punches holes into the file."""
     seen = []
 
     class Source(SharedPages):

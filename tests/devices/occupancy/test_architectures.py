@@ -1,4 +1,4 @@
-"""The table of architectures: complete, sourced, in itself consistent, and found by name."""
+"""The table of architectures is complete, sourced and consistent, and names are found."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_figures_agree_with_one_another(architecture):
     assert one.registers_per_thread * one.warp_size <= one.registers_per_sm // one.partitions
     assert one.shared_per_sm_nbytes % one.shared_granule_nbytes == 0
     assert one.shared_per_block_nbytes <= one.shared_per_block_opt_in_nbytes
-    # The largest block fits, with what is reserved, and leaves no room for itself again.
+    # The largest block fits with the driver's reserve, and a second one does not.
     largest = one.shared_per_block_opt_in_nbytes + one.shared_reserved_nbytes
     assert largest == one.shared_per_sm_nbytes
 
 
-#: Threads, blocks, shared memory of a multiprocessor and of a block, in KiB: typed anew from the
-#: makers' tables, so that a slip in the product's table shows.
+#: Threads, blocks, shared memory of a multiprocessor and of a block, in KiB. Copied again from the
+#: makers' tables, to reveal slips in the product's table.
 LIMITS = {
     "V100": ((7, 0), 2048, 32, 96, 96, 256),
     "T4": ((7, 5), 1024, 16, 64, 64, 256),
@@ -104,7 +104,7 @@ def test_devices_are_found_by_name(device_name, name):
 @pytest.mark.parametrize(
     "device_name", ["", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA A10G", "A1000", "Tesla P100"]
 )
-def test_devices_that_resemble_one_are_not_taken_for_it(device_name):
+def test_similar_device_names_do_not_match(device_name):
     assert gpu_named(device_name) is None
 
 

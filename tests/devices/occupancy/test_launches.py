@@ -1,4 +1,4 @@
-"""Launches through the driver's functions carry what was planned; and CuPy's do."""
+"""Launches through the driver's functions request the planned shared memory, CuPy's included."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.devices.fake_libcuda import (
     FakeLibcuda,
 )
 
-TWO, FOUR = 76928, 45696  # bytes that leave so many blocks of 256 threads on an sm_90
+TWO, FOUR = 76928, 45696  # bytes that leave 2 and 4 blocks of 256 threads on an sm_90
 
 
 class Library:
-    """What CuPy looks its functions up in."""
+    """The library object in which CuPy looks up functions."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def launches(libcuda):
 @pytest.fixture
 def library(launches):
     library = Library()
-    launches.stand_in(library)
+    launches.intercept(library)
     return library
 
 
@@ -68,9 +68,7 @@ def test_a_launch_outside_is_passed_on_as_it_was(library, libcuda):
     ]
 
 
-def test_a_launch_inside_carries_the_planned_bytes_and_is_else_as_it_was(
-    library, libcuda, launches
-):
+def test_a_shaped_launch_changes_only_its_shared_memory(library, libcuda, launches):
     with planned(launches):
         assert launch(library) == 0
     assert libcuda.launches == [(10, (1000, 2, 3), (256, 1, 1), TWO, 0x77, 0x5000, None)]
@@ -78,7 +76,7 @@ def test_a_launch_inside_carries_the_planned_bytes_and_is_else_as_it_was(
     assert libcuda.kernels[10].attributes[CARVEOUT] == 100
 
 
-def test_a_plan_that_a_kernel_is_allowed_anyway_changes_nothing_of_it(library, libcuda, launches):
+def test_a_plan_within_the_allowance_does_not_change_it(library, libcuda, launches):
     with planned(launches, 4):
         launch(library)
     assert libcuda.carried == [FOUR]
@@ -92,7 +90,7 @@ def test_without_a_hook_launches_are_passed_on(library, libcuda, launches):
     assert libcuda.carried == [0]
 
 
-def test_a_launch_that_a_graph_captures_is_left_alone(library, libcuda, launches):
+def test_a_captured_launch_is_unchanged(library, libcuda, launches):
     libcuda.capturing.add(0x77)
     libcuda.implicit.add(None)
     with planned(launches):
@@ -111,7 +109,7 @@ def test_a_refused_launch_is_made_as_it_was(library, libcuda, launches):
     assert [made[3] for made in libcuda.refused] == [TWO]
 
 
-def test_what_the_driver_says_is_what_the_caller_gets(library, libcuda, launches):
+def test_the_caller_gets_the_drivers_status(library, libcuda, launches):
     assert launch(library, kernel=99) == INVALID_HANDLE
     with planned(launches):
         assert launch(library, kernel=99) == INVALID_HANDLE
@@ -135,8 +133,8 @@ def test_an_unloaded_kernel_is_asked_about_again(library, libcuda, launches):
     assert library.cuModuleUnload(2) == INVALID_HANDLE
 
 
-def test_a_module_may_die_in_the_midst_of_a_decision(library, libcuda, launches):
-    """As when the garbage collector runs there."""
+def test_a_module_may_be_unloaded_during_a_decision(library, libcuda, launches):
+    """The garbage collector may unload a module there."""
 
     def plan_and_unload(asked):
         library.cuModuleUnload(2)
@@ -149,11 +147,11 @@ def test_a_module_may_die_in_the_midst_of_a_decision(library, libcuda, launches)
     assert 20 not in libcuda.kernels
 
 
-def test_functions_that_were_looked_up_stay_until_the_process_ends(libcuda):
-    """Nobody knows who has their addresses."""
+def test_replaced_functions_stay_until_the_process_ends(libcuda):
+    """Callers may keep the addresses."""
     launches, library = Launches(libcuda), Library()
     is_there = weakref.ref(launches)
-    launches.stand_in(library)
+    launches.intercept(library)
     del launches, library
     gc.collect()
     assert is_there() is not None
@@ -185,7 +183,7 @@ def test_the_numbers_are_the_drivers():
 
 
 def run(source):
-    """Each in a process of its own: CuPy looks its functions up once."""
+    """Run code in a new process, because CuPy looks its functions up once."""
     head = """
         import ctypes
         import cupy
@@ -213,7 +211,7 @@ def needs_cupy():
 
 
 def test_cupys_own_launches_are_shaped(needs_cupy):
-    """The function that raw, elementwise and reduction kernels end in, over a driver of ours."""
+    """Raw, elementwise and reduction kernels end in this function, here over a fake driver."""
     done = run(f"""
         launches = cupy_launches()
         assert cupy_launches() is launches
@@ -242,7 +240,7 @@ def test_cupys_own_launches_are_shaped(needs_cupy):
     assert done.returncode == 0, done.stderr
 
 
-def test_cupy_that_has_called_the_driver_cannot_be_attached_to(needs_cupy):
+def test_cupy_cannot_be_intercepted_after_a_driver_call(needs_cupy):
     done = run("""
         from cupy_backends.cuda.api import driver
         driver.ctxGetCurrent()

@@ -1,4 +1,4 @@
-"""The page about shaping shows what the package computes: its examples, figures and picture."""
+"""The page about shaping shows what the package computes: examples, figures and picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blocks_of(language):
 
 
 def test_python_examples():
-    """They follow one another, as a reader reads them."""
+    """They build on each other, in the order of the page."""
     examples = "\n".join(block for block in blocks_of("python") if block.startswith(">>>"))
     test = doctest.DocTestParser().get_doctest(examples, {}, "occupancy.md", None, 0)
     assert len(test.examples) > 10
@@ -47,7 +47,7 @@ def test_docstring_examples():
         assert found.failed == 0
 
 
-def test_what_the_command_prints():
+def test_the_output_of_the_command():
     (session,) = blocks_of("console")
     command, _, printed = session.partition("\n")
     assert command.startswith("$ dask gpurt ")
@@ -72,7 +72,7 @@ def test_table_of_reasons():
 
 
 def test_picture():
-    """Its bars are 432 wide; what they show is what the example computes."""
+    """Its bars are 432 wide and show the result of the example."""
     compute = Launch(threads=256, registers=64)
     pack = Launch(threads=256, registers=32, dynamic_nbytes=24 * KIB)
     found = plan_beside(SM90, compute, pack, pending=True)

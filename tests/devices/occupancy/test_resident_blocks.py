@@ -1,4 +1,4 @@
-"""Resident blocks and plans, against a search that knows nothing of the product's arithmetic."""
+"""Resident blocks and plans agree with an independent brute-force search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dask_gpurt.devices.occupancy.resident_blocks import (
     Limit,
     charged_nbytes,
     occupancy,
-    short_of,
+    shortages,
 )
 
 KIB = 1 << 10
@@ -26,10 +26,10 @@ KIB = 1 << 10
 
 
 def shared_table(architecture):
-    """Blocks that fit, for every size of shared memory a block may have: counted, not divided."""
+    """Count the blocks that fit, for every size of a block's shared memory."""
     sizes = np.arange(architecture.shared_per_block_opt_in_nbytes + 1)
     granules = np.zeros_like(sizes)
-    # How many granules cover a size: one more for each granule that has been filled.
+    # The granules of a size: one more for each filled granule.
     filled = np.arange(0, architecture.shared_per_sm_nbytes, architecture.shared_granule_nbytes)
     granules = np.searchsorted(filled, sizes + architecture.shared_reserved_nbytes, side="left")
     blocks = np.zeros(len(sizes), dtype=np.int64)
@@ -40,7 +40,7 @@ def shared_table(architecture):
 
 
 def fit_by_registers(architecture, registers, warps):
-    """Blocks whose warps find a place, put one after the other into the partitions."""
+    """Count blocks by placing their warps into the partitions one after the other."""
     lines = -(-registers * architecture.warp_size // architecture.register_granule)
     free = architecture.registers_per_sm // architecture.register_granule
     of_partition = free // architecture.partitions
@@ -50,14 +50,14 @@ def fit_by_registers(architecture, registers, warps):
     blocks = np.zeros_like(lines)
     for n in range(1, architecture.blocks_per_sm + 1):
         blocks += n * warps <= places
-    # The launch itself is refused if a block does not fit with its partitions filled evenly.
+    # A launch is refused if a block does not fit with its partitions filled evenly.
     even = (warps + architecture.partitions - 1) // architecture.partitions
     runs = (even * lines <= of_partition) & (registers <= architecture.registers_per_thread)
     return np.where(runs, blocks, 0)
 
 
 def brute_force(architecture, threads, registers):
-    """Most blocks resident whatever their shared memory."""
+    """Return the resident blocks, independent of shared memory."""
     warps = np.ceil(threads / architecture.warp_size).astype(np.int64)
     blocks = np.zeros_like(warps)
     for n in range(1, architecture.blocks_per_sm + 1):
@@ -71,7 +71,7 @@ N_CASES = 100_000
 
 
 def random_cases(architecture, n, rng):
-    """Mostly of the sizes that kernels have; some that no device runs."""
+    """Yield launches, mostly of realistic sizes, and some that no device runs."""
     threads = rng.integers(1, architecture.threads_per_block + 40, n)
     usual = rng.random(n) < 0.5
     threads[usual] = rng.choice([32, 64, 128, 256, 512, 1024], n)[usual]
@@ -88,7 +88,7 @@ def random_cases(architecture, n, rng):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_agrees_with_a_search_over_all_sizes(name):
-    """A hundred thousand launches in all, each against every size that it could be given."""
+    """Compares a hundred thousand launches, each at every possible size."""
     architecture = ARCHITECTURES[name]
     n = N_CASES // len(ARCHITECTURES) + 1
     rng = np.random.default_rng(sum(name.encode()))
@@ -96,7 +96,7 @@ def test_agrees_with_a_search_over_all_sizes(name):
     table = shared_table(architecture)
     others = brute_force(architecture, threads, registers)
     assert (np.diff(table) <= 0).all()
-    # Where in the table each number of blocks begins and ends.
+    # Positions in the table where each number of blocks starts and ends.
     first = [int((table > k).sum()) for k in range(architecture.blocks_per_sm + 1)]
     end = [int((table >= k).sum()) for k in range(architecture.blocks_per_sm + 1)]
     seen: Counter[object] = Counter()
@@ -109,7 +109,7 @@ def test_agrees_with_a_search_over_all_sizes(name):
         resident = min(most, int(table[s + d])) if runs else 0
         assert occupancy(architecture, launch).blocks == resident
         found = plan(architecture, launch, k, pending=True)
-        # Sizes, of static and dynamic together, with exactly k blocks: none below what is used.
+        # Sizes of static plus dynamic memory with exactly k blocks, from the used size on.
         least, beyond = max(first[k], s + d), end[k]
         if resident > k and least < beyond:
             seen["plans"] += 1
@@ -117,7 +117,7 @@ def test_agrees_with_a_search_over_all_sizes(name):
             assert found.blocks == k == int(table[s + found.dynamic_nbytes])
             assert found.unshaped_blocks == resident
             assert found.most_nbytes == beyond - 1 - s
-            # The smallest size, but for the rest of a granule that is charged anyhow.
+            # The smallest size, up to the rest of a granule that is charged anyway.
             assert 0 <= found.dynamic_nbytes + s - least < architecture.shared_granule_nbytes
         else:
             assert isinstance(found, Refusal)
@@ -129,15 +129,15 @@ def test_agrees_with_a_search_over_all_sizes(name):
                 assert found.reason is Reason.FEW_ALREADY
             else:
                 assert found.reason is Reason.NO_SUCH_AMOUNT
-    # None of the branches was left out.
+    # The cases covered all branches.
     assert seen["plans"] > n // 5
     assert min(seen[Reason.DOES_NOT_RUN], seen[Reason.FEW_ALREADY]) > n // 20
 
 
 # ------------------------------------------------------------------ worked figures
 
-#: Least and most dynamic bytes, what is left free, and what is free once a block has ended, for a
-#: kernel without static shared memory: computed apart from this code, from the same constants.
+#: Least and most dynamic bytes, free bytes, and free bytes after one block has ended, for a kernel
+#: without static shared memory. Computed without this code, from the same constants.
 WORKED = {
     "V100": {
         1: (49408, 98304, 48896, 98304),
@@ -211,11 +211,11 @@ def test_worked_figures(name):
         (SM80, Launch(256, 64), 4, {Limit.REGISTERS}),
         (SM80, Launch(32, 16), 32, {Limit.BLOCKS}),
         (SM80, Launch(128, 16, static_nbytes=40 * KIB), 4, {Limit.SHARED_MEMORY}),
-        # 51 warps by the size of the register file, 48 by that of its four partitions.
+        # 51 warps by the size of the register file, 48 by the size of its four partitions.
         (SM80, Launch(96, 40), 16, {Limit.REGISTERS}),
-        # A warp that is half empty takes as much as a full one.
+        # A half-empty warp takes as much as a full one.
         (SM80, Launch(33, 128), 8, {Limit.REGISTERS}),
-        # 255 registers run in a block of 256 threads; one more warp does not.
+        # A block of 256 threads with 255 registers runs; one more warp does not fit.
         (SM80, Launch(256, 255), 1, {Limit.REGISTERS}),
         (SM80, Launch(288, 255), 0, {Limit.REGISTERS}),
         (SM80, Launch(256, 256), 0, {Limit.REGISTERS}),
@@ -223,13 +223,13 @@ def test_worked_figures(name):
         (SM80, Launch(32, 16, dynamic_nbytes=163 * KIB), 1, {Limit.SHARED_MEMORY}),
         (SM80, Launch(32, 16, dynamic_nbytes=163 * KIB + 1), 0, {Limit.SHARED_MEMORY}),
         (SM70, Launch(64, 0), 32, {Limit.BLOCKS, Limit.THREADS}),
-        # Blocks of one wavefront need no barrier, of which there are sixteen.
+        # Blocks of one wavefront need none of the sixteen barriers.
         (GFX90A, Launch(64, 16), 32, {Limit.THREADS, Limit.BLOCKS}),
         (GFX90A, Launch(65, 16), 16, {Limit.THREADS, Limit.BLOCKS}),
         (GFX90A, Launch(256, 129), 3, {Limit.REGISTERS}),
     ],
 )
-def test_what_binds(architecture, launch, blocks, binding):
+def test_binding_limits(architecture, launch, blocks, binding):
     found = occupancy(architecture, launch)
     assert found.blocks == blocks
     assert found.binding == binding
@@ -268,7 +268,7 @@ def test_asking_for_more_never_lets_in_more(architecture, launch, more):
 
 
 @given(architectures, launches, st.integers(0, 255), st.integers(1, 1024))
-def test_needing_more_registers_or_threads_never_lets_in_more(architecture, launch, r, t):
+def test_more_registers_or_threads_never_allow_more_blocks(architecture, launch, r, t):
     larger = replace(launch, registers=max(r, launch.registers), threads=max(t, launch.threads))
     assert occupancy(architecture, larger).blocks <= occupancy(architecture, launch).blocks
 
@@ -290,7 +290,7 @@ def test_leaving_fewer_takes_more(architecture, launch):
 
 
 @given(architectures, launches)
-def test_the_fewest_and_the_most_are_the_ends_of_what_can_be_left(architecture, launch):
+def test_fewest_and_most_are_the_extreme_plans(architecture, launch):
     exact = [plan(architecture, launch, k, pending=True) for k in range(1, 33)]
     plans = [one for one in exact if isinstance(one, Plan)]
     fewest = plan(architecture, launch, "fewest", pending=True)
@@ -313,20 +313,18 @@ def test_nothing_is_shaped_while_nothing_is_pending(architecture, launch, leave)
 
 
 @given(architectures, launches, launches, st.booleans())
-def test_what_is_planned_for_fits_and_with_one_more_it_would_not(
-    architecture, launch, other, on_turnover
-):
+def test_a_plan_leaves_room_and_one_more_block_would_not(architecture, launch, other, on_turnover):
     found = plan_beside(architecture, launch, other, pending=True, on_turnover=on_turnover)
     ended = int(on_turnover)
     if isinstance(found, Plan):
         shaped = replace(launch, dynamic_nbytes=found.dynamic_nbytes)
         assert occupancy(architecture, shaped).blocks == found.blocks
-        assert not short_of(architecture, shaped, found.blocks - ended, other)
+        assert not shortages(architecture, shaped, found.blocks - ended, other)
         for blocks in range(found.blocks + 1, found.unshaped_blocks):
             gentler = plan(architecture, launch, blocks, pending=True)
             if isinstance(gentler, Plan):
                 gentler = replace(launch, dynamic_nbytes=gentler.dynamic_nbytes)
-                assert short_of(architecture, gentler, blocks - ended, other)
+                assert shortages(architecture, gentler, blocks - ended, other)
 
 
 # ------------------------------------------------------------------ refusals
@@ -348,7 +346,7 @@ def test_blocks_that_bind_are_named():
     assert found == Refusal(Reason.FEW_ALREADY, 32, frozenset({Limit.BLOCKS}))
 
 
-def test_shared_memory_that_binds_already_is_named():
+def test_a_refusal_names_shared_memory_that_binds():
     found = plan(SM90, Launch(128, 32, dynamic_nbytes=100 * KIB), 2, pending=True)
     assert found == Refusal(Reason.FEW_ALREADY, 2, frozenset({Limit.SHARED_MEMORY}))
 
@@ -358,7 +356,7 @@ def test_without_opt_in_a_block_may_not_have_enough():
     assert plan(SM90, launch, 2, pending=True).needs_opt_in
     found = plan(SM90, launch, 2, pending=True, opt_in=False)
     assert found == Refusal(Reason.BLOCK_MAXIMUM, 8, needed_nbytes=76928)
-    # The fewest is then what the usual maximum leaves.
+    # "fewest" is then the number that the usual maximum leaves.
     fewest = plan(SM90, launch, "fewest", pending=True, opt_in=False)
     assert (fewest.blocks, fewest.dynamic_nbytes, fewest.needs_opt_in) == (4, 45696, False)
     assert fewest.most_nbytes == 48 * KIB
@@ -388,8 +386,8 @@ def test_granules_too_coarse_for_a_number():
 
 
 @pytest.mark.parametrize("leave", [0, -1])
-def test_leaving_none_is_a_mistake(leave):
-    with pytest.raises(ValueError, match="has to be resident"):
+def test_leaving_no_block_is_an_error(leave):
+    with pytest.raises(ValueError, match="at least one must run"):
         plan(SM90, Launch(128, 32), leave, pending=True)
 
 
@@ -397,8 +395,8 @@ def test_leaving_none_is_a_mistake(leave):
 COLLECTIVE = Launch(640, 96, static_nbytes=36 * KIB, dynamic_nbytes=82240)
 
 
-def test_a_collectives_kernel_fits_beside_no_block_of_a_usual_one():
-    """A planner that looked at shared memory alone would see room that is not there."""
+def test_a_collective_kernel_fits_beside_no_block_of_a_usual_kernel():
+    """A planner that considered only shared memory would find room that does not exist."""
     found = plan_beside(SM90, Launch(256, 64), COLLECTIVE, pending=True)
     assert found == Refusal(Reason.NO_ROOM, 4, frozenset({Limit.REGISTERS, Limit.SHARED_MEMORY}))
     smaller = replace(COLLECTIVE, static_nbytes=0)
@@ -406,7 +404,7 @@ def test_a_collectives_kernel_fits_beside_no_block_of_a_usual_one():
     assert found == Refusal(Reason.NO_ROOM, 4, frozenset({Limit.REGISTERS}))
 
 
-def test_a_collectives_kernel_fits_once_a_block_has_ended():
+def test_a_collective_kernel_fits_after_a_block_ends():
     found = plan_beside(SM90, Launch(256, 64), COLLECTIVE, pending=True, on_turnover=True)
     assert isinstance(found, Plan)
     assert found.blocks == 1
@@ -425,7 +423,7 @@ def test_nothing_is_changed_where_there_is_room():
     assert found.reason is Reason.FITS_ALREADY
 
 
-def test_neither_kernel_may_be_one_that_does_not_run():
+def test_both_kernels_must_be_able_to_run():
     never = Launch(2000, 32)
     for one, other in ((never, Launch(32, 32)), (Launch(32, 32), never)):
         assert plan_beside(SM90, one, other, pending=True).reason is Reason.DOES_NOT_RUN

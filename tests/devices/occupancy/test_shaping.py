@@ -1,4 +1,4 @@
-"""Launches inside `shaped` carry what was planned, all others what they ask for."""
+"""Launches inside `shaped` request what was planned; others request what they need."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from dask_gpurt.devices.occupancy.shaping import (
 
 KIB = 1 << 10
 GRID, BLOCK = (1000, 1, 1), (16, 8, 2)  # 256 threads
-TWO, FOUR = 76928, 45696  # bytes that leave so many blocks on an sm_90
+TWO, FOUR = 76928, 45696  # bytes that leave 2 and 4 blocks on an sm_90
 
 
 @dataclass(frozen=True)
 class Made:
-    """A launch as it reached the driver."""
+    """A launch that reached the driver."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -40,7 +40,7 @@ class Made:
 
 
 class FakeDriver:
-    """Keeps the rules of a CUDA driver about shared memory; counts what it is asked."""
+    """A driver with CUDA's rules about shared memory that counts calls."""
 
     def __init__(self, registers=32, static_nbytes=0, opt_in_nbytes=227 * KIB):
         self.registers = registers
@@ -80,7 +80,7 @@ class FakeDriver:
 
 
 class CountingPlanner:
-    """A planner that keeps what it was asked."""
+    """A planner that records calls."""
 
     def __init__(self, leave, architecture=SM90):
         self.planner = Planner(architecture, leave)
@@ -112,7 +112,7 @@ def launch(hook, kernel="k", shared_nbytes=0, block=BLOCK, stream=7):
 # ------------------------------------------------------------------ what launches carry
 
 
-def test_launches_carry_the_planned_bytes_and_are_else_as_they_were(hook, driver):
+def test_intercepted_launches_change_only_their_shared_memory(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
     assert driver.launches == [Made("k", GRID, BLOCK, TWO, 7)]
@@ -134,7 +134,7 @@ def test_unshaped_after_an_error_inside(hook, driver):
     assert driver.carried == [0]
 
 
-def test_a_hook_that_is_switched_off_changes_nothing(driver):
+def test_a_disabled_hook_changes_nothing(driver):
     hook = LaunchHook(driver, enabled=False)
     planner = CountingPlanner(2)
     with shaped(planner, always, hook):
@@ -145,7 +145,7 @@ def test_a_hook_that_is_switched_off_changes_nothing(driver):
 
 
 def test_unshaped_while_nothing_is_pending(hook, driver):
-    """Asked at each launch: communication comes and goes within one block."""
+    """Each launch asks, because communication starts and ends within one `with` block."""
     pending = iter([False, True, True, False])
     planner = CountingPlanner(2)
     with shaped(planner, lambda: next(pending), hook):
@@ -157,8 +157,8 @@ def test_unshaped_while_nothing_is_pending(hook, driver):
     assert driver.carried == [0, TWO, TWO, 0]
 
 
-def test_a_launchs_own_shared_memory_is_never_made_less(hook, driver):
-    """The plan for it is to do nothing; and a planner that asks for less is not followed."""
+def test_shaping_never_lowers_a_launchs_shared_memory(hook, driver):
+    """The plan leaves it unchanged, and a planner that asks for less is ignored."""
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook, shared_nbytes=48 * KIB)
     less = Plan(16, 16, 4, 8, 0, needs_opt_in=False)
@@ -167,7 +167,7 @@ def test_a_launchs_own_shared_memory_is_never_made_less(hook, driver):
     assert driver.carried == [48 * KIB, 1024]
 
 
-def test_what_the_planner_is_told(driver):
+def test_the_planner_gets_the_resources_of_the_launch(driver):
     driver.registers, driver.static_nbytes = 40, 3 * KIB
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
@@ -177,7 +177,7 @@ def test_what_the_planner_is_told(driver):
     assert driver.carried == [TWO - 3 * KIB]
 
 
-def test_a_launch_with_more_threads_than_the_kernel_can_have_is_the_drivers_to_refuse(hook, driver):
+def test_the_driver_refuses_launches_with_too_many_threads(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook, block=(1025, 1, 1))
     assert driver.carried == [0]
@@ -199,7 +199,7 @@ def test_decisions_say_why(hook, driver):
 # ------------------------------------------------------------------ more than 48 KiB
 
 
-def test_a_kernel_is_allowed_more_once_before_it_is_launched_with_it(hook, driver):
+def test_the_allowance_is_raised_once_before_the_launch(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         for _ in range(5):
             launch(hook)
@@ -208,15 +208,15 @@ def test_a_kernel_is_allowed_more_once_before_it_is_launched_with_it(hook, drive
     assert driver.carried == [TWO] * 5
 
 
-def test_a_kernel_that_needs_no_more_is_left_alone(hook, driver):
+def test_a_kernel_without_a_larger_plan_is_unchanged(hook, driver):
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook)
     assert driver.carried == [FOUR]
     assert driver.allowances == []
 
 
-def test_what_a_kernel_is_allowed_only_grows(hook, driver):
-    """Its owner has launches of its own that need what it was allowed."""
+def test_the_allowance_of_a_kernel_only_grows(hook, driver):
+    """The kernel's owner may have launches that need the allowance."""
     driver.set_max_dynamic_shared("k", 200 * KIB)
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -225,8 +225,8 @@ def test_what_a_kernel_is_allowed_only_grows(hook, driver):
     assert driver.allowances == [("k", 200 * KIB)]
 
 
-def test_a_device_that_does_not_allow_it_runs_the_launch_as_it_was():
-    """The table said that it would."""
+def test_a_device_that_refuses_the_allowance_runs_the_launch_unchanged():
+    """The table promised that it would."""
     driver = FakeDriver(opt_in_nbytes=64 * KIB)
     hook = LaunchHook(driver, enabled=True)
     with shaped(Planner(SM90, 2), always, hook):
@@ -240,8 +240,8 @@ def test_a_device_that_does_not_allow_it_runs_the_launch_as_it_was():
     assert "bytes" in str(decided.why)
 
 
-def test_a_refused_launch_is_made_again_as_it_was_and_not_tried_again(hook, driver):
-    """The kernel's owner has since set what it is allowed back to what it needs itself."""
+def test_a_refused_launch_is_repeated_unchanged_and_remembered(hook, driver):
+    """Meanwhile, the kernel's owner has reset the allowance to its own need."""
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         del driver.allowed["k"]
@@ -254,7 +254,7 @@ def test_a_refused_launch_is_made_again_as_it_was_and_not_tried_again(hook, driv
     assert decided.nbytes == 0
 
 
-def test_a_launch_that_is_refused_as_it_was_says_so(hook, driver):
+def test_a_refusal_of_the_original_launch_is_raised(hook, driver):
     with (
         shaped(Planner(SM90, 2), always, hook),
         pytest.raises(LaunchRefusedError, match=str(100 * KIB)),
@@ -262,8 +262,8 @@ def test_a_launch_that_is_refused_as_it_was_says_so(hook, driver):
         launch(hook, shared_nbytes=100 * KIB, block=(512, 1, 1))
 
 
-def test_another_error_of_a_launch_is_not_taken_for_a_refusal(hook, driver, monkeypatch):
-    """The launch may have been made: a second one would do its work twice."""
+def test_other_launch_errors_are_not_refusals(hook, driver, monkeypatch):
+    """The launch may have run. A second launch would repeat its work."""
     tried = []
 
     def lost(*arguments):
@@ -276,7 +276,7 @@ def test_another_error_of_a_launch_is_not_taken_for_a_refusal(hook, driver, monk
     assert len(tried) == 1
 
 
-def test_a_kernel_that_was_unloaded_is_asked_about_again(hook, driver):
+def test_an_unloaded_kernel_is_decided_again(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         launch(hook, kernel="other")
@@ -291,7 +291,7 @@ def test_a_kernel_that_was_unloaded_is_asked_about_again(hook, driver):
 # ------------------------------------------------------------------ what fails costs the shape only
 
 
-def test_a_planner_that_fails_leaves_the_launch_as_it_was(hook, driver):
+def test_a_failing_planner_leaves_the_launch_unchanged(hook, driver):
     asked = []
 
     def fails(one):
@@ -307,7 +307,7 @@ def test_a_planner_that_fails_leaves_the_launch_as_it_was(hook, driver):
     assert "planned for nobody" in str(decided.why)
 
 
-def test_attributes_that_fail_leave_the_launch_as_it_was(hook, driver, monkeypatch):
+def test_failing_attributes_leave_the_launch_unchanged(hook, driver, monkeypatch):
     monkeypatch.setattr(driver, "attributes", lambda kernel: 1 // 0)
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
@@ -315,7 +315,7 @@ def test_attributes_that_fail_leave_the_launch_as_it_was(hook, driver, monkeypat
     assert "ZeroDivisionError" in str(hook.decisions()[0].why)
 
 
-def test_a_pending_that_fails_leaves_the_launch_as_it_was(hook, driver):
+def test_a_failing_pending_leaves_the_launch_unchanged(hook, driver):
     def pending():
         raise RuntimeError("no ledger")
 
@@ -328,7 +328,7 @@ def test_a_pending_that_fails_leaves_the_launch_as_it_was(hook, driver):
 # ------------------------------------------------------------------ nesting
 
 
-def test_the_inner_scope_holds_and_the_outer_one_comes_back(hook, driver):
+def test_an_inner_scope_replaces_the_outer_one_until_it_ends(hook, driver):
     with shaped(Planner(SM90, 2), always, hook):
         launch(hook)
         with shaped(Planner(SM90, 4), always, hook):
@@ -337,7 +337,7 @@ def test_the_inner_scope_holds_and_the_outer_one_comes_back(hook, driver):
     assert driver.carried == [TWO, FOUR, TWO]
 
 
-def test_an_inner_scope_with_nothing_pending_is_unshaped(hook, driver):
+def test_an_inner_scope_without_pending_work_is_unshaped(hook, driver):
     with shaped(Planner(SM90, 2), always, hook), shaped(Planner(SM90, 4), lambda: False, hook):
         launch(hook)
     assert driver.carried == [0]
@@ -374,7 +374,7 @@ def test_a_thread_that_starts_inside_is_unshaped(hook, driver):
 
 
 def test_threads_shape_their_own_launches():
-    """Each with a number of its own, all inside at the same time."""
+    """All threads are inside at the same time, each with its own number."""
     leaves = [1, 2, 3, 4, 6, 7]
     driver = FakeDriver()
     hook = LaunchHook(driver, enabled=True)
@@ -403,14 +403,14 @@ def test_threads_shape_their_own_launches():
         planned = plan(SM90, Launch(256, 32), leave, pending=True).dynamic_nbytes
         assert carried[number] == {planned: 50}
     assert carried["outside"] == {0: 50}
-    # One question for each number of blocks, and what the kernel is allowed only grew.
+    # One question for each number of blocks. The allowance only grew.
     assert driver.asked == {"shared by all": len(leaves)}
     assert driver.allowances == sorted(driver.allowances)
     assert driver.refused == []
 
 
 class Door:
-    """A lock that says who has come to it."""
+    """A lock that tells which threads have reached it."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -424,13 +424,13 @@ class Door:
         self.lock.release()
 
 
-def test_a_kernel_that_many_threads_meet_at_once_is_decided_once(driver, monkeypatch):
-    """The first is kept inside until all the others have found nothing decided."""
+def test_many_threads_decide_a_new_kernel_once(driver, monkeypatch):
+    """The first thread stays inside until all others have found no decision."""
     hook = LaunchHook(driver, enabled=True)
     planner = CountingPlanner(2)
     n_threads = 4
     door = Door()
-    # Entering takes the lock too, so the door is put in once all have.
+    # Entering takes the lock too, so install the door after all threads have entered.
     entered = threading.Barrier(
         n_threads, timeout=60, action=lambda: monkeypatch.setattr(hook, "_lock", door)
     )
@@ -480,7 +480,7 @@ def test_coroutines_of_one_thread_do_not_shape_each_others_launches(hook, driver
 # ------------------------------------------------------------------ what it costs
 
 
-def test_a_launch_that_was_decided_asks_nobody_but_pending(hook, driver):
+def test_a_decided_launch_asks_only_pending(hook, driver):
     planner = CountingPlanner(2)
     n_asked = 0
 
@@ -498,7 +498,7 @@ def test_a_launch_that_was_decided_asks_nobody_but_pending(hook, driver):
     assert driver.allowances == [("k", TWO)]
 
 
-def test_what_is_remembered_is_bounded(hook, driver, monkeypatch):
+def test_the_number_of_decisions_is_bounded(hook, driver, monkeypatch):
     monkeypatch.setattr(shaping, "_MOST_DECISIONS", 10)
     for leave in range(1, 25):
         with shaped(Planner(SM90, leave), always, hook):

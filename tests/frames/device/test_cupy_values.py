@@ -1,4 +1,4 @@
-"""CuPy's arrays are taken apart and put together; real ones, over memory of the host."""
+"""CuPy arrays are decomposed and composed; real arrays over host memory."""
 
 from __future__ import annotations
 

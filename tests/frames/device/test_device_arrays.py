@@ -1,4 +1,4 @@
-"""Chunks of arrays in the memory of a device, emulated in host memory."""
+"""Chunks of device arrays, on a device emulated in host memory."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_without_room_shards_leave_the_device():
     assert body.packed.is_on_device
 
 
-def test_what_a_peer_sent_from_its_device_lands_in_the_room():
+def test_data_from_a_peers_device_lands_on_the_device():
     arrays, _, _ = cut(EmulatedMemory)
     assert isinstance(arrays.landing(320), EmulatedMemory)
     assert Arrays(Rechunking(OLD, NEW), concatenate3).landing is None
@@ -92,10 +92,10 @@ def test_layouts_name_the_library():
     arrays, opened, packed = cut(no_room)
     assert ChunkLayout.from_key(opened.layout_key).library == ARRAY
     host = Arrays(Rechunking(OLD, NEW), concatenate3)
-    with pytest.raises(ValueError, match="not known here"):
+    with pytest.raises(ValueError, match="does not know arrays"):
         host.unpack(opened.layout_key, packed)
     key = ChunkLayout(np.dtype("f8"), (40,), False).key
-    with pytest.raises(ValueError, match="host in the memory of a device"):
+    with pytest.raises(ValueError, match="host array arrived in device memory"):
         arrays.unpack(key, Packed(EmulatedMemory(320), 40))
 
 
@@ -113,7 +113,7 @@ def test_damaged_layouts_are_refused_or_describe_the_buffer(data):
     assert body.elements.nbytes == packed.buffer.nbytes
 
 
-def test_objects_are_pickled_as_those_of_the_host():
+def test_device_objects_are_pickled_like_host_objects():
     arrays = Arrays(Rechunking(((2,),), ((1, 1),)), concatenate3, devices(EmulatedMemory))
     opened = arrays.open(np.array(["a", "b"], dtype=object).view(EmulatedArray), (0,))
     body = arrays.unpack(opened.layout_key, on_host(opened.cut(opened.parts, True)))

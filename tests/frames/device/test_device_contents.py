@@ -1,4 +1,4 @@
-"""Contents of device tables: what is written is read, and nothing that lies is believed."""
+"""Contents of device tables survive a round trip, and invalid contents are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_gpurt.frames.device.device_contents import (
     mask_nbytes,
 )
 
-#: 5 rows of: an integer, a text with a missing value, a list of small integers, and a decimal.
+#: 5 rows of an integer, a text with a missing value, a list of small integers, and a decimal.
 N_ROWS = 5
 MEMORY_NBYTES = 512
 COLUMNS = (
@@ -45,18 +45,18 @@ COLUMNS = (
 
 
 def changed(number: int, **fields) -> tuple[DeviceColumn, ...]:
-    """COLUMNS with one column that is not as it should be."""
+    """Return COLUMNS with one invalid column."""
     columns = list(COLUMNS)
     columns[number] = dataclasses.replace(columns[number], **fields)
     return tuple(columns)
 
 
-def test_what_was_written_is_read():
+def test_contents_round_trip():
     assert decode(encode(COLUMNS), N_ROWS, MEMORY_NBYTES) == COLUMNS
 
 
 @pytest.mark.parametrize("n_rows", [0, 3])
-def test_a_table_without_columns_has_any_number_of_rows(n_rows):
+def test_a_table_without_columns_allows_any_number_of_rows(n_rows):
     assert decode(encode(()), n_rows, 0) == ()
 
 
@@ -109,7 +109,7 @@ OFFSETS = DeviceColumn("INT32", 6, offset=128, nbytes=24)
     ],
     ids=str,
 )
-def test_what_contradicts_itself_is_refused(columns):
+def test_inconsistent_layouts_are_refused(columns):
     with pytest.raises(ValueError):
         decode(encode(columns), N_ROWS, MEMORY_NBYTES)
 
@@ -135,8 +135,8 @@ def test_contents_cut_short_are_refused(end):
         decode(encode(COLUMNS)[:end], N_ROWS, MEMORY_NBYTES)
 
 
-def test_numbers_of_types_are_never_given_to_others():
-    """They are on the wire."""
+def test_type_numbers_never_change():
+    """The wire format uses the numbers."""
     assert TYPES[:4] == ("INT8", "INT16", "INT32", "INT64")
     assert TYPES[21:] == ("DECIMAL32", "DECIMAL64", "DECIMAL128", "STRING", "LIST", "STRUCT")
 
@@ -150,7 +150,7 @@ def within(columns, memory_nbytes):
 
 
 def checked(contents: bytes, n_rows: int, memory_nbytes: int) -> None:
-    """Refused, or within the memory: nothing else."""
+    """Check that contents are refused or stay within the memory."""
     try:
         columns = decode(contents, n_rows, memory_nbytes)
     except ValueError:

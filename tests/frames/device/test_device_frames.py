@@ -24,7 +24,7 @@ def no_room(nbytes):
 
 
 class DeviceSuite(PandasRows, FrameSuite):
-    """With room on the device, as much as it takes."""
+    """The suite on a device with enough room."""
 
     room = staticmethod(EmulatedMemory)
 
@@ -60,7 +60,7 @@ class TestOnTheDevice(DeviceSuite):
         assert all(body.packed.is_on_device for body, _ in bodies)
         assert EmulatedMemory.copied_nbytes == before
 
-    def test_only_the_contents_of_one_that_arrives_are_read(self):
+    def test_only_the_contents_of_an_arriving_shard_are_read(self):
         frame = self.frame(1_000, 0)
         adapter = self.adapter(frame)
         before = EmulatedMemory.copied_nbytes
@@ -71,7 +71,7 @@ class TestOnTheDevice(DeviceSuite):
 
 
 class TestWithoutRoom(DeviceSuite):
-    """Every shard is in the host's memory until an output needs it."""
+    """Every shard stays in host memory until an output needs it."""
 
     room = staticmethod(no_room)
 
@@ -83,7 +83,7 @@ class TestWithoutRoom(DeviceSuite):
         assert EmulatedMemory.used_nbytes == before
         assert not any(body.packed.is_on_device for body, _ in bodies)
 
-    def test_one_that_an_output_needs_is_brought_back_once(self):
+    def test_a_shard_returns_to_the_device_once(self):
         frame = self.frame(1_000, 0)
         adapter = self.adapter(frame)
         (body, _), *_ = self.shards(adapter, frame, leaves=False)
@@ -104,7 +104,7 @@ class TestIndexed(DeviceSuite):
 
 
 class TestOfASeries(DeviceSuite):
-    """What Dask makes of a Series without a name: one column, that has a number for a label."""
+    """A frame as Dask makes it of an unnamed Series: one column with a number as label."""
 
     def frame(self, rows, seed):
         rng = np.random.default_rng(seed)
@@ -118,7 +118,7 @@ def adapter_for(frame):
     return DeviceFrames(EmulatedTables(), frame.iloc[:0], "slot", True, no_room)
 
 
-def test_memory_of_the_host_comes_from_where_it_is_said():
+def test_host_memory_comes_from_the_given_allocator():
     frame = pd.DataFrame({"slot": np.zeros(100, int), "a": np.arange(100)})
     handed_out = []
 
@@ -188,7 +188,7 @@ def test_a_layout_comes_back():
         {"a": 1},
     ],
 )
-def test_what_is_no_layout_of_one_column_is_refused(plain):
+def test_invalid_column_layouts_are_refused(plain):
     with pytest.raises(ValueError, match="not the layout"):
         DeviceLayout.from_key(msgpack.packb(plain), 1)
 
@@ -206,7 +206,7 @@ def test_any_bytes_are_a_layout_or_refused(key, n_columns):
 @settings(derandomize=True, max_examples=300)
 @given(st.data())
 def test_a_damaged_shard_is_refused_or_has_its_rows(data):
-    """What a peer says of its columns is checked before anything is made of it."""
+    """The adapter checks a peer's description of its columns before it uses it."""
     frame = pd.DataFrame({"slot": 0, "a": np.arange(50), "t": ["ab"] * 50})
     adapter = adapter_for(frame)
     opened = adapter.open(frame)
@@ -217,7 +217,7 @@ def test_a_damaged_shard_is_refused_or_has_its_rows(data):
     buffer[position] = data.draw(st.integers(0, 255))
     try:
         body = adapter.unpack(opened.layout_key, Packed(buffer, 50, 0, packed.pickle_nbytes))
-        # That strings have fewer bytes than their offsets say is seen by the library alone.
+        # Only the library notices strings with fewer bytes than their offsets say.
         table = body.table(adapter.tables)
     except ValueError:
         return

@@ -1,4 +1,4 @@
-"""Any value comes back from its buffers as it was, over the memory given, without a copy."""
+"""Any value is restored from its buffers unchanged, over the given memory, without a copy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ deterministic = settings(
 
 
 class Point(collections.namedtuple("Point", "x y")):
-    """A tuple that is more than one."""
+    """A tuple with more than its items."""
 
 
 class Tagged(np.ndarray):
-    """An array that is more than its memory."""
+    """An array with more than its memory."""
 
     def __reduce__(self):
         return _tagged, (np.asarray(self), self.tag)
@@ -58,7 +58,7 @@ class Unpicklable:
 
 
 def copies_of(flat):
-    """The buffers as a tier would bring them back: other memory, aligned, writable."""
+    """Return the buffers as a tier restores them: other memory, aligned, writable."""
     made = []
     for buffer in flat.buffers:
         block = np.empty(buffer.nbytes + 64, np.uint8)
@@ -79,7 +79,7 @@ def there_and_back(value):
 
 
 def assert_same(got, expected):
-    """Equal in everything a program can ask for."""
+    """Check equality in everything that a program can observe."""
     assert type(got) is type(expected)
     if isinstance(expected, pd.DataFrame):
         pd.testing.assert_frame_equal(got, expected, check_exact=True, check_freq=True)
@@ -194,7 +194,7 @@ def test_arrays(name):
     assert_same(there_and_back(ARRAYS[name]), ARRAYS[name])
 
 
-def test_a_subclass_keeps_what_it_has_besides():
+def test_a_subclass_keeps_its_extra_state():
     assert there_and_back(ARRAYS["subclass"]).tag == "tag"
 
 
@@ -220,7 +220,7 @@ def test_arrays_are_not_copied(name):
     assert np.shares_memory(restore(flat.header, buffers), buffers[0])
 
 
-def test_what_is_repeated_is_kept_once():
+def test_repeated_elements_are_stored_once():
     assert flatten(np.broadcast_to(np.float64(1), (1000, 1000))).buffers[0].nbytes == 8
     assert flatten(np.broadcast_to(np.arange(10.0), (1000, 10))).buffers[0].nbytes == 80
 
@@ -424,7 +424,7 @@ PLAIN = [
 ]
 
 
-#: msgpack begins with 256 KiB, whatever it then writes.
+#: msgpack allocates 256 KiB at the start, independent of its output.
 SLACK_NBYTES = 300_000
 
 
@@ -448,8 +448,8 @@ def forbidden(*args):
 
 
 def allocating(function, *args):
-    """What a function returns, and the most it had allocated at once; NumPy's memory counts."""
-    function(*args)  # what is allocated once and for all, is
+    """Return a function's result and its peak allocation, including NumPy's memory."""
+    function(*args)  # allocates what is allocated only once
     tracemalloc.start()
     try:
         result = function(*args)
@@ -462,7 +462,7 @@ def blocks_of(frame):
     return [np.asarray(block.values) for block in frame._mgr.blocks]
 
 
-def test_frames_are_not_copied_whatever_the_order_of_their_blocks():
+def test_frames_are_not_copied_for_any_block_order():
     rng = np.random.default_rng(0)
     rows_first = pd.DataFrame(rng.random((1000, 8)), copy=False)
     columns_first = pd.DataFrame({str(i): rng.random(1000) for i in range(8)})
@@ -478,7 +478,7 @@ def test_frames_are_not_copied_whatever_the_order_of_their_blocks():
         assert_same(got, frame)
 
 
-def test_what_a_wide_frame_costs_does_not_grow_with_its_columns():
+def test_the_cost_of_a_wide_frame_does_not_grow_with_its_columns():
     def counts(n_columns):
         frame = pd.DataFrame(np.ones((10, n_columns)), columns=pd.RangeIndex(n_columns))
         frame = pd.concat([frame, frame.astype("i4")], axis=1, ignore_index=True)
@@ -491,7 +491,7 @@ def test_what_a_wide_frame_costs_does_not_grow_with_its_columns():
 
 
 def test_without_pandas_blocks():
-    """Other versions of pandas may hold their memory elsewhere: then column by column."""
+    """Other versions of pandas may store their memory differently. Then columns are separate."""
     frame = pd.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"], "c": [3.0, 4.0]})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joining, "create_dataframe_from_blocks", None)
@@ -561,7 +561,7 @@ def test_tables_without_rows_or_columns():
         assert there_and_back(value).num_rows == value.num_rows
 
 
-def test_a_slice_of_an_arrow_array_keeps_itself_and_not_its_parent():
+def test_an_arrow_slice_does_not_keep_its_parent():
     for name in ("integers", "bits", "text", "large text", "bytes of one length", "dictionary"):
         parent = pa.concat_arrays([ARROW[name]] * 10_000)
         flat = flatten(parent.slice(200_003, 17))
@@ -668,7 +668,7 @@ def test_any_tree(tree):
     assert_same(there_and_back(tree), tree)
 
 
-def test_buffers_of_what_is_pickled_are_views():
+def test_buffers_of_pickled_values_are_views():
     array = np.arange(1000.0)
     flat = flatten(Point(array, read_only(np.arange(500))))
     assert np.shares_memory(flat.buffers[0], array)
@@ -680,7 +680,7 @@ def test_buffers_of_what_is_pickled_are_views():
 
 
 class Gaps:
-    """Hands pickle memory that has no raw bytes; pickle cannot carry it in its stream either."""
+    """A value that gives pickle a buffer without raw bytes, which its stream cannot hold either."""
 
     def __reduce_ex__(self, protocol):
         return bytes, (pickle.PickleBuffer(memoryview(bytearray(b"abcdef"))[::2]),)
@@ -702,7 +702,7 @@ def test_other_ways_to_pickle_are_used():
         restore(flat.header, copies_of(flat))
 
 
-def test_what_stands_in_a_value_twice_is_kept_once():
+def test_objects_that_occur_twice_are_stored_once():
     array, frame = np.arange(1000), pd.DataFrame({"a": np.arange(1000)})
     value = [array, (frame, array), {"x": frame}, array]
     flat = flatten(value)
@@ -738,7 +738,7 @@ def test_a_list_too_deep_to_go_down():
     assert_same(got, inner)
 
 
-def test_what_cannot_be_kept_is_named():
+def test_errors_name_the_unpicklable_type():
     with pytest.raises(TypeError, match=r"test_values\.Unpicklable"):
         flatten(Unpicklable())
     with pytest.raises(TypeError, match=r"test_values\.Gaps"):
@@ -764,7 +764,7 @@ def test_objects_of_one_value_still_refer_to_one_another(wrap):
     model, history = Model(np.arange(100)), np.zeros(100_000)
     value = wrap([model, Optimizer(model), model.weights, history])
     flat = flatten(value)
-    # Memory stays apart from what is pickled.
+    # Memory stays separate from pickled data.
     assert len(flat.header) < 2_000
     got = restore(flat.header, copies_of(flat))
     items = got[0] if len(got) == 1 else [got[n] for n in range(4)]
@@ -773,7 +773,7 @@ def test_objects_of_one_value_still_refer_to_one_another(wrap):
     assert_same(items[3], history)
 
 
-def test_keys_may_be_tuples_and_labels_dates_where_frames_are_taken_apart():
+def test_dict_keys_may_be_tuples_and_labels_may_be_dates():
     frame = pd.DataFrame({"a": np.arange(100)})
     value = {
         ("x", 1): frame,
@@ -815,7 +815,7 @@ def test_a_damaged_header_is_a_value_error(number):
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
-def test_buffers_that_are_not_those_of_the_header_are_a_value_error(number):
+def test_buffers_of_another_header_are_a_value_error(number):
     flat = flatten(DAMAGED[number])
     buffers = copies_of(flat)
     for wrong in (
@@ -824,7 +824,7 @@ def test_buffers_that_are_not_those_of_the_header_are_a_value_error(number):
         [buffers[0][:-1], *buffers[1:]],
         [np.append(buffers[0], np.uint8(0)), *buffers[1:]],
     ):
-        with pytest.raises(ValueError, match="lengths"):
+        with pytest.raises(ValueError, match="length"):
             restore(flat.header, wrong)
 
 
@@ -839,7 +839,7 @@ def sealed(plain):
 
 
 def replaced(node, target, leaf):
-    """A copy of a node with its `target`-th leaf replaced, and how many there are."""
+    """Return a copy of a node with leaf number `target` replaced, and the number of leaves."""
     count = 0
 
     def walk(inner):
@@ -854,8 +854,8 @@ def replaced(node, target, leaf):
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
 @pytest.mark.parametrize("leaf", [None, -1, 1 << 40, "?", [], b""])
-def test_a_node_that_contradicts_itself_is_no_worse_than_a_value_error(number, leaf):
-    """Whoever seals a wrong header gets an error or another value, and never a crash."""
+def test_an_inconsistent_node_is_a_value_error_or_a_value(number, leaf):
+    """A wrong header with a valid checksum gives an error or another value, never a crash."""
     flat = flatten(DAMAGED[number])
     sizes, node = msgpack.unpackb(flat.header[values._PREAMBLE.size :])
     _, n_leaves = replaced(node, -1, None)
@@ -864,14 +864,14 @@ def test_a_node_that_contradicts_itself_is_no_worse_than_a_value_error(number, l
         try:
             restore(sealed(msgpack.packb([sizes, wrong])), copies_of(flat))
         except (ValueError, EOFError, pickle.UnpicklingError):
-            pass  # the last two are what pickle says of a stream that is none
+            pass  # pickle raises the last two for invalid streams
 
 
 @pytest.mark.parametrize(
     "error", [ModuleNotFoundError("gone"), KeyError("k"), MemoryError("no"), OSError(2, "gone")]
 )
 @pytest.mark.parametrize("column", [False, True])
-def test_an_error_of_a_class_that_does_not_come_back_is_raised_as_it_is(error, column):
+def test_an_error_of_the_values_class_is_raised_unchanged(error, column):
     def loads(data, *, buffers=()):
         raise error
 
@@ -906,7 +906,7 @@ def test_an_index_and_its_categories_of_one_name():
     assert_same(there_and_back(index), index)
 
 
-def test_what_is_one_in_memory_does_not_become_writable():
+def test_elements_that_share_memory_do_not_become_writable():
     row = np.broadcast_to(np.array([1.0, 2.0, 3.0]), (4, 3))
     for value in (pd.DataFrame(row, copy=False), pd.Series(row[:, 0], copy=False)):
         found = there_and_back(value)

@@ -1,4 +1,4 @@
-"""The order in which values leave: whole where they are few, by samples where there are many."""
+"""The order of eviction: exact for few values, by samples for many."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from weakref import WeakSet
 
 import pytest
 
-from dask_gpurt.memory.decisions.eviction_order import RANKED_AT_ONCE, Order
+from dask_gpurt.memory.decisions.eviction_order import RANKED_AT_ONCE, EvictionOrder
 
 
 class Ranks:
-    """Numbers are their own ranks; counts how often that is asked."""
+    """A rank function that returns its argument and counts its calls."""
 
     def __init__(self):
         self.asked = 0
@@ -23,18 +23,18 @@ class Ranks:
 
 def begun(values):
     ranks = Ranks()
-    order = Order(ranks)
+    order = EvictionOrder(ranks)
     for value in values:
         order.add(value)
-    order.begin()
+    order.refresh()
     return order, ranks
 
 
 def left(order):
-    """Everything, as it would leave."""
+    """Return all values in the order of eviction."""
     found = []
-    while order.go_on():
-        found.append(order.left.pop())
+    while order.rank_more():
+        found.append(order.ranked.pop())
     return found
 
 
@@ -53,10 +53,10 @@ def test_of_many_so_many_are_ranked_at_a_time_and_none_is_left_out():
     order, ranks = begun(shuffled(n))
     asked = [ranks.asked]
     found = []
-    while order.go_on():
+    while order.rank_more():
         if ranks.asked != asked[-1]:
             asked.append(ranks.asked)
-        found.append(order.left.pop())
+        found.append(order.ranked.pop())
     assert sorted(found) == list(range(n))
     batches = [end - first for first, end in zip([0, *asked[:-1]], asked, strict=True)]
     assert len(batches) == 4
@@ -67,7 +67,7 @@ def test_of_many_so_many_are_ranked_at_a_time_and_none_is_left_out():
 def test_those_that_leave_first_would_be_among_the_first_of_all():
     n = 10 * RANKED_AT_ONCE
     order, _ = begun(shuffled(n))
-    first = [order.left.pop() for _ in range(RANKED_AT_ONCE // 16)]
+    first = [order.ranked.pop() for _ in range(RANKED_AT_ONCE // 16)]
     assert min(first) > n * 7 // 8
 
 
@@ -75,7 +75,7 @@ def test_what_comes_later_leaves_last_and_is_not_forgotten():
     order, ranks = begun(shuffled(100))
     for late in (200, 300, 250):
         order.add(late)
-    order.begin()
+    order.refresh()
     assert ranks.asked == 100
     assert left(order) == [*reversed(range(100)), 300, 250, 200]
     order.add(400)
@@ -93,8 +93,8 @@ def test_what_comes_and_goes_while_nothing_has_to_leave_is_not_kept(n_before):
         gone.add(value)
     del value
     assert len(gone) <= RANKED_AT_ONCE // 16
-    order.left = []
-    order.begin()
+    order.ranked = []
+    order.refresh()
     assert not gone
 
 
@@ -104,12 +104,12 @@ class Value:
 
 def test_another_sample_is_ranked_each_time():
     order, _ = begun(shuffled(3 * RANKED_AT_ONCE))
-    seen = set(order.left)
+    seen = set(order.ranked)
     for _ in range(2):
-        order.left = []
-        order.begin()
-        assert seen.isdisjoint(order.left)
-        seen.update(order.left)
+        order.ranked = []
+        order.refresh()
+        assert seen.isdisjoint(order.ranked)
+        seen.update(order.ranked)
     assert seen == set(range(3 * RANKED_AT_ONCE))
 
 
@@ -121,8 +121,8 @@ def test_an_order_is_found_anew_once_a_share_of_what_was_ranked_has_changed(n, c
     asked = ranks.asked
     for _ in range(min(n, RANKED_AT_ONCE) // 16):
         getattr(order, change)(*() if change == "changed" else (next(values),))
-    order.begin()
+    order.refresh()
     assert ranks.asked == asked
     getattr(order, change)(*() if change == "changed" else (next(values),))
-    order.begin()
+    order.refresh()
     assert ranks.asked > asked

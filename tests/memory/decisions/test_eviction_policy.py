@@ -1,4 +1,4 @@
-"""Order of eviction, by each policy."""
+"""The order of eviction by each policy."""
 
 from __future__ import annotations
 

@@ -6,50 +6,50 @@ import errno
 
 import pytest
 
-from dask_gpurt.memory.decisions.failed_reads import FORGET_S, Shortage, is_short
+from dask_gpurt.memory.decisions.failed_reads import FORGET_S, FailedReads, is_short
 from dask_gpurt.memory.decisions.residency import Value
 
 
 def value(serial):
-    return Value(f"key {serial}", serial, home=0, nbytes=10, last_used=0)
+    return Value(f"key {serial}", serial, top_level=0, nbytes=10, last_used=0)
 
 
 def test_what_has_waited_longest_comes_first():
-    shortage = Shortage()
+    failed_reads = FailedReads()
     first, second = value(1), value(2)
-    shortage.add(first, "too large")
-    assert [one.waited_s(5.0) for one in shortage.look(5.0)] == [0.0]
-    shortage.add(second, "no room")
-    shortage.add(first, "still too large")
-    looked = shortage.look(7.0)
+    failed_reads.add(first, "too large")
+    assert [one.waited_s(5.0) for one in failed_reads.poll(5.0)] == [0.0]
+    failed_reads.add(second, "no room")
+    failed_reads.add(first, "still too large")
+    looked = failed_reads.poll(7.0)
     assert [(one.value, one.reason, one.waited_s(7.0)) for one in looked] == [
         (first, "still too large", 2.0),
         (second, "no room", 0.0),
     ]
-    shortage.read(first)
-    assert [one.value for one in shortage.look(7.0)] == [second]
+    failed_reads.remove(first)
+    assert [one.value for one in failed_reads.poll(7.0)] == [second]
 
 
 def test_what_nobody_tries_to_read_any_more_is_forgotten():
-    shortage = Shortage()
+    failed_reads = FailedReads()
     for serial in (1, 2):
-        shortage.add(value(serial), "no room")
-    shortage.look(0.0)
-    shortage.add(value(2), "no room")
-    assert len(shortage.look(FORGET_S)) == 2
-    assert [one.value.serial for one in shortage.look(FORGET_S + 0.1)] == [2]
+        failed_reads.add(value(serial), "no room")
+    failed_reads.poll(0.0)
+    failed_reads.add(value(2), "no room")
+    assert len(failed_reads.poll(FORGET_S)) == 2
+    assert [one.value.serial for one in failed_reads.poll(FORGET_S + 0.1)] == [2]
 
 
 def test_who_asks_is_told_once_that_waiting_is_over():
-    shortage = Shortage()
+    failed_reads = FailedReads()
     one = value(1)
-    assert not shortage.is_over(one)
-    shortage.add(one, "no room")
-    assert not shortage.is_over(one)
-    shortage.look(0.0)[0].is_over = True
-    assert shortage.is_over(one)
-    assert not shortage.is_over(one)
-    assert not shortage.look(0.0)
+    assert not failed_reads.pop_abandoned(one)
+    failed_reads.add(one, "no room")
+    assert not failed_reads.pop_abandoned(one)
+    failed_reads.poll(0.0)[0].is_abandoned = True
+    assert failed_reads.pop_abandoned(one)
+    assert not failed_reads.pop_abandoned(one)
+    assert not failed_reads.poll(0.0)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory")])

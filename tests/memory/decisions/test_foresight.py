@@ -1,4 +1,4 @@
-"""When values are used, from the states of tasks."""
+"""Predictions of next uses from the states of tasks."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_question_too_large_is_answered_from_what_is_known(monkeypatch):
     monkeypatch.setattr(foresight, "_MAX_TASKS", 2)
     graph = Graph("root far", root=(1, ""), far=(2, ""), a=(3, "root"), b=(4, "a"))
     graph.tasks |= {"c": (5, ["far"]), "d": (6, ["b", "c"])}
-    # Two tasks' inputs are followed: b's, and a's. Those of c are not, and of d's the known count.
+    # The inputs of b and a are followed, those of c are not. Of d's inputs, known ones count.
     assert graph.outlook.use("b") > reachable((99,))
     assert graph.outlook.use("c") == reachable((0, 5))
     assert graph.outlook.use("d") > reachable((99,))
@@ -150,14 +150,14 @@ def test_the_answer_is_the_same_in_any_order_of_questions(waits):
 def test_answers_take_no_more_than_a_share_of_the_time_however_many_ask():
     pace = Pace(0.1)
     assert pace.rest_s(0.02, 100.0) == pytest.approx(0.2)
-    # Who comes in between rests until the one before may ask again, and as long as is its own.
+    # A client in between waits until the previous one may ask again, plus its own pause.
     assert pace.rest_s(0.01, 100.1) == pytest.approx(0.2)
-    # What was not asked is not saved up.
+    # Unused time does not add up.
     assert pace.rest_s(0.01, 200.0) == pytest.approx(0.1)
     pace, due_s, taken_s = Pace(0.1), [0.0] * 50, 0.0
     while due_s[0] < 60.0:
         now_s = heapq.heappop(due_s)
         taken_s += 0.02
         heapq.heappush(due_s, now_s + pace.rest_s(0.02, now_s))
-    # After a first round, in which nobody had asked before.
+    # After a first round without earlier requests.
     assert 5.0 < taken_s < 0.1 * 60 + 50 * 0.02

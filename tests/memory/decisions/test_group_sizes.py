@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.decisions.group_sizes import Sizes
+from dask_gpurt.memory.decisions.group_sizes import GroupSizes
 
 
 def learnt(*sizes: int) -> int | None:
-    known = Sizes()
+    known = GroupSizes()
     for nbytes in sizes:
         known.learn("random_sample", nbytes)
     return known.expected("random_sample")
 
 
 def test_nothing_is_expected_of_a_group_not_seen():
-    known = Sizes()
+    known = GroupSizes()
     known.learn("sum", 8)
     assert known.expected("random_sample") is None
 
@@ -31,7 +31,7 @@ def test_outputs_of_one_size_are_expected_at_that_size():
 def test_sizes_that_vary_are_expected_high():
     random_ = random.Random(4)
     sizes = [max(0, int(random_.gauss(1_000_000, 100_000))) for _ in range(500)]
-    known = Sizes()
+    known = GroupSizes()
     covered = 0
     for nbytes in sizes:
         expected = known.expected("read_parquet")
@@ -55,24 +55,24 @@ def test_a_group_that_changes_its_size_is_followed():
 
 
 def test_groups_do_not_mix():
-    known = Sizes()
+    known = GroupSizes()
     known.learn("one", 1)
     known.learn("two", 2)
     assert (known.expected("one"), known.expected("two")) == (1, 2)
 
 
 def test_where_outputs_are_is_learnt_and_what_was_learnt_elsewhere_forgotten():
-    known = Sizes()
-    assert known.home("map") == 0
+    known = GroupSizes()
+    assert known.top_level("map") == 0
     known.learn("map", 100)
-    known.learn("map", 7, home=1)
-    assert (known.home("map"), known.expected("map")) == (1, 7)
+    known.learn("map", 7, top_level=1)
+    assert (known.top_level("map"), known.expected("map")) == (1, 7)
     known.learn("map", 9)
-    assert (known.home("map"), known.expected("map")) == (0, 9)
+    assert (known.top_level("map"), known.expected("map")) == (0, 9)
 
 
 def test_the_group_that_was_longest_not_touched_is_forgotten():
-    known = Sizes(max_groups=3)
+    known = GroupSizes(max_groups=3)
     for group in "abc":
         known.learn(group, 1)
     known.expected("a")
@@ -84,9 +84,9 @@ def test_the_group_that_was_longest_not_touched_is_forgotten():
 
 def test_nonsense_is_refused():
     with pytest.raises(ValueError, match="-1 bytes"):
-        Sizes().learn("sum", -1)
+        GroupSizes().learn("sum", -1)
     with pytest.raises(ValueError, match="at least 1"):
-        Sizes(max_groups=0)
+        GroupSizes(max_groups=0)
 
 
 @given(st.lists(st.integers(0, 2**50), min_size=1, max_size=50))

@@ -49,7 +49,7 @@ class InStep(Informed):
 
     def look(self) -> Outlook[int]:
         outlook = super().look()
-        return Outlook(outlook._priority, outlook._waits_for, outlook._is_held_back)
+        return Outlook(outlook._priority, outlook._waits_for, outlook._is_unassigned)
 
 
 def times_belady(name: str, share: float, chooser) -> float:
@@ -92,7 +92,7 @@ def test_scans_of_a_held_array_read_only_what_does_not_fit():
         assert moved.written_nbytes <= 0.7 * held_nbytes
 
 
-def test_what_waits_for_a_root_that_is_held_back_must_not_look_near():
+def test_what_waits_for_a_root_that_is_unassigned_must_not_look_near():
     flat = times_belady("merge", 0.3, lambda trace: Flat(trace, POLICIES["next-use"]))
     assert flat >= 1.5 * times_belady("merge", 0.3, informed("next-use"))
 

@@ -50,7 +50,7 @@ def settle(residency, fail=()):
                 else:
                     residency.put_done(move, residency.values[move.key].nbytes)
             elif isinstance(move, Load):
-                residency.loaded(move)
+                residency.load_done(move)
         moves = residency.take_moves() + residency.due()
     return done
 
@@ -250,7 +250,7 @@ def test_while_writes_are_as_many_as_may_be_a_copy_is_looked_for_among_the_first
         uses[key] = (n - key,)
         if key in (near, far):
             residency.load(residency.insert(key, SMALL_NBYTES, level=1))
-            residency.loaded(*residency.take_moves())
+            residency.load_done(*residency.take_moves())
         else:
             residency.insert(key, SMALL_NBYTES)
     residency.levels[MEMORY].capacity_nbytes = 0
@@ -263,7 +263,7 @@ def test_while_writes_are_as_many_as_may_be_a_copy_is_looked_for_among_the_first
         for move in puts:
             residency.put_done(move, SMALL_NBYTES)
         puts = [move for move in residency.due() if isinstance(move, Put)]
-    assert all(not value.is_home for value in residency.values.values())
+    assert all(not value.in_memory for value in residency.values.values())
 
 
 def test_values_sink_through_the_tiers():
@@ -308,8 +308,8 @@ def test_a_claim_waits_for_room_and_the_first_never_for_ever():
     admission = Admission(residency)
     for key in "abc":
         residency.insert(key, 30)
-    first = admission.ask("x", ["a"], 60, (0, 1))
-    second = admission.ask("y", ["b"], 60, (0, 2))
+    first = admission.request("x", ["a"], 60, (0, 1))
+    second = admission.request("y", ["b"], 60, (0, 2))
     assert admission.due() == []
     settle(residency)  # the others are written, which makes room
     assert admission.due() == [first]
@@ -320,7 +320,7 @@ def test_a_claim_waits_for_room_and_the_first_never_for_ever():
     while not admission.due():
         assert settle(residency)
     assert second.is_ready
-    third = admission.ask("z", [], 1000, (0, 3))
+    third = admission.request("z", [], 1000, (0, 3))
     assert not admission.due()
     admission.end(second)
     settle(residency)
@@ -332,29 +332,29 @@ def test_a_claim_waits_for_room_and_the_first_never_for_ever():
 
 def test_what_a_task_waits_for_begins_one_after_the_other_once_patience_ran_out():
     admission = Admission(two_levels(100))
-    outer = admission.ask("outer", [], 90, (0, 0))
-    inner = [admission.ask(number, [], 40, (1, number)) for number in range(3)]
+    outer = admission.request("outer", [], 90, (0, 0))
+    inner = [admission.request(number, [], 40, (1, number)) for number in range(3)]
     assert outer.is_ready
     assert admission.due() == []
-    assert admission.hurry()
+    assert admission.force_progress()
     for claim in inner:
         assert admission.due() == [claim]
         # One that is at work leaves room when it ends.
         assert admission.due() == []
         admission.end(claim)
-    assert not admission.hurry()
+    assert not admission.force_progress()
     admission.end(outer)
     # Nothing is remembered of those that are gone.
-    first = admission.ask("first", [], 90, (2, 0))
-    admission.ask("second", [], 90, (2, 1))
+    first = admission.request("first", [], 90, (2, 0))
+    admission.request("second", [], 90, (2, 1))
     assert admission.running == {first}
     assert admission.due() == []
 
 
 def test_what_a_task_may_wait_for_begins_beside_it():
     admission = Admission(two_levels(100))
-    outer = admission.ask("outer", [], 90, (0, 0))
-    inner = [admission.ask(number, [], 40, (1, number)) for number in range(2)]
+    outer = admission.request("outer", [], 90, (0, 0))
+    inner = [admission.request(number, [], 40, (1, number)) for number in range(2)]
     admission.may_wait(outer)
     assert admission.due() == [inner[0]]
     assert admission.due() == []
@@ -362,7 +362,7 @@ def test_what_a_task_may_wait_for_begins_beside_it():
     # One that is over is not told apart from those that run.
     admission.may_wait(outer)
     assert admission.due() == [inner[1]]
-    third = admission.ask("third", [], 90, (2, 0))
+    third = admission.request("third", [], 90, (2, 0))
     assert admission.due() == []
     for claim in inner:
         admission.end(claim)
@@ -371,10 +371,10 @@ def test_what_a_task_may_wait_for_begins_beside_it():
 
 def test_what_was_let_in_may_itself_wait_for_others():
     admission = Admission(two_levels(100))
-    claims = [admission.ask(number, [], 90, (0, number)) for number in range(4)]
+    claims = [admission.request(number, [], 90, (0, number)) for number in range(4)]
     for nested in claims[1:]:
         assert admission.due() == []
-        assert admission.hurry()
+        assert admission.force_progress()
         assert admission.due() == [nested]
     for claim in claims[::-1]:
         admission.end(claim)
@@ -384,7 +384,7 @@ def test_what_was_let_in_may_itself_wait_for_others():
 def test_n_tasks_of_four_tenths_never_run_more_than_two_at_a_time():
     residency = two_levels(100)
     admission = Admission(residency)
-    claims = [admission.ask(n, [], 40, (n,)) for n in range(6)]
+    claims = [admission.request(n, [], 40, (n,)) for n in range(6)]
     most = 0
     while any(not claim.is_ready for claim in claims):
         admission.due()
@@ -398,11 +398,11 @@ def test_a_lost_input_does_not_hold_its_task():
     residency = two_levels(100)
     admission = Admission(residency)
     residency.insert("a", 10, level=1)
-    claim = admission.ask("x", ["a"], 0, ())
+    claim = admission.request("x", ["a"], 0, ())
     assert admission.due() == []
     (move,) = residency.take_moves()
     assert not residency.load_failed(move)
-    admission.lost("a")
+    admission.mark_lost("a")
     residency.remove("a")
     assert admission.due() == [claim]
     assert claim.lost == {"a"}
@@ -457,14 +457,14 @@ class Histories(RuleBasedStateMachine):
         priority=st.integers(0, 9),
     )
     def ask(self, keys, nbytes, priority):
-        return self.admission.ask(object(), keys, nbytes, (priority,))
+        return self.admission.request(object(), keys, nbytes, (priority,))
 
     @rule()
     def admit(self):
         for claim in self.admission.due():
             for value in claim.values:
                 if self.residency.values.get(value.key) is value:
-                    assert value.is_home
+                    assert value.in_memory
         self.took()
 
     @rule(claim=consumes(claims))
@@ -483,11 +483,11 @@ class Histories(RuleBasedStateMachine):
             else:
                 self.residency.put_failed(move, [move.target] if outcome == "for good" else [])
         elif outcome == "done":
-            self.residency.loaded(move)
+            self.residency.load_done(move)
         elif outcome == "failed":
-            self.residency.load_put_off(move)
+            self.residency.load_deferred(move)
         elif not self.residency.load_failed(move):
-            self.admission.lost(move.key)
+            self.admission.mark_lost(move.key)
             self.residency.remove(move.key)
         self.took()
 
@@ -519,13 +519,13 @@ class Histories(RuleBasedStateMachine):
         for value in self.residency.values.values():
             assert value.copies
             assert value.pins >= 0
-            if value.pins and value.is_home and value.moving is None:
+            if value.pins and value.in_memory and value.moving is None:
                 continue
         for claim in self.admission.running:
             if claim.is_ready:
                 for value in claim.values:
                     if self.residency.values.get(value.key) is value:
-                        assert value.is_home or value.key in claim.lost
+                        assert value.in_memory or value.key in claim.lost
 
     @invariant()
     def moves_are_few_and_of_this_world(self):

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
-from dask_gpurt.memory.decisions.backoff import FIRST_S, LONGEST_S, SILENCE_S, Backoff, Complaints
+from dask_gpurt.memory.decisions.backoff import FIRST_S, LONGEST_S, SILENCE_S, Backoff, LogThrottle
 from dask_gpurt.memory.files import block_io, value_file
 from dask_gpurt.memory.files.block_io import (
-    Bounces,
+    BouncePool,
     empty_blocks,
     is_aligned,
     read_into,
@@ -203,7 +203,7 @@ def test_a_file_that_ends_early_is_an_end_of_file(fd):
 
 
 def test_bounce_buffers_are_used_again():
-    bounces = Bounces()
+    bounces = BouncePool()
     taken = [bounces.take() for _ in range(3)]
     assert len({id(bounce) for bounce in taken}) == 3
     assert all(is_aligned(bounce) for bounce in taken)
@@ -222,10 +222,10 @@ def test_trying_direct_io_leaves_nothing_behind(tmp_path):
     def broken(real, *args):
         raise OSError(5, "Input/output error")
 
-    assert not block_io.takes_direct(System(open=without_direct), path)
-    assert not block_io.takes_direct(System(pwrite=late), path)
+    assert not block_io.supports_direct(System(open=without_direct), path)
+    assert not block_io.supports_direct(System(pwrite=late), path)
     with pytest.raises(OSError, match="Input/output"):
-        block_io.takes_direct(System(pwrite=broken), path)
+        block_io.supports_direct(System(pwrite=broken), path)
     assert not list(tmp_path.iterdir())
 
 
@@ -248,7 +248,7 @@ def test_waits_double_up_to_a_minute():
 
 
 def test_a_reason_is_said_now_and_then():
-    complaints = Complaints()
+    complaints = LogThrottle()
     assert complaints.is_due("full", 0.0)
     assert not complaints.is_due("full", SILENCE_S - 1)
     assert complaints.is_due("broken", SILENCE_S - 1)

@@ -1,4 +1,4 @@
-"""Directories of processes: their own while they live, nobody's afterwards."""
+"""Value directories: kept while their process lives, removed after it died."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.memory.faulty_system import System
 
 ROOT = pathlib.Path(__file__).parents[3]
 DEADLINE_S = 120.0
-#: This machine outside of all containers, where it has an identity.
+#: This machine outside of all containers, if it has an identity.
 HERE = dataclasses.replace(
     owner.this_place(), machine="an identity", pid_namespace=owner.SYSTEM_NAMESPACE
 )
 
-#: Writes values for ever and says before the n-th write of a value that it is about to.
+#: A program that writes values for ever, and reports before the n-th write of each value.
 WRITER = """
 import os, sys
 from dask_gpurt.memory.files.disk_tier import DiskTier
@@ -102,7 +102,7 @@ def test_what_the_dead_left_is_swept_and_nothing_else(parent):
     others = pathlib.Path(parent) / "of somebody else"
     others.mkdir()
     (pathlib.Path(parent) / "some.lock").touch()
-    # Its lock was lost: there is no telling whether its process lives.
+    # Without its lock, nothing shows whether its process lives.
     unlocked = pathlib.Path(parent) / (directory.PREFIX + "unlocked")
     unlocked.mkdir()
     living = ValueDirectory(parent)
@@ -284,7 +284,7 @@ GONE = [
     {},
     {"pid": 1 << 30},
     {"is_locked": False},
-    # The machine was started again; a clock that was set does not matter.
+    # The machine was rebooted; setting its clock does not matter.
     {"boot": "another"},
     # The name of a machine may change while it runs.
     {"host": "another"},
@@ -411,12 +411,12 @@ def test_killed_in_the_middle_of_a_write(parent):
         assert sweep(parent) == 0
         (path,) = [p for p in pathlib.Path(parent).iterdir() if p.is_dir()]
         assert len(list(path.iterdir())) == 3
-        # A worker that starts meanwhile has a directory of its own.
+        # A worker that starts meanwhile creates its own directory.
         tier = DiskTier(parent)
         place = tier.put(flat_of((100_000,)))
         writer.send_signal(signal.SIGKILL)
         writer.wait(DEADLINE_S)
-    # Its reaper removes it. Nobody else starts here, and nobody sweeps.
+    # Its reaper removes the directory. No other process starts here or sweeps.
     until(lambda: len(inside(parent)) == 2, "what the dead process left stays")
     assert not path.exists()
     assert_same(tier.get(place), flat_of((100_000,)))
@@ -447,7 +447,7 @@ def test_a_reaper_outlives_what_ends_a_group_of_processes(parent, number):
     os.kill(shell.pid, number)
     assert os.getpgid(shell.pid) != os.getpgid(0)
     # As if this process had ended.
-    shell.end()
+    shell.close()
     assert inside(parent) == []
 
 

@@ -36,7 +36,7 @@ def parent(tmp_path):
 
 @pytest.fixture
 def has_direct(tmp_path):
-    if not block_io.takes_direct(os, str(tmp_path / "probe")):
+    if not block_io.supports_direct(os, str(tmp_path / "probe")):
         pytest.skip("this file system has no direct I/O")
 
 
@@ -520,7 +520,7 @@ def test_a_full_tier_is_no_failure(parent, caplog):
     with pytest.raises(TierFullError, match="do not fit"):
         tier.put(flat_of((200_000,)))
     # Which never will, and is no matter of the others.
-    with pytest.raises(ValueRefusedError, match="more than all"):
+    with pytest.raises(ValueRefusedError, match="exceed the disk limit"):
         tier.put(flat_of((400_000,)))
     tier.drop(place)
     tier.put(flat_of((200_000,)))
@@ -694,28 +694,28 @@ def test_the_name_of_a_key_is_nowhere(parent):
 
 def test_a_look_says_where_values_will_go(parent, has_direct):
     tier = DiskTier(str(parent))
-    found = tier.look()
+    found = tier.probe()
     assert pathlib.Path(found["directory"]).parent == parent
     assert (found["is_direct"], found["problem"]) == (True, None)
-    assert tier.look() == found
+    assert tier.probe() == found
     place = tier.put(flat_of(LARGE))
     assert place.path.startswith(found["directory"])
     tier.close()
     assert not list(parent.iterdir())
-    assert tier.look()["problem"] == "the store was closed"
+    assert tier.probe()["problem"] == "the store was closed"
     assert not list(parent.iterdir())
 
 
 def test_a_look_says_that_there_is_no_direct_io(parent):
     tier = DiskTier(str(parent), system=System(open=without_direct))
-    assert tier.look()["is_direct"] is False
+    assert tier.probe()["is_direct"] is False
     tier.close()
 
 
 def test_a_look_says_why_nothing_can_be_written(tmp_path):
     (tmp_path / "file").touch()
     tier = DiskTier(str(tmp_path / "file" / "spill"))
-    assert tier.look() == {
+    assert tier.probe() == {
         "directory": str(tmp_path / "file" / "spill"),
         "is_direct": None,
         "problem": "Not a directory",

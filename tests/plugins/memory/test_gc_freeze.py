@@ -1,4 +1,4 @@
-"""What collections of garbage pass by, and what they do not."""
+"""Which objects garbage collections skip while the runtime is on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.plugins.memory.gc_freeze import SetApart
+from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 
 OWN_PROCESS = SimpleNamespace(nanny="tcp://192.0.2.1:1", data={})
 
@@ -21,10 +21,13 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_apart():
-    assert not gc.get_freeze_count()
+def nothing_is_frozen():
+    """Thaw what the suite froze (`tests/conftest.py`), and freeze it again."""
+    gc.unfreeze()
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def is_collected(reference):
@@ -35,18 +38,18 @@ def is_collected(reference):
 def test_what_was_there_is_passed_by_and_what_comes_is_not():
     before = Cycle()
     old = weakref.ref(before)
-    apart = SetApart(OWN_PROCESS)
+    frozen = GcFreeze(OWN_PROCESS)
     new = weakref.ref(Cycle())
     del before
     assert is_collected(new)
     assert not is_collected(old)
-    apart.end()
+    frozen.close()
     assert is_collected(old)
 
 
 def test_what_was_garbage_already_is_collected():
     old = weakref.ref(Cycle())
-    SetApart(OWN_PROCESS)
+    GcFreeze(OWN_PROCESS)
     assert old() is None
 
 
@@ -58,13 +61,13 @@ def test_what_was_garbage_already_is_collected():
     ],
 )
 def test_objects_of_a_user_are_not_set_apart(worker):
-    SetApart(worker).end()
+    GcFreeze(worker).close()
     assert not gc.get_freeze_count()
 
 
 def test_what_somebody_else_set_apart_stays_so():
     gc.freeze()
-    SetApart(OWN_PROCESS).end()
+    GcFreeze(OWN_PROCESS).close()
     assert gc.get_freeze_count()
 
 

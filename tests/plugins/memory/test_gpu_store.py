@@ -1,4 +1,4 @@
-"""Whether a worker may have a GPU, and which values Dask says are on one."""
+"""The GPU level of a store: when there is one, its values, and their sizes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+from dask.sizeof import sizeof
 from distributed.protocol import cuda
 
+from dask_gpurt.devices.array import DeviceArray
+from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.errors import ValueRefusedError
-from dask_gpurt.plugins.memory.gpu_store import Facts, local_facts, take_apart, why_none
+from dask_gpurt.plugins.memory.gpu_store import (
+    GpuFacts,
+    local_facts,
+    register_sizeof,
+    take_apart,
+    why_no_gpu,
+)
 from dask_gpurt.plugins.patches.worker_memory import is_on_device
 from tests.memory.emulated_gpu import Gpu
 
@@ -21,18 +30,18 @@ from tests.memory.emulated_gpu import Gpu
 @pytest.mark.parametrize(
     "facts, why",
     [
-        (Facts(True, True, None), None),
-        (Facts(True, True, "0"), None),
-        (Facts(True, True, "GPU-8932f937"), None),
-        (Facts(False, True, None), "CuPy is not installed"),
-        (Facts(True, False, None), "there is no NVIDIA driver"),
-        (Facts(True, True, ""), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
-        (Facts(True, True, " -1 "), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
-        (Facts(True, True, "NoDevFiles"), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+        (GpuFacts(True, True, None), None),
+        (GpuFacts(True, True, "0"), None),
+        (GpuFacts(True, True, "GPU-8932f937"), None),
+        (GpuFacts(False, True, None), "CuPy is not installed"),
+        (GpuFacts(True, False, None), "there is no NVIDIA driver"),
+        (GpuFacts(True, True, ""), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+        (GpuFacts(True, True, " -1 "), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+        (GpuFacts(True, True, "NoDevFiles"), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
     ],
 )
 def test_a_worker_may_have_values_on_a_gpu(facts, why):
-    assert why_none(facts) == why
+    assert why_no_gpu(facts) == why
 
 
 def test_facts_are_those_of_the_process(monkeypatch):
@@ -52,7 +61,7 @@ def test_to_look_at_them_imports_no_library_of_a_gpu():
         "before = set(sys.modules)\n"
         "from dask_gpurt.plugins.memory import gpu_store, manager\n"
         "from dask_gpurt.plugins.patches import worker_memory\n"
-        "gpu_store.why_none(gpu_store.local_facts())\n"
+        "gpu_store.why_no_gpu(gpu_store.local_facts())\n"
         "assert not worker_memory.is_on_device([1])\n"
         "print(sorted({'cupy', 'rmm', 'cudf', 'numba'} & set(sys.modules) - before))\n"
     )
@@ -104,3 +113,11 @@ def test_dask_takes_a_value_apart_and_puts_it_together():
     assert type(again) is type(array)
     assert again.memory is array.memory
     gpu.host.close()
+
+
+def test_dask_counts_what_an_array_takes_on_its_device():
+    register_sizeof()
+    device = EmulatedDevice(1 << 20, choose=lambda n: 0)
+    array = DeviceArray.from_host(np.zeros((100, 1000)), device, device.stream("one"))
+    assert sizeof(array) == 800_000
+    assert sizeof([array]) >= 800_000

@@ -1,4 +1,4 @@
-"""What leaves memory in the last moment is handed over, too: lanes do not stop for that."""
+"""Return of all values to Dask's store, including those that are spilled meanwhile."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.files.inherited import InheritedTier
 from dask_gpurt.memory.store import TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
-from dask_gpurt.plugins.memory.handback import return_cold, return_rest
+from dask_gpurt.plugins.memory.handback import return_in_memory, return_spilled
 from dask_gpurt.plugins.patches import worker_memory
 from tests.memory.stepping import ListLane
 from tests.memory.test_store import Setup, filled, flatten, restore, sizeof
 
 
 class Stock(dict):
-    """A store that takes its time: our lanes go on while it takes a value."""
+    """A slow store: our lanes continue while it accepts a value."""
 
     def __init__(self, meanwhile):
         super().__init__()
@@ -42,9 +42,9 @@ def contents(*keys):
 def test_values_that_left_since_anybody_looked_are_handed_over():
     setup = Setup()
     filled(setup, "a", "b", "c")
-    assert setup.store.cold()
+    assert setup.store.spilled()
     stock = Stock(lambda: None)
-    return_rest(setup.store, stock, {})
+    return_in_memory(setup.store, stock, {})
     assert stock == contents("a", "b", "c")
 
 
@@ -52,10 +52,10 @@ def test_values_that_leave_meanwhile_are_handed_over():
     setup = Setup()
     for key in "abcd":
         setup.store[key] = key.encode() * 40
-    assert not setup.store.cold()
+    assert not setup.store.spilled()
     stock = Stock(setup.settle)
-    return_rest(setup.store, stock, {})
-    assert setup.store.cold()
+    return_in_memory(setup.store, stock, {})
+    assert setup.store.spilled()
     assert stock == contents("a", "b", "c", "d")
 
 
@@ -66,7 +66,7 @@ def test_what_was_handed_over_before_is_left_and_what_was_released_since_is_take
     stock = Stock(lambda: None)
     stock.update(a=b"as it was given", b=b"as it was given", gone=b"released")
     setup.store["b"] = b"b" * 40
-    return_rest(setup.store, stock, given)
+    return_in_memory(setup.store, stock, given)
     assert stock == {"a": b"as it was given", "b": b"b" * 40}
 
 
@@ -77,8 +77,8 @@ def test_what_cannot_be_read_for_a_moment_is_not_lost(error):
     stock = {}
     setup.tiers[0].fail("get", error)
     with Lane("write") as lane:
-        given = asyncio.run(return_cold(setup.store, stock, lane, -1))
-    return_rest(setup.store, stock, given)
+        given = asyncio.run(return_spilled(setup.store, stock, lane, -1))
+    return_in_memory(setup.store, stock, given)
     assert stock == contents(*"abcd")
     assert not setup.lost
 
@@ -87,11 +87,11 @@ def test_what_can_never_be_read_is_lost_and_nothing_else():
     setup = Setup()
     filled(setup, *"abcd")
     stock = {"a": b"a value before"}
-    damaged, *_ = setup.store.cold()
+    damaged, *_ = setup.store.spilled()
     setup.tiers[0].fail("get", DamagedValueError("checksum"))
     with Lane("write") as lane:
-        given = asyncio.run(return_cold(setup.store, stock, lane, -1))
-    return_rest(setup.store, stock, given)
+        given = asyncio.run(return_spilled(setup.store, stock, lane, -1))
+    return_in_memory(setup.store, stock, given)
     setup.settle()
     assert setup.lost == [damaged] == ["a"]
     assert stock == contents(*"bcd")
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_until_the_end_is_lost(caplog):
     setup = Setup()
     filled(setup, *"abcd")
     stock = {"a": b"a value before"}
-    assert "a" in setup.store.cold()
+    assert "a" in setup.store.spilled()
     read_through = setup.store._carrier.read_through
 
     def short(key):
@@ -111,8 +111,8 @@ def test_what_cannot_be_read_until_the_end_is_lost(caplog):
 
     setup.store._carrier.read_through = short
     with Lane("write") as lane:
-        given = asyncio.run(return_cold(setup.store, stock, lane, -1))
-    return_rest(setup.store, stock, given)
+        given = asyncio.run(return_spilled(setup.store, stock, lane, -1))
+    return_in_memory(setup.store, stock, given)
     setup.settle()
     assert setup.lost == ["a"]
     assert stock == contents(*"bcd")
@@ -120,7 +120,7 @@ def test_what_cannot_be_read_until_the_end_is_lost(caplog):
 
 
 class OnDisk:
-    """A store that keeps `room_nbytes` in memory, of a worker that had Dask's own with a disk."""
+    """A store of `room_nbytes` of memory that took over Dask's own store with a disk."""
 
     INHERITED = 2
 
@@ -146,17 +146,17 @@ class OnDisk:
         for key, value in values.items():
             self.store[key] = value
             self.settle()
-        assert set(self.store.cold()) == set(values)
+        assert set(self.store.spilled()) == set(values)
 
     def settle(self):
-        """Have what was decided done, and what that leads to."""
+        """Run all moves that were decided, and those that follow from them."""
         self.lane.submit(int).result()
         while self.owner.calls:
             self.owner.step()
             self.lane.submit(int).result()
 
     def give_back(self, meanwhile=lambda key: None):
-        """As a worker does, with something done just before each value is handed over."""
+        """Hand over as a worker does, with a call just before each value."""
         put_on_disk = worker_memory.put_on_disk
 
         def watched(stock, key, value):
@@ -165,7 +165,7 @@ class OnDisk:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_memory, "put_on_disk", watched)
-            given = asyncio.run(return_cold(self.store, self.stock, self.lane, self.INHERITED))
+            given = asyncio.run(return_spilled(self.store, self.stock, self.lane, self.INHERITED))
         self.lane.submit(int).result()
         return given
 
@@ -188,9 +188,9 @@ def test_one_value_at_a_time_is_on_disk_twice(tmp_path):
         given = setup.give_back(lambda key: taken.append(stored_nbytes(tmp_path)))
         assert set(given) == set(values)
         assert max(taken) < before_nbytes + 20_000
-        # Whoever wants one meanwhile finds it where it is by now.
+        # A reader finds the value meanwhile, in one store or the other.
         assert {key: setup.store[key] for key in values} == values
-        return_rest(setup.store, setup.stock, given)
+        return_in_memory(setup.store, setup.stock, given)
         assert set(setup.stock.disk) == set(values)
         assert dict(setup.stock) == values
     assert not setup.lost
@@ -219,6 +219,6 @@ def test_values_that_are_released_or_replaced_after_they_were_handed_over(tmp_pa
         setup.store["b"] = b"new" * 1000
         setup.settle()
         assert set(worker_memory.on_disk(setup.stock)) == {"c"}
-        return_rest(setup.store, setup.stock, given)
+        return_in_memory(setup.store, setup.stock, given)
         assert dict(setup.stock) == {"b": b"new" * 1000, "c": b"c" * 1000}
     assert not setup.lost

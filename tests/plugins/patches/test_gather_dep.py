@@ -1,4 +1,4 @@
-"""Values that do not fit where they are sent: asked for again, and in the end an error."""
+"""Values that do not fit on the receiving worker: requested again, and in the end an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dask_gpurt.plugins.patches import gather_dep
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 from tests.integration.test_memory import cluster
 
-#: How many more times there is no memory.
+#: How many more times there is no memory for a value.
 _times_short = 0
 _was_short = threading.Semaphore(0)
 
@@ -39,7 +39,7 @@ def _unpack(size: int) -> Bulky:
 
 
 class Bulky:
-    """Something that takes memory when it arrives."""
+    """A value that takes memory when it is deserialized."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -86,7 +86,7 @@ def test_distributed_has_what_we_replace() -> None:
         "stimulus_id",
     ]
     assert list(inspect.signature(ConnectionPool.reuse).parameters) == ["self", "addr", "comm"]
-    # The connection goes back while the error is on its way up.
+    # Stock reuses the connection while the error propagates.
     source = inspect.getsource(get_data_from_worker)
     assert re.search(r"finally:\s+rpc\.reuse\(worker, comm\)", source)
     assert "return GatherDepFailureEvent.from_exception(" in inspect.getsource(Worker.gather_dep)
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_asked_for_again_when_a_task_has_ended(
         be_short(1)
         used = client.submit(size, bulky, workers=[asking.address])
         assert _was_short.acquire(timeout=DEADLINE_S)
-        # The peer is told that it need not wait for thanks.
+        # The peer no longer waits for an acknowledgement.
         client.run(_has_sent_all, workers=[holder.address])
         assert not used.done()
         gate.open()
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_asked_for_again_when_a_task_has_ended(
         running.result(DEADLINE_S)
     told = [record for record in caplog.records if record.name == gather_dep.logger.name]
     assert [record.levelname for record in told] == ["WARNING"]
-    assert "asked for again: no room for 1000" in told[0].getMessage()
+    assert "requested again: no room for 1000" in told[0].getMessage()
 
 
 @pytest.mark.cluster
@@ -133,7 +133,7 @@ def test_what_never_fits_fails_the_tasks_that_need_it(
         with pytest.raises(MemoryError, match=re.escape(asking.address) + " has no memory for 1"):
             one.result(DEADLINE_S)
     client.run(_knows_nothing_of, "bulky", workers=[asking.address])
-    # Nothing of it stays: the same value arrives where there is room for it now.
+    # Nothing remains of the failure: the same value arrives now that there is room.
     be_short(0)
     again = client.submit(size, bulky, workers=[asking.address], pure=False)
     assert again.result(DEADLINE_S) == 1000

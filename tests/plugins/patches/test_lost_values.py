@@ -1,4 +1,4 @@
-"""Contracts with what is done about lost values on the scheduler."""
+"""Contract tests of the scheduler's handlers for lost values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_handlers_take_what_they_are_given():
     assert {"key", "client"} < set(parameters_of(Scheduler.report_on_key))
     received = VariableExtension.future_received_confirm
     assert {"key", "client"} < set(parameters_of(received))
-    # Whether a handler is awaited is seen by what it is.
+    # distributed awaits a handler if it is a coroutine function.
     assert inspect.iscoroutinefunction(received)
     assert inspect.iscoroutinefunction(LostValues._got_from_variable)
     assert {"key", "client"} < set(parameters_of(QueueExtension.future_release))
@@ -51,7 +51,7 @@ def test_handlers_are_given_back(cluster):
         "report-key",
         "variable-future-received-confirm",
     }
-    lost.remove()
+    lost.uninstall()
     assert scheduler.stream_handlers == before
 
 

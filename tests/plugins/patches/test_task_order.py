@@ -1,4 +1,4 @@
-"""Tasks that make little of much begin with what is in memory; all others keep their order."""
+"""Reductions whose inputs are in memory run first; all other tasks keep their order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distributed.worker_state_machine import TaskState, WorkerState
 
 import dask_gpurt
 from dask_gpurt.plugins.patches.task_order import (
-    LEAST_NBYTES,
-    LOOKED_AT_PER_TASK,
-    MAX_LOOKED_AT,
-    TASKS_BETWEEN,
-    AtHand,
+    MAX_SCANNED,
+    MIN_INPUT_NBYTES,
+    SCANNED_PER_TASK,
+    TASKS_BETWEEN_SCANS,
+    TaskOrder,
 )
 from tests.failure.gates import Gate, pass_gate
 from tests.integration.test_memory import cluster, stores
@@ -49,23 +49,23 @@ class Task:
 
 
 class Queue:
-    """A worker's, whose tasks `total` are known to make little of much."""
+    """A worker's queue, whose tasks `total` are known to be reductions."""
 
-    def __init__(self, *tasks: Task, cold: set[str]) -> None:
-        self.cold = cold
+    def __init__(self, *tasks: Task, spilled: set[str]) -> None:
+        self.spilled = spilled
         ready: HeapSet[Task] = HeapSet(key=lambda task: task.priority)
         for task in tasks:
             ready.add(task)
         self.state = SimpleNamespace(ready=ready, executed_count=0)
-        self.at_hand = AtHand(SimpleNamespace(state=self.state), cold.__contains__)  # type: ignore[arg-type]
-        self.at_hand.learn("total", LEAST_NBYTES, 8)
+        self.task_order = TaskOrder(SimpleNamespace(state=self.state), spilled.__contains__)  # type: ignore[arg-type]
+        self.task_order.learn("total", MIN_INPUT_NBYTES, 8)
 
     def pop(self) -> Task:
         self.state.executed_count += 1
         task: Task = self.state.ready.pop()
-        assert self.at_hand.leaving == {task.key}
-        self.at_hand.begins(task.key)
-        assert not self.at_hand.leaving
+        assert self.task_order.dequeued == {task.key}
+        self.task_order.begins(task.key)
+        assert not self.task_order.dequeued
         return task
 
     def order(self) -> list[int]:
@@ -82,31 +82,31 @@ def test_distributed_has_what_we_replace() -> None:
     assert state.ready.key(TaskState("x", priority=(1, 2))) == (1, 2)
     assert "return self.ready.pop()" in inspect.getsource(WorkerState._next_ready_task)
     assert {"prefix", "priority", "dependencies"} <= set(TaskState.__slots__)
-    # What of a priority is the graph's.
+    # The leading elements of a priority belong to the graph.
     assert "generation,\n                    internal_priority[ts.key],\n" in inspect.getsource(
         Scheduler._set_priorities
     )
 
 
 def test_what_is_in_memory_goes_first_in_its_order() -> None:
-    assert Queue(*totals(5), cold={"x0", "x1", "x3"}).order() == [2, 4, 0, 1, 3]
+    assert Queue(*totals(5), spilled={"x0", "x1", "x3"}).order() == [2, 4, 0, 1, 3]
 
 
 def test_with_all_in_memory_nothing_changes() -> None:
-    assert Queue(*totals(5), cold=set()).order() == [0, 1, 2, 3, 4]
+    assert Queue(*totals(5), spilled=set()).order() == [0, 1, 2, 3, 4]
 
 
 def test_what_was_read_meanwhile_goes_when_it_is_first() -> None:
-    queue = Queue(*totals(5), cold={"x0", "x1"})
+    queue = Queue(*totals(5), spilled={"x0", "x1"})
     assert queue.pop().number == 2
-    queue.cold.discard("x0")
+    queue.spilled.discard("x0")
     assert queue.order() == [0, 3, 4, 1]
 
 
 def test_what_left_memory_meanwhile_does_not_go_first() -> None:
-    queue = Queue(*totals(5), cold={"x0"})
+    queue = Queue(*totals(5), spilled={"x0"})
     assert queue.pop().number == 1
-    queue.cold.add("x2")
+    queue.spilled.add("x2")
     assert queue.order() == [3, 4, 0, 2]
 
 
@@ -115,20 +115,22 @@ def test_what_left_memory_meanwhile_does_not_go_first() -> None:
 )
 def test_what_is_of_another_kind_keeps_its_place(other: Task) -> None:
     first = totals(2)
-    assert Queue(*first, other, cold={"x0", "x1"}).order() == [0, 1, 2]
+    assert Queue(*first, other, spilled={"x0", "x1"}).order() == [0, 1, 2]
 
 
 def test_tasks_that_make_much_keep_their_order() -> None:
-    queue = Queue(*totals(3), cold={"x0"})
-    queue.at_hand.learn("total", LEAST_NBYTES, LEAST_NBYTES)
+    queue = Queue(*totals(3), spilled={"x0"})
+    queue.task_order.learn("total", MIN_INPUT_NBYTES, MIN_INPUT_NBYTES)
     assert queue.order() == [0, 1, 2]
-    queue = Queue(*totals(3), cold={"x0"})
-    queue.at_hand.learn("total", LEAST_NBYTES - 1, 8)
+    queue = Queue(*totals(3), spilled={"x0"})
+    queue.task_order.learn("total", MIN_INPUT_NBYTES - 1, 8)
     assert queue.order() == [0, 1, 2]
 
 
 def test_the_queue_is_not_looked_through_for_every_task() -> None:
-    queue = Queue(*totals(2 * TASKS_BETWEEN), cold={f"x{n}" for n in range(2 * TASKS_BETWEEN)})
+    queue = Queue(
+        *totals(2 * TASKS_BETWEEN_SCANS), spilled={f"x{n}" for n in range(2 * TASKS_BETWEEN_SCANS)}
+    )
     looks = 0
     in_order = queue.state.ready.sorted
 
@@ -143,21 +145,21 @@ def test_the_queue_is_not_looked_through_for_every_task() -> None:
 
 
 def test_no_more_is_looked_at_where_very_many_are_queued() -> None:
-    n, n_popped = 5 * MAX_LOOKED_AT, 100
-    queue = Queue(*totals(n), cold=set())
+    n, n_popped = 5 * MAX_SCANNED, 100
+    queue = Queue(*totals(n), spilled=set())
     asked = 0
 
-    class Cold(set[str]):
+    class Spilled(set[str]):
         def __contains__(self, key: object) -> bool:
             nonlocal asked
             asked += 1
             return True
 
-    queue.at_hand._is_cold = Cold().__contains__
+    queue.task_order._is_spilled = Spilled().__contains__
     assert [queue.pop().number for _ in range(n_popped)] == list(range(n_popped))
-    # The first ones, and besides those of each look.
-    n_looks = -(-n_popped * LOOKED_AT_PER_TASK // MAX_LOOKED_AT)
-    assert asked <= n_popped + n_looks * MAX_LOOKED_AT
+    # One input for each task, and those of each scan.
+    n_scans = -(-n_popped * SCANNED_PER_TASK // MAX_SCANNED)
+    assert asked <= n_popped + n_scans * MAX_SCANNED
 
 
 class CountingReady:
@@ -173,23 +175,23 @@ class CountingReady:
 
 
 def test_eviction_sees_the_same_order() -> None:
-    queue = Queue(cold=set())
+    queue = Queue(spilled=set())
     first, second = totals(2)
-    use = queue.at_hand.use
-    assert use([second, first], is_home=False) == first.priority
-    at_home = use([second], is_home=True)
+    use = queue.task_order.use
+    assert use([second, first], in_memory=False) == first.priority
+    at_home = use([second], in_memory=True)
     assert at_home is not None
     assert at_home < first.priority
-    assert use([Task("other", 1)], is_home=True) == (0, 1, 1, -1)
-    # Never before what another graph has that was submitted earlier.
+    assert use([Task("other", 1)], in_memory=True) == (0, 1, 1, -1)
+    # Never before tasks of a graph that was submitted earlier.
     assert at_home > (0, 0, 10**9, 0)
-    assert use([], is_home=True) is None
+    assert use([], in_memory=True) is None
 
 
 def test_the_queue_is_given_back() -> None:
-    queue = Queue(*totals(3), cold={"x0"})
+    queue = Queue(*totals(3), spilled={"x0"})
     assert queue.pop().number == 1
-    queue.at_hand.remove()
+    queue.task_order.uninstall()
     assert type(queue.state.ready) is HeapSet
     assert [task.number for task in queue.state.ready.sorted()] == [0, 2]
 
@@ -209,28 +211,28 @@ def test_a_pass_reads_nothing_that_is_in_memory() -> None:
         (store,) = stores(client)
         blocks = client.map(full, range(16))
         wait(blocks)
-        # So that it is known how little these tasks make.
+        # So that the worker learns that these tasks are reductions.
         assert client.submit(total, blocks[0]).result() == 0
         with Gate() as gate:
             busy = client.submit(pass_gate, gate.path)
             gate.wait_for()
             totals = client.map(total, blocks, pure=False)
-            n_cold, before = client.run(_settled, totals[-1].key)[worker.address]
+            n_spilled, before = client.run(_settled, totals[-1].key)[worker.address]
             gate.open()
             assert client.gather(totals) == [n * 2 * MIB / 8 for n in range(16)]
-            assert store.io()["disk-read", "count"] - before <= n_cold
+            assert store.io()["disk-read", "count"] - before <= n_spilled
             busy.result()
-        assert 4 < n_cold < 12
+        assert 4 < n_spilled < 12
         dask_gpurt.disable(client)
         assert type(worker.state.ready) is HeapSet
 
 
 async def _settled(last: str, dask_worker: Any) -> tuple[int, float]:
-    """Values that are not in memory, and reads so far, once all tasks are there and none moves."""
+    """Return the spilled values and the reads so far, once all tasks are there and none moves."""
     store = dask_worker.data
     while last not in dask_worker.state.tasks or store.residency.is_writing or _is_reading(store):
         await asyncio.sleep(0)
-    return len(store.cold()), store.io().get(("disk-read", "count"), 0)
+    return len(store.spilled()), store.io().get(("disk-read", "count"), 0)
 
 
 def _is_reading(store: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Contracts with what managed memory touches of distributed."""
+"""Contract tests of the names of distributed that managed memory uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 def test_a_task_is_run_by_calling_the_instance():
     assert list(inspect.signature(Worker.execute).parameters) == ["self", "key", "stimulus_id"]
     assert "self.execute," in inspect.getsource(BaseWorker.handle_stimulus)
-    # What `execute` reads from the store, it reads before it runs anything.
+    # `execute` reads from the store before it runs the task.
     source = inspect.getsource(Worker.execute)
     assert source.index("self.data[dkey]") < source.index("run_in_executor")
 
@@ -40,7 +40,7 @@ def test_a_task_is_run_by_calling_the_instance():
 def test_a_task_gets_itself_a_client_by_calling_the_instance():
     assert list(inspect.signature(Worker._get_client).parameters) == ["self", "timeout"]
     assert "worker._get_client(timeout=timeout)" in inspect.getsource(get_client)
-    # It is known which task that is.
+    # The task's key is known in its thread.
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         LocalCluster(processes=False, **options) as cluster,
@@ -82,9 +82,9 @@ def test_when_a_worker_sends_no_more(client, is_paused, peer):
         found = []
         for count in range(5):
             dask_worker.transfer_outgoing_count = 0
-            said = worker_memory.sends_no_more(dask_worker, Comm(), count)
+            said = worker_memory.would_answer_busy(dask_worker, Comm(), count)
             dask_worker.transfer_outgoing_count = count
-            assert worker_memory.sends_no_more(dask_worker, Comm(), 0) == said
+            assert worker_memory.would_answer_busy(dask_worker, Comm(), 0) == said
             try:
                 is_busy = await dask_worker.get_data(Comm(), []) == {"status": "busy"}
             except Written:
@@ -126,7 +126,7 @@ def test_a_stock_store_says_what_it_has(tmp_path):
     assert objects == {"small": b"x" * 100}
     assert set(cold) == {"large"}
     assert cold["large"] >= 2000
-    # What was in memory is not in it any more; what is on disk can still be read from it.
+    # It no longer has the values from memory; those on disk can still be read from it.
     assert list(stock) == ["large"]
     assert stock.slow["large"] == b"x" * 2000
 
@@ -189,7 +189,7 @@ def test_the_scheduler_says_when_a_value_is_used_as_seen_from_its_worker():
         def submit(function, *args, number, worker):
             return client.submit(function, *args, priority=-number, workers=[worker], pure=False)
 
-        # Priorities, smallest first: what runs there, what waits behind it, what uses the value.
+        # Priorities, smallest first: the running task, the one behind it, the user of the value.
         running = submit(pass_gate, gate.path, number=1, worker=there)
         behind = submit(abs, -2, number=2, worker=there)
         use = submit(max, value, behind, number=3, worker=here)
@@ -198,7 +198,7 @@ def test_the_scheduler_says_when_a_value_is_used_as_seen_from_its_worker():
 
         async def asked(of, dask_scheduler):
             tasks = dask_scheduler.tasks
-            # What the client submits comes over another connection than what it asks.
+            # Submissions and requests of a client use different connections.
             while not {future.key for future in [use, *queue]} <= tasks.keys():
                 await asyncio.sleep(0)
             priorities = {future.key: tasks[future.key].priority for future in [use, *queue]}
@@ -227,7 +227,7 @@ def test_a_value_with_a_serializer_is_taken_apart_as_where_stock_spills_it():
     source = inspect.getsource(deserialize_bytes)
     assert "msgpack.loads(bin_header, raw=False, use_list=False)" in source
     assert source.index("decompress(header, frames)") < source.index("merge_and_deserialize(")
-    # What was not split has to say so, and how its frames are compressed.
+    # The header must say that frames were not split, and how they are compressed.
     header, frames = serialize_and_split(b"abc", size=1 << 62)
     assert header["compression"] == (None,)
     assert merge_and_deserialize(header, frames) == b"abc"
