@@ -148,6 +148,18 @@ ONLY_IN = {
     "ucxx": {"transport/ucx_context.py"},
 }
 
+#: Names that a variable, or an attribute of `self`, has where it is an object of distributed's.
+OBJECTS = {"client", "scheduler", "state", "task", "ts", "worker", "ws"}
+
+#: Outside of `plugins/patches`, by module: uses of private names of dask and distributed, and
+#: assignments to attributes of their objects, with the reason why they stay.
+PATCHES_ELSEWHERE = {
+    # Its workers are `SimulatedWorker`, of this package.
+    "plugins/simulation/simulated_run.py": {"worker.alive ="},
+    # Its state is `WorkerState`, of this package.
+    "plugins/worker.py": {"self.state.last_work ="},
+}
+
 
 def name_of(path: pathlib.Path) -> str:
     return str(path.relative_to(ROOT))
@@ -198,6 +210,72 @@ def test_private_things_have_one_door(path):
         for private, allowed in ONLY_IN.items():
             if imported == private or imported.startswith(private + "."):
                 assert name_of(path) in allowed, f"{imported} belongs into {allowed}"
+
+
+def patches_in(source: str) -> list[str]:
+    """Uses of private names of dask and distributed, and assignments to their objects."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found += [alias.name for alias in names if is_private_of_dask(alias.name)]
+            case ast.ImportFrom(module=str(module), names=names):
+                imported = [f"{module}.{alias.name}" for alias in names]
+                found += [name for name in imported if is_private_of_dask(name)]
+            case ast.Attribute(value=owner, attr=name, ctx=use) if is_of_distributed(owner):
+                if not isinstance(use, ast.Load):
+                    found.append(f"{ast.unparse(node)} =")
+                elif is_private(name):
+                    found.append(ast.unparse(node))
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, *_]):
+                if is_of_distributed(owner):
+                    found.append(ast.unparse(node))
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_private_of_dask(imported: str) -> bool:
+    first, *rest = imported.split(".")
+    return first in DASK and any(map(is_private, rest))
+
+
+def is_of_distributed(node: ast.expr) -> bool:
+    match node:
+        case ast.Name(id=name):
+            return name in OBJECTS
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name.removeprefix("_") in OBJECTS
+    return False
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if not name_of(p).startswith("plugins/patches/")], ids=name_of
+)
+def test_private_names_of_dask_are_in_patches_alone(path):
+    allowed = PATCHES_ELSEWHERE.get(name_of(path), set())
+    assert set(patches_in(path.read_text())) == allowed, "belongs into plugins/patches"
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("import dask._task_spec", ["dask._task_spec"]),
+        ("from distributed.shuffle import _core", ["distributed.shuffle._core"]),
+        ("from distributed.http import prometheus", []),
+        ("from dask_gpurt import _private", []),
+        ("self._scheduler._transitions(1)", ["self._scheduler._transitions"]),
+        ("ts.annotations['a'] = ws.__dict__", []),
+        ("worker.execute = mine", ["worker.execute ="]),
+        ("del self.client.get", ["self.client.get ="]),
+        ("setattr(ws, name, 1)", ["setattr(ws, name, 1)"]),
+        ("self._state = self._workers", []),
+    ],
+)
+def test_a_private_name_is_noticed(source, expected):
+    assert patches_in(source) == expected
 
 
 def test_gpurt_settings_are_read_in_config_only():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import pathlib
 import re
@@ -42,25 +43,68 @@ def anchors(page: pathlib.Path) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
-def generator():
-    path = ROOT / "docs" / "make_configuration.py"
-    spec = importlib.util.spec_from_file_location("make_configuration", path)
+#: Scripts that write a page.
+GENERATORS = ["make_configuration", "make_patches"]
+
+
+def generator(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_configuration_page_is_up_to_date():
-    assert generator().main(["--check"]) == 0
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generated_page_is_up_to_date(name):
+    assert generator(name).main(["--check"]) == 0
 
 
-def test_a_stale_configuration_page_is_noticed(tmp_path, monkeypatch, capsys):
-    module = generator()
-    monkeypatch.setattr(module, "PAGE", tmp_path / "configuration.md")
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_stale_page_is_noticed(name, tmp_path, monkeypatch, capsys):
+    module = generator(name)
+    monkeypatch.setattr(module, "PAGE", tmp_path / "page.md")
     assert module.main(["--check"]) == 1
     assert "stale" in capsys.readouterr().err
     assert module.main([]) == 0
     assert module.main(["--check"]) == 0
+
+
+PATCHES = sorted((ROOT / "dask_gpurt" / "plugins" / "patches").glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("path", PATCHES, ids=name_of)
+def test_patches_are_taken_back_by_functions_that_exist(path):
+    tree = ast.parse(path.read_text())
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    defined |= {
+        f"{owner.name}.{node.name}"
+        for owner in tree.body
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, kinds)
+    }
+    for *_, taken_back_by in generator("make_patches").rows(ast.get_docstring(tree)):
+        assert set(SPAN.findall(taken_back_by)) <= defined, taken_back_by
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "| what | why |\n|---|---|\n| a | b |",
+        "| what | why | taken back by |\n|---|---|---|\n| a | b |",
+        "| what | why | taken back by |\n|---|---|---|\n| a | b | c | d |",
+    ],
+    ids=["two columns", "a row that is short", "a row that is long"],
+)
+def test_a_malformed_table_of_patches_is_refused(table):
+    with pytest.raises(ValueError, match=r"a table|a row"):
+        list(generator("make_patches").rows(table))
+
+
+def test_a_row_of_patches_may_wrap():
+    table = "| what | why | taken back by |\n|---|---|---|\n| `a` | b\nc\n| `d` |\n| e | f | |\n\ng"
+    assert list(generator("make_patches").rows(table)) == [("`a`", "b c", "`d`"), ("e", "f", "")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -271,9 +271,9 @@ class GpurtScheduler(SchedulerPlugin):
             self.scheduler.remove_plugin(NAME)
         self.is_active = False
         self.inactive_reason = "disabled by a client"
-        self._swap.remove()
-        self._restarts.remove()
-        self._owners.remove()
+        self._swap.uninstall()
+        self._restarts.uninstall()
+        self._owners.uninstall()
         self._stop_placement()
         # Wake new shuffles that wait for joining workers.
         self._wake_waiting_runs()

@@ -215,7 +215,7 @@ class WorkerRuntime:
         if self._lanes is None:
             self._lanes = ShuffleLanes(self._worker.state.nthreads, self.ledger)
             self._pages.acquire()
-        self._row_numbers.acquire()
+        self._row_numbers.install()
 
     def end_run(self, run: RunLike, report: dict[str, Any]) -> None:
         """Unregister a run that ended. Runs on the event loop.
@@ -231,7 +231,7 @@ class WorkerRuntime:
             else:
                 self.cool_down()
                 # Links that existed before the runtime was detached are closed already.
-                self._closing_links = asyncio.create_task(self.links.close())
+                self._closing_links = asyncio.create_task(self.links.disconnect())
 
     def attach(self) -> None:
         """Start a new count: the runtime is switched on. Runs on the event loop."""
@@ -257,7 +257,7 @@ class WorkerRuntime:
             self.pool.trim()
             self.links.cool_down()
             self._pages.release()
-            self._row_numbers.release()
+            self._row_numbers.uninstall()
 
     def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
         """Release a partition's shards once the result of task `key` is in memory.
@@ -292,7 +292,7 @@ class WorkerRuntime:
         Drops a cancellation, because the rest of the worker's close waits for this. Never raises,
         because an error would stop the worker's close half-way.
         """
-        for work in (self.final_close, self._links_closed, self.links.close):
+        for work in (self.final_close, self._links_closed, self.links.disconnect):
             try:
                 if work is not None and not await to_its_end(work):
                     logger.warning(
@@ -301,7 +301,7 @@ class WorkerRuntime:
                     )
             except Exception:
                 logger.exception("%s: the runtime failed to close", self._worker.name)
-        self.links.end()
+        self.links.close()
 
     async def _links_closed(self) -> None:
         if self._closing_links is not None:
@@ -446,11 +446,11 @@ class Attachment:
     def _uninstall(self) -> None:
         self._counter_sender.leave()
         self._gc_freeze.close()
-        self._reads.end()
-        self._turns.end()
+        self._reads.uninstall()
+        self._turns.uninstall()
         self._gather_retry.uninstall()
-        self._shown.end()
-        self._lookup.remove()
+        self._shown.uninstall()
+        self._lookup.uninstall()
         for name in self._handlers:
             self._worker.handlers.pop(name, None)
 
@@ -459,10 +459,10 @@ class Attachment:
         if self._memory is not None:
             await self._memory.close()
         self.state.detach()
-        await self.state.links.close()
+        await self.state.links.disconnect()
         if not is_closing(self._worker):
             self.state.final_close = None
-            self._whole_close.end()
+            self._whole_close.uninstall()
 
     async def _finish_close(self) -> None:
         """Finish at the worker's close, when stock behaviour need not be restored."""

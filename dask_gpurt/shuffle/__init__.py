@@ -1,1 +1,1 @@
-"""Peer-to-peer exchange: who owns what, and the shards on their way there."""
+"""Peer-to-peer exchange: owners of the output partitions, and storage of their shards."""

@@ -1,11 +1,13 @@
-"""Which worker gets which output partitions, when some are much fuller than others. Pure.
+"""Assignment of output partitions to workers, balanced by sampled row counts.
 
-Stock Dask gives each worker a range of partitions, whatever is in them. With hot keys the worker
-that owns the hot partitions gets most of the rows. Here a sample of the rows says how full each
-partition will be. Where ranges would do, they stay: neighbours on one worker are what a sort
-wants. Otherwise the fullest partition goes to the least loaded worker, and so on (Graham's longest
-processing time rule, at most 4/3 of the best that is possible; R. L. Graham, Bounds on
-Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), 1969).
+Stock Dask gives each worker a range of partitions, whatever they hold. With hot keys, the worker
+that owns the hot partitions gets most of the rows. This module estimates the size of each partition
+from a sample of the rows. If ranges are balanced enough they stay, because a sort wants
+neighbouring partitions on one worker. Otherwise each partition, largest first, goes to the least
+loaded worker (Graham's longest processing time rule, at most 4/3 of the optimum; R. L. Graham,
+Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17(2), 1969).
+
+Pure functions over numbers.
 """
 
 from __future__ import annotations
@@ -14,18 +16,18 @@ import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 
-#: Ranges stay up to this many times the mean load: a sample is not all of the data. What is beyond
-#: it when all of the data came is told.
+#: Ranges are kept up to this many times the mean load, because a sample is not all of the data. The
+#: report of a run names partitions that exceed it once all data has arrived.
 TOLERATED = 1.2
 
 
 def by_range(n_partitions: int, workers: Sequence[str]) -> dict[int, str]:
-    """Owners as stock Dask has them: ranges of equal length."""
+    """Return the owners as stock Dask assigns them: ranges of equal length."""
     return {p: workers[p * len(workers) // n_partitions] for p in range(n_partitions)}
 
 
 def load(rows: Sequence[int], owners: dict[int, str]) -> dict[str, int]:
-    """Rows of each worker."""
+    """Return the number of rows of each worker."""
     total = dict.fromkeys(owners.values(), 0)
     for partition, worker in owners.items():
         total[worker] += rows[partition]
@@ -34,20 +36,20 @@ def load(rows: Sequence[int], owners: dict[int, str]) -> dict[str, int]:
 
 @lru_cache(64)
 def owners(rows: tuple[int, ...], workers: tuple[str, ...]) -> dict[int, str]:
-    """Owner of each output partition.
+    """Return the owner of each output partition.
 
     Parameters
     ----------
     rows
         Rows of each partition in a sample.
     workers
-        In the order in which ranges are given out.
+        Workers in the order in which they get ranges.
     """
     ranges = by_range(len(rows), workers)
     mean = sum(rows) / len(workers)
     if max(load(rows, ranges).values(), default=0) <= TOLERATED * mean:
         return ranges
-    # Partitions that the sample says nothing of are spread evenly: every partition counts a little.
+    # Each partition weighs a little, so that partitions without sampled rows are spread evenly.
     weight = mean / (1000 * len(rows))
     heap = [(0.0, number) for number in range(len(workers))]
     found = {}

@@ -1,8 +1,8 @@
-"""Messages of shards: what a sender makes of its shards, and a receiver of what came.
+"""Encoding of shards into messages, and decoding of received messages into shards.
 
-Between processes of one host shards travel as they are, and so do those that are sent out of the
-memory of a device. Anywhere else each gets a checksum and is encoded where that pays (`codecs`).
-Bytes in, values out; called in threads, since it touches every byte.
+Shards travel unencoded between processes of one host, and out of device memory. Any other shard
+gets a checksum, and is encoded where that pays (`codecs`). All functions touch every byte, so
+callers run them in threads. The binary format of the header is `transport.wire`'s.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from dask_gpurt.shuffle.shards import Shard
 from dask_gpurt.transport import wire
 
 Buffer = npt.NDArray[np.uint8]
-#: Shard to what travels for it.
+#: Encodes a shard.
 Encode = Callable[["Outgoing"], Encoded]
 _CODECS = {**HOST_CODECS, **NVCOMP_CODECS}
 
-#: Messages inside a host are so many times as large as others, and so many times for all peers
-#: together, as long as they are not smaller than others.
+#: Messages inside a host are this many times larger than others, and this many times for all peers
+#: together, but never smaller than others.
 _TIMES = 4
 _TIMES_FOR_ALL = 8
 
@@ -53,12 +53,12 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Message:
-    """A header, and the buffers that go with it.
+    """A header and its buffers.
 
     Attributes
     ----------
     raw_nbytes
-        Bytes of the shards, if they leave this host, before they were encoded.
+        Bytes of the shards before encoding, if they leave this host.
     wire_nbytes
         Bytes of header and buffers that leave this host.
     """
@@ -70,17 +70,17 @@ class Message:
 
     @property
     def is_from_device(self) -> bool:
-        """Whether any of it leaves out of the memory of a device."""
+        """Whether any buffer is in device memory."""
         return not all(isinstance(buffer, np.ndarray) for buffer in self.buffers)
 
 
-def as_they_are(shards: Iterable[Outgoing]) -> Message:
-    """A message that stays on this host: nothing is looked at."""
+def local_message(shards: Iterable[Outgoing]) -> Message:
+    """Return a message that stays on this host: no checksum, no encoding."""
     return _message((shard, 0, Encoded((shard.packed.buffer,), ())) for shard in shards)
 
 
-def for_the_wire(shards: Sequence[Outgoing], encode: Encode) -> Message:
-    """A message that leaves this host: with checksums, and encoded where `encode` does it."""
+def remote_message(shards: Sequence[Outgoing], encode: Encode) -> Message:
+    """Return a message that leaves this host: with checksums, encoded where `encode` does so."""
 
     def sealed(shard: Outgoing) -> tuple[Outgoing, int, Encoded]:
         buffer = shard.packed.buffer
@@ -95,19 +95,20 @@ def for_the_wire(shards: Sequence[Outgoing], encode: Encode) -> Message:
     return replace(message, raw_nbytes=raw_nbytes, wire_nbytes=wire_nbytes)
 
 
-def nbytes_on_host(message_nbytes: int, n_peers: int) -> int:
-    """Size at which a message is closed that says where in memory its shards are.
+def local_message_nbytes(message_nbytes: int, n_peers: int) -> int:
+    """Return the size at which a message inside this host is closed.
 
-    A larger one costs hardly more than a small one, so it may be several times `message_nbytes`.
-    But its receiver has to find memory for all of it before it is counted among shards, and for
-    those of all peers at once; so the more peers there are on the host, the smaller they are.
+    Such a message carries only the places of its shards in memory. A larger one costs hardly more
+    than a small one, so it may be several times `message_nbytes`. But its receiver allocates memory
+    for the whole message before the budget for shards counts it, for all peers at once. So messages
+    get smaller as the number of peers on the host grows.
 
     Parameters
     ----------
     message_nbytes
         Size at which messages that carry their shards are closed.
     n_peers
-        Workers of this host that are sent to, and send as much; at least one.
+        Number of workers of this host that get as much; at least one.
     """
     return message_nbytes * min(_TIMES, max(1, _TIMES_FOR_ALL // n_peers))
 
@@ -131,13 +132,13 @@ def _message(shards: Iterable[tuple[Outgoing, int, Encoded]]) -> Message:
     return Message(wire.encode(headers), buffers)
 
 
-def checked(headers: Iterable[wire.ShardHeader], limit_nbytes: int) -> list[int]:
-    """Lengths of the buffers that belong to these headers.
+def buffer_lengths(headers: Iterable[wire.ShardHeader], limit_nbytes: int) -> list[int]:
+    """Return the lengths of the buffers that belong to these headers.
 
     Raises
     ------
     ProtocolError
-        The shards would not fit into this worker's memory, whatever they are encoded as.
+        The decoded shards would not fit into this worker's memory.
     """
     headers = list(headers)
     announced = sum(header.buffer_nbytes for header in headers)
@@ -146,28 +147,28 @@ def checked(headers: Iterable[wire.ShardHeader], limit_nbytes: int) -> list[int]
     return [nbytes for header in headers for nbytes in header.parts]
 
 
-def opened(
+def decode_shards(
     headers: Sequence[wire.ShardHeader],
     buffers: Sequence[Buffer],
     empty: Callable[[wire.ShardHeader], Buffer],
     *,
     in_place: bool = True,
 ) -> list[Shard]:
-    """Shards out of the buffers that came for their headers.
+    """Return the shards in the buffers received for these headers.
 
     Parameters
     ----------
     empty
-        Memory for a shard that has to be decoded or copied.
+        Allocates memory for a shard that must be decoded or copied.
     in_place
-        A shard that came as it is stays in its buffer; otherwise it is copied out of it.
+        Leave an unencoded shard in its buffer. Otherwise copy it into memory from `empty`.
 
     Raises
     ------
     DamagedError
-        A shard is not what was sent.
+        A checksum does not match.
     ProtocolError
-        A shard is encoded in a way that is not known here, or does not fit its header.
+        A shard has an unknown encoding, or does not match its header.
     """
     shards = []
     position = 0
@@ -181,8 +182,8 @@ def opened(
         elif in_place:
             (buffer,) = parts
         else:
-            # Out of the message's memory and into the pool's: a warm copy, after which the pages
-            # of this shard come free together with its neighbours in time, and serve as outputs.
+            # Copy out of the message's memory into the pool: a warm copy. The pages of this shard
+            # are then freed together with those of neighbouring shards, and can hold outputs.
             buffer = empty(header)
             np.copyto(buffer, parts[0])
         if header.checksum and wire.checksum(unencoded(buffer, table)) != header.checksum:
@@ -193,7 +194,7 @@ def opened(
 
 
 def shard_of(header: wire.ShardHeader, **contents: Any) -> Shard:
-    """The shard that a header announces."""
+    """Return the shard that a header describes."""
     return Shard.with_rows(
         header.rows_per_slot,
         source=header.source,

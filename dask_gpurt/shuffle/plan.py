@@ -1,13 +1,13 @@
-"""Who owns what: the map from output partitions to workers, and how shards are cut.
+"""The map from output partitions to workers, and the cutting of input partitions into shards.
 
-Pure decisions over numbers. Knows nothing of frames (`frames`), of memory (`shuffle.shards`) or
-of the scheduler that made the assignment (`plugins`).
+Pure decisions over numbers. This module knows nothing of frames (`frames`), of memory
+(`shuffle.shards`) or of the scheduler that assigned the owners (`plugins`).
 
-Output partitions get *slots*: consecutive numbers in which each worker's partitions stand side by
-side, in the order in which they will be read. Grouping rows by slot therefore groups them by worker
-too, which is what makes one sort and one gather enough; and a shard, which has neighbouring slots,
-is through soon after it was first needed. Dask reads partitions in an order of its own (by names,
-mostly), so neighbouring numbers are of no use for that.
+Output partitions get *slots*: consecutive numbers in which the partitions of each worker are
+adjacent, in the order in which tasks will read them. Grouping rows by slot therefore groups them by
+worker too, so one sort and one gather are enough. A shard covers adjacent slots, so all of it is
+read soon after its first slot. Dask reads partitions in an order of its own (mostly by name), so
+adjacent partition numbers would not do.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from dask_gpurt.frames.gather import gather_into
 
-#: A shard grows to about this size before the next one starts. Smaller shards are freed sooner
-#: (a shard lives until its last partition was read), larger ones cost less bookkeeping.
+#: Target size of a shard. Smaller shards are freed sooner, because a shard lives until its last
+#: partition was read. Larger ones cost less bookkeeping.
 SHARD_TARGET_NBYTES = 1 << 20
 
 
@@ -35,11 +35,11 @@ class ExchangePlan:
     Parameters
     ----------
     worker_for
-        Owner of each wanted output partition. Partitions that are not listed are dropped.
-        A partition is a number, or whatever else can be sorted: chunks have tuples.
+        Owner of each wanted output partition. Unlisted partitions are dropped. A partition is a
+        number or any other sortable value: array chunks have tuples.
     read_order
-        Partitions in the order in which they will be read, each as often as tasks read it; those
-        that are not listed come last.
+        Partitions in the order in which tasks will read them, each once for every task that reads
+        it. Unlisted ones come last.
     """
 
     worker_for: Mapping[Any, str]
@@ -71,7 +71,7 @@ class ExchangePlan:
 
     @cached_property
     def readers_of_slot(self) -> dict[int, int]:
-        """How many tasks read a slot, of those that more than one reads."""
+        """Number of tasks that read a slot, for slots with more than one reader."""
         readers = Counter(self.read_order)
         return {self.slot_of[p]: n for p, n in readers.items() if n > 1 and p in self.slot_of}
 
@@ -81,7 +81,7 @@ class ExchangePlan:
 
     @cached_property
     def slots_of_worker(self) -> dict[str, tuple[int, int]]:
-        """First slot, and one past the last, of each owner."""
+        """First slot and one past the last slot of each owner."""
         ranges: dict[str, tuple[int, int]] = {}
         for slot, partition in enumerate(self.partitions):
             worker = self.worker_for[partition]
@@ -91,16 +91,16 @@ class ExchangePlan:
 
     @cached_property
     def slot_table(self) -> npt.NDArray[np.intp]:
-        """Slot of each partition, by its number; the last entry, -1, is for any other number."""
+        """Slot of each partition number; the last entry, -1, stands for any other number."""
         table = np.full(max(self.partitions, default=-1) + 2, -1, dtype=np.intp)
         table[list(self.partitions)] = np.arange(self.n_slots)
         return table
 
     def slots(self, partitions: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
-        """Slot of each row, given the output partition, a number, of each row.
+        """Return the slot of each row, given the output partition number of each row.
 
-        Rows for partitions that nobody wants, and missing values, get -1: stock joins the
-        partition column with the owners and drops what finds none.
+        Rows of unwanted partitions, and missing values, get -1. Stock Dask joins the partition
+        column with the owners, and drops rows without a match.
         """
         values = np.asarray(partitions)
         table = self.slot_table
@@ -110,7 +110,7 @@ class ExchangePlan:
             whole = (values == np.floor(values)) & (np.abs(values) <= last)
             values = np.where(whole, values, -1.0)
         codes = values.astype(np.intp)
-        # Looked at as they came: Dask's numbers are as narrow as they can be, and so is the look.
+        # Compare before widening: Dask's numbers are as narrow as they can be, which is faster.
         if len(values) and not (values.min() >= 0 and values.max() <= last):
             codes[~((values >= 0) & (values <= last))] = last
         gather_into(table, codes, codes)
@@ -122,20 +122,20 @@ def cut_shards(
 ) -> list[tuple[int, int]]:
     """Cut consecutive slots into shards of about `target_nbytes`.
 
-    Larger ones only if they would be less than half of it otherwise: a worker that is short of
-    memory reads what it spilled of a shard anew for each of its slots.
+    A shard exceeds the target only if it would otherwise be less than half of it. A worker that is
+    short of memory reads the spilled part of a shard again for each of its slots.
 
     Parameters
     ----------
     rows_before_slot
-        Running total of rows, one entry more than there are slots.
+        Running total of rows, with one entry more than there are slots.
     row_nbytes
-        Bytes one row takes, estimated.
+        Estimated bytes of one row.
 
     Returns
     -------
     list of (first slot, one past the last)
-        Covers every slot that has rows; a slot is never divided. Ranges neither begin nor end on
+        Covers every slot that has rows; a slot is never divided. Ranges neither begin nor end with
         an empty slot.
     """
     cuts: list[tuple[int, int]] = []

@@ -1,12 +1,12 @@
-"""Shards of one run on one worker: kept in memory up to a limit, on disk beyond it.
+"""The shards of one run on one worker: in memory up to a limit, on disk beyond it.
 
-A *shard* is what one input partition has for a range of this worker's output partitions. The
-store takes shards from transfer tasks of its own worker and from peers, refuses duplicates, and
-hands out the pieces of an output partition in the order of the input partitions. Shards that are
-needed last are spilled first: outputs are read in ascending order of their slots. A shard is let
-go once the last of its partitions is done with.
+A *shard* holds the rows of one input partition for a range of this worker's output partitions. The
+store takes shards from transfer tasks of its own worker and from peers. It drops duplicates, and
+returns the pieces of an output partition in the order of the input partitions. It first spills the
+shards that tasks read last, because tasks read outputs in ascending order of slots. It frees a
+shard once the results of all its partitions are safe.
 
-Locking: `_lock` guards the index and the accounting and is never held over I/O or a copy;
+Locking: `_lock` guards the index and the accounting, and is never held over I/O or a copy.
 `_spilling` lets one thread at a time write. A shard is reachable in memory or on disk at every
 instant.
 """
@@ -38,23 +38,23 @@ from dask_gpurt.shuffle.spill_file import Extent, SpillFile
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
-#: Spilling goes on until this share of the limit is left, so that it does not start over at once.
+#: Spilling stops below this share of the limit, so that it does not restart at once.
 LOW_WATER = 0.8
-#: A file has more put at its end until it is so long: each file takes a descriptor.
+#: The store appends to a file up to this size: each file takes a descriptor.
 FILE_NBYTES = 1 << 28
-#: However short of memory a worker is, shards may take this share of their limit.
+#: Shards may always take this share of their limit, however short of memory the worker is.
 LEAST_SHARE = 0.1
 
 
 class Budget:
-    """Memory that the shards of all runs on one worker may take together.
+    """Memory budget that the shards of all runs on one worker share.
 
     Attributes
     ----------
     most_nbytes
-        What they may take while the worker has memory to spare.
+        Limit while the worker has memory to spare.
     limit_nbytes
-        What they may take now.
+        Limit now.
     """
 
     def __init__(self, most_nbytes: int) -> None:
@@ -68,13 +68,13 @@ class Budget:
         return max(int(LEAST_SHARE * self.most_nbytes), self.most_nbytes - self._withheld_nbytes)
 
     def press(self, nbytes: int) -> None:
-        """The worker is short of memory: shards may take less than they do."""
+        """Set the limit to `nbytes` below the memory in use: the worker is short of memory."""
         with self._lock:
             taken = min(self._used_nbytes, self.limit_nbytes)
             self._withheld_nbytes = min(self.most_nbytes, self.most_nbytes - taken + nbytes)
 
     def ease(self, nbytes: int) -> None:
-        """The worker has memory again: shards may take more, up to what they always may."""
+        """Raise the limit by `nbytes`, up to `most_nbytes`: the worker has memory again."""
         with self._lock:
             self._withheld_nbytes = max(0, self._withheld_nbytes - nbytes)
 
@@ -136,7 +136,7 @@ class Shard:
 
 
 class ShardStore:
-    """Shards of one run on one worker.
+    """A store of the shards of one run on one worker.
 
     Parameters
     ----------
@@ -145,15 +145,16 @@ class ShardStore:
     slots
         First slot of this worker's output partitions, and one past the last.
     directory
-        Where shards are spilled to; made when the first one is.
+        Directory of spill files; created when the first shard is spilled.
     budget
         Memory that shards may take before some are spilled; shared by the runs of a worker.
     on_disk_io
-        Told `disk-write` or `p2p-disk-read` and how many bytes, in the thread that did it.
-    elsewhere
-        Makes a call that may take long, where that holds nobody up.
+        Called with `disk-write` or `p2p-disk-read` and the number of bytes, in the thread that did
+        the I/O.
+    run_later
+        Runs a call that may take long, off the critical path.
     readers
-        How many results a slot goes into, of those that go into more than one.
+        Number of results made of a slot, for slots with more than one.
     may_spill
         False keeps everything in memory, as on a full disk.
     """
@@ -168,7 +169,7 @@ class ShardStore:
         open_file: Callable[[str], SpillFile] = SpillFile,
         *,
         on_disk_io: Callable[[str, int], None] | None = None,
-        elsewhere: Callable[[Callable[[], None]], object] = lambda call: call(),
+        run_later: Callable[[Callable[[], None]], object] = lambda call: call(),
         readers: Mapping[int, int] | None = None,
         may_spill: bool = True,
     ) -> None:
@@ -179,20 +180,20 @@ class ShardStore:
         self._counters = counters
         self._open_file = open_file
         self._on_disk_io = on_disk_io or (lambda label, nbytes: None)
-        self._elsewhere = elsewhere
+        self._run_later = run_later
         self._lock = threading.Lock()
         self._spilling = threading.Lock()
         self._sources: dict[int, list[Shard]] = {}
         self._firsts: dict[int, list[int]] | None = None
         self._readers = readers or {}
-        #: Of slots with several readers, whose results are safe.
+        #: Results that are safe, for slots with several readers.
         self._results: dict[int, set[Hashable]] = {}
         self._released: set[int] = set()
-        #: What was found for slots that are not released yet.
+        #: Index entries found for slots that are not released yet.
         self._being_read: dict[int, list[tuple[Shard, int, int]]] = {}
         self._files: list[SpillFile] = []
         self._can_spill = may_spill
-        self._was_put_off = False
+        self._has_warned = False
         self._closed = False
         self.resident_nbytes = 0
         self.spilled_nbytes = 0
@@ -203,7 +204,7 @@ class ShardStore:
         self._budget.change(nbytes)
 
     def add(self, shards: Sequence[Shard]) -> None:
-        """Keep shards; those already here, and those of a second attempt, are dropped.
+        """Add shards; drop duplicates and shards of a second attempt.
 
         Raises
         ------
@@ -254,21 +255,21 @@ class ShardStore:
                     if self._budget.used_nbytes <= LOW_WATER * self._budget.limit_nbytes:
                         break
             except OSError as error:
-                # Nothing is lost: the shard at hand is still in memory, as are those after it.
+                # Nothing is lost: this shard and all after it are still in memory.
                 if not will_pass(error):
                     self._can_spill = False
                     logger.error(
-                        "cannot spill shuffle data to %s (%s); it stays in memory from here on. "
+                        "cannot spill shuffle data to %s (%s); it stays in memory from now on. "
                         "Free some space, or point Dask's temporary-directory to another disk.",
                         self._directory,
                         error,
                     )
-                elif not self._was_put_off:
-                    self._was_put_off = True
-                    logger.warning("cannot spill shuffle data now (%s); it is tried again", error)
+                elif not self._has_warned:
+                    self._has_warned = True
+                    logger.warning("cannot spill shuffle data now (%s); it is retried later", error)
             finally:
                 if file is not None:
-                    self._let_go([file])
+                    self._release_files([file])
 
     def _victims(self) -> list[Shard]:
         with self._lock:
@@ -276,7 +277,7 @@ class ShardStore:
         return sorted(resident, key=lambda shard: shard.first_slot, reverse=True)
 
     def _open(self) -> SpillFile:
-        """The last file if it may grow, or a new one."""
+        """Return the last file if it may grow, or a new one."""
         with self._lock:
             file = self._files[-1] if self._files else None
             if file is not None and file.is_needed and file.nbytes < FILE_NBYTES:
@@ -294,7 +295,7 @@ class ShardStore:
         if packed is None and body is not None:
             packed = self._adapter.pack(body)
         if packed is None:
-            return  # let go in the meantime
+            return  # released in the meantime
         packed = on_host(packed)
         extent = file.append(packed.buffer)
         with self._lock:
@@ -315,12 +316,12 @@ class ShardStore:
                 self._resident(-shard.nbytes)
 
     def seal(self) -> None:
-        """No more shards will come: check that none is missing, and order them.
+        """End the input phase: check that no shard is missing, and sort the index.
 
         Raises
         ------
         IncompleteExchangeError
-            An input partition announced more shards than came.
+            An input partition announced more shards than arrived.
         """
         with self._lock:
             if self._firsts is not None:
@@ -339,7 +340,7 @@ class ShardStore:
             }
 
     def rows_of_slots(self) -> dict[int, int]:
-        """Rows of each of this worker's slots, as far as they came."""
+        """Return the rows that arrived so far, for each of this worker's slots."""
         first, end = self._slots
         rows = np.zeros(end - first, dtype=np.int64)
         with self._lock:
@@ -351,18 +352,18 @@ class ShardStore:
         return dict(enumerate(rows.tolist(), first))
 
     def pieces(self, slot: int) -> list[Piece]:
-        """What each input partition has for one output partition, in their order. May read.
+        """Return the pieces of one output partition in the order of the inputs. May read from disk.
 
         Raises
         ------
         PartitionReleasedError
-            The partition was let go by `release`.
+            `release` has freed the partition.
         ShardStorageError
-            A spilled shard cannot be read back, or is not what was written.
+            A spilled shard cannot be read, or fails its checksum.
         """
         with self._lock:
             if slot in self._released:
-                raise PartitionReleasedError(f"slot {slot} was let go")
+                raise PartitionReleasedError(f"slot {slot} was released")
             if self._closed:
                 raise PartitionReleasedError("the run was closed")
             found = self._being_read[slot] = self._with_rows_for(slot)
@@ -373,7 +374,7 @@ class ShardStore:
         ]
 
     def _with_rows_for(self, slot: int) -> list[tuple[Shard, int, int]]:
-        """Shards that have rows of a slot, and which, in the order of their sources."""
+        """Return the shards that have rows of a slot, with their row ranges, in input order."""
         assert self._firsts is not None, "pieces() before seal()"
         found = []
         for source, firsts in self._firsts.items():
@@ -398,8 +399,8 @@ class ShardStore:
         body = self._adapter.unpack(shard.layout_key, packed)
         with self._lock:
             if shard.body is None and shard.unread and not self._closed:
-                # The body's arrays are views of the packed buffer: one of the two is enough. With
-                # objects it takes more than the buffer did.
+                # The body's arrays are views of the packed buffer, so one of the two is enough. A
+                # body with objects takes more memory than the buffer did.
                 self._resident(body.nbytes - (shard.nbytes if shard.packed is not None else 0))
                 shard.body, shard.packed, shard.nbytes = body, None, body.nbytes
         return body
@@ -413,8 +414,8 @@ class ShardStore:
         except OSError as error:
             failure = error
         if self._closed or not shard.unread:
-            # The file went away meanwhile, and its descriptor may be another file's.
-            raise PartitionReleasedError("it was let go of while it was read") from failure
+            # The file was closed meanwhile; its descriptor may belong to another file now.
+            raise PartitionReleasedError("the shard was released while it was read") from failure
         if isinstance(failure, ShardStorageError):
             raise failure
         if failure is not None:
@@ -425,14 +426,14 @@ class ShardStore:
         return Packed(buffer, shard.n_rows, *shard.sections)
 
     def release(self, slot: int, result: Hashable = None) -> None:
-        """A result that was made of an output partition is safe.
+        """Record that a result made of an output partition is safe.
 
-        With the last that anybody was known to make of it, what only it needed is let go of.
+        After the last expected result, free the shards that only this partition needed.
 
         Parameters
         ----------
         result
-            Which. The same one may be made, and lost, several times.
+            Name of the result. The same one may be made, and lost, several times.
         """
         files: list[SpillFile] = []
         with self._lock:
@@ -451,29 +452,29 @@ class ShardStore:
                     if shard.on_disk is not None:
                         files.append(shard.on_disk[0])
                     self._drop(shard)
-        self._let_go(files)
+        self._release_files(files)
 
     def _drop(self, shard: Shard) -> None:
         if shard.is_resident:
             self._resident(-shard.nbytes)
         shard.body = shard.packed = shard.on_disk = None
 
-    def _let_go(self, files: Sequence[SpillFile]) -> None:
-        """Of each of these files one shard, or its writer, is done."""
+    def _release_files(self, files: Sequence[SpillFile]) -> None:
+        """Drop one reference, of a shard or the writer, to each of these files."""
         with self._lock:
             unneeded = [file for file in files if file.release()]
         for file in unneeded:
-            self._elsewhere(file.remove)
+            self._run_later(file.remove)
 
     def close(self) -> None:
-        """Let go of everything, files included."""
+        """Free all shards and delete all files."""
         with self._lock:
             self._closed = True
             self._sources.clear()
             self._firsts = {}
             self._being_read.clear()
             self._resident(-self.resident_nbytes)
-        # A spill that is under way ends first: its file must not be closed under it.
+        # Wait for a spill in progress: its file must not be closed meanwhile.
         with self._spilling:
             files, self._files = self._files, []
             for file in files:

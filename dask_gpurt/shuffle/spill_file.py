@@ -1,9 +1,9 @@
-"""Files of spilled shards: written from front to end, and removed with the last of their shards.
+"""Append-only files of spilled shards, deleted with the last of their shards.
 
-What is spilled, and when, is up to `shuffle.shards`, whose lock covers the counting.
+`shuffle.shards` decides what is spilled and when; its lock covers the reference count.
 
-A file loses its name as soon as it is open. So the system removes it however the process ends, and
-nobody who tidies up a directory can take it from a living process.
+A file is unlinked as soon as it is open. So the system frees it however the process ends, and no
+cleanup of the directory can delete it under a live process.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from dask_gpurt.system_calls import preadv
 
 Buffer = npt.NDArray[np.uint8]
 
-#: Bytes are summed and moved in pieces that stay in the cache between the two.
+#: Checksums and I/O work in pieces that stay in the CPU cache between the two.
 _PIECE_NBYTES = 16 * STEP_NBYTES
 
 
 class Extent(NamedTuple):
-    """Where a shard is in its file, and what its bytes add up to."""
+    """Position of a shard in its file, and its checksum."""
 
     position: int
     checksum: int
 
 
 class SpillFile:
-    """Shards written one after the other; removed with the last of them.
+    """An append-only file of shards, deleted with the last of them.
 
     Parameters
     ----------
     path
-        Nothing may be there. The directory of the path is removed again if it is empty.
+        Must not exist. Its directory is removed again if it is empty.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,11 +56,11 @@ class SpillFile:
             os.rmdir(os.path.dirname(path))
         self.nbytes = 0
         self._removing = threading.Lock()
-        #: Shards that need the file, and one more while it is being written.
+        #: Number of shards that need the file, plus one while a writer uses it.
         self._live = 1
 
     def append(self, buffer: Buffer) -> Extent:
-        """Write a buffer and return where it is."""
+        """Write a buffer and return its extent."""
         first = self.nbytes
         position, total = first, 0
         for start in range(0, buffer.nbytes, _PIECE_NBYTES):
@@ -70,21 +70,21 @@ class SpillFile:
             while len(view):
                 written = os.pwrite(self._fd, view, position)
                 if not written:
-                    raise OSError(errno.EIO, "the system takes no more bytes and gives no reason")
+                    raise OSError(errno.EIO, "the system wrote no bytes and reported no error")
                 position += written
                 view = view[written:]
         self.nbytes = position
         return Extent(first, total)
 
     def read_into(self, buffer: Buffer, extent: Extent) -> None:
-        """Fill a buffer with a shard of its length.
+        """Fill a buffer with a shard of the same length.
 
         Raises
         ------
         ShardStorageError
-            The bytes are not those that were written.
+            The checksum does not match, or the file is too short.
         OSError
-            They cannot be read.
+            The system cannot read the file.
         """
         position, total = extent.position, 0
         for start in range(0, buffer.nbytes, _PIECE_NBYTES):
@@ -98,25 +98,25 @@ class SpillFile:
                 view = view[count:]
             total = checksum(piece, total)
         if total != extent.checksum:
-            raise ShardStorageError(f"{self.path} gave back other bytes than were written")
+            raise ShardStorageError(f"{self.path} returned other bytes than were written")
 
     @property
     def is_needed(self) -> bool:
-        """Whether it is there, and stays until it is let go of."""
+        """Whether a shard or a writer still holds a reference."""
         return self._live > 0
 
     def keep(self) -> None:
-        """One shard more needs this file, or a writer goes on with it."""
+        """Add a reference, for a shard or a writer."""
         self._live += 1
 
     def release(self) -> bool:
-        """One shard less needs this file, or its writer is done; whether nobody needs it now."""
+        """Drop a reference; return whether it was the last."""
         self._live -= 1
         return not self._live
 
     def remove(self) -> None:
-        """Give back the room on the disk, which takes time for a large file."""
-        # A second caller waits, so that the room is free after this.
+        """Close the file, which frees its disk space; this takes time for a large file."""
+        # A second caller waits, so that the space is free when either returns.
         with self._removing:
             if self._fd >= 0:
                 os.close(self._fd)

@@ -1,8 +1,8 @@
-"""What workers counted, kept at one place for longer than they live.
+"""Counters and run snapshots of all workers, kept in one place beyond the workers' lifetimes.
 
-A worker says again and again what it has counted so far, and once which runs ended there. Only the
-last word of each worker counts, so that nothing is counted twice. What is kept is bounded, and
-what workers say is checked. No clock, no loop, nothing of Dask.
+Each worker repeatedly sends the totals it has counted so far, and a snapshot of each run that
+ended. Only the latest totals of a worker count, so nothing counts twice. The size of a tally is
+bounded, and it validates what workers send. No clock, no event loop, nothing of Dask.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 from dask_gpurt import metrics
 from dask_gpurt.shuffle.figures import N_FULLEST, PHASES
 
-#: So many runs are kept, the newest ones.
+#: Number of runs kept; the newest win.
 MAX_RUNS = 32
-#: So many snapshots of runs are kept, over all runs and workers.
+#: Number of run snapshots kept, over all runs and workers.
 MAX_SNAPSHOTS = 4096
-#: Workers that left of which late words are still taken; of older ones only the sum is left.
+#: Number of departed workers whose late messages still count. Older ones are folded into a sum.
 MAX_DEPARTED = 256
-#: No name or address is longer.
+#: Maximum length of a name or an address.
 MAX_TEXT = 256
 
 _RUN_COUNTS = ("rows_in", "local_nbytes", "sent_nbytes", "raw_nbytes", "wire_nbytes", "messages")
 
 
 def brief(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Snapshot of a run with its busiest link alone, which is all that a summary needs of them."""
+    """Return a snapshot with its busiest link alone; a summary needs no other link."""
     links = sorted(run["links"].items(), key=lambda link: -link[1][0])[:1]
     return {**run, "links": dict(links)}
 
 
 class Tally:
-    """Counters and runs of all workers that ever were ready."""
+    """Counters and runs of all workers that were ever ready."""
 
     def __init__(self) -> None:
-        #: By id of the worker, which no other worker ever has. An address may be used again.
+        #: By worker id, which is unique. Another worker may reuse an address.
         self._counters: dict[str, dict[str, int]] = {}
         self._address_of: dict[str, str] = {}
         self._departed: OrderedDict[str, None] = OrderedDict()
@@ -46,12 +46,12 @@ class Tally:
         self._n_snapshots = 0
 
     def begin(self, worker: str, address: str) -> None:
-        """A worker is ready: what it says from now on counts."""
+        """Register a worker that is ready; its messages count from now on."""
         self._counters.setdefault(worker, {})
         self._address_of[worker] = address
 
     def leave(self, address: str) -> None:
-        """A worker left. Its last word may be on its way still."""
+        """Mark the workers at an address as departed. Their last message may still arrive."""
         for worker, of_worker in self._address_of.items():
             if of_worker == address and worker not in self._departed:
                 self._departed[worker] = None
@@ -62,20 +62,20 @@ class Tally:
             self._n_folded += 1
 
     def take(self, worker: str, said: Any) -> None:
-        """What a worker says: all that it counted so far, and snapshots of runs.
+        """Record a message of a worker: all its totals so far, and snapshots of runs.
 
         Raises
         ------
         ValueError
-            It is not of that shape; nothing has changed.
+            The message is malformed; nothing has changed.
         """
         if not isinstance(worker, str) or worker not in self._counters:
-            return  # one that never was ready, or left long ago
+            return  # never ready, or departed long ago
         if not isinstance(said, Mapping) or not isinstance(said.get("runs"), (list, tuple)):
-            raise ValueError("not what a worker counted")
+            raise ValueError("malformed message of counters")
         counters = _checked_counts(said.get("counters"), metrics.MEANING)
         runs = [_checked_run(run) for run in said["runs"][-MAX_RUNS:]]
-        # Counters only grow. Words may overtake each other.
+        # Counters only grow, and messages may overtake each other.
         last = self._counters[worker]
         self._counters[worker] = {n: max(count, last.get(n, 0)) for n, count in counters.items()}
         for run in runs:
@@ -90,17 +90,22 @@ class Tally:
             self._n_snapshots -= len(oldest)
 
     def totals(self) -> dict[str, int]:
-        """Sum over all workers, those that left included."""
+        """Return the sum over all workers, departed ones included."""
         return metrics.total([self._folded, *self._counters.values()])
 
     def departed(self) -> dict[str, Any]:
-        """How many `workers` left, and their `totals`, which are among those of all."""
+        """Return the number of departed `workers` and their `totals`, which the overall sum
+        includes.
+        """
         counters = (self._counters[worker] for worker in self._departed)
         n_workers = self._n_folded + len(self._departed)
         return {"workers": n_workers, "totals": metrics.total([self._folded, *counters])}
 
     def runs_without(self, addresses: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-        """Snapshots of runs by address of the worker, without workers that are asked themselves."""
+        """Return run snapshots by worker address, without those of the workers listed.
+
+        The caller asks the listed workers directly.
+        """
         asked = set(addresses)
         found: dict[str, list[dict[str, Any]]] = {}
         for of_worker in self._runs.values():
@@ -113,20 +118,20 @@ class Tally:
 
 def _checked_counts(said: Any, names: Iterable[str]) -> dict[str, int]:
     if not isinstance(said, Mapping):
-        raise ValueError("no counters")
+        raise ValueError("counters are not a mapping")
     return {name: _checked_number(said.get(name, 0), int) for name in names}
 
 
 def _checked_number(value: Any, kind: type[int] | type[float]) -> Any:
     number: float = value if isinstance(value, (int, kind)) else -1
     if isinstance(value, bool) or not 0 <= number < 2**63:
-        raise ValueError("no amount")
+        raise ValueError("not a count")
     return value
 
 
 def _checked_text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise ValueError("no name")
+        raise ValueError("not a name")
     return value
 
 
@@ -150,4 +155,4 @@ def _checked_run(said: Any) -> dict[str, Any]:
             ],
         }
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError("not a run") from error
+        raise ValueError("not a snapshot of a run") from error

@@ -1,1 +1,1 @@
-"""Bytes between workers: the wire format and the queues in front of it."""
+"""Transport of bytes between workers: wire format, send queues, shared memory and UCX."""

@@ -1,8 +1,8 @@
-"""What a forked child shares with its parent by accident, and has to let go of.
+"""Protection of an event loop's epoll against forked child processes.
 
-A fork copies descriptors, not what they stand for. Both processes have one epoll then. A child that
-ends by `sys.exit` inside of a coroutine closes its event loop, which takes the loop's descriptors
-out of that epoll, and the parent's loop is not woken by other threads any more.
+A fork copies descriptors but not the kernel objects behind them, so both processes share one epoll.
+A child that ends by `sys.exit` inside a coroutine closes its event loop. That removes the loop's
+descriptors from the shared epoll, and other threads can no longer wake the parent's loop.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 def guard(loop: asyncio.AbstractEventLoop) -> None:
-    """See to it that no forked child takes anything from this loop."""
+    """Keep forked children from changing this loop's epoll."""
     _loops.add(loop)
 
 
 def _part_from_parent() -> None:
-    """Give the guarded loops of a child an epoll of their own, with the same in it."""
+    """Give the guarded loops of a child their own epolls with the same registrations."""
     for loop in list(_loops):
-        # Other loops have other names for it, and are left as they are.
+        # Loops of other libraries lack this attribute, and stay as they are.
         selector = getattr(loop, "_selector", None)
         if not isinstance(selector, selectors.EpollSelector) or loop.is_closed():
             continue

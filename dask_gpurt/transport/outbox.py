@@ -1,9 +1,9 @@
-"""Queues in front of the peers: messages that grow while a peer is busy, and back-pressure.
+"""Queues of outgoing shards, one per peer, with back-pressure.
 
-Producers are worker threads, senders are coroutines on the worker's event loop. While a peer is
-taking a message, whatever is put for it waits and leaves together in the next one, so the number
-of messages follows the bytes and not the number of shards. A producer is held back once too many
-bytes wait for one peer. How a message is sent is the caller's business.
+Producers are worker threads; senders are coroutines on the worker's event loop. While a peer takes
+a message, new shards for it wait and leave together in the next one. So the number of messages
+follows the bytes, not the number of shards. A producer blocks while too many bytes wait for one
+peer. The caller implements the sending.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dask_gpurt.errors import ExchangeError
 class Sized(Protocol):
     @property
     def nbytes(self) -> int:
-        """Bytes it takes on the wire."""
+        """Bytes on the wire."""
 
 
 T = TypeVar("T", bound=Sized)
@@ -34,21 +34,21 @@ class _Peer(Generic[T]):
 
 
 class Outbox(Generic[T]):
-    """Outgoing shards of one run.
+    """The outgoing shards of one run.
 
     Parameters
     ----------
     send
-        Coroutine function that delivers a list of shards to a peer and returns once the peer has
-        them. Retries are its business; what it raises ends the outbox.
+        Coroutine function that delivers a list of shards to a peer, and returns once the peer has
+        them. It retries by itself; an error that it raises ends the outbox.
     loop
         Event loop that `send` runs on.
     limit_nbytes
-        A producer waits while a peer has this much waiting.
+        Bytes that may wait for a peer before producers block.
     message_nbytes
-        Size at which a message to a peer is closed.
+        Returns the size at which a message to a peer is closed.
     concurrency
-        Messages under way to one peer at a time. Two hide the wait for the acknowledgement.
+        Messages in flight to one peer. Two hide the wait for the acknowledgement.
     """
 
     def __init__(
@@ -73,37 +73,37 @@ class Outbox(Generic[T]):
 
     @property
     def waiting_nbytes(self) -> int:
-        """Bytes that wait or are under way."""
+        """Bytes that wait or are in flight."""
         with self._changed:
             return sum(peer.waiting_nbytes for peer in self._peers.values())
 
     def put(self, peer: str, shards: Sequence[T]) -> None:
-        """Queue shards for a peer. Blocks while too much waits for it; call from a thread.
+        """Queue shards for a peer. Blocks while too many bytes wait for it; call from a thread.
 
         Raises
         ------
         BaseException
-            Whatever `send` raised before, for this or any other peer.
+            An earlier `send`, to this or any other peer, raised it.
         """
         nbytes = sum(shard.nbytes for shard in shards)
         with self._changed:
-            state = self._peers.setdefault(peer, _Peer())
-            while state.waiting_nbytes >= self._limit_nbytes and not self._stopped:
+            queue = self._peers.setdefault(peer, _Peer())
+            while queue.waiting_nbytes >= self._limit_nbytes and not self._stopped:
                 self._changed.wait()
             self._raise_if_failed()
             if self._closed:
                 return
-            state.waiting.extend(shards)
-            state.waiting_nbytes += nbytes
+            queue.waiting.extend(shards)
+            queue.waiting_nbytes += nbytes
         self._loop.call_soon_threadsafe(self._wake, peer)
 
     async def flush(self) -> None:
-        """Wait until everything put so far is delivered.
+        """Wait until all shards put so far are delivered.
 
         Raises
         ------
         BaseException
-            What `send` raised.
+            A `send` raised it.
         """
         while True:
             senders = self._senders()
@@ -121,7 +121,7 @@ class Outbox(Generic[T]):
         self._raise_if_failed()
 
     async def close(self) -> None:
-        """Stop sending, let blocked producers go, drop what waits."""
+        """Stop sending, unblock producers and drop the queues."""
         with self._changed:
             self._closed = True
             for peer in self._peers.values():
@@ -165,7 +165,7 @@ class Outbox(Generic[T]):
         try:
             await self._send_all(name, peer)
         finally:
-            # Now, and not in a callback: a wake-up in between would take this for a sender.
+            # Here and not in a callback: a wake-up in between would count this task as a sender.
             task = asyncio.current_task()
             assert task is not None
             peer.senders.discard(task)
@@ -179,20 +179,20 @@ class Outbox(Generic[T]):
                     shard = peer.waiting.popleft()
                     message.append(shard)
                     message_nbytes += shard.nbytes
-                    del shard  # an error keeps this frame, and would keep the last shard with it
+                    del shard  # an error keeps this frame, which would keep the last shard
             if not message or self._stopped:
                 return
             try:
                 await self._send(name, message)
             except asyncio.CancelledError:
-                # Unless `close` did it, a message was given up that nobody else will send.
+                # Unless `close` cancelled it, this message is lost.
                 self._fail(ExchangeError(f"sending to {name} was cancelled"))
                 raise
             except BaseException as error:
                 self._fail(error)
                 return
             finally:
-                # Let go before the next message is waited for: these are the big buffers.
+                # Free the big buffers before waiting for the next message.
                 message.clear()
                 with self._changed:
                     if not self._closed:

@@ -1,10 +1,10 @@
-"""Bandwidth of a link, as the system's TCP measures it. Pure: whoever has the socket asks it.
+"""Bandwidth of a link, from the delivery rates that the kernel's TCP measures.
 
-Timing messages would not do: where processors are busy, messages wait for them, and a link that
-looks slow would have compression added to processors that have none to spare. The kernel knows
-better. For each acknowledged packet it works out at what rate data was delivered while there was
-enough to send, which is what its own congestion control goes by (Cardwell et al., BBR:
-Congestion-Based Congestion Control, ACM Queue 14(5), 2016).
+Pure: the caller reads the socket. Timing messages would mislead: on busy hosts messages wait for
+processors. Such a link looks slow, and compression would then be added to processors that have no
+time to spare. For each acknowledged packet the kernel computes the rate at which data was delivered
+while there was enough to send. Its own congestion control relies on this rate (Cardwell et al.,
+BBR: Congestion-Based Congestion Control, ACM Queue 14(5), 2016).
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from __future__ import annotations
 import struct
 from collections import deque
 
-#: Readings that are remembered, and how many it takes to say anything.
+#: Number of readings kept, and the minimum needed for a result.
 _N_READINGS = 16
 _N_ENOUGH = 3
 
-#: In Linux's `struct tcp_info`: the flag for a rate that the application held down, the bytes that
-#: were acknowledged, and the rate.
+#: In Linux's `struct tcp_info`: offsets of the flag for a rate limited by the application, of the
+#: acknowledged bytes, and of the rate.
 _APP_LIMITED = 7
 _NUMBER = struct.Struct("=Q")
 _ACKED_FROM = 120
 _DELIVERY_RATE_FROM = 160
-#: Bytes of it that are wanted.
+#: Length of the part that is read.
 TCP_INFO_NBYTES = _DELIVERY_RATE_FROM + _NUMBER.size
 
 
 def delivery_rate(tcp_info: bytes) -> int | None:
-    """Bytes a second that a connection delivered, None if it was not put to the test.
+    """Return a connection's delivery rate in bytes a second, None if the application limited it.
 
     Parameters
     ----------
     tcp_info
-        What `getsockopt(IPPROTO_TCP, TCP_INFO)` gives on Linux.
+        Result of `getsockopt(IPPROTO_TCP, TCP_INFO)` on Linux.
     """
     if len(tcp_info) < TCP_INFO_NBYTES or tcp_info[_APP_LIMITED] & 1:
         return None
@@ -41,7 +41,7 @@ def delivery_rate(tcp_info: bytes) -> int | None:
 
 
 def acked_nbytes(tcp_info: bytes) -> int:
-    """Bytes that a connection has brought to its other end, 0 where the kernel does not say."""
+    """Return the acknowledged bytes of a connection, 0 if the kernel does not report them."""
     if len(tcp_info) < TCP_INFO_NBYTES:
         return 0
     (nbytes,) = _NUMBER.unpack_from(tcp_info, _ACKED_FROM)
@@ -49,13 +49,15 @@ def acked_nbytes(tcp_info: bytes) -> int:
 
 
 class LinkRate:
-    """What a link carries, from readings of its connections after each message."""
+    """The bandwidth of a link, from readings of its connections after each message."""
 
     def __init__(self) -> None:
         self._readings: deque[int] = deque(maxlen=_N_READINGS)
 
     def add(self, reading: int | None) -> None:
-        """Take in a reading, if there is one; 0 says that earlier ones were of something else."""
+        """Add a reading. None is ignored; 0 discards earlier readings, which were of another
+        connection.
+        """
         if reading:
             self._readings.append(reading)
         elif reading == 0:
@@ -63,10 +65,10 @@ class LinkRate:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second, None while too little is known.
+        """Bytes a second, None until there are enough readings.
 
-        The upper quartile: most readings err on the low side, when the receiver was late, and a
-        few on the high side, when a burst went through at once.
+        The upper quartile of the readings: most are too low, because the receiver was late, and a
+        few too high, because a burst passed at once.
         """
         if len(self._readings) < _N_ENOUGH:
             return None

@@ -1,19 +1,18 @@
-"""Shards handed over between processes of one host, in memory that both can read.
+"""Zero-copy hand-over of shards between processes of one host, in memory that both can read.
 
-A `Lender` signs the file in memory that its outgoing shards lie in (`devices.host_memory.pages`),
-and says where in it a buffer is. A `Borrower` opens the files of its peers through `/proc`, which
-works exactly where both run for the same user, on the same host and in view of each other, and
-proves by the signature that it opened the right one. Then a message carries places instead of
-bytes, and the borrower reads each shard once, straight into its own memory.
+A `Lender` signs the memory file of its outgoing shards (`devices.host_memory.pages`), and tells the
+places of a buffer in it. A `Borrower` opens the files of its peers through `/proc`. That works
+exactly if both run for the same user, on the same host and in view of each other; the signature
+proves that it is the right file. A message then carries places instead of bytes, and the borrower
+reads each shard once, directly into its own memory.
 
-The loan ends with the answer to the message: the lender keeps the buffer until then. Nothing is
-left behind by a peer that dies. The file has no name; a borrower watches the processes it borrows
-from and lets go of the file when one ends; a lender whose borrower dies gets an error instead of an
-answer.
+The loan ends with the answer to the message: the lender keeps the buffer until then. A peer that
+dies leaves nothing behind. The file has no name. A borrower watches the lending processes, and
+closes the file when one ends. A lender whose borrower dies gets an error instead of an answer.
 
-Reading by position was chosen over mapping the file. Mapped, the copy is up to twice as fast, but
-the peer's memory would count as this worker's own with Dask's memory monitor, and a peer that cuts
-its file would kill this process instead of causing an error here.
+The borrower reads by position instead of mapping the file. A mapped copy is up to twice as fast.
+But Dask's memory monitor would count the peer's memory as this worker's own. And a peer that
+truncates its file would kill this process instead of causing an error.
 """
 
 from __future__ import annotations
@@ -35,34 +34,34 @@ from dask_gpurt.system_calls import is_memory_file, preadv, process_fd, process_
 
 Buffer = npt.NDArray[np.uint8]
 _TOKEN_NBYTES = 16
-#: Whether a part is carried, and its length.
+#: Whether the message carries a part itself, and the part's length.
 _PART = struct.Struct("<?Q")
-#: How often it is looked whether peers are alive, where the system does not tell.
-_LOOK_S = 1.0
+#: Interval of checks for dead peers, where the system does not report them.
+_POLL_S = 1.0
 _NOT_OFFERED = "shared memory that was not offered, or whose process has ended"
 
 
 class SharedMemory(Protocol):
-    """What a lender lends from: `devices.host_memory.pages.SharedPages`."""
+    """Memory that a lender lends from: `devices.host_memory.pages.SharedPages`."""
 
     fd: int
 
     def extents(self, address: int, nbytes: int) -> list[tuple[int, int]]:
-        """Where in the file some bytes are; a `KeyError` if they are not in it."""
+        """Return the places of some bytes in the file; raise `KeyError` if they are not in it."""
 
 
 class Lender:
-    """One a worker: lets peers read its outgoing shards."""
+    """The sending end of shared memory, one per worker."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         token = os.urandom(_TOKEN_NBYTES)
         os.pwrite(memory.fd, token, 0)
-        #: What a peer needs in order to open the file; plain values.
+        #: Plain values with which a peer can open the file.
         self.descriptor: dict[str, Any] = {"pid": os.getpid(), "fd": memory.fd, "token": token}
 
     def place(self, buffer: Buffer) -> list[tuple[int, int]] | None:
-        """Where in the file a buffer is, or None if it is elsewhere."""
+        """Return the places of a buffer in the file, or None if it is not in the file."""
         try:
             return self._memory.extents(buffer.__array_interface__["data"][0], buffer.nbytes)
         except KeyError:
@@ -70,19 +69,19 @@ class Lender:
 
 
 class _Loan:
-    """A peer's file, and who has it open: the borrower until it forgets it, and whoever reads."""
+    """A peer's open file, referenced by the borrower and by each running read."""
 
     def __init__(self, fd: int, pid: int, pidfd: int | None, started: str) -> None:
         self.fd = fd
         self.pid = pid
-        #: None where the system has none; then the start of the process tells it from others.
+        #: None if the system has none; then the process's start time identifies it.
         self.pidfd = pidfd
         self.started = started
         self.n_holders = 1
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has."""
+        """Whether the process has ended."""
         try:
             return process_start(self.pid) != self.started
         except OSError:
@@ -90,33 +89,33 @@ class _Loan:
 
 
 class Borrower:
-    """One a worker: reads the outgoing shards of its peers.
+    """The receiving end of shared memory, one per worker.
 
-    On the event loop, but for `read`, which threads may call: a file that is let go of while it is
-    read stays open until then, as its number may be another file's the moment it is closed.
+    Runs on the event loop, except `read`, which threads may call. A file that is dropped during a
+    read stays open until the read ends: its descriptor may be reused the moment it is closed.
 
     Parameters
     ----------
     loop
-        Tells when the process of a peer ends.
+        Reports the end of a peer's process.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._loans: dict[bytes, _Loan] = {}
-        self._looking: asyncio.TimerHandle | None = None
-        # Guards who holds what; not held over a read.
+        self._polling: asyncio.TimerHandle | None = None
+        # Guards the reference counts; not held over a read.
         self._lock = threading.Lock()
 
     def open(self, descriptor: Mapping[str, Any]) -> bytes:
-        """Open a peer's file; returns the token that names it from then on.
+        """Open a peer's file; return the token that names it.
 
         Raises
         ------
         TransportError
-            It cannot be opened from here, or is not that peer's.
+            This process cannot open the file, or it is not that peer's.
         ProtocolError
-            Not a descriptor.
+            The descriptor is malformed.
         """
         try:
             pid, number = int(descriptor["pid"]), int(descriptor["fd"])
@@ -129,11 +128,14 @@ class Borrower:
         if token in self._loans:
             return token
         try:
-            # First the watch: a process that ends in between is seen, and its number not reused.
+            # Watch first: if the process ends in between, the watch sees it and its id is not
+            # reused.
             pidfd = process_fd(pid)
             started = "" if pidfd is not None else process_start(pid)
         except OSError as error:
-            raise TransportError(f"its process {pid} is not in view ({error.strerror})") from error
+            raise TransportError(
+                f"its process {pid} is not visible here ({error.strerror})"
+            ) from error
         try:
             fd = _open_signed(f"/proc/{pid}/fd/{number}", token)
         except BaseException:
@@ -143,27 +145,27 @@ class Borrower:
         self._loans[token] = _Loan(fd, pid, pidfd, started)
         if pidfd is not None:
             self._loop.add_reader(pidfd, self.forget, token)
-        elif self._looking is None:
-            self._looking = self._loop.call_later(_LOOK_S, self._look)
+        elif self._polling is None:
+            self._polling = self._loop.call_later(_POLL_S, self._poll)
         return token
 
-    def _look(self) -> None:
-        """Let go of the files of processes that have ended, where the system does not tell."""
+    def _poll(self) -> None:
+        """Close the files of processes that have ended, where the system does not report it."""
         watched = {token: loan for token, loan in self._loans.items() if loan.pidfd is None}
-        self._looking = self._loop.call_later(_LOOK_S, self._look) if watched else None
+        self._polling = self._loop.call_later(_POLL_S, self._poll) if watched else None
         for token, loan in watched.items():
             if loan.has_ended:
                 self.forget(token)
 
     def checked(self, token: bytes, extents: Any, nbytes: int) -> list[tuple[int, int]]:
-        """Places as a peer named them, once it is certain that `nbytes` are there.
+        """Return the places that a peer named, once they are known to hold `nbytes`.
 
         Raises
         ------
         TransportError
-            No file of that token is open: the peer has to offer it again.
+            No file with that token is open: the peer must offer it again.
         ProtocolError
-            The places do not add up to that, or are not in the file.
+            The places do not add up to `nbytes`, or are outside the file.
         """
         loan = self._loans.get(token)
         if loan is None:
@@ -182,17 +184,17 @@ class Borrower:
     def read(
         self, token: bytes, wanted: Iterable[tuple[Sequence[tuple[int, int]], Buffer]]
     ) -> None:
-        """Copy bytes of a peer into memory of this process.
+        """Copy a peer's bytes into memory of this process.
 
         Parameters
         ----------
         wanted
-            Places that were `checked`, and the memory for what is there.
+            Pairs of checked places and the memory to fill.
 
         Raises
         ------
         TransportError
-            The memory cannot be read any more, or was let go of before this began.
+            The file cannot be read any more, or was closed before this call.
         """
         with self._held(token) as fd:
             for places, out in wanted:
@@ -218,7 +220,7 @@ class Borrower:
             os.close(loan.fd)
 
     def forget(self, token: bytes) -> None:
-        """Let go of a peer's file. Reads of it that are under way come to their end."""
+        """Close a peer's file. Reads in progress finish."""
         with self._lock:
             loan = self._loans.pop(token, None)
         if loan is not None:
@@ -228,28 +230,28 @@ class Borrower:
             self._release(loan)
 
     def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+        if self._polling is not None:
+            self._polling.cancel()
+            self._polling = None
         for token in list(self._loans):
             self.forget(token)
 
 
 def seal(token: bytes, parts: Iterable[Any]) -> int:
-    """CRC-32 of what a message says of shared memory, with the bytes that it carries itself.
+    """Return the CRC-32 of a message's places in shared memory, and of the bytes it carries.
 
-    The memory of a host has its own checks. What a message carries has none: another position
-    would be read without complaint, as other rows.
+    The memory of a host has its own checks, but a message's content has none. A damaged position
+    would read other rows without an error.
 
     Parameters
     ----------
     parts
-        For each buffer its places, or its bytes.
+        For each buffer, its places or its bytes.
 
     Raises
     ------
     ProtocolError
-        These are not such parts.
+        The parts are malformed.
     """
     try:
         total = zlib.crc32(token)
@@ -271,20 +273,20 @@ def _read_into(view: memoryview, fd: int, places: Sequence[tuple[int, int]]) -> 
             except OSError as error:
                 raise TransportError(f"cannot read the peer's memory: {error}") from error
             if not count:
-                raise TransportError("the peer cut its memory short")
+                raise TransportError("the peer truncated its memory file")
             view = view[count:]
             position += count
 
 
 def _open_signed(path: str, token: bytes) -> int:
     try:
-        # What a wrong number may stand for is neither waited for nor taken as a terminal.
+        # A wrong number may name any file: do not block on it, nor make it the terminal.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        raise TransportError(f"its memory is not in view ({error.strerror})") from error
+        raise TransportError(f"its memory is not visible here ({error.strerror})") from error
     try:
         if not is_memory_file(fd) or os.pread(fd, len(token), 0) != token:
-            raise TransportError("what is in view there is not its memory: not the same host")
+            raise TransportError("the file found there is not its memory: not the same host")
     except BaseException:
         os.close(fd)
         raise

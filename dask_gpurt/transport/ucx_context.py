@@ -1,9 +1,9 @@
-"""A context of UCX with its worker and its listener: made once, and never taken apart.
+"""A UCX context with its worker and listener, created once and never destroyed.
 
 UCX frees a listener while connections that its own thread has just accepted still point to it. If
-the first bytes of one come an instant later, the process crashes, and peers connect whenever they
-like. So what is here stays until the process ends, and serves one engine after another
-(`transport.ucx_thread`), which is what drives it. The one place that imports `ucxx`.
+the first bytes of one arrive an instant later, the process crashes, and peers may connect at any
+time. So these objects live until the process ends, and serve one engine after another
+(`transport.ucx_thread` drives them). Only this module imports `ucxx`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from dask_gpurt.transport.ucx_door import Door, listening, move
 
 @dataclass
 class UcxContext:
-    """What of UCX is there for as long as the process. For one thread.
+    """The UCX objects that live as long as the process. For one thread.
 
     Attributes
     ----------
     library
         The classes of `ucxx`'s own layer below its asyncio.
     array
-        What `ucxx` wants buffers wrapped in.
+        Wrapper that `ucxx` needs around buffers.
     worker
         UCX's worker, which makes progress and can be waited for.
     transports
-        Names of the transports that UCX has to choose from.
+        Names of the transports that UCX can choose from.
     callers
-        Who wants to connect: what UCX takes to make an endpoint of.
+        Connection requests, from which UCX makes endpoints.
     host
-        Address to listen at; empty for all of the host.
+        Address to listen at; empty for all addresses of the host.
     before
-        Sockets that others listened on before UCX made any.
+        Listening sockets that existed before UCX made any.
     """
 
     library: Any
@@ -48,9 +48,9 @@ class UcxContext:
     before: Container[int] = ()
 
     def __post_init__(self) -> None:
-        # Port 0: any that is free.
+        # Port 0: any free port.
         self._listener = self.library.UCXListener.create(self.worker, 0, self.callers.append)
-        #: What the listener listens on.
+        #: Port of the listener.
         self.port = int(self._listener.port)
         sockets = {fd: port for fd, port in listening().items() if fd not in self.before}
         for fd, port in sockets.items():
@@ -59,30 +59,30 @@ class UcxContext:
         self.door = Door(sockets)
 
     def endpoint_to(self, host: str, port: int) -> Any:
-        """Endpoint to another listener, connected or not."""
+        """Return an endpoint to another listener, connected or not."""
         return self.worker.create_endpoint_from_hostname(host, port, True)
 
     def endpoint_of(self, caller: int) -> Any:
-        """Endpoint to somebody who connected here."""
+        """Return an endpoint for a connection request."""
         return self._listener.create_endpoint_from_conn_request(caller, True)
 
 
 def load(options: Mapping[str, str], host: str = "") -> UcxContext:
-    """Load UCX, and listen behind a closed door.
+    """Load UCX, and listen with the door closed.
 
     Parameters
     ----------
     options
-        Options of UCX without the prefix `UCX_`, for this context alone.
+        UCX options without the prefix `UCX_`, for this context alone.
     host
-        Address to listen at; all of the host if that is not one of them.
+        Address to listen at; all addresses if it is not one of this host's.
 
     Raises
     ------
     Exception
         UCX is not installed or does not start; `ucxx` has a class per reason.
     """
-    import ucxx  # here: it loads UCX, and costs half a second
+    import ucxx  # here: it loads UCX, which takes half a second
     from ucxx._lib.arr import Array
 
     _make_device_current()
@@ -99,12 +99,12 @@ def load(options: Mapping[str, str], host: str = "") -> UcxContext:
 
 
 def _make_device_current() -> None:
-    """Have this thread use the device that the process computes on, before UCX looks for one.
+    """Make the process's CUDA device current in this thread, before UCX looks for one.
 
-    UCX copies device memory in the context that is current in its thread. A process that has none
-    computes on the host, and must not get one for this: it costs hundreds of MB of a device.
+    UCX copies device memory in the current context of its thread. A process without a context
+    computes on the host and must not get one: it takes hundreds of MB of device memory.
     """
-    # No library, no driver or no device: UCX will find none either.
+    # Without the library, driver or device, UCX finds no device either.
     with contextlib.suppress(Exception):
         from cuda.bindings import driver
 

@@ -1,12 +1,12 @@
-"""The sockets that UCX listens on: at which address, and when.
+"""The sockets that UCX listens on: their addresses, and a filter that admits announced peers only.
 
-UCX takes any connection and keeps what comes by it before anybody can ask who sent it. So nobody
-gets that far unless a peer has announced itself by Dask's own comms. At all other times a filter
-in the kernel drops whatever comes to the listening sockets. Connections that are there go on.
+UCX accepts any connection, and keeps its data before the sender can be verified. So connections are
+possible only after a peer was announced through Dask's own comms. At all other times a filter in
+the kernel drops packets to the listening sockets. Existing connections continue.
 
-UCX makes more sockets than the one that was asked for: each network device of its transport over
-TCP has one, at the address of the device. The one that was asked for is at all addresses, and
-`ucxx` offers no other; it is moved here.
+UCX creates one socket for the listener, and one for each network device of its TCP transport, at
+the device's address. The listener's socket is bound to all addresses, and `ucxx` offers no other
+way; this module moves it.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import psutil
 
-#: Numbers of options that Python has no names for.
+#: Socket options that Python has no names for.
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-#: The program "keep 0 bytes of it", as an instruction of the kernel's packet filter.
+#: The packet filter "keep 0 bytes", as one instruction.
 _DROP_ALL = np.frombuffer(struct.pack("HBBI", 6, 0, 0, 0), dtype=np.uint8)
-#: Where the kernel lists devices of InfiniBand, RoCE and EFA.
+#: Folder in which the kernel lists InfiniBand, RoCE and EFA devices.
 _FAST_DEVICES = "/sys/class/infiniband"
-#: Connections that wait to be taken.
+#: Limit of pending connections.
 _BACKLOG = 128
 
 
 class Door:
-    """Listening sockets, and whether anybody may connect to them.
+    """Listening sockets that can be opened and closed to new connections.
 
     Parameters
     ----------
     fds
-        Of the sockets. They stay open as long as the process.
+        Descriptors of the sockets. They stay open as long as the process.
     """
 
     def __init__(self, fds: Iterable[int]) -> None:
         self._fds = list(fds)
         self.is_open = True
-        #: Whether the kernel keeps others out. If not, UCX lets them in and they are turned away.
+        #: Whether the kernel filters packets. If not, UCX accepts all and the switchboard rejects.
         self.has_filter = True
         self.close()
 
     def open(self) -> None:
-        """Let others connect. An attempt from a little earlier is repeated by their kernel."""
+        """Admit new connections. The kernel of an earlier caller repeats its attempt."""
         if not self.is_open:
             self._each(_SO_DETACH_FILTER, struct.pack("i", 0))
             self.is_open = True
 
     def close(self) -> None:
-        """Let nobody connect any more."""
+        """Admit no new connections."""
         if self.is_open:
             program = struct.pack("HxxxxxxP", 1, _DROP_ALL.__array_interface__["data"][0])
             self._each(_SO_ATTACH_FILTER, program)
@@ -69,10 +69,10 @@ class Door:
                 with socket.socket(fileno=os.dup(fd)) as one:
                     one.setsockopt(socket.SOL_SOCKET, option, value)
             except OSError:
-                self.has_filter = False  # a sandbox, or a kernel without
+                self.has_filter = False  # a sandbox, or a kernel without filters
 
     def leave_to_parent(self) -> None:
-        """In a forked child: listen no more, or peers of a parent that died would wait for it."""
+        """Stop listening in a forked child, or peers of a dead parent would wait for it."""
         with open(os.devnull, "rb") as nothing:
             for fd in self._fds:
                 os.dup2(nothing.fileno(), fd, inheritable=False)
@@ -80,15 +80,15 @@ class Door:
 
 
 def listening() -> dict[int, int]:
-    """Descriptors of listening TCP sockets that a started program would inherit, and their ports.
+    """Return inheritable listening TCP sockets: descriptor to port.
 
-    UCX makes such sockets, and Python never does.
+    UCX makes inheritable sockets, and Python never does.
     """
     found = {}
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         with contextlib.suppress(OSError):
-            # A copy of anything else would stay open, and keep it in every epoll that it is in.
+            # A copy of another descriptor would stay open, and stay in every epoll it is in.
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
             if fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
@@ -101,20 +101,20 @@ def listening() -> dict[int, int]:
 
 
 def move(fd: int, host: str) -> int | None:
-    """Have a listening socket that somebody waits for in an epoll listen at one address alone.
+    """Rebind a listening socket that is registered in an epoll to a single address.
 
     Parameters
     ----------
     fd
-        Of the socket.
+        Descriptor of the socket.
     host
-        The address, of IPv4.
+        The IPv4 address.
 
     Returns
     -------
     int or None
-        Its new port; None if it stays where it is: the address is not one of this host's, or
-        nobody waits for the socket.
+        The new port. None if the socket stays: the address is not one of this host's, or no epoll
+        has the socket.
     """
     waits = _waits_for(fd)
     if not waits:
@@ -126,11 +126,11 @@ def move(fd: int, host: str) -> int | None:
             return None
         new.listen(_BACKLOG)
         new.setblocking(False)
-        # Whoever has the number has the new socket then. The old one is closed by this, and leaves
-        # every epoll by itself.
+        # The descriptor now names the new socket. This closes the old one, and removes it from
+        # every epoll.
         os.dup2(new.fileno(), fd, inheritable=False)
         for epoll_fd, events in waits:
-            # One epoll may have several numbers.
+            # One epoll may have several descriptors.
             with (
                 select.epoll.fromfd(os.dup(epoll_fd)) as epoll,
                 contextlib.suppress(FileExistsError),
@@ -140,7 +140,7 @@ def move(fd: int, host: str) -> int | None:
 
 
 def _waits_for(fd: int) -> list[tuple[int, int]]:
-    """Descriptors of epolls of this process that a descriptor is in, and for which events."""
+    """Return the epolls of this process that have a descriptor registered, with its events."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -153,9 +153,10 @@ def _waits_for(fd: int) -> list[tuple[int, int]]:
 
 
 def devices_for(host: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Option that keeps UCX off the network devices of other addresses.
+    """Return the option that restricts UCX to the network device of an address.
 
-    On a host with a faster network there is none, as it would have to name that network's devices.
+    On a host with a faster network it is empty, because it would have to name that network's
+    devices.
     """
     found = [
         name

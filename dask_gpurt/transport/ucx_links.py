@@ -1,7 +1,7 @@
-"""State of links and transfers: what UCX still reads or writes, and who waits for it.
+"""State of UCX links and transfers: memory that UCX still uses, and futures that wait for it.
 
-Plain records that `transport.ucx_thread` drives; only its thread touches them. They poll requests
-that it made and post none themselves.
+Plain records that `transport.ucx_thread` drives; only its thread touches them. They poll requests,
+and post none themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dask_gpurt.transport.ucx_protocol import (
 
 
 def resolve(future: Future[None]) -> None:
-    """Set a result, unless whoever waited for it has cancelled."""
+    """Set a result, unless the waiting caller has cancelled."""
     try:
         future.set_result(None)
     except InvalidStateError:
@@ -32,7 +32,7 @@ def resolve(future: Future[None]) -> None:
 
 
 def reject(future: Future[None], error: BaseException) -> None:
-    """Set an error, unless whoever waited for it has cancelled."""
+    """Set an error, unless the waiting caller has cancelled."""
     try:
         future.set_exception(error)
     except InvalidStateError:
@@ -40,10 +40,10 @@ def reject(future: Future[None], error: BaseException) -> None:
 
 
 class Transfer:
-    """Requests of UCX, and the memory they work on.
+    """UCX requests, and the memory that they use.
 
-    The memory is held until the last request is complete, also when the transfer has long failed
-    for whoever asked for it.
+    A transfer keeps the memory until its last request is complete, even after it failed for the
+    caller.
     """
 
     def __init__(self, link: Link | None, future: Future[None] | None = None) -> None:
@@ -60,7 +60,7 @@ class Transfer:
         self.nbytes += len(buffer)
 
     def poll(self) -> BaseException | None:
-        """Forget requests that are complete; returns what one of them failed of."""
+        """Drop completed requests; return the first error among them."""
         error: BaseException | None = None
         while self._requests and self._requests[0].completed:
             try:
@@ -71,7 +71,7 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """UCX is done with the memory, and nothing more will be posted."""
+        """Whether UCX is done with the memory, and no more requests will be posted."""
         return not self._requests and not self._is_open
 
     @property
@@ -83,14 +83,14 @@ class Transfer:
             resolve(self.future)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will be posted; what is under way goes on until UCX is done with it."""
+        """Fail the transfer: post no more requests; UCX finishes those in flight."""
         self.is_failed = True
         if self.future is not None:
             reject(self.future, error)
 
 
 class Send(Transfer):
-    """A message on its way out."""
+    """An outgoing message."""
 
     def __init__(self, link: Link, number: int, future: Future[None]) -> None:
         super().__init__(link, future)
@@ -98,7 +98,7 @@ class Send(Transfer):
 
 
 class Receive(Transfer):
-    """A message that is announced, and the memory for it."""
+    """An announced message, and the memory for it."""
 
     def __init__(self, number: int, buffers: Sequence[Buffer], future: Future[None]) -> None:
         super().__init__(None, future)
@@ -106,7 +106,7 @@ class Receive(Transfer):
         self.buffers = buffers
         envelope_nbytes = parcel_lengths([len(buffer) for buffer in buffers])[0]
         large = [buffer for buffer in buffers if len(buffer) >= SMALL_NBYTES]
-        #: Where each parcel goes.
+        #: Destination of each parcel.
         self.parcels = [np.empty(envelope_nbytes, dtype=np.uint8), *large]
         self.n_posted = 0
 
@@ -124,18 +124,18 @@ class Receive(Transfer):
 
 
 class Link:
-    """An endpoint of UCX and what is known of the other side.
+    """A UCX endpoint, and what is known of its other side.
 
     Attributes
     ----------
     channel
-        Upper half of the tags of what comes in.
+        Upper half of the tags of incoming messages.
     to_channel
-        Upper half of the tags of what goes out, as the other side asked for.
+        Upper half of the tags of outgoing messages, chosen by the other side.
     peer
-        Set once the other side has proven itself.
+        Set once the other side is verified.
     descriptor
-        Of the engine this side connects to; None where the other side connected.
+        Descriptor of the engine that this side connects to; None if the other side connected.
     """
 
     def __init__(self, channel: int, descriptor: Descriptor | None = None) -> None:
@@ -145,15 +145,15 @@ class Link:
         self.to_channel = 0
         self.peer: Peer | None = None
         self.is_lost = False
-        #: Parcels of messages that nobody has asked for yet, by number.
+        #: Parcels of messages that no caller has asked for yet, by number.
         self.arrived: dict[int, list[Any]] = {}
         self.n_arrived = 0
-        #: Messages of which some parcels are still to come, by number.
+        #: Messages with parcels still to come, by number.
         self.receives: dict[int, Receive] = {}
-        #: The receipt of the greeting.
+        #: The request that receives the greeting.
         self.greeting: Any = None
         self.greeting_buffer: Buffer | None = None
-        #: Who waits for the other side to prove itself.
+        #: Futures that wait for the other side to be verified.
         self.waiters: list[Future[None]] = []
 
     @property
@@ -161,13 +161,20 @@ class Link:
         """Whether this side connected."""
         return self.descriptor is not None
 
+    @property
+    def other_side(self) -> str:
+        """Name of the other side for messages."""
+        if self.peer is not None:
+            return self.peer.token
+        return self.descriptor.token if self.descriptor else "an unidentified peer"
+
     def read_greeting(self) -> Greeting | None:
-        """What the other side greets with, once it is here.
+        """Return the other side's greeting, or None if it has not arrived.
 
         Raises
         ------
         Exception
-            It is no greeting, or UCX could not receive it.
+            It is malformed, or UCX could not receive it.
         """
         if self.greeting is None or not self.greeting.completed:
             return None
@@ -177,8 +184,13 @@ class Link:
         self.greeting = self.greeting_buffer = None
         return greeting
 
+    def reject_waiters(self, error: BaseException) -> None:
+        """Fail the callers that wait for the other side to be verified."""
+        for future in self.waiters:
+            reject(future, error)
+
     def why_broken(self) -> str:
-        """What UCX says of an endpoint that is closed."""
+        """Return UCX's reason for a closed endpoint."""
         try:
             self.endpoint.raise_on_error()
         except Exception as error:
@@ -187,12 +199,13 @@ class Link:
 
 
 class Peer:
-    """Another engine: its links and the messages that are expected from it.
+    """Another engine: its links, and the messages expected from it.
 
-    There are two links where both sides have connected; each sends on its own.
+    If both sides have connected there are two links, and each side sends on its own.
     """
 
-    #: Remembered numbers of messages that either side gave up before they were asked for and here.
+    #: Remembered numbers of messages that either side cancelled before they were asked for and
+    #: here.
     N_UNWANTED = 1 << 16
 
     def __init__(self, token: str) -> None:
@@ -210,13 +223,13 @@ class Peer:
         return number in self.waiting or any(number in link.receives for link in self.links)
 
     def lose(self, link: Link) -> list[Receive]:
-        """Forget a link; returns the messages that do not come any more."""
+        """Remove a link; return the messages that will not arrive any more."""
         is_theirs = link in self.links and not link.is_ours
         if link in self.links:
             self.links.remove(link)
         if self.connecting is link:
             self.connecting = None
-        # What a peer sends comes by its own link, if it has one.
+        # A peer sends on its own link, if it has one.
         if self.is_reachable and not is_theirs:
             return []
         lost = list(self.waiting.values())
@@ -226,7 +239,7 @@ class Peer:
         return lost
 
     def refuse(self, number: int) -> None:
-        """What still comes of this message shall be dropped, and nobody shall wait for it."""
+        """Mark a message as unwanted: drop what still arrives of it, and fail later receives."""
         self._unwanted[number] = None
         if len(self._unwanted) > self.N_UNWANTED:
             del self._unwanted[next(iter(self._unwanted))]
@@ -236,7 +249,7 @@ class Peer:
 
 
 def counted(transfers: list[Any], peers: list[Any], links: list[Any]) -> dict[str, int]:
-    """How many transfers of each kind, of those that peers have announced too, are not over."""
+    """Return the number of unfinished transfers of each kind, including announced messages."""
     receives = sum(isinstance(transfer, Receive) for transfer in transfers)
     return {
         "sends": sum(isinstance(transfer, Send) for transfer in transfers),

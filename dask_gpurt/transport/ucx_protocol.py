@@ -1,10 +1,10 @@
-"""What two engines say to each other over UCX: descriptors, greetings, tags, envelopes.
+"""The protocol of two UCX engines: descriptors, greetings, tags and envelopes.
 
-A message is a list of buffers under a number. It travels as parcels, each one UCX message, all
-under one tag, in order: first the envelope, which holds the lengths of all buffers and the bytes
-of the small ones, then the large buffers, one parcel each and not copied. Both sides derive the
-lengths of the parcels from the lengths of the buffers, so a receiver knows what must come before
-it reads any of it, and a parcel of another length is refused before a byte of it is written.
+A message is a list of buffers under a number. It travels as parcels, in order and under one tag;
+each is one UCX message. The first parcel is the envelope, with the lengths of all buffers and the
+bytes of the small ones. Then follow the large buffers, one parcel each and not copied. Both sides
+derive the lengths of the parcels from those of the buffers. So a receiver knows what must arrive,
+and refuses a parcel of another length before a byte of it is written.
 
 ::
 
@@ -13,7 +13,7 @@ it reads any of it, and a parcel of another length is refused before a byte of i
     tag         channel u32, is-retraction 1 bit, number 31 bits
     envelope    number u64, number of buffers u64, length of each buffer u64, small buffers
 
-All of it little-endian. Bytes in, values out: no UCX, no thread.
+All of it is little-endian. Bytes in, values out: no UCX, no thread.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import numpy.typing as npt
 
 from dask_gpurt.errors import ProtocolError
 
-#: Bytes of a message; those of large buffers may also be in the memory of a device, which then is
-#: an object with a length and a `__cuda_array_interface__`.
+#: Bytes of a message. Large buffers may also be in device memory: objects with a length and a
+#: `__cuda_array_interface__`.
 Buffer = npt.NDArray[np.uint8]
 
 VERSION = 1
 TOKEN_NBYTES = 16
-#: Numbers of messages are below this.
+#: Message numbers are below this.
 N_NUMBERS = 1 << 31
-#: Smaller buffers travel in the envelope. It is the size from which UCX hands over a buffer where
-#: it lies instead of copying it, as `ucxx` sets it up.
+#: Smaller buffers travel in the envelope. From this size on, as `ucxx` configures it, UCX sends a
+#: buffer in place instead of copying it.
 SMALL_NBYTES = 8 << 10
-#: Buffers in the memory of a device have at least so many bytes: an envelope is of the host.
+#: Minimum size of buffers in device memory, because an envelope is in host memory.
 LEAST_DEVICE_NBYTES = SMALL_NBYTES
 
 ACCEPTED, REFUSED = 0, 1
@@ -52,15 +52,15 @@ _MAGIC = b"GUX"
 
 @dataclass(frozen=True)
 class Descriptor:
-    """Where an engine listens and how to know it again.
+    """An engine's address, and the secrets that verify it.
 
     Attributes
     ----------
     token
-        Names the engine. It is what the engine answers a greeting with, and is in no greeting
-        to it: whoever answers with it is the one that is described.
+        Names the engine. The engine answers a greeting with its token, and no greeting to it
+        contains the token. So an answer with the token proves the engine's identity.
     key
-        What a greeting to it has to contain: whoever knows it was given the descriptor.
+        Must be in a greeting to the engine; it proves that the caller was given the descriptor.
     """
 
     host: str
@@ -79,12 +79,12 @@ class Descriptor:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, object]) -> Descriptor:
-        """Read what `to_plain` of a peer made.
+        """Parse the result of a peer's `to_plain`.
 
         Raises
         ------
         ProtocolError
-            It is of another version, or not a descriptor.
+            It is malformed or of another version.
         """
         if not isinstance(plain, Mapping):
             raise ProtocolError("a UCX descriptor is a mapping")
@@ -97,7 +97,7 @@ class Descriptor:
         host, port = plain.get("host"), plain.get("port")
         token, key = plain.get("token"), plain.get("key")
         try:
-            # Addresses only: looking a name up would hold up the thread that serves all links.
+            # Addresses only: a name lookup would block the thread that serves all links.
             address = str(ipaddress.ip_address(str(host)))
         except ValueError as error:
             raise ProtocolError(f"UCX descriptor with host {host!r}") from error
@@ -115,12 +115,12 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Greeting:
-    """The first thing either side of a new link says, over the link's own stream.
+    """The first message of either side of a new link, on the link's own stream.
 
     Attributes
     ----------
     channel
-        Upper half of the tags that the listener of this greeting shall use on this link.
+        Upper half of the tags that the receiver of this greeting must use on this link.
     """
 
     token: str
@@ -140,18 +140,18 @@ class Greeting:
 
     @classmethod
     def decode(cls, raw: bytes) -> Greeting:
-        """Read a greeting.
+        """Parse a greeting.
 
         Raises
         ------
         ProtocolError
-            The bytes are no greeting, or of another version.
+            It is malformed or of another version.
         """
         if len(raw) != GREETING_NBYTES:
-            raise ProtocolError("greeting of another length")
+            raise ProtocolError("greeting of the wrong length")
         magic, version, verdict, token, key, channel = _GREETING.unpack(raw)
         if magic != _MAGIC:
-            raise ProtocolError("whoever is there does not speak for dask_gpurt")
+            raise ProtocolError("the peer does not speak the protocol of dask_gpurt")
         if version != VERSION:
             raise ProtocolError(
                 f"greeting of version {version}, this worker speaks {VERSION}: "
@@ -165,19 +165,19 @@ def make_tag(channel: int, number: int, *, is_retraction: bool = False) -> int:
 
 
 def read_tag(tag: int) -> tuple[int, int, bool]:
-    """Channel, number, and whether the message of that number is taken back."""
+    """Return the channel, the number, and whether the tag retracts that message."""
     return tag >> 32, tag & (N_NUMBERS - 1), bool(tag & N_NUMBERS)
 
 
 def parcel_lengths(lengths: Sequence[int]) -> list[int]:
-    """Bytes of each parcel of a message whose buffers have these lengths."""
+    """Return the length of each parcel of a message whose buffers have these lengths."""
     small = sum(length for length in lengths if length < SMALL_NBYTES)
     large = [length for length in lengths if length >= SMALL_NBYTES]
     return [_ENVELOPE.size + 8 * len(lengths) + small, *large]
 
 
 def seal(number: int, buffers: Sequence[Buffer]) -> Buffer:
-    """The envelope of a message."""
+    """Return the envelope of a message."""
     head = _ENVELOPE.pack(number, len(buffers))
     lengths = np.array([len(buffer) for buffer in buffers], dtype="<u8")
     small = [buffer for buffer in buffers if len(buffer) < SMALL_NBYTES]
@@ -185,12 +185,12 @@ def seal(number: int, buffers: Sequence[Buffer]) -> Buffer:
 
 
 def unseal(envelope: Buffer, number: int, buffers: Sequence[Buffer]) -> None:
-    """Check an envelope against what was announced, and fill the small buffers from it.
+    """Check an envelope against the announcement, and fill the small buffers from it.
 
     Raises
     ------
     ProtocolError
-        It is of another message, or its buffers have other lengths. No buffer was written to.
+        It is of another message, or its buffers have other lengths. No buffer was written.
     """
     position = _ENVELOPE.size + 8 * len(buffers)
     found, n_buffers = _ENVELOPE.unpack(envelope[: _ENVELOPE.size].tobytes())

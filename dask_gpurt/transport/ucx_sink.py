@@ -1,4 +1,4 @@
-"""Parcels that nobody wants: received into memory of their own, or left where they are."""
+"""Disposal of unwanted parcels: receive them into throw-away memory, or leave them unread."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dask_gpurt.transport.ucx_context import UcxContext
 from dask_gpurt.transport.ucx_links import Link, Transfer
 from dask_gpurt.transport.ucx_protocol import SMALL_NBYTES
 
-#: No memory is spent on getting rid of a parcel larger than this.
+#: A larger parcel stays at its sender, because dropping it would take this much memory.
 _LARGEST_DROPPED_NBYTES = 1 << 30
 
 
 class Sink:
-    """Gets rid of parcels. In the thread of UCX.
+    """Receiver of unwanted parcels. In the thread of UCX.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Sink:
         self._hold = hold
 
     def drop(self, probe: Any, link: Link | None) -> None:
-        """Receive what nobody wants, so that its sender is done with it."""
+        """Receive an unwanted parcel, so that its sender is done with it."""
         self._counters["dropped_parcels"] += 1
         if probe.length > _LARGEST_DROPPED_NBYTES:
             return  # it stays at its sender until the link ends
@@ -43,9 +43,9 @@ class Sink:
         self._hold(transfer)
 
     def refuse(self, probe: Any) -> None:
-        """Spend next to nothing on what somebody sent who has not said who it is.
+        """Spend next to nothing on a parcel of an unverified sender.
 
-        A large parcel is left to UCX, which has no more of it than its beginning.
+        A large parcel stays in UCX, which holds only its beginning.
         """
         self._counters["refused_parcels"] += 1
         if probe.length < SMALL_NBYTES:

@@ -1,19 +1,19 @@
-"""Links and messages of one engine: who is connected, what is under way, what nobody wants.
+"""The links, transfers and unclaimed messages of one UCX engine.
 
-What UCX offers decides some of the design:
+UCX's interface decides some of the design:
 
-- A tag receive does not tell how long the message was that it received. So messages are probed
-  for first, which tells their length and takes them out of the queue, and received by handle.
-- A matched receive cannot be taken back: UCX writes until it is complete or its endpoint is
-  closed. So the buffers of a transfer are held here until UCX is done with all its requests,
-  whatever became of whoever asked for it.
-- A sender is done with a large message only when it has been received. So nothing is left unread:
-  unwanted messages are received into memory of their own and dropped.
+- A tag receive does not report the length of the message. So messages are probed first, which tells
+  their length and takes them out of the queue, and then received by handle.
+- A matched receive cannot be cancelled: UCX writes until it completes or its endpoint is closed. So
+  the switchboard keeps the buffers of a transfer until UCX is done with all its requests, even if
+  the caller is gone.
+- A sender of a large message is done only once it was received. So no message is left unread:
+  unwanted ones are received into throw-away memory.
 - A tag does not tell which endpoint a message came by. So greetings travel on the endpoint's
   stream, and each side gives the other a channel number to put into its tags.
 
-All of it but reports happens in the thread of `transport.ucx_thread`. Deadlines of messages are
-`transport.ucx`'s.
+All methods but reports run in the thread of `transport.ucx_thread`. `transport.ucx` handles the
+timeouts of messages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import chain
 from time import monotonic
 from typing import Any
 
@@ -47,25 +48,25 @@ from dask_gpurt.transport.ucx_protocol import (
 )
 from dask_gpurt.transport.ucx_sink import Sink
 
-#: Connections that have not proven themselves; the oldest gives way to a further one.
-_N_STRANGERS = 16
-#: Parcels that nobody has asked for yet, of one link. Large ones are still at their sender.
+#: Limit of unverified connections; a further one replaces the oldest.
+_N_UNVERIFIED = 16
+#: Limit of unclaimed parcels of one link. Large ones are still at their sender.
 _N_UNCLAIMED = 1 << 16
-#: How long a new link may take at most, and meanwhile connections that UCX makes for it.
+#: Timeout of a new link, and the time for which UCX may make connections for it.
 _LINK_S = 30.0
 
 _NOBODY = "0" * 2 * TOKEN_NBYTES
 
 
 class Switchboard:
-    """Links and transfers over one worker of UCX, of one engine.
+    """The links and transfers of one engine over one UCX worker.
 
     Parameters
     ----------
     ucx
-        Worker and listener, and nobody else's meanwhile.
+        Worker and listener, for this engine alone until it closes.
     host
-        Address that goes into the descriptor.
+        Address for the descriptor.
     """
 
     def __init__(self, ucx: UcxContext, host: str) -> None:
@@ -76,14 +77,14 @@ class Switchboard:
         self.problems: deque[str] = deque(maxlen=16)
         self._peers: dict[str, Peer] = {}
         self._links: dict[int, Link] = {}
-        #: Links whose other side has not proven itself yet.
-        self._strangers: dict[int, Link] = {}
-        #: What UCX's callbacks said: channels of failed endpoints.
+        #: Links whose other side is not verified yet.
+        self._unverified: dict[int, Link] = {}
+        #: Channels of failed endpoints, as reported by UCX's callbacks.
         self._failed: deque[int] = deque()
         self._transfers: list[Transfer] = []
-        #: Lost links on which UCX still moves something, by channel.
+        #: Lost links on which UCX still moves data, by channel.
         self._draining: dict[int, Link] = {}
-        #: Endpoints that are closing, and the requests that tell when they are closed.
+        #: Closing endpoints, with the requests that complete when they are closed.
         self._closing: list[tuple[Any, Any]] = []
         self.is_closing = False
         self.guests = Guests(ucx.door)
@@ -92,56 +93,55 @@ class Switchboard:
         self.descriptor = Descriptor(host, ucx.port, self._token, key)
 
     def held_nbytes(self) -> int:
-        """Bytes of messages that UCX still works on; from any thread."""
+        """Return the bytes of messages that UCX still works on; from any thread."""
         return sum(transfer.nbytes for transfer in list(self._transfers))
 
     def under_way(self) -> dict[str, int]:
-        """How many of each kind are not over yet; from any thread."""
+        """Return the number of unfinished transfers of each kind; from any thread."""
         held = (self._transfers, self._peers.values(), self._links.values())
         n_closing = len(self._draining) + len(self._closing)
         return {**ucx_links.counted(*map(list, held)), "closing_links": n_closing}
 
     def peers(self) -> dict[str, int]:
-        """Number of links to each peer that there are any to; from any thread."""
+        """Return the number of links to each connected peer; from any thread."""
         return {peer.token: len(peer.links) for peer in list(self._peers.values()) if peer.links}
 
     @property
     def is_idle(self) -> bool:
-        """UCX has nothing under way."""
+        """Whether UCX has no work in flight."""
         return not self._transfers and not self._draining and not self._closing
 
     def close(self, why: str = "the UCX engine was closed") -> None:
-        """Close all links and fail what is under way. It is over when all is idle."""
+        """Close all links and fail all transfers. Closing is complete once `is_idle`."""
         self.is_closing = True
         error = TransportError(why)
-        # Those who wait come first: UCX may be in a state in which it closes nothing.
+        # Tell waiting callers first: UCX may be in a state in which it closes nothing.
         for peer in self._peers.values():
             for receive in peer.waiting.values():
                 receive.fail(error)
         for transfer in self._transfers:
             transfer.fail(error)
         for link in self._links.values():
-            for future in link.waiters:
-                reject(future, error)
+            link.reject_waiters(error)
         for link in list(self._links.values()):
             self._lose(link, why)
 
     def invite(self, token: str, deadline_s: float, future: Future[None]) -> None:
-        """Let the engine of that token connect within this time."""
+        """Allow the engine of that token to connect within this time."""
         self.guests.expect(token, monotonic() + deadline_s)
         resolve(future)
 
-    def look(self) -> None:
-        """See what progress has brought."""
-        if self.guests.look(monotonic()):
-            self._lose_strangers("nobody who was expected")
+    def poll(self) -> None:
+        """Process the results of UCX's progress."""
+        if self.guests.poll(monotonic()):
+            self._lose_unverified("no expected peer connected in time")
         while self._ucx.callers:
             self._accept(self._ucx.callers.popleft())
         while self._failed:
             link = self._links.get(self._failed.popleft())
             if link is not None:
                 self._lose(link, link.why_broken())
-        for link in list(self._strangers.values()):
+        for link in list(self._unverified.values()):
             self._read_greeting(link)
         while (probe := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
             self._arrive(*read_tag(probe.sender_tag.value), probe)
@@ -182,12 +182,12 @@ class Switchboard:
         while (channel := int.from_bytes(os.urandom(4), "little")) in self._links | self._draining:
             pass
         link = Link(channel, descriptor)
-        self._links[channel] = self._strangers[channel] = link
+        self._links[channel] = self._unverified[channel] = link
         return link
 
-    def _meet(self, link: Link, endpoint: Any) -> None:
+    def _attach(self, link: Link, endpoint: Any) -> None:
         link.endpoint = endpoint
-        # By number: a callback that held the link would keep itself alive.
+        # By number: a callback with a reference to the link would keep itself alive.
         endpoint.set_close_callback(self._failed.append, (link.channel,))
         link.greeting_buffer = np.zeros(GREETING_NBYTES, dtype=np.uint8)
         link.greeting = endpoint.stream_recv(self._array(link.greeting_buffer))
@@ -199,11 +199,11 @@ class Switchboard:
         self._transfers.append(transfer)
 
     def connect(self, descriptor: Descriptor, future: Future[None]) -> None:
-        """Resolve the future once there is a link of ours to this engine; make one if need be.
+        """Resolve the future once this engine has its own link to another one; make one if needed.
 
-        Of ours, also where the other engine has made one. What is large in one direction waits on
-        a TCP connection for what UCX answers to what comes in the other, behind all of it: where
-        the link was the limit, both directions over one took twice as long as over two.
+        It makes its own link even if the other engine has made one. On one TCP connection, UCX's
+        replies to incoming data wait behind large outgoing data. Where the network was the limit,
+        both directions over one link took twice as long as over two.
         """
         peer = self._peers.setdefault(descriptor.token, Peer(descriptor.token))
         if self.is_closing:
@@ -215,49 +215,49 @@ class Switchboard:
         else:
             link = peer.connecting = self._new_link(descriptor)
             link.waiters.append(future)
-            # UCX over there connects back for a part of what it needs.
+            # The peer's UCX connects back for a part of its transports.
             self.guests.expect(descriptor.token, monotonic() + _LINK_S)
             try:
-                self._meet(link, self._ucx.endpoint_to(descriptor.host, descriptor.port))
+                self._attach(link, self._ucx.endpoint_to(descriptor.host, descriptor.port))
                 self._greet(link, Greeting(self._token, descriptor.key, link.channel))
             except Exception as error:  # one class per status of UCX
                 self._lose(link, str(error))
 
-    def give_up_connecting(self, token: str, future: Future[None]) -> None:
-        """Whoever asked for a link no longer waits for it."""
+    def cancel_connect(self, token: str, future: Future[None]) -> None:
+        """Handle a caller that no longer waits for a link."""
         link = peer.connecting if (peer := self._peers.get(token)) is not None else None
         if link is not None and future in link.waiters:
             link.waiters.remove(future)
             if not link.waiters:
-                self._lose(link, "given up")
+                self._lose(link, "no caller waits for it")
 
-    def _lose_strangers(self, reason: str) -> None:
-        """End all links of callers that have not proven themselves."""
-        for link in list(self._strangers.values()):
+    def _lose_unverified(self, reason: str) -> None:
+        """Close all incoming links that are not verified."""
+        for link in list(self._unverified.values()):
             if not link.is_ours:
                 self._lose(link, reason)
 
-    def _turn_away(self, request: int) -> None:
-        """Take and close a connection, or the caller's socket would stay open."""
+    def _reject_caller(self, request: int) -> None:
+        """Accept and close a connection, or the caller's socket would stay open."""
         with suppress(Exception):
             endpoint = self._ucx.endpoint_of(request)
             self._closing.append((endpoint, endpoint.close()))
 
     def _accept(self, request: int) -> None:
         if self.is_closing or not self.guests.any_expected:
-            self._turn_away(request)
+            self._reject_caller(request)
             return
-        callers = [link for link in self._strangers.values() if link.descriptor is None]
-        if len(callers) >= _N_STRANGERS:
-            self._lose(callers[0], "too many connections that do not say who they are")
+        callers = [link for link in self._unverified.values() if link.descriptor is None]
+        if len(callers) >= _N_UNVERIFIED:
+            self._lose(callers[0], "too many unidentified connections")
         link = self._new_link()
         try:
-            self._meet(link, self._ucx.endpoint_of(request))
+            self._attach(link, self._ucx.endpoint_of(request))
         except Exception as error:
             self._lose(link, str(error))
 
     def _read_greeting(self, link: Link) -> None:
-        """Let a link in whose other side has proven itself."""
+        """Admit a link once its other side is verified."""
         try:
             greeting = link.read_greeting()
         except Exception as error:
@@ -274,7 +274,7 @@ class Switchboard:
         elif greeting.verdict == REFUSED or greeting.token != link.descriptor.token:
             self._lose(link, "another engine answered: the worker that was there is gone")
             return
-        del self._strangers[link.channel]
+        del self._unverified[link.channel]
         link.to_channel = greeting.channel
         peer = self._peers.setdefault(greeting.token, Peer(greeting.token))
         link.peer = peer
@@ -282,7 +282,7 @@ class Switchboard:
         self.counters["links_made"] += 1
         self.guests.settle(greeting.token, monotonic())
         if link.descriptor is None:
-            # Before this arrives nothing can come for the peer that this side has not let in.
+            # Until this arrives, the peer sends nothing, so nothing arrives before it is admitted.
             self._greet(link, Greeting(self._token, _NOBODY, link.channel))
         else:
             peer.connecting = None
@@ -293,31 +293,35 @@ class Switchboard:
             self._bind(link, peer.waiting.pop(number))
 
     def _lose(self, link: Link, reason: str) -> None:
-        """End a link: what is under way on it fails, and its memory is let go by UCX."""
+        """Close a link: fail its transfers, and let UCX finish with their memory."""
         if link.is_lost:
             return
         link.is_lost = True
         self._draining[link.channel] = self._links.pop(link.channel)
-        self._strangers.pop(link.channel, None)
-        peer = link.peer
-        token = peer.token if peer else link.descriptor.token if link.descriptor else "a stranger"
-        message = f"UCX link to {token}: {reason}"
+        self._unverified.pop(link.channel, None)
+        message = f"UCX link to {link.other_side}: {reason}"
         if not self.is_closing:
             self.problems.append(message)
         self.counters["links_lost"] += 1
-        for probes in link.arrived.values():
-            for probe in probes:
-                self._sink.drop(probe, link)
+        for probe in chain.from_iterable(link.arrived.values()):
+            self._sink.drop(probe, link)
         link.receives.clear()
-        if link.descriptor is not None:
-            peer = self._peers.get(link.descriptor.token)
-        waiting: list[Receive] = []
-        if peer is not None:
-            waiting = peer.lose(link)
-            if not peer.is_reachable:
-                del self._peers[peer.token]
-        # Last: whoever is told finds the link gone.
-        error = TransportError(message)
+        waiting = self._remove_from_peer(link)
+        # Last: callers that are told must find the link gone.
+        self._fail_all(link, waiting, TransportError(message))
+
+    def _remove_from_peer(self, link: Link) -> list[Receive]:
+        """Remove a link from its peer; return the messages that will not arrive any more."""
+        peer = self._peers.get(link.descriptor.token) if link.descriptor else link.peer
+        if peer is None:
+            return []
+        waiting = peer.lose(link)
+        if not peer.is_reachable:
+            del self._peers[peer.token]
+        return waiting
+
+    def _fail_all(self, link: Link, waiting: Sequence[Receive], error: TransportError) -> None:
+        """Fail these messages, and all transfers and callers of a link."""
         for receive in waiting:
             receive.fail(error)
         for transfer in list(self._transfers):
@@ -325,37 +329,34 @@ class Switchboard:
                 if isinstance(transfer, Send) and link.endpoint.alive:
                     self._post_retraction(link, transfer.number)
                 transfer.fail(error)
-        for future in link.waiters:
-            reject(future, error)
+        link.reject_waiters(error)
 
     def _close_if_drained(self, link: Link) -> None:
-        """Close a lost link's endpoint once UCX moves nothing on it any more.
+        """Close a lost link's endpoint once UCX moves no more data on it.
 
-        What comes in on an endpoint that was closed is written by way of freed memory. The other
-        side knows what is not sent any more, and what it sends is received or dropped.
+        UCX would write data that arrives on a closed endpoint through freed memory. The other side
+        knows what this side will not send, and this side receives or drops what the other sends.
         """
         is_alive = link.endpoint is not None and link.endpoint.alive
-        # Without a peer it is a greeting, which would never be done if nobody reads it.
+        # Without a peer the transfer is a greeting, which would never complete if no peer reads it.
         if is_alive and link.peer and any(transfer.link is link for transfer in self._transfers):
             return
         if is_alive:
-            # Forced: it does not wait for a peer that may be gone. Not for an endpoint that has
-            # failed: `ucxx` has closed it, and makes no request that could be asked.
+            # Forced: do not wait for a peer that may be gone. A failed endpoint is skipped: `ucxx`
+            # has closed it, and would return no request to poll.
             try:
                 self._closing.append((link.endpoint, link.endpoint.close()))
-            except Exception as why:  # the other links and whoever waits come to their end
+            except Exception as why:  # other links and waiting callers must still end
                 self.problems.append(f"closing a UCX link failed: {why!r}")
-        del self._draining[link.channel]  # at no moment is it in neither
+        del self._draining[link.channel]  # last: a link is always in one of the two
 
     def disconnect(self, token: str, future: Future[None]) -> None:
-        """Close the links to a peer. What is under way on them fails."""
+        """Close the links to a peer. Their transfers in flight fail."""
         peer = self._peers.get(token)
         if peer is not None:
             for link in [*peer.links, *([peer.connecting] if peer.connecting else [])]:
                 self._lose(link, "disconnected here")
         resolve(future)
-
-    # -------------------------------------------------------------- messages
 
     def _link_to(self, token: str, number: int) -> Link:
         peer = self._peers.get(token)
@@ -366,7 +367,7 @@ class Switchboard:
     def send(
         self, token: str, number: int, buffers: Sequence[Buffer], future: Future[None]
     ) -> None:
-        """Post a message. The future is resolved when UCX no longer needs the buffers."""
+        """Post a message. Resolve the future when UCX no longer needs the buffers."""
         try:
             link = self._link_to(token, number)
         except TransportError as error:
@@ -385,11 +386,11 @@ class Switchboard:
         except Exception as error:
             self._lose(link, str(error))
 
-    def give_up_sending(self, future: Future[None]) -> None:
-        """Nobody waits for this message to leave; the receiver shall drop what it has of it."""
+    def cancel_send(self, future: Future[None]) -> None:
+        """Cancel a send; tell the receiver to drop the parts it has."""
         for send in self._transfers:
             if isinstance(send, Send) and send.future is future and not send.is_failed:
-                send.fail(TransportError("given up"))
+                send.fail(TransportError("cancelled"))
                 assert send.link is not None
                 self._post_retraction(send.link, send.number)
                 return
@@ -399,8 +400,8 @@ class Switchboard:
         self._post(Transfer(link), link, tag, [np.zeros(1, dtype=np.uint8)])
 
     def retract(self, token: str, number: int) -> None:
-        """Have a peer drop a message it will not ask for, though all of it may have left."""
-        with suppress(TransportError):  # a link that is gone has nothing left
+        """Tell a peer to drop a message that it will not ask for, even if all of it has left."""
+        with suppress(TransportError):  # a lost link has nothing left to retract
             self._post_retraction(self._link_to(token, number), number)
 
     def receive(
@@ -415,7 +416,7 @@ class Switchboard:
             reject(future, ValueError(f"message {number} of {token} is being received"))
             return
         if peer.refuses(number):
-            reject(future, TransportError(f"message {number} of {token} was taken back"))
+            reject(future, TransportError(f"message {number} of {token} was retracted"))
             return
         receive = Receive(number, buffers, future)
         for link in peer.links:
@@ -433,8 +434,8 @@ class Switchboard:
         for probe in probes:
             self._take(link, receive, probe)
 
-    def give_up_receiving(self, token: str, number: int, future: Future[None]) -> None:
-        """Nobody waits for this message; what comes of it is dropped."""
+    def cancel_receive(self, token: str, number: int, future: Future[None]) -> None:
+        """Cancel a receive; drop the parts that arrive."""
         peer = self._peers.get(token)
         if peer is None:
             return
@@ -445,14 +446,14 @@ class Switchboard:
             return
         for receive in self._transfers:
             if isinstance(receive, Receive) and receive.future is future and not receive.is_failed:
-                self._fail(receive, TransportError(f"message {number} of {token} was given up"))
+                self._fail(receive, TransportError(f"message {number} of {token} was cancelled"))
 
     def _arrive(self, channel: int, number: int, is_retraction: bool, probe: Any) -> None:
-        """Find out whom a parcel is for."""
+        """Dispatch a parcel to the message that waits for it."""
         link = self._links.get(channel)
         known = link or self._draining.get(channel)
         if known is None or not (known.peer or known.is_ours):
-            self._lose_strangers("it sent a message before it said who it is")
+            self._lose_unverified("it sent a message before it identified itself")
             self._sink.refuse(probe)
         elif link is None:
             self._sink.drop(probe, known)
@@ -476,10 +477,10 @@ class Switchboard:
             link.arrived.setdefault(number, []).append(probe)
             link.n_arrived += 1
             if link.n_arrived > _N_UNCLAIMED:
-                self._lose(link, "too many messages that nobody asked for")
+                self._lose(link, "too many unclaimed messages")
 
     def _take(self, link: Link, receive: Receive, probe: Any) -> None:
-        """Receive a parcel where it belongs, if it is exactly as long as it must be."""
+        """Receive a parcel into its destination, if it has exactly the expected length."""
         if receive.is_failed or receive.is_posted:
             self._sink.drop(probe, link)
             return
@@ -492,7 +493,7 @@ class Switchboard:
             self._sink.drop(probe, link)
             self._fail(receive, problem)
             return
-        # By handle UCX would write as much as was sent: hence the look at the length above.
+        # Checked above: by handle UCX would write as many bytes as were sent.
         receive.add(self._worker.tag_recv_with_handle(self._array(parcel), probe), parcel)
         receive.n_posted += 1
         if receive.n_posted == len(receive.parcels):

@@ -1,14 +1,14 @@
-"""The thread that owns UCX: it makes progress, and sleeps when nothing is to do.
+"""The thread that owns UCX: it drives progress, and sleeps when there is no work.
 
-It has a context and a worker of UCX of its own, beside whatever else in the process uses UCX. All
-calls to UCX are made in this thread; others hand it functions with `Session.call`. It waits in
-`epoll` on two descriptors: the one UCX signals when a peer or a device did something, and an
-eventfd for `call`. UCX must be *armed* before each wait, which it refuses while events are pending;
-so no event falls between the last look and the wait, and nothing polls while idle.
+It has a UCX context and worker of its own, beside other users of UCX in the process. Only this
+thread calls UCX; other threads pass it functions with `Session.call`. It waits in `epoll` on two
+descriptors: UCX signals one when a peer or a device acted, and `call` signals an eventfd. UCX must
+be *armed* before each wait, and refuses while events are pending. So no event is lost between the
+last check and the wait, and nothing polls while idle.
 
-What an engine closes are its links. The thread stays, turns away whoever still connects, and serves
-the next engine with the same options: UCX cannot be taken apart while others may connect, see
-`transport.ucx_context`. What it is that moves is `transport.ucx_switchboard`'s business.
+An engine closes its links, but the thread stays. It rejects new connections, and serves the next
+engine with the same options: UCX cannot be destroyed while peers may connect, see
+`transport.ucx_context`. `transport.ucx_switchboard` implements links and messages.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from dask_gpurt.transport import ucx_context
 from dask_gpurt.transport.ucx_door import Door
 from dask_gpurt.transport.ucx_switchboard import Switchboard
 
-#: While closing: how often UCX is asked whether it is done with what it was told to drop, and how
-#: often without any news before it is left without an answer. A peer that hangs never answers.
+#: While closing: the interval at which UCX is polled for dropped transfers, and the number of
+#: intervals without news after which the thread stops waiting. A hung peer never answers.
 _CLOSING_PERIOD_S, _N_CLOSING_PERIODS = 0.02, 50
 
-#: So much does UCX do before it is looked at what came of it.
+#: Maximum number of progress steps between two polls.
 _N_STEPS = 64
 
-#: How long the end of the process waits for a thread.
+#: Timeout for a thread at the end of the process.
 _EXIT_S = 5.0
 
 
-#: Why nothing works in a process that was forked from one that uses UCX.
+#: Why UCX does not work in a process that was forked from one that uses it.
 _FORKED = "UCX was in use when this process was forked, and does not work in a forked process"
 
 
 class Session:
-    """One engine's time with a thread that owns UCX.
+    """One engine's use of a thread that owns UCX.
 
     Attributes
     ----------
     host
         Address under which peers reach this process.
     started
-        Resolves to the switchboard, or to why there is none.
+        Resolves to the switchboard, or to the error that prevented it.
     finished
         Resolves once all links are closed, or as many as can be.
     why_ended
-        What those are told who come too late.
+        Error message for late calls.
     transports
-        Names of the transports that UCX has to choose from.
+        Names of the transports that UCX can choose from.
     """
 
     def __init__(self, host: str, thread: UcxThread) -> None:
@@ -71,20 +71,22 @@ class Session:
         self.transports: list[str] = []
         self._thread = thread
         self._calls: deque[Callable[[], None]] = deque()
-        # Guards the end: no call comes after the last look for calls.
+        # Guards the end: no call is added after the last check for calls.
         self._lock = threading.Lock()
         self._has_ended = False
 
     def close(self) -> None:
-        """End this soon, which `finished` tells; from any thread."""
+        """Request the end of this session, which `finished` reports; from any thread."""
         self.call(self._close)
 
     def _close(self) -> None:
-        if self.started.exception() is None:  # calls run once it is known
+        if self.started.exception() is None:  # calls run after the start only
             self.started.result().close()
 
     def call(self, function: Callable[[], None]) -> bool:
-        """Have the thread call this soon; from any thread. Must not raise. False once it ended."""
+        """Schedule a call in the thread; from any thread. Must not raise. Return False after the
+        end.
+        """
         with self._lock:
             if self._has_ended:
                 return False
@@ -94,17 +96,17 @@ class Session:
 
     @property
     def has_calls(self) -> bool:
-        """Whether there is something to do that nobody else tells of."""
+        """Whether calls are pending."""
         return bool(self._calls)
 
     def run_calls(self) -> None:
-        """Do what was asked for. In the thread."""
+        """Run the pending calls. In the thread."""
         while self._calls:
             self._calls.popleft()()
 
     def forget(self) -> None:
-        """Be at an end in a forked child, which has no such thread."""
-        # Whoever held the lock, or waited for one of these, is not there any more either.
+        """End in a forked child, which has no such thread."""
+        # The thread that held the lock, and the waiting callers, do not exist here.
         self._lock = threading.Lock()
         self._has_ended, self.why_ended = True, _FORKED
         self._calls.clear()
@@ -113,33 +115,33 @@ class Session:
         self.finished.set_result(None)
 
     def end(self) -> None:
-        """Take no more calls, after those that came while links were closed. In the thread."""
+        """Refuse further calls, after those added while links were closing. In the thread."""
         with self._lock:
             self._has_ended = True
         while self._calls:
-            # What ended the thread may make each of them fail; whoever made it is told by itself.
+            # The error that ended the thread may make each call fail; each reports to its caller.
             with contextlib.suppress(Exception):
                 self.run_calls()
         self.finished.set_result(None)
 
 
 class UcxThread:
-    """A context and a worker of UCX, and the loop that drives them for one engine after another.
+    """A UCX context and worker, and the loop that drives them for one engine after another.
 
     Parameters
     ----------
     host
         Address to listen at.
     options
-        Options of UCX without the prefix `UCX_`, for this context alone.
+        UCX options without the prefix `UCX_`, for this context alone.
     """
 
-    #: Threads whose engine has closed, by what their context was made of, and their guard.
+    #: Threads whose engine has closed, by the inputs of their context, and their lock.
     _free: ClassVar[dict[object, list[UcxThread]]] = {}
     _free_lock: ClassVar = threading.Lock()
-    #: All threads that were ever begun, and have not failed to start.
+    #: All threads that were started, except those that failed to start.
     _begun: ClassVar[list[UcxThread]] = []
-    #: This process was forked from one that had any.
+    #: Whether this process was forked from one that had any.
     _is_forked: ClassVar = False
 
     def __init__(self, host: str, options: Mapping[str, str]) -> None:
@@ -147,14 +149,15 @@ class UcxThread:
         self._door: Door | None = None
         self._made_of: object = None
         self._session: Session | None = None
-        #: Of the last session; where its peer hung, it holds memory that may still be written to.
+        #: The last session's switchboard. If a peer hung, it holds memory that may still be
+        #: written.
         self._board: Switchboard | None = None
         self._wakeup = Wakeup()
         self._is_exiting = False
-        #: Resolves once the thread calls UCX no more.
+        #: Resolves once the thread will not call UCX any more.
         self._has_left: Future[None] = Future()
-        # A daemon thread that the interpreter leaves behind inside UCX, holding its locks, would
-        # have UCX wait for it for ever as it is unloaded.
+        # At exit the interpreter abandons daemon threads. One that is inside UCX and holds its
+        # locks would block UCX's unloading for ever.
         atexit.register(self._exit)
         self._begun.append(self)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -162,14 +165,14 @@ class UcxThread:
 
     @classmethod
     def begin(cls, host: str, options: Mapping[str, str]) -> Session:
-        """A session, with a thread that is free or a new one.
+        """Return a session with a free thread or a new one.
 
         Raises
         ------
         OSError
-            The process may have no more files.
+            The process has reached its limit of open files.
         RuntimeError
-            It may have no more threads, or was forked from one that had an engine.
+            It has reached its limit of threads, or was forked from a process with an engine.
         """
         if cls._is_forked:
             raise RuntimeError(_FORKED)
@@ -189,20 +192,21 @@ class UcxThread:
         return session
 
     def wake(self) -> None:
-        """Have the thread look around; from any thread."""
+        """Wake the thread; from any thread."""
         self._wakeup.set()
 
     def _forget(self) -> None:
-        """There is nothing to be ended."""
+        """Unregister a thread that did not start."""
         atexit.unregister(self._exit)
         self._begun.remove(self)
         self._wakeup.close()
 
     @classmethod
     def _leave_to_parent(cls) -> None:
-        """Have a forked child touch nothing of UCX, which is its parent's.
+        """Keep a forked child from touching its parent's UCX.
 
-        The threads are not there. What they had is never freed: it is referenced by their frames.
+        The threads do not exist in the child. Their objects are never freed, because their frames
+        reference them.
         """
         cls._free_lock = threading.Lock()
         cls._free.clear()
@@ -239,20 +243,19 @@ class UcxThread:
             self._session.end()
             self._forget()
             return
-        self._made_of = _made_of(
-            self._host, self._options
-        )  # now: `ucxx` sets variables when it is imported
+        # Only now: `ucxx` sets environment variables when it is imported.
+        self._made_of = _made_of(self._host, self._options)
         with epoll:
-            # Between engines there is nobody to tell; whoever comes next gets another thread.
+            # Between engines there is no caller to tell; the next engine gets another thread.
             with contextlib.suppress(Exception):
                 self._serve_all(ucx, epoll)
             self._leave()
-        # For ever: what a thread has is left alone as the interpreter ends. Taken apart in
-        # whatever order comes, UCX with something under way crashes the process.
+        # Wait for ever, so that the interpreter leaves the thread's objects alone at exit.
+        # Destroyed in arbitrary order, a UCX with transfers in flight crashes the process.
         threading.Event().wait()
 
     def _leave(self) -> None:
-        """Call UCX no more, nor let anybody wait for it."""
+        """Stop calling UCX, and fail a session that has just begun."""
         with self._free_lock:
             for free in self._free.values():
                 if self in free:
@@ -270,23 +273,23 @@ class UcxThread:
             is_sound = True
             try:
                 self._serve(ucx, epoll, board, session)
-            except Exception as error:  # a bug, or UCX in a state that it cannot get out of
+            except Exception as error:  # a bug, or UCX in a state it cannot leave
                 is_sound = False
                 session.why_ended = f"the UCX thread ended: {error!r}"
                 board.problems.append(session.why_ended)
                 with contextlib.suppress(Exception):
                     board.close(session.why_ended)
-                    # If UCX still works, peers hear that their links have ended.
+                    # If UCX still works, this tells peers that their links have ended.
                     self._serve(ucx, epoll, board, session)
             finally:
                 self._session = None
                 if is_sound and board.is_idle:
-                    # Before whoever waits for the end asks for the next one.
+                    # Before `end` below: a caller that waits for it may begin the next session.
                     with self._free_lock:
                         self._free.setdefault(self._made_of, []).append(self)
                 session.end()
             if not board.is_idle:
-                return  # for a peer hung: a network card might still write
+                return  # a peer hung: a network card might still write
             self._wait_for_next(ucx, epoll, board)
 
     def _serve(
@@ -296,12 +299,12 @@ class UcxThread:
         board: Switchboard,
         session: Session,
     ) -> None:
-        """Do what is asked for until the engine has closed, or as much of it as can be."""
+        """Serve the engine until it has closed, as far as possible."""
         n_periods = 0
         while True:
             session.run_calls()
             _progress(ucx)
-            board.look()
+            board.poll()
             if board.is_closing and (board.is_idle or n_periods >= _N_CLOSING_PERIODS):
                 return
             if not session.has_calls and not self._sleep(ucx, epoll, board):
@@ -310,16 +313,16 @@ class UcxThread:
     def _wait_for_next(
         self, ucx: ucx_context.UcxContext, epoll: select.epoll, board: Switchboard
     ) -> None:
-        """Turn callers away until there is another session, or the process ends."""
+        """Reject connections until there is another session, or the process ends."""
         while True:
             _progress(ucx)
-            board.look()
+            board.poll()
             if self._is_exiting or (self._session is not None and board.is_idle):
                 return
             self._sleep(ucx, epoll, board)
 
     def _sleep(self, ucx: ucx_context.UcxContext, epoll: select.epoll, board: Switchboard) -> bool:
-        """Wait until there is something to do. False if it is only time to ask again."""
+        """Wait for work. Return False if only the interval has passed."""
         if not ucx.worker.arm():
             return True
         is_closing = board.is_closing and not board.is_idle
@@ -330,14 +333,14 @@ class UcxThread:
 
 
 def _progress(ucx: ucx_context.UcxContext) -> None:
-    """Have UCX do what there is to do, but not for ever if somebody sends without an end."""
+    """Drive UCX's progress, with a limit in case a peer sends without end."""
     for _ in range(_N_STEPS):
         if not ucx.worker.progress_once():
             return
 
 
 def _made_of(host: str, options: Mapping[str, str]) -> object:
-    """What makes a context what it is: address, its own options, and those of the environment."""
+    """Return the inputs of a context: address, options, and UCX's environment variables."""
     ours = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
     return host, tuple(sorted(options.items())), tuple(sorted(ours.items()))
 

@@ -1,9 +1,8 @@
-"""The header of a shuffle message: which shards follow, and how to read them.
+"""The header of a shuffle message: its shards, and how to read them.
 
-A message is one header and the parts of each shard. The header is little-endian throughout,
-carries a magic, a version and a checksum of itself, and every length in it is checked against what
-is really there before anything is allocated for it. Layouts (`frames`) and tables (`codecs`) are
-opaque here.
+A message is one header and the parts of each shard. The header is little-endian throughout. It has
+a magic, a version and a checksum of itself. A receiver checks every length against the real one
+before it allocates memory. Layouts (`frames`) and tables (`codecs`) are opaque to this module.
 
 ::
 
@@ -36,22 +35,23 @@ VERSION = 3
 
 _PREAMBLE = struct.Struct("<3sBI")
 _COUNTS = struct.Struct("<II")
+_LAYOUTS_FROM = _PREAMBLE.size + _COUNTS.size
 _LENGTH = struct.Struct("<I")
 #: layout, source, attempt, number, count, first slot, slots, buffer, arrow, pickle bytes,
 #: checksum, parts, table bytes
 _SHARD = struct.Struct("<IIQIIIIQQQIII")
 
-#: Words that are summed as one lane of a checksum.
+#: Number of lanes of a checksum; consecutive words go to consecutive lanes.
 _LANES = 128
 
 
 def checksum(stretches: Iterable[npt.NDArray[np.uint8]]) -> int:
-    """Checksum of bytes that travel as they are, one stretch after the other; never 0.
+    """Return the checksum of consecutive stretches of unencoded bytes; never 0.
 
-    Of each stretch every 128th 64-bit word is summed into one of 128 lanes, and the CRC-32 of the
-    lanes and of what is left at the end is taken. That is a single pass at the speed of memory,
-    where CRC-32 alone runs at a tenth of it. A word that changed, is missing, was put in twice or
-    stands in another lane is noticed; blocks of 1 KiB that changed places are not.
+    In each stretch every 128th 64-bit word is added to one of 128 lanes; the result is the CRC-32
+    of the lanes and of the remaining bytes. That is a single pass at the speed of memory, ten times
+    as fast as CRC-32 alone. It detects a word that was changed, lost, inserted or moved to another
+    lane. It does not detect swapped blocks of 1 KiB.
     """
     total = 0
     for stretch in stretches:
@@ -65,31 +65,31 @@ def checksum(stretches: Iterable[npt.NDArray[np.uint8]]) -> int:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What the receiver has to know of one shard before it looks at its bytes.
+    """Description of one shard, which the receiver needs before its bytes.
 
     Attributes
     ----------
     layout_key
         How to read the payload; opaque to this module.
     source
-        Input partition that the rows come from.
+        Input partition of the rows.
     attempt
-        Random number of this execution of the transfer task. Two executions of one task can
-        cut different shards, so shards of different attempts are never mixed.
+        Random number of this execution of the transfer task. Two executions of one task can cut
+        different shards, so shards of different attempts are never mixed.
     number, count
-        This is shard `number` of `count` that this source has for this receiver.
+        This is shard `number` of `count` from this source for this receiver.
     first_slot
         Slot of the first entry of `rows_per_slot`.
     rows_per_slot
         Rows for each of the consecutive slots.
     buffer_nbytes, arrow_nbytes, pickle_nbytes
-        Length of the shard as it was packed, and of its last two sections.
+        Length of the packed shard, and of its last two sections.
     checksum
-        Of the shard as it was packed; 0 if none was taken.
+        Checksum of the packed shard; 0 without one.
     parts
-        Bytes of each buffer that it travels in; a single one if it was not encoded.
+        Length of each buffer that it travels in; a single one if it is not encoded.
     table
-        How it was encoded (`codecs.encoded_shards`); empty if it was not.
+        Its encoding (`codecs.encoded_shards`); empty if it is not encoded.
     """
 
     layout_key: bytes
@@ -108,7 +108,7 @@ class ShardHeader:
 
     @property
     def wire_nbytes(self) -> int:
-        """Bytes that travel for it, but for the header."""
+        """Bytes on the wire, without the header."""
         return sum(self.parts)
 
     @property
@@ -117,7 +117,7 @@ class ShardHeader:
 
 
 def encode(shards: Sequence[ShardHeader]) -> bytes:
-    """Header of a message with these shards, in this order."""
+    """Return the header of a message with these shards, in this order."""
     layouts: dict[bytes, int] = {}
     for shard in shards:
         layouts.setdefault(shard.layout_key, len(layouts))
@@ -149,14 +149,14 @@ def encode(shards: Sequence[ShardHeader]) -> bytes:
 
 
 def decode(header: bytes) -> list[ShardHeader]:
-    """Shards that a header announces.
+    """Return the shards that a header describes.
 
     Raises
     ------
     ProtocolError
-        The bytes are no header, one of another version, cut short, or contradict themselves.
+        The bytes are no header, of another version, cut short or inconsistent.
     DamagedError
-        They were a header once.
+        The checksum does not match.
     """
     try:
         return _decode(memoryview(header))
@@ -165,28 +165,8 @@ def decode(header: bytes) -> list[ShardHeader]:
 
 
 def _decode(header: memoryview) -> list[ShardHeader]:
-    magic, version, seal = _PREAMBLE.unpack_from(header)
-    if magic != MAGIC:
-        raise ProtocolError("not a shuffle message of dask_gpurt")
-    if version != VERSION:
-        raise ProtocolError(
-            f"shuffle message of version {version}, this worker speaks {VERSION}: "
-            "install the same dask-gpurt on every worker"
-        )
-    if zlib.crc32(header[_PREAMBLE.size :]) != seal:
-        raise DamagedError("header of a shuffle message damaged on its way")
-    n_layouts, n_shards = _COUNTS.unpack_from(header, _PREAMBLE.size)
-    position = _PREAMBLE.size + _COUNTS.size
-    if n_layouts * _LENGTH.size + n_shards * _SHARD.size > len(header) - position:
-        raise ProtocolError("shuffle message announces more than it holds")
-    layouts = []
-    for _ in range(n_layouts):
-        (length,) = _LENGTH.unpack_from(header, position)
-        position += _LENGTH.size
-        if length > len(header) - position:
-            raise ProtocolError("layout longer than its message")
-        layouts.append(bytes(header[position : position + length]))
-        position += length
+    n_layouts, n_shards = _decode_counts(header)
+    layouts, position = _decode_layouts(header, n_layouts)
     shards = []
     for _ in range(n_shards):
         (
@@ -223,9 +203,41 @@ def _decode(header: memoryview) -> list[ShardHeader]:
                 table,
             )
         )
-        # Memory for the parts is made before they come.
+        # The receiver allocates memory for the parts before they arrive.
         if shards[-1].wire_nbytes > nbytes or (not table and shards[-1].parts != (nbytes,)):
             raise ProtocolError(f"shard {number} of {count} contradicts itself")
     if position != len(header):
         raise ProtocolError(f"{len(header) - position} bytes too many in a shuffle message")
     return shards
+
+
+def _decode_counts(header: memoryview) -> tuple[int, int]:
+    """Check the preamble; return the number of layouts and of shards."""
+    magic, version, seal = _PREAMBLE.unpack_from(header)
+    if magic != MAGIC:
+        raise ProtocolError("not a shuffle message of dask_gpurt")
+    if version != VERSION:
+        raise ProtocolError(
+            f"shuffle message of version {version}, this worker speaks {VERSION}: "
+            "install the same dask-gpurt on every worker"
+        )
+    if zlib.crc32(header[_PREAMBLE.size :]) != seal:
+        raise DamagedError("header of a shuffle message damaged on its way")
+    n_layouts, n_shards = _COUNTS.unpack_from(header, _PREAMBLE.size)
+    if n_layouts * _LENGTH.size + n_shards * _SHARD.size > len(header) - _LAYOUTS_FROM:
+        raise ProtocolError("shuffle message announces more than it holds")
+    return n_layouts, n_shards
+
+
+def _decode_layouts(header: memoryview, n_layouts: int) -> tuple[list[bytes], int]:
+    """Return the layouts, and the position after them."""
+    position = _LAYOUTS_FROM
+    layouts = []
+    for _ in range(n_layouts):
+        (length,) = _LENGTH.unpack_from(header, position)
+        position += _LENGTH.size
+        if length > len(header) - position:
+            raise ProtocolError("layout longer than its message")
+        layouts.append(bytes(header[position : position + length]))
+        position += length
+    return layouts, position

@@ -176,17 +176,17 @@ def message(name: str, shards: Shards, codec: int | None) -> Kind:
         choices = [known.id if known and known.suits(one.itemsize) else 0 for one in sections]
         return encode_shard(packed.buffer, sections, choices)
 
-    sent = messages.for_the_wire([Outgoing(shards.header, shards.packed)], encode)
+    sent = messages.remote_message([Outgoing(shards.header, shards.packed)], encode)
     whole = sent.header + b"".join(buffer.tobytes() for buffer in sent.buffers)
 
     def read(position: int, bit: int) -> Any:
         came = np.frombuffer(whole, np.uint8).copy()
         came[position] ^= 1 << bit
         headers = wire.decode(came[: len(sent.header)].tobytes())
-        lengths = messages.checked(headers, 1 << 30)
+        lengths = messages.buffer_lengths(headers, 1 << 30)
         ends = np.cumsum([len(sent.header), *lengths])
         buffers = [came[a:b] for a, b in pairwise(ends)]
-        (shard,) = messages.opened(
+        (shard,) = messages.decode_shards(
             headers, buffers, lambda header: np.empty(header.buffer_nbytes, np.uint8)
         )
         assert shard.packed is not None
@@ -206,7 +206,7 @@ def within_a_host(shards: Shards) -> Kind:
     lender, borrower = Lender(memory), Borrower(asyncio.new_event_loop())
     token = borrower.open(lender.descriptor)
     packed = replace(shards.packed, buffer=lent)
-    sent = messages.as_they_are([Outgoing(shards.header, packed)])
+    sent = messages.local_message([Outgoing(shards.header, packed)])
     extents = lender.place(lent)
     assert extents is not None
     # A second buffer is carried by the message itself, as small ones are.
@@ -224,10 +224,10 @@ def within_a_host(shards: Shards) -> Kind:
         by, small = payload[: n[0]], payload[n[1] : n[2]]
         if seal(by, [numbers, small]) != int.from_bytes(payload[n[2] :], "little"):
             raise DamagedError("places in shared memory were damaged on their way")
-        (nbytes,) = messages.checked(headers, 1 << 30)
+        (nbytes,) = messages.buffer_lengths(headers, 1 << 30)
         out = np.empty(nbytes, np.uint8)
         borrower.read(by, [(borrower.checked(by, numbers, nbytes), out)])
-        (shard,) = messages.opened(headers, [out], lambda header: out)
+        (shard,) = messages.decode_shards(headers, [out], lambda header: out)
         assert shard.packed is not None
         return [shards.rows(shard.layout_key, shard.packed), small]
 

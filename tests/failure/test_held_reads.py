@@ -29,7 +29,7 @@ def held(read: Callable[..., None], path: str) -> Callable[..., None]:
 
 def _hold_reads(worker: Any, path: str) -> None:
     """In a process that ends with the test."""
-    transport_choice.LEAST_BESIDE_NBYTES = 0
+    transport_choice.LEAST_THREAD_NBYTES = 0
     shared._read_into = held(shared._read_into, path)
 
 
@@ -52,7 +52,7 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> Iterator[Stage]:
     """All workers are in this process; whatever is read from a peer stops at the gate."""
-    monkeypatch.setattr(transport_choice, "LEAST_BESIDE_NBYTES", 0)
+    monkeypatch.setattr(transport_choice, "LEAST_THREAD_NBYTES", 0)
     monkeypatch.setattr(shared, "_read_into", held(shared._read_into, gate.path))
     with open_stage("shared") as stage:
         yield stage

@@ -362,8 +362,8 @@ def _flipped_bit(message: Message) -> Message:
     [
         (_other_version, "install the same dask-gpurt on every worker"),
         (_no_header, "not a shuffle message"),
-        (_cut_payload, r"bytes came of \d+|bytes (came )?where \d+ were announced"),
-        (_lost_payload, r"buffers came of|bytes (came )?where \d+ were announced"),
+        (_cut_payload, r"received \d+ of \d+ bytes|bytes (came )?where \d+ were announced"),
+        (_lost_payload, r"received \d+ of \d+ buffers|bytes (came )?where \d+ were announced"),
     ],
 )
 def test_damaged_message_is_one_clear_error(

@@ -353,14 +353,14 @@ async def _runs_are_closed(client):
 
 def test_a_run_that_lets_go_of_its_shards_reports_what_they_were(client, monkeypatch):
     """There is a moment when they are gone, and the run is still one that is open."""
-    let_go, arrived, proceed = ExchangeRun._let_go, threading.Semaphore(0), threading.Event()
+    let_go, arrived, proceed = ExchangeRun._free, threading.Semaphore(0), threading.Event()
 
     def held(run):
         let_go(run)
         arrived.release()
         assert proceed.wait(gates.DEADLINE_S)
 
-    monkeypatch.setattr(ExchangeRun, "_let_go", held)
+    monkeypatch.setattr(ExchangeRun, "_free", held)
     dask_gpurt.enable(client)
     hot = collection([pd.DataFrame({"key": [7] * 900 + list(range(100))})] * 4)
     outputs = compute(client, hot.shuffle("key", npartitions=6))

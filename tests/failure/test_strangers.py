@@ -66,13 +66,13 @@ def test_looking_for_sockets_leaves_nothing_open():
 def closing_of_the_door(engine):
     """Return an event that is set once nobody is expected and every stranger is let go."""
     closed, loop, board = asyncio.Event(), asyncio.get_running_loop(), engine._board
-    lose_strangers = board._lose_strangers
+    lose_strangers = board._lose_unverified
 
     def lose(reason):
         lose_strangers(reason)
         loop.call_soon_threadsafe(closed.set)
 
-    board._lose_strangers = lose
+    board._lose_unverified = lose
     return closed
 
 
@@ -103,7 +103,7 @@ def test_who_does_not_prove_itself_while_the_door_is_open_is_let_go():
         with pytest.raises(TransportError):
             await caller.connect(wrong, PATIENCE_S)
         await asyncio.wait_for(closed.wait(), PATIENCE_S)
-        assert not engine._board._strangers and not engine._board.guests.any_expected
+        assert not engine._board._unverified and not engine._board.guests.any_expected
         assert not engine.report()["peers"]
         for one in (engine, caller):
             await one.close(PATIENCE_S)

@@ -78,7 +78,7 @@ def _look_at_header(raw: bytes) -> None:
     sealed = wire.MAGIC + bytes([wire.VERSION]) + struct.pack("<I", zlib.crc32(raw)) + raw
     try:
         headers = wire.decode(sealed)
-        messages.checked(headers, MOST_NBYTES)
+        messages.buffer_lengths(headers, MOST_NBYTES)
     except (ProtocolError, DamagedError):
         return
     assert wire.decode(wire.encode(headers)) == headers

@@ -21,7 +21,7 @@ from dask_gpurt.errors import TransportError
 from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.plugins.shuffle.array_run import DEVICE_ARRAYS
 from dask_gpurt.plugins.shuffle.frame_run import ADAPTERS
-from dask_gpurt.plugins.shuffle.transports import UcxPath
+from dask_gpurt.plugins.shuffle.transports import UcxTransport
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower
@@ -231,7 +231,7 @@ def test_compression_that_was_asked_for_is_done_on_the_host(client, device, know
 def test_on_a_slow_link_it_is_seen_on_the_host_whether_it_pays(
     client, device, knows_devices, monkeypatch
 ):
-    monkeypatch.setattr(UcxPath, "bandwidth", 1_000_000)
+    monkeypatch.setattr(UcxTransport, "bandwidth", 1_000_000)
     assert_same_as_stock(client)
     (shuffle,) = dask_gpurt.status(client)["shuffles"]
     assert shuffle["wire_nbytes"] < 0.8 * shuffle["sent_nbytes"]

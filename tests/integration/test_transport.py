@@ -181,7 +181,7 @@ def test_peers_out_of_view_take_ucx(ucx, client, no_peer_in_view):
     assert_right(shuffled(client))
     names, reasons = paths(client)
     assert names == {"ucx"}
-    assert all("not in view" in reason["shared"] for reason in reasons)
+    assert all("not visible here" in reason["shared"] for reason in reasons)
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_ucx_on_an_encrypted_cluster_is_an_error(client, monkeypatch):
 
 
 def test_peers_out_of_view_fall_back(client, no_peer_in_view, without_ucxx):
-    assert_comms_serve(client, "shared", "not in view")
+    assert_comms_serve(client, "shared", "not visible here")
 
 
 def test_system_without_files_in_memory_falls_back(client, monkeypatch, without_ucxx):

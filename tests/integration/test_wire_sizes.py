@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dask_gpurt
-from dask_gpurt.plugins.shuffle.transports import CommPath
+from dask_gpurt.plugins.shuffle.transports import CommTransport
 from dask_gpurt.shuffle import messages
 from tests.integration.comparing import partitions
 
@@ -49,20 +49,20 @@ def frame(kind, rows, number):
 def headers(monkeypatch):
     """Those of all messages that left."""
     sent = []
-    for_the_wire = messages.for_the_wire
+    remote_message = messages.remote_message
 
     def noted(*args):
-        message = for_the_wire(*args)
+        message = remote_message(*args)
         sent.append(message.header)
         return message
 
-    monkeypatch.setattr(messages, "for_the_wire", noted)
+    monkeypatch.setattr(messages, "remote_message", noted)
     return sent
 
 
 def shuffled(client, monkeypatch, mode, kind, rows):
     """What status says of a shuffle between hosts, on links so slow that any codec would pay."""
-    monkeypatch.setattr(CommPath, "bandwidth", 1e6)
+    monkeypatch.setattr(CommTransport, "bandwidth", 1e6)
     with dask.config.set({"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": mode}):
         dask_gpurt.enable(client)
     parts = [dask.delayed(frame)(kind, rows, number) for number in range(N_INPUTS)]

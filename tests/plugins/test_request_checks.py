@@ -262,5 +262,5 @@ async def test_wrong_offers_of_a_path(s, a, offers):
         with pytest.raises(ProtocolError, match="an offer of a path"):
             await links.accept(offers)
     finally:
-        await links.close()
-        links.end()
+        await links.disconnect()
+        links.close()

@@ -1,4 +1,4 @@
-"""Full partitions go to different workers, and nothing moves without need."""
+"""Tests that full partitions go to different workers, and that balanced ranges stay."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_zipf_keys_are_balanced(n_workers, n_partitions):
     everything = np.bincount(partitions, minlength=n_partitions)
     found = owners(tuple(sample.tolist()), WORKERS[:n_workers])
     loads = load(everything.tolist(), found)
-    # The fullest partition is one worker's, however they are given out.
+    # The fullest partition is on one worker in any assignment.
     best = max(everything.sum() / n_workers, everything.max())
     assert max(loads.values()) <= 1.25 * best
 

@@ -1,4 +1,4 @@
-"""What workers say of a run, made into one line."""
+"""Tests of the run statistics, and of their summary over workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def figures(run=1, began_s=10.0):
     return RunFigures("abc", run, "pandas.DataFrame", began_s)
 
 
-def test_what_is_added_is_reported():
+def test_amounts_are_added_and_reported():
     one = figures()
     one.add(rows_in=10, local_nbytes=100)
     one.add(rows_in=5)
@@ -59,7 +59,7 @@ def test_workers_are_summed_and_the_busiest_link_is_named():
 
 
 def skewed(kind="pandas.DataFrame", **rows_of_worker):
-    """Summary of a run whose workers own partitions of so many rows."""
+    """Return the summary of a run whose workers own partitions of these sizes."""
     numbers = itertools.count()
     said = {
         worker: [RunFigures("abc", 1, kind, 10.0).snapshot({next(numbers): n for n in rows})]
@@ -69,8 +69,8 @@ def skewed(kind="pandas.DataFrame", **rows_of_worker):
     return one
 
 
-def test_a_hot_partition_is_told_from_where_owners_are_chosen_anew():
-    """A worker that has a third more than the mean because of one key is worth a word."""
+def test_a_partition_is_hot_if_it_alone_overloads_its_owner():
+    """Report a worker that has a third more than the mean because of one key."""
     one = skewed(a=[120], b=[20] * 4, c=[20] * 4, d=[20] * 4)
     assert one["skew"] == pytest.approx(120 / 90)
     assert one["hot"] == [("0", 120)]
@@ -81,7 +81,7 @@ def test_a_hot_partition_is_told_from_where_owners_are_chosen_anew():
 
 
 def test_partitions_that_are_as_full_as_others_are_not_hot():
-    """Five equal ones on four workers: there is skew, and no key to look for."""
+    """Five equal partitions on four workers have skew, but no hot key."""
     one = skewed(a=[10, 10], b=[10], c=[10], d=[11])
     assert one["skew"] > 1.5
     assert one["hot"] == []
@@ -101,7 +101,7 @@ def test_chunks_of_arrays_are_not_hot():
 
 
 def test_workers_without_partitions_do_not_count_as_unloaded():
-    """More workers than partitions: the mean is over those that could have had some."""
+    """With more workers than partitions, the mean is over the workers that own one."""
     reports = {"a": [figures().snapshot({0: 10})], "b": [figures().snapshot({})]}
     assert summarised(reports)[0]["skew"] == 1.0
 

@@ -1,4 +1,4 @@
-"""What a sender makes of its shards, and a receiver of what came."""
+"""Tests of the encoding of shards into messages, and of their decoding."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ SHARDS = [outgoing(0), outgoing(1, nbytes=1)]
 
 def opened(message, in_place=True):
     headers = wire.decode(message.header)
-    return messages.opened(headers, message.buffers, fresh, in_place=in_place)
+    return messages.decode_shards(headers, message.buffers, fresh, in_place=in_place)
 
 
 @pytest.mark.parametrize(
-    "message", [messages.as_they_are(SHARDS), messages.for_the_wire(SHARDS, raw)]
+    "message", [messages.local_message(SHARDS), messages.remote_message(SHARDS, raw)]
 )
-def test_what_is_sent_arrives(message):
+def test_messages_arrive_intact(message):
     for shard, sent in zip(opened(message), SHARDS, strict=True):
         assert (shard.source, shard.attempt, shard.number, shard.count) == (
             3,
@@ -55,15 +55,15 @@ def test_what_is_sent_arrives(message):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_what_shall_not_keep_a_message_alive_is_copied_out_of_it(in_place):
-    message = messages.for_the_wire(SHARDS, raw)
+def test_shards_are_copied_if_the_message_is_to_be_freed(in_place):
+    message = messages.remote_message(SHARDS, raw)
     for shard, came in zip(opened(message, in_place), message.buffers, strict=True):
         np.testing.assert_array_equal(shard.packed.buffer, came)
         assert np.shares_memory(shard.packed.buffer, came) == in_place
 
 
-def test_only_what_leaves_the_host_is_counted_and_summed_up():
-    local, away = messages.as_they_are(SHARDS), messages.for_the_wire(SHARDS, raw)
+def test_only_bytes_that_leave_the_host_are_counted():
+    local, away = messages.local_message(SHARDS), messages.remote_message(SHARDS, raw)
     assert (local.raw_nbytes, local.wire_nbytes) == (0, 0)
     assert (away.raw_nbytes, away.wire_nbytes) == (5001, len(away.header) + 5001)
     assert [header.checksum for header in wire.decode(local.header)] == [0, 0]
@@ -72,7 +72,7 @@ def test_only_what_leaves_the_host_is_counted_and_summed_up():
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_damage_is_noticed(in_place):
-    message = messages.for_the_wire(SHARDS, raw)
+    message = messages.remote_message(SHARDS, raw)
     message.buffers[0] = message.buffers[0].copy()
     message.buffers[0][77] ^= 1
     with pytest.raises(DamagedError, match="input partition 3"):
@@ -80,8 +80,8 @@ def test_damage_is_noticed(in_place):
 
 
 @pytest.mark.parametrize("codec", HOST_CODECS)
-def test_damage_of_what_was_encoded_is_damage(codec):
-    """Not the error of a peer that makes no sense: that one is not asked for it again."""
+def test_damage_of_an_encoded_shard_is_a_damaged_error(codec):
+    """A `ProtocolError` would be wrong: the peer would not send the message again."""
     values = np.arange(2000, dtype="<i8")
 
     def encode(shard):
@@ -89,7 +89,7 @@ def test_damage_of_what_was_encoded_is_damage(codec):
         return encode_shard(buffer, [Section("i", 0, buffer.nbytes, 8)], [codec])
 
     sent = replace(SHARDS[0], packed=Packed(values.view(np.uint8), 3))
-    message = messages.for_the_wire([sent], encode)
+    message = messages.remote_message([sent], encode)
     (encoded,) = message.buffers
     assert encoded.nbytes < values.nbytes
     np.testing.assert_array_equal(opened(message)[0].packed.buffer, values.view(np.uint8))
@@ -99,8 +99,8 @@ def test_damage_of_what_was_encoded_is_damage(codec):
         opened(replace(message, buffers=[damaged]))
 
 
-def test_each_byte_of_a_shard_that_is_encoded_in_parts_is_looked_at():
-    """A long and a short stretch that no codec makes smaller, between two that one does."""
+def test_the_checksum_covers_each_byte_of_a_partly_encoded_shard():
+    """A long and a short incompressible stretch, between two compressible ones."""
     noise = np.random.default_rng(0).integers(0, 256, 4500, dtype=np.uint8)
     runs = np.zeros(2000, dtype=np.uint8)
     stretches = [noise, runs, noise[:30], runs + 1]
@@ -111,7 +111,7 @@ def test_each_byte_of_a_shard_that_is_encoded_in_parts_is_looked_at():
     ]
     buffer = np.concatenate(stretches)
     sent = replace(SHARDS[0], packed=Packed(buffer, 3))
-    message = messages.for_the_wire(
+    message = messages.remote_message(
         [sent], lambda shard: encode_shard(shard.packed.buffer, sections, [1] * 4)
     )
     assert len(message.buffers) == 2
@@ -125,22 +125,22 @@ def test_each_byte_of_a_shard_that_is_encoded_in_parts_is_looked_at():
                 opened(replace(message, buffers=buffers))
 
 
-def test_no_more_is_made_room_for_than_was_announced():
-    """Of an encoded shard memory is made for what comes, and for the shard itself."""
+def test_no_more_memory_is_allocated_than_announced():
+    """For an encoded shard, memory is allocated for the received parts and for the shard itself."""
     header = replace(SHARDS[1].header, buffer_nbytes=8, parts=(1 << 62,), table=b"\0" * 18)
     with pytest.raises(ProtocolError, match="contradicts itself"):
-        messages.checked(wire.decode(wire.encode([header])), 5000)
+        messages.buffer_lengths(wire.decode(wire.encode([header])), 5000)
 
 
-def test_shards_that_would_not_fit_are_refused_before_they_are_made_room_for():
-    headers = wire.decode(messages.for_the_wire(SHARDS, raw).header)
-    assert messages.checked(headers, 5001) == [5000, 1]
+def test_shards_beyond_the_memory_are_refused_before_any_allocation():
+    headers = wire.decode(messages.remote_message(SHARDS, raw).header)
+    assert messages.buffer_lengths(headers, 5001) == [5000, 1]
     with pytest.raises(ProtocolError, match="5001 bytes for a worker that has 5000"):
-        messages.checked(headers, 5000)
+        messages.buffer_lengths(headers, 5000)
 
 
 @pytest.mark.parametrize(
     ("n_peers", "times"), [(1, 4), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1), (100, 1)]
 )
-def test_messages_inside_a_host_are_large_as_long_as_they_are_few(n_peers, times):
-    assert messages.nbytes_on_host(1000, n_peers) == 1000 * times
+def test_messages_inside_a_host_are_larger_with_fewer_peers(n_peers, times):
+    assert messages.local_message_nbytes(1000, n_peers) == 1000 * times

@@ -1,4 +1,4 @@
-"""Owners, slots and cuts: every row goes to exactly one slot of exactly one owner."""
+"""Tests of owners, slots and cuts: every row goes to exactly one slot of exactly one owner."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_every_number_type_means_the_same(dtype):
     assert plan.slots(np.array(numbers, dtype=dtype)).tolist() == _expected(plan, numbers)
 
 
-# Whether slots equal partitions decides which path is taken: the tests below do both.
+# There is a fast path if slots equal partitions; the tests below cover both paths.
 PLANS = [
     pytest.param(ExchangePlan(dict.fromkeys(range(4), "a")), id="slots-are-partitions"),
     pytest.param(ExchangePlan({0: "a", 1: "b", 2: "a", 3: "b"}), id="slots-are-permuted"),
@@ -168,7 +168,7 @@ def test_rows_of_culled_partitions_are_dropped():
     assert plan.slots(np.array([0, 1, 2, 3, 4, 5])).tolist() == [-1, 0, -1, -1, 1, -1]
 
 
-def test_the_partition_numbers_are_left_as_they_are():
+def test_the_partition_numbers_are_not_changed():
     numbers = np.array([0, 1, 7, -2])
     ExchangePlan({0: "a", 1: "b"}).slots(numbers)
     assert numbers.tolist() == [0, 1, 7, -2]
@@ -205,9 +205,7 @@ def test_shards_neither_begin_nor_end_on_an_empty_slot(counts, row_nbytes, targe
 
 @deterministic
 @given(row_counts, row_sizes, targets)
-def test_a_shard_ends_at_the_target_or_if_half_full_before_what_would_go_beyond(
-    counts, row_nbytes, target
-):
+def test_a_shard_ends_at_the_target_or_if_half_full_before_exceeding_it(counts, row_nbytes, target):
     cuts = _cut(counts, row_nbytes, target)
     nbytes = max(row_nbytes, 1.0)
     limit = max(target, nbytes)
@@ -228,7 +226,7 @@ def test_cuts_of_one_small_example():
     assert cuts == [(1, 4), (4, 5), (6, 7), (8, 9)]
 
 
-def test_rows_that_were_counted_from_elsewhere():
+def test_running_totals_that_do_not_begin_at_zero():
     """A worker's part of the running total does not begin at zero."""
     assert cut_shards([70, 80, 80, 90], 1.0, 10) == [(0, 1), (2, 3)]
 
@@ -254,7 +252,7 @@ def test_the_usual_target():
 
 def test_neighbouring_slots_are_read_one_after_the_other():
     plan = ExchangePlan({0: "a", 1: "a", 2: "b", 3: "a", 4: "b"}, read_order=[3, 4, 0, 2])
-    # What nobody is known to read comes last; each worker's partitions stay together.
+    # Unread partitions come last; the partitions of each worker stay together.
     assert plan.partitions == (3, 0, 1, 4, 2)
     assert plan.slots_of_worker == {"a": (0, 3), "b": (3, 5)}
     assert plan.slots(np.array([4, 0, 3, 9])).tolist() == [3, 1, 0, -1]

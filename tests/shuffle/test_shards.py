@@ -1,7 +1,7 @@
-"""Shards are kept, spilled, read and let go; no row is lost, doubled or given to another slot.
+"""Tests of the shard store: no row is lost, doubled or given to another slot.
 
-Every row says where it comes from: (source, slot, number within the slot). So whatever goes wrong
-with the rows shows in the rows.
+Every row contains its origin: (source, slot, number within the slot). So an error in the rows shows
+in the rows.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ PLENTY = 1 << 30
 
 
 class TripleFrames:
-    """Bodies are arrays of triples; the smallest adapter that can be packed and unpacked."""
+    """The smallest adapter that can pack and unpack: bodies are arrays of triples."""
 
     def pack(self, body):
         buffer = np.frombuffer(body.tobytes(), dtype=np.uint8)
-        # The lengths of the sections are made up, so that losing them on the way shows.
+        # Arbitrary lengths of the sections, so that losing them shows.
         return Packed(buffer, len(body), arrow_nbytes=len(body), pickle_nbytes=2 * len(body))
 
     def unpack(self, layout_key, packed):
@@ -70,7 +70,7 @@ def _rows(source, slot, count):
 
 
 def _shard(source, first_slot, counts, number=0, count=1, attempt=1, packed=False):
-    """A shard with `counts` rows for each of the slots from `first_slot`."""
+    """Return a shard with `counts` rows for each of the slots from `first_slot`."""
     rows = [row for i, n in enumerate(counts) for row in _rows(source, first_slot + i, n)]
     body = np.array(rows, dtype=np.int64).reshape(-1, 3)
     contents = {"packed": TripleFrames().pack(body)} if packed else {"body": body}
@@ -92,7 +92,7 @@ def _read(store, slot):
 
 
 class WatchedBudget(Budget):
-    """Says when nothing is used any more, and remembers the least that ever was."""
+    """A budget that signals when it is empty, and records its minimum."""
 
     def __init__(self, limit_nbytes):
         super().__init__(limit_nbytes)
@@ -107,7 +107,7 @@ class WatchedBudget(Budget):
 
 
 def files_of(directory):
-    """Paths that lead to the open files that once had a name in a directory."""
+    """Return the open files that once had a name in a directory."""
     found = {}
     for descriptor in pathlib.Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -118,14 +118,14 @@ def files_of(directory):
 
 
 def change(path, position, data):
-    """Put other bytes into a file."""
+    """Overwrite bytes of a file."""
     with open(path, "r+b", buffering=0) as file:
         file.seek(position)
         file.write(data)
 
 
 class Rig:
-    """A store for slots 0 to 9, and everything a test wants to look at beside it."""
+    """A store for slots 0 to 9, and all objects that a test inspects."""
 
     def __init__(self, root, limit_nbytes=PLENTY, **options):
         self.directory = pathlib.Path(root) / "run"
@@ -139,7 +139,7 @@ class Rig:
 
     @property
     def files(self):
-        """Files that are open: they have no name any more, but a descriptor leads to each."""
+        """Open files: they have no name any more, but descriptors refer to them."""
         assert not self.directory.exists()
         return files_of(self.directory)
 
@@ -149,12 +149,12 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path):
-    """A store that has room for everything."""
+    """A store with room for all shards."""
     return Rig(tmp_path)
 
 
 def _in_thread(function, *args):
-    """Run a function in a thread of its own; the result says what came of it."""
+    """Run a function in a thread; return a future of its result."""
     outcome = []
 
     def target():
@@ -188,7 +188,7 @@ def test_a_shard_knows_its_rows():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_shard_takes_the_memory_of_what_it_holds(packed):
+def test_a_shard_counts_the_memory_of_its_content(packed):
     assert _shard(0, 0, [5], packed=packed).nbytes == 5 * ROW_NBYTES
 
 
@@ -246,7 +246,7 @@ def test_a_packed_shard_is_unpacked_once(tmp_path):
 
 
 @pytest.mark.parametrize("is_spilled", [False, True])
-def test_a_shard_that_grows_when_it_is_unpacked_takes_what_it_then_does(tmp_path, is_spilled):
+def test_a_shard_that_grows_when_unpacked_counts_its_new_size(tmp_path, is_spilled):
     class Growing(TripleFrames):
         def unpack(self, layout_key, packed):
             return super().unpack(layout_key, packed).astype(complex)
@@ -298,13 +298,13 @@ def test_a_second_attempt_is_dropped_even_where_it_was_cut_differently(rig):
     assert rig.budget.used_nbytes == 4 * ROW_NBYTES
 
 
-def test_attempts_of_different_sources_have_nothing_to_do_with_each_other(rig):
+def test_attempts_of_different_sources_are_independent(rig):
     rig.store.add([_shard(0, 0, [1], attempt=1), _shard(1, 0, [1], attempt=2)])
     rig.store.seal()
     assert _read(rig.store, 0) == [(0, 0, 0), (1, 0, 0)]
 
 
-def test_a_duplicate_of_a_shard_that_was_let_go_stays_out(rig):
+def test_a_duplicate_of_a_freed_shard_is_dropped(rig):
     rig.store.add([_shard(0, 0, [1])])
     rig.store.seal()
     rig.store.release(0)
@@ -325,7 +325,7 @@ def test_a_duplicate_does_not_stand_in_for_a_missing_shard(rig):
         rig.store.seal()
 
 
-def test_what_was_missing_may_still_come(rig):
+def test_missing_shards_may_still_arrive(rig):
     rig.store.add([_shard(0, 4, [1], number=1, count=2)])
     with pytest.raises(IncompleteExchangeError):
         rig.store.seal()
@@ -356,10 +356,10 @@ def test_shards_for_slots_of_another_worker_are_refused(tmp_path, first_slot, co
     assert _read(rig.store, 9) == _rows(0, 9, 1)
 
 
-# ------------------------------------------------------------------ letting go
+# ------------------------------------------------------------------ release
 
 
-def test_reading_what_was_let_go_is_refused(rig):
+def test_reading_a_released_slot_is_refused(rig):
     rig.store.add([_shard(0, 0, [1, 1])])
     rig.store.seal()
     rig.store.release(0)
@@ -368,7 +368,7 @@ def test_reading_what_was_let_go_is_refused(rig):
     assert _read(rig.store, 1) == _rows(0, 1, 1)
 
 
-def test_reading_an_empty_slot_that_was_let_go_is_refused_too(rig):
+def test_reading_a_released_empty_slot_is_refused(rig):
     rig.store.add([_shard(0, 0, [1])])
     rig.store.seal()
     rig.store.release(5)
@@ -388,7 +388,7 @@ def test_memory_goes_with_the_last_partition_of_a_shard(rig, packed):
     assert used == [7, 7, 0]
 
 
-def test_the_body_of_a_shard_goes_with_its_last_partition(rig):
+def test_the_body_of_a_shard_is_freed_with_its_last_partition(rig):
     shard = _shard(0, 0, [1, 1])
     rig.store.add([shard])
     rig.store.seal()
@@ -421,7 +421,7 @@ def test_stores_share_a_budget(tmp_path):
     assert budget.used_nbytes == 0
 
 
-def test_closing_lets_go_of_everything(tmp_path):
+def test_closing_frees_all_shards_and_files(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=3 * ROW_NBYTES)
     rig.store.add([_shard(0, first, [2], number=n, count=3) for n, first in enumerate((0, 3, 6))])
     rig.store.make_room()
@@ -438,7 +438,7 @@ def test_closing_twice_counts_once(rig):
     assert rig.budget.used_nbytes == 0
 
 
-def test_what_comes_after_closing_is_dropped(rig):
+def test_shards_added_after_closing_are_dropped(rig):
     rig.store.close()
     rig.store.add([_shard(0, 0, [2])])
     rig.store.make_room()
@@ -446,8 +446,8 @@ def test_what_comes_after_closing_is_dropped(rig):
     assert not rig.directory.exists()
 
 
-def test_a_closed_store_does_not_pass_for_an_empty_one(rig):
-    """A task that is at work while the run is closed must fail, not return no rows."""
+def test_reading_a_closed_store_is_an_error(rig):
+    """A task that reads while the run is closed must fail, not return no rows."""
     rig.store.add([_shard(0, 0, [2])])
     rig.store.seal()
     rig.store.close()
@@ -459,7 +459,7 @@ def test_a_closed_store_does_not_pass_for_an_empty_one(rig):
 
 
 def _spread(n_shards, n_rows=2, source=0, packed=False):
-    """Shards of one source: `n_rows` rows for each of the first slots."""
+    """Return shards of one source: `n_rows` rows for each of the first slots."""
     return [
         _shard(source, slot, [n_rows], number=slot, count=n_shards, packed=packed)
         for slot in range(n_shards)
@@ -490,7 +490,7 @@ def test_nothing_is_spilled_at_the_limit(tmp_path):
     assert rig.store.spilled_nbytes == 0
 
 
-def test_a_store_does_not_spill_for_what_another_one_holds(tmp_path):
+def test_a_store_does_not_spill_for_another_store(tmp_path):
     budget = WatchedBudget(ROW_NBYTES)
     first, second = (Rig(tmp_path / name, budget=budget) for name in "ab")
     first.store.add(_spread(4))
@@ -499,7 +499,7 @@ def test_a_store_does_not_spill_for_what_another_one_holds(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_was_spilled_reads_back_equal(tmp_path, packed):
+def test_spilled_shards_read_back_equal(tmp_path, packed):
     rig = Rig(tmp_path, limit_nbytes=0)
     for source in (1, 0, 2):
         rig.store.add(_spread(5, n_rows=source + 1, source=source, packed=packed))
@@ -511,7 +511,7 @@ def test_what_was_spilled_reads_back_equal(tmp_path, packed):
     assert rig.counted("unspilled_nbytes") == rig.counted("spilled_nbytes") == 30 * ROW_NBYTES
 
 
-def test_a_shard_that_was_read_back_takes_memory_until_it_is_let_go(tmp_path):
+def test_a_shard_that_was_read_back_takes_memory_until_it_is_freed(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([_shard(0, 0, [1, 2])])
     rig.store.make_room()
@@ -559,7 +559,7 @@ def test_files_are_private(tmp_path):
     assert modes == [0o700]
 
 
-def test_a_file_that_is_already_there_is_not_written_over(tmp_path):
+def test_an_existing_file_is_not_overwritten(tmp_path):
     path = tmp_path / "000000.shards"
     path.write_bytes(b"of somebody else")
     with pytest.raises(FileExistsError):
@@ -567,7 +567,7 @@ def test_a_file_that_is_already_there_is_not_written_over(tmp_path):
     assert path.read_bytes() == b"of somebody else"
 
 
-def test_what_is_spilled_later_goes_to_the_same_file_until_that_is_long(tmp_path, monkeypatch):
+def test_later_spills_append_to_the_same_file_up_to_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "FILE_NBYTES", 4 * ROW_NBYTES)
     rig = Rig(tmp_path, limit_nbytes=0)
     n_files = []
@@ -583,7 +583,7 @@ def test_what_is_spilled_later_goes_to_the_same_file_until_that_is_long(tmp_path
     assert rig.files == []
 
 
-def test_what_is_spilled_after_a_file_went_gets_a_new_one(tmp_path):
+def test_spills_after_a_file_was_deleted_get_a_new_one(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([_shard(0, 0, [1])])
     rig.store.make_room()
@@ -595,7 +595,7 @@ def test_what_is_spilled_after_a_file_went_gets_a_new_one(tmp_path):
     assert len(rig.files) == 1
 
 
-def test_a_file_goes_with_the_last_of_its_shards(tmp_path, monkeypatch):
+def test_a_file_is_deleted_with_the_last_of_its_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "FILE_NBYTES", 1)
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(_spread(3))
@@ -612,23 +612,23 @@ def test_a_file_goes_with_the_last_of_its_shards(tmp_path, monkeypatch):
     assert rig.budget.used_nbytes == 0
 
 
-def test_whoever_lets_go_of_a_shard_does_not_remove_its_file(tmp_path):
+def test_the_caller_that_releases_a_shard_does_not_delete_its_file(tmp_path):
     removals = []
-    rig = Rig(tmp_path, limit_nbytes=0, elsewhere=removals.append)
+    rig = Rig(tmp_path, limit_nbytes=0, run_later=removals.append)
     rig.store.add(_spread(2))
     rig.store.make_room()
     rig.store.seal()
     for slot in range(2):
         rig.store.release(slot)
     assert len(rig.files) == 1
-    # The run may end before the file is removed, and leaves nothing behind.
+    # The run may end before the file is removed, and leaves no file behind.
     rig.store.close()
     assert rig.files == []
     (removal,) = removals
     removal()
 
 
-def test_a_shard_in_memory_and_on_disk_is_let_go_from_both(tmp_path):
+def test_a_shard_in_memory_and_on_disk_is_freed_in_both(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([_shard(0, 0, [2])])
     rig.store.make_room()
@@ -639,7 +639,7 @@ def test_a_shard_in_memory_and_on_disk_is_let_go_from_both(tmp_path):
     assert rig.files == []
 
 
-def test_letting_go_of_what_is_on_disk_does_not_touch_the_accounts(tmp_path):
+def test_freeing_a_shard_on_disk_does_not_change_the_budget(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add([_shard(0, 0, [2])])
     rig.store.make_room()
@@ -652,7 +652,7 @@ def test_letting_go_of_what_is_on_disk_does_not_touch_the_accounts(tmp_path):
 
 
 class FullDisk(SpillFile):
-    """Fails from the n-th write on."""
+    """A file that fails from the n-th write on."""
 
     n_writes_left = 0
 
@@ -700,7 +700,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, n_writes):
     shards = _spread(4)
     rig.store.add(shards)
     rig.store.make_room()
-    # The furthest first, so the last ones are on disk.
+    # The last slots are spilled first.
     assert [shard.is_resident for shard in shards] == [True] * (4 - n_writes) + [False] * n_writes
     assert len(rig.files) == (n_writes > 0)
     rig.store.seal()
@@ -710,7 +710,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, n_writes):
     assert rig.budget.used_nbytes == 0
 
 
-def test_a_want_of_descriptors_passes_and_is_reported_once(tmp_path, caplog):
+def test_a_lack_of_descriptors_is_temporary_and_reported_once(tmp_path, caplog):
     def open_file(path):
         if failures:
             raise OSError(failures.pop(), "Too many open files")
@@ -726,7 +726,7 @@ def test_a_want_of_descriptors_passes_and_is_reported_once(tmp_path, caplog):
     rig.store.make_room()
     assert rig.budget.used_nbytes == 0
     (report,) = [r for r in caplog.records if r.name == "dask_gpurt.shuffle"]
-    assert (report.levelno, "tried again" in report.message) == (logging.WARNING, True)
+    assert (report.levelno, "retried later" in report.message) == (logging.WARNING, True)
     rig.store.seal()
     assert [_read(rig.store, slot) for slot in range(3)] == [_rows(0, s, 2) for s in range(3)]
 
@@ -821,7 +821,7 @@ def cut_and_lengthen(path, first, second):
 
 
 @pytest.mark.parametrize("damage", [zero, flip_one_bit, swap, repeat, cut_and_lengthen])
-def test_other_bytes_than_were_written_are_an_error_before_anybody_parses_them(tmp_path, damage):
+def test_other_bytes_than_were_written_are_an_error_before_they_are_parsed(tmp_path, damage):
     class NothingToParse(TripleFrames):
         def unpack(self, layout_key, packed):
             pytest.fail("damaged bytes were parsed")
@@ -833,7 +833,7 @@ def test_other_bytes_than_were_written_are_an_error_before_anybody_parses_them(t
     rig.store.seal()
     (path,) = rig.files
     damage(path, *(shard.on_disk[1].position for shard in shards))
-    with pytest.raises(ShardStorageError, match="gave back other bytes"):
+    with pytest.raises(ShardStorageError, match="returned other bytes"):
         rig.store.pieces(0)
     assert rig.budget.used_nbytes == 0
 
@@ -850,7 +850,7 @@ def test_each_byte_of_a_file_is_checked(tmp_path, nbytes):
     (path,) = files_of(tmp_path)
     for position in sorted({0, nbytes // 3, nbytes - 1} & set(range(nbytes))):
         change(path, extent.position + position, bytes([contents[position] ^ 1]))
-        with pytest.raises(ShardStorageError, match="gave back other bytes"):
+        with pytest.raises(ShardStorageError, match="returned other bytes"):
             file.read_into(found, extent)
         change(path, extent.position + position, contents[position : position + 1].tobytes())
     file.read_into(found, extent)
@@ -867,8 +867,8 @@ def test_a_store_that_is_kept_off_the_disk(tmp_path):
     assert [_read(rig.store, slot) for slot in range(3)] == [_rows(0, s, 2) for s in range(3)]
 
 
-def test_a_directory_that_is_removed_takes_no_shard_along(tmp_path):
-    """As somebody who tidies up does it."""
+def test_removing_the_directory_loses_no_shard(tmp_path):
+    """A user may clean up the directory."""
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(_spread(3))
     rig.store.make_room()
@@ -886,7 +886,7 @@ def test_a_directory_that_is_removed_takes_no_shard_along(tmp_path):
 
 
 class SlowDisk(SpillFile):
-    """The first write waits until the test says so."""
+    """A file whose first write waits for the test."""
 
     begun: threading.Event
     may_end: threading.Event
@@ -903,7 +903,7 @@ class SlowDisk(SpillFile):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_shard_that_is_let_go_while_it_is_written(tmp_path, packed):
+def test_a_shard_that_is_freed_while_it_is_written(tmp_path, packed):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([_shard(0, 0, [2], packed=packed)])
@@ -919,7 +919,7 @@ def test_a_shard_that_is_let_go_while_it_is_written(tmp_path, packed):
     assert rig.files == []
 
 
-def test_a_shard_that_is_let_go_right_after_it_was_written(tmp_path):
+def test_a_shard_that_is_freed_right_after_it_was_written(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([_shard(0, 0, [2])])
@@ -935,7 +935,7 @@ def test_a_shard_that_is_let_go_right_after_it_was_written(tmp_path):
     assert rig.files == []
 
 
-def test_a_shard_that_is_let_go_before_its_turn_to_be_written(tmp_path):
+def test_a_shard_that_is_freed_before_its_turn_to_be_written(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     near, far = _spread(2)
@@ -973,7 +973,7 @@ def test_a_shard_is_readable_while_it_is_written(tmp_path, packed):
     assert rig.files == []
 
 
-def test_shards_that_come_while_others_are_written(tmp_path):
+def test_shards_that_arrive_while_others_are_written(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([_shard(0, 0, [2])])
@@ -989,7 +989,7 @@ def test_shards_that_come_while_others_are_written(tmp_path):
 
 
 def test_only_one_thread_spills_at_a_time(tmp_path):
-    """The second one finds that there is room by the time it gets its turn."""
+    """The second thread finds enough room when its turn comes."""
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add(_spread(4))
@@ -1019,7 +1019,7 @@ def test_closing_while_a_shard_is_written(tmp_path, caplog):
     assert not caplog.messages, "the disk is not full, the run is over"
 
 
-def test_closing_between_a_write_and_what_follows(tmp_path):
+def test_closing_between_a_write_and_its_accounting(tmp_path):
     class ClosingCounters(Counters):
         def add(self, **amounts):
             super().add(**amounts)
@@ -1055,7 +1055,7 @@ def test_closing_before_the_first_file_is_made(tmp_path, caplog):
 
 @pytest.mark.parametrize("is_spilled", [False, True])
 def test_closing_while_a_partition_is_read_leaves_the_budget_empty(tmp_path, is_spilled):
-    """The budget outlives the run: what stays in it is missing for every run after this one."""
+    """The budget outlives the run: leaked bytes would be missing for every later run."""
 
     class ClosingFrames(TripleFrames):
         def unpack(self, layout_key, packed):
@@ -1070,15 +1070,15 @@ def test_closing_while_a_partition_is_read_leaves_the_budget_empty(tmp_path, is_
     try:
         found = _read(rig.store, 0)
     except PartitionReleasedError:
-        pass  # as good an answer as the rows
+        pass  # as valid as the rows
     else:
         assert found == _rows(0, 0, 2)
     assert rig.budget.used_nbytes == rig.store.resident_nbytes == rig.budget.least_nbytes == 0
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
-def test_a_read_that_outlives_its_store_is_not_believed(tmp_path, is_reused):
-    """The file is closed under it, and its descriptor may be another file's by then."""
+def test_a_read_that_outlives_its_store_is_discarded(tmp_path, is_reused):
+    """The file is closed during the read, and its descriptor may belong to another file."""
 
     class ClosingFile(SpillFile):
         def read_into(self, buffer, extent):
@@ -1113,7 +1113,7 @@ def test_two_threads_read_a_spilled_shard_and_it_counts_once(tmp_path):
     assert rig.budget.used_nbytes == rig.store.resident_nbytes == 5 * ROW_NBYTES
 
 
-def test_a_shard_that_is_let_go_while_it_is_read_is_not_kept(tmp_path):
+def test_a_shard_that_is_freed_while_it_is_read_is_not_kept(tmp_path):
     class ReleasingFrames(TripleFrames):
         def unpack(self, layout_key, packed):
             rig.store.release(0)
@@ -1151,7 +1151,7 @@ row_counts = st.lists(st.integers(0, 3), min_size=N_SLOTS, max_size=N_SLOTS)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Random use of a store, beside a dict of what should be in it."""
+    """Random operations on a store, compared with a dict."""
 
     @initialize(limit_rows=st.sampled_from([0, 3, 8, 1000]))
     def open(self, limit_rows):

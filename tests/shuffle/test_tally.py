@@ -1,4 +1,4 @@
-"""What workers counted is kept once, within bounds, and only if it makes sense."""
+"""Tests that a tally counts each worker once, stays bounded and validates its input."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def test_the_last_word_of_each_worker_counts() -> None:
     kept = Tally()
     kept.begin("id-a", "tcp://a")
     kept.begin("id-b", "tcp://b")
-    for sent in (3, 8, 5):  # the last one was overtaken
+    for sent in (3, 8, 5):  # the last message was overtaken
         kept.take("id-a", word(sent))
     kept.take("id-b", word(2))
     assert kept.totals() == {**metrics.total([]), "sent_nbytes": 10}
     assert kept.departed() == {"workers": 0, "totals": metrics.total([])}
 
 
-def test_a_worker_that_left_counts_once_whatever_comes_late() -> None:
+def test_a_departed_worker_counts_once_despite_late_messages() -> None:
     kept = Tally()
     kept.begin("id-a", "tcp://a")
     kept.take("id-a", word(3))
     kept.leave("tcp://a")
     kept.take("id-a", word(4))
-    # Another one, at the same address.
+    # Another worker at the same address.
     kept.begin("id-b", "tcp://a")
     kept.take("id-b", word(10))
     assert kept.totals()["sent_nbytes"] == 14
@@ -77,7 +77,7 @@ def test_runs_are_kept_for_workers_that_cannot_be_asked() -> None:
     assert kept.runs_without([])["a"][0]["links"] == {"c": (9, 0.5)}
 
 
-def test_so_many_runs_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tally, "MAX_RUNS", 3)
     monkeypatch.setattr(tally, "MAX_SNAPSHOTS", 5)
     kept = Tally()
@@ -116,7 +116,7 @@ def test_so_many_runs_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
         word(1, a_run(), {**a_run(number=2), "fullest": 3}),
     ],
 )
-def test_what_makes_no_sense_changes_nothing(said: Any) -> None:
+def test_malformed_messages_change_nothing(said: Any) -> None:
     kept = Tally()
     kept.begin("a", "a")
     kept.take("a", word(5))

@@ -1,4 +1,4 @@
-"""A forked child leaves UCX to its parent, however it ends."""
+"""Tests that a forked child leaves UCX to its parent, however the child ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cluster
 
 TIMEOUT_S = 90
 
-#: Two engines whose loop runs in another thread, and what moves bytes from one to the other.
+#: Two engines on a loop in another thread, and a transfer between them.
 ENGINES = """
 import asyncio, os, sys, threading
 import numpy as np
@@ -120,7 +120,7 @@ async def main():
     engine = await UcxEngine.start("127.0.0.1")
     pid = os.fork()
     if not pid:
-        sys.exit(3)  # closes the loop
+        sys.exit(3)  # this closes the loop
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     await asyncio.to_thread(int)
     await engine.close(30)
@@ -132,7 +132,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("program", [ENGINES + CHILDREN, IN_A_COROUTINE])
-def test_a_child_does_its_parent_no_harm(program):
+def test_a_forked_child_does_not_harm_its_parent(program):
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,

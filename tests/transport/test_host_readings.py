@@ -1,4 +1,4 @@
-"""The kernel is asked of the connection that took a message, whoever made it."""
+"""Tests that the kernel reports the rate of the connection that took a message."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MESSAGE_NBYTES = 1 << 20
 
 
 def looked(host=HOST, not_ports=()):
-    """Readings that have looked once, and know what connections had carried before."""
+    """Return readings that have scanned once, and so know the earlier counts of all connections."""
     readings = HostReadings(host, not_ports)
     assert readings.after(MESSAGE_NBYTES) is None
     return readings
 
 
 class Connection:
-    """Both ends of one, in this process."""
+    """Both ends of a connection in this process."""
 
     def __init__(self, server: socket.socket) -> None:
         self.ours = socket.create_connection(server.getsockname()[:2])
@@ -48,7 +48,7 @@ class Connection:
 
 @pytest.fixture(autouse=True)
 def put_to_the_test(monkeypatch):
-    """Whether the kernel thinks that the sender held it down depends on its timing."""
+    """Make the kernel report a rate; by itself that depends on timing."""
     rates = []
 
     def rate_of(info):
@@ -61,7 +61,7 @@ def put_to_the_test(monkeypatch):
 
 @pytest.fixture
 def connect():
-    """Makes connections to a host."""
+    """Return a function that connects to a host."""
     with contextlib.ExitStack() as stack:
 
         def make(host: str = HOST) -> Connection:
@@ -85,19 +85,19 @@ def test_the_connection_that_took_the_message_is_found(connect, put_to_the_test)
     assert 10**6 < rate < 10**12
 
 
-def test_what_went_before_does_not_count(connect):
+def test_bytes_before_the_first_scan_do_not_count(connect):
     connection = connect()
     readings = looked()
     connection.carry()
     assert readings.after(MESSAGE_NBYTES)
     assert readings.after(MESSAGE_NBYTES) is None
-    # What was missed was on its way, or will be seen with the next one.
+    # The missing bytes were in flight; the next reading includes them.
     connection.carry(2 * MESSAGE_NBYTES)
     assert readings.after(MESSAGE_NBYTES)
 
 
-def test_of_one_that_is_new_nothing_is_known_until_it_carries_more(connect, monkeypatch):
-    monkeypatch.setattr(host_readings, "_N_FIRST_LOOKS", 3)
+def test_a_new_connection_needs_a_second_message(connect, monkeypatch):
+    monkeypatch.setattr(host_readings, "_N_FIRST_SCANS", 3)
     readings = looked()
     late = connect()
     late.carry()
@@ -107,14 +107,14 @@ def test_of_one_that_is_new_nothing_is_known_until_it_carries_more(connect, monk
 
 
 @pytest.mark.parametrize("share", [0.25, 4])
-def test_one_that_took_another_amount_is_not_meant(connect, share):
+def test_a_connection_that_took_another_amount_is_no_carrier(connect, share):
     connection = connect()
     readings = looked()
     connection.carry(int(share * MESSAGE_NBYTES))
     assert readings.after(MESSAGE_NBYTES) == 0
 
 
-def test_of_small_messages_nothing_is_concluded(connect):
+def test_small_messages_prove_nothing(connect):
     connection = connect()
     readings = looked()
     connection.carry(LEAST_NBYTES)
@@ -122,18 +122,18 @@ def test_of_small_messages_nothing_is_concluded(connect):
     assert readings.after(LEAST_NBYTES)
 
 
-def test_connections_of_others_are_left_out(connect):
-    """By their port, whichever end it is at."""
+def test_connections_at_excluded_ports_are_ignored(connect):
+    """By the port of either end."""
     busy = connect()
     for _ in range(2):
         readings = looked(not_ports={busy.port})
         busy.carry()
         assert readings.after(MESSAGE_NBYTES) == 0
-        # The other way, from the end that listened.
+        # Now from the end that listened.
         busy.ours, busy.theirs = busy.theirs, busy.ours
 
 
-def test_connections_to_other_hosts_are_left_out(connect):
+def test_connections_to_other_hosts_are_ignored(connect):
     connection = connect("127.0.0.2")
     one, other = looked(), looked("127.0.0.2")
     connection.carry()
@@ -141,8 +141,8 @@ def test_connections_to_other_hosts_are_left_out(connect):
     assert other.after(MESSAGE_NBYTES)
 
 
-def test_a_host_is_known_in_the_other_family_too():
-    """A socket for both families shows addresses of the old one in the new one's form."""
+def test_a_host_is_recognised_in_the_other_address_family():
+    """A dual-stack socket shows IPv4 addresses mapped to IPv6."""
     if not socket.has_dualstack_ipv6():
         pytest.skip("no sockets for both families here")
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
@@ -157,7 +157,7 @@ def test_a_host_is_known_in_the_other_family_too():
             assert readings.after(MESSAGE_NBYTES)
 
 
-def test_a_descriptor_that_is_another_file_s_is_no_carrier_any_more(connect, tmp_path):
+def test_a_reused_descriptor_is_no_carrier_any_more(connect, tmp_path):
     old = connect()
     readings = looked()
     old.carry()
@@ -169,7 +169,7 @@ def test_a_descriptor_that_is_another_file_s_is_no_carrier_any_more(connect, tmp
         assert readings.after(MESSAGE_NBYTES) is None
 
 
-def test_sockets_stay_open_and_as_they_were(connect):
+def test_sockets_stay_open_and_unchanged(connect):
     connection = connect()
     readings = looked()
     connection.ours.settimeout(5.0)
@@ -180,8 +180,8 @@ def test_sockets_stay_open_and_as_they_were(connect):
     connection.carry()
 
 
-def test_where_nothing_is_found_it_is_looked_for_ever_more_rarely(monkeypatch):
-    monkeypatch.setattr(host_readings, "_FIRST_REST_NBYTES", 2 * MESSAGE_NBYTES)
+def test_scans_without_a_result_become_rarer(monkeypatch):
+    monkeypatch.setattr(host_readings, "_FIRST_PAUSE_NBYTES", 2 * MESSAGE_NBYTES)
     readings = HostReadings(HOST, ())
     found = []
     for number in range(40):
@@ -193,8 +193,8 @@ def test_where_nothing_is_found_it_is_looked_for_ever_more_rarely(monkeypatch):
     assert found == [1, 3, 7, 15, 31]
 
 
-def test_one_that_carries_no_more_is_looked_for_again(connect, monkeypatch):
-    monkeypatch.setattr(host_readings, "_FIRST_REST_NBYTES", 3 * MESSAGE_NBYTES)
+def test_a_carrier_that_stops_starts_a_new_scan(connect, monkeypatch):
+    monkeypatch.setattr(host_readings, "_FIRST_PAUSE_NBYTES", 3 * MESSAGE_NBYTES)
     one, other = connect(), connect()
     readings = looked()
     one.carry()
@@ -208,7 +208,7 @@ def test_one_that_carries_no_more_is_looked_for_again(connect, monkeypatch):
     assert readings._carriers == [other.ours.fileno()]
 
 
-def test_no_look_where_that_tells_nothing(monkeypatch, connect):
+def test_no_scan_where_the_system_reports_nothing(monkeypatch, connect):
     connection = connect()
     monkeypatch.setattr(sys, "platform", "darwin")
     readings = looked()
@@ -216,8 +216,8 @@ def test_no_look_where_that_tells_nothing(monkeypatch, connect):
     assert readings.after(MESSAGE_NBYTES) == 0
 
 
-def test_no_look_where_that_would_change_how_a_socket_blocks(connect):
-    """A socket that is made of a descriptor gets the default timeout, whoever's it is."""
+def test_no_scan_if_it_would_change_the_blocking_mode_of_sockets(connect):
+    """Python sets the default timeout on a socket object made of a foreign descriptor."""
     connection = connect()
     readings = looked()
     connection.carry()

@@ -1,4 +1,4 @@
-"""Messages in front of a busy peer grow, producers are held back, and nothing is lost silently."""
+"""Tests of send queues: messages grow while a peer is busy, producers block, no shard is lost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Item:
 
 
 class Refused(Exception):
-    """What a peer that cannot be reached makes of a message."""
+    """The error of sending to an unreachable peer."""
 
 
 class WatchedCondition(threading.Condition):
-    """Says when a producer begins to wait."""
+    """A condition that signals when a producer begins to wait."""
 
     def __init__(self):
         super().__init__()
@@ -40,19 +40,19 @@ class WatchedCondition(threading.Condition):
 
 
 def always(nbytes):
-    """Messages of one size for every peer."""
+    """Return a function with one message size for all peers."""
     return lambda peer: nbytes
 
 
 class Post:
-    """An outbox on the running loop, and peers whose gates the test opens and shuts."""
+    """An outbox on the running loop, with peers whose gates the test opens and closes."""
 
     def __init__(self, **options):
         options = {"limit_nbytes": 1 << 20, "message_nbytes": 1 << 20, "concurrency": 1} | options
         if not callable(size := options["message_nbytes"]):
             options["message_nbytes"] = always(size)
         self.outbox = Outbox(self._send, asyncio.get_running_loop(), **options)
-        self.outbox._changed = WatchedCondition()  # the one place where a wait can be seen
+        self.outbox._changed = WatchedCondition()  # the only place where a wait is visible
         self.gates = defaultdict(asyncio.Event)
         self.refusals = {}
         self.started = defaultdict(list)
@@ -84,11 +84,11 @@ class Post:
             await self._news.wait_for(lambda: len(self.started[peer]) >= n_messages)
 
     async def put(self, peer, *items):
-        """From a thread, as producers do."""
+        """Put from a thread, as producers do."""
         await asyncio.to_thread(self.outbox.put, peer, items)
 
     async def hold_back(self, peer, *items):
-        """A producer that is waiting by the time this returns."""
+        """Start a producer; return once it waits."""
         task = asyncio.create_task(self.put(peer, *items))
         held_back = self.outbox._changed.held_back
         assert await asyncio.to_thread(held_back.acquire, timeout=PATIENCE_S)
@@ -101,7 +101,7 @@ class Post:
 
 
 def _run(scenario):
-    """Run a scenario on a loop of its own and see that it leaves no task there."""
+    """Run a scenario on a loop of its own, and check that it leaves no task there."""
 
     async def watched():
         async with asyncio.timeout(PATIENCE_S):
@@ -113,7 +113,7 @@ def _run(scenario):
 
 
 async def _settle():
-    """Let everything run that can without anything new happening."""
+    """Run the loop until all that can run without new events has run."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -125,7 +125,7 @@ def _flat(messages):
 # ------------------------------------------------------------------ messages
 
 
-def test_what_is_put_arrives():
+def test_shards_that_are_put_arrive():
     async def scenario():
         post = Post()
         post.open("a", "b")
@@ -139,7 +139,7 @@ def test_what_is_put_arrives():
     _run(scenario)
 
 
-def test_it_is_sent_without_a_flush():
+def test_shards_are_sent_without_a_flush():
     async def scenario():
         post = Post()
         await post.put("a", Item(1))
@@ -235,7 +235,7 @@ def test_each_peer_has_a_size_of_its_own():
 
 
 def test_the_order_for_a_peer_is_kept():
-    """Of each producer; what two producers put at once may come in either order."""
+    """The order of each producer; concurrent puts of two producers may be in either order."""
 
     async def scenario():
         post = Post(limit_nbytes=200, message_nbytes=50)
@@ -258,7 +258,7 @@ def test_the_order_for_a_peer_is_kept():
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 3])
-def test_so_many_messages_are_under_way_to_a_peer_and_no_more(concurrency):
+def test_the_number_of_messages_in_flight_to_a_peer_is_bounded(concurrency):
     async def scenario():
         post = Post(concurrency=concurrency, message_nbytes=10)
         for number in range(8):
@@ -277,11 +277,11 @@ def test_so_many_messages_are_under_way_to_a_peer_and_no_more(concurrency):
     _run(scenario)
 
 
-def test_a_put_in_the_moment_a_sender_ends_is_not_forgotten():
-    """The last sender of a peer finds nothing to do, and before it is gone there is something.
+def test_a_put_while_a_sender_ends_is_sent():
+    """A shard is put after the last sender found an empty queue, and before that sender ends.
 
-    A producer's wake-up that comes in that moment must not take the sender for a busy one. A shard
-    that dies with the sender's frame makes the moment: it puts another one.
+    The producer's wake-up must not count the ending sender as active. A shard whose destruction
+    puts another shard creates that moment: it dies with the sender's frame.
     """
 
     class Last(Item):
@@ -310,8 +310,8 @@ def test_a_put_in_the_moment_a_sender_ends_is_not_forgotten():
     _run(scenario)
 
 
-def test_shards_are_let_go_once_they_are_delivered():
-    """The peer has them: their memory is wanted for the ones that wait."""
+def test_shards_are_freed_once_they_are_delivered():
+    """The peer has them, and waiting shards need their memory."""
     alive = set()
 
     class Tracked(Item):
@@ -363,7 +363,7 @@ def test_a_producer_is_held_back_while_too_much_waits():
     _run(scenario)
 
 
-def test_what_is_under_way_counts_as_waiting():
+def test_bytes_in_flight_count_as_waiting():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -378,7 +378,7 @@ def test_what_is_under_way_counts_as_waiting():
     _run(scenario)
 
 
-def test_what_waits_for_one_peer_does_not_hold_back_producers_for_another():
+def test_a_full_queue_of_one_peer_does_not_block_producers_for_another():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -390,7 +390,7 @@ def test_what_waits_for_one_peer_does_not_hold_back_producers_for_another():
     _run(scenario)
 
 
-def test_shards_larger_than_the_limit_are_taken_when_nothing_waits():
+def test_shards_larger_than_the_limit_are_accepted_by_an_empty_queue():
     async def scenario():
         post = Post(limit_nbytes=10)
         post.open("a")
@@ -401,7 +401,7 @@ def test_shards_larger_than_the_limit_are_taken_when_nothing_waits():
     _run(scenario)
 
 
-def test_many_producers_are_let_go_one_after_the_other():
+def test_blocked_producers_proceed_one_after_the_other():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(0))
@@ -414,7 +414,7 @@ def test_many_producers_are_let_go_one_after_the_other():
     _run(scenario)
 
 
-def test_a_failure_lets_producers_go_and_tells_them():
+def test_a_failure_is_raised_in_blocked_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -429,8 +429,8 @@ def test_a_failure_lets_producers_go_and_tells_them():
     _run(scenario)
 
 
-def test_a_failure_does_not_keep_the_shards_that_were_being_sent():
-    """Whoever logs or keeps the error has its frames, and all that these hold."""
+def test_a_failure_does_not_keep_the_shards_in_flight_alive():
+    """A logged or stored error keeps its frames and their variables."""
 
     async def scenario():
         post = Post()
@@ -449,7 +449,7 @@ def test_a_failure_does_not_keep_the_shards_that_were_being_sent():
     _run(scenario)
 
 
-def test_a_failure_of_one_peer_lets_producers_for_another_go():
+def test_a_failure_of_one_peer_unblocks_producers_for_another():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("b", Item(1))
@@ -464,7 +464,7 @@ def test_a_failure_of_one_peer_lets_producers_for_another_go():
     _run(scenario)
 
 
-def test_closing_lets_producers_go():
+def test_closing_unblocks_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -477,15 +477,15 @@ def test_closing_lets_producers_go():
     _run(scenario)
 
 
-def test_closing_lets_producers_go_before_anything_was_sent():
-    """There is no sender yet whose end could wake them."""
+def test_closing_unblocks_producers_before_the_first_send():
+    """There is no sender yet whose end could wake the producers."""
 
     async def scenario():
         post = Post(limit_nbytes=10)
         post.outbox.put("a", [Item(1)])
         thread = threading.Thread(target=post.outbox.put, args=("a", [Item(2)]), daemon=True)
         thread.start()
-        # Without a moment for the loop: it has not heard of the first one.
+        # The loop gets no turn, and has not heard of the first put.
         assert post.outbox._changed.held_back.acquire(timeout=PATIENCE_S)
         await post.outbox.close()
         thread.join(PATIENCE_S)
@@ -514,7 +514,7 @@ def test_a_failure_surfaces_in_put_and_flush_from_then_on():
     _run(scenario)
 
 
-def test_a_failure_while_flush_waits_ends_it():
+def test_a_failure_ends_a_waiting_flush():
     async def scenario():
         post = Post()
         await post.put("a", Item(1))
@@ -523,7 +523,7 @@ def test_a_failure_while_flush_waits_ends_it():
         await post.until_started("b", 1)
         post.refusals["b"] = Refused("b is gone")
         post.open("b")
-        # Although the other peer never answers.
+        # The other peer never answers.
         with pytest.raises(Refused, match="b is gone"):
             await flushing
         await post.outbox.close()
@@ -531,7 +531,7 @@ def test_a_failure_while_flush_waits_ends_it():
     _run(scenario)
 
 
-def test_the_first_failure_is_the_one_that_is_told():
+def test_the_first_failure_is_raised():
     async def scenario():
         post = Post()
         post.refusals |= {"a": Refused("a is gone"), "b": Refused("b is gone")}
@@ -549,7 +549,7 @@ def test_the_first_failure_is_the_one_that_is_told():
     _run(scenario)
 
 
-def test_nothing_more_is_sent_after_a_failure():
+def test_a_failure_stops_all_sending():
     async def scenario():
         post = Post(message_nbytes=10)
         post.refusals["b"] = Refused("b is gone")
@@ -567,7 +567,7 @@ def test_nothing_more_is_sent_after_a_failure():
 
 
 def test_a_send_that_is_cancelled_is_a_failure():
-    """A message that was given up is not a message that was delivered."""
+    """A cancelled message was not delivered."""
 
     async def scenario():
         post = Post()
@@ -582,7 +582,7 @@ def test_a_send_that_is_cancelled_is_a_failure():
     _run(scenario)
 
 
-def test_a_cancelled_send_lets_producers_go():
+def test_a_cancelled_send_unblocks_producers():
     async def scenario():
         post = Post(limit_nbytes=10)
         await post.put("a", Item(1))
@@ -605,7 +605,7 @@ def test_flush_without_anything_put():
     _run(scenario)
 
 
-def test_flush_waits_for_what_is_under_way_and_for_what_waits():
+def test_flush_waits_for_messages_in_flight_and_for_the_queue():
     async def scenario():
         post = Post(message_nbytes=10)
         await post.put("a", Item(1), Item(2))
@@ -624,7 +624,7 @@ def test_flush_waits_for_what_is_under_way_and_for_what_waits():
 
 
 def test_flush_does_not_depend_on_the_producers_wake_up():
-    """It may run before the loop hears of what was put last."""
+    """A flush may run before the loop hears of the last put."""
 
     async def scenario():
         post = Post()
@@ -667,7 +667,7 @@ def test_an_outbox_can_be_used_again_after_a_flush():
 # ------------------------------------------------------------------ close
 
 
-def test_closing_cancels_what_is_under_way_and_drops_what_waits():
+def test_closing_cancels_sends_and_drops_the_queue():
     async def scenario():
         post = Post(concurrency=2, message_nbytes=10)
         await post.put("a", *(Item(number) for number in range(5)))
@@ -684,7 +684,7 @@ def test_closing_cancels_what_is_under_way_and_drops_what_waits():
     _run(scenario)
 
 
-def test_what_is_put_after_closing_is_dropped():
+def test_shards_put_after_closing_are_dropped():
     async def scenario():
         post = Post()
         post.open("a")
@@ -697,8 +697,8 @@ def test_what_is_put_after_closing_is_dropped():
     _run(scenario)
 
 
-def test_what_was_put_right_before_closing_is_dropped():
-    """The wake-up of a producer comes when there is nothing left to send."""
+def test_shards_put_right_before_closing_are_dropped():
+    """The producer's wake-up arrives when the queue is empty."""
 
     async def scenario():
         post = Post()
@@ -725,7 +725,7 @@ def test_closing_ends_a_flush():
 
 
 def test_closing_is_not_a_failure():
-    """Producers that are let go by it look at their run, which knows why it was closed."""
+    """Unblocked producers ask their run, which knows why it was closed."""
 
     async def scenario():
         post = Post()
@@ -748,7 +748,7 @@ def test_closing_twice():
     _run(scenario)
 
 
-def test_closing_waits_until_the_senders_are_gone():
+def test_closing_waits_for_the_senders_to_end():
     async def scenario():
         cleaned_up = []
 

@@ -1,4 +1,4 @@
-"""The bandwidth of a link, as the kernel says it."""
+"""Tests of a link's bandwidth, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_rate_is_read():
         b"",
     ],
 )
-def test_what_says_nothing_is_none(info):
+def test_readings_without_a_rate_are_none(info):
     assert delivery_rate(info) is None
 
 
@@ -48,7 +48,7 @@ def test_a_real_connection_has_a_rate():
                     while left:
                         left -= len(theirs.recv(left))
                     info = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_NBYTES)
-                    # Whether it was held down by this test depends on the kernel's timing.
+                    # The kernel decides by timing whether this test limited the rate.
                     info = bytes(info[:7]) + b"\0" + bytes(info[8:])
                     readings.append(delivery_rate(info))
     assert any(rate and 10**6 < rate < 10**12 for rate in readings)
@@ -61,7 +61,7 @@ def known(*readings):
     return rate.bandwidth
 
 
-def test_little_is_nothing():
+def test_too_few_readings_give_no_bandwidth():
     assert known() is None
     assert known(7, 7) is None
     assert known(None, 7, None, 7) is None
@@ -79,5 +79,5 @@ def test_readings_of_something_else_are_forgotten():
     assert known(7, 7, 7, 0, 5, 5, 5) == 5
 
 
-def test_a_link_that_changes_is_learnt_anew():
+def test_a_link_that_changes_is_measured_again():
     assert known(*[10**9] * 16, *[10**6] * 16) == 10**6

@@ -1,4 +1,4 @@
-"""Memory of one process read by another, and what happens when either is not what it says."""
+"""Tests of reading another process's memory, and of peers that do not keep their promises."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def content(seed):
 
 
 def lent(seed=0):
-    """A lender, and a buffer of its memory with something in it."""
+    """Return a lender and a filled buffer of its memory."""
     memory = SharedPages()
     buffer = HostPool(0, source=memory).empty(NBYTES)
     buffer[:] = content(seed)
@@ -38,7 +38,7 @@ def lent(seed=0):
 
 
 def lend(connection):
-    """A process that lends until it is killed."""
+    """Lend a buffer until the process is killed."""
     lender, buffer = lent(seed=1)
     connection.send((lender.descriptor, lender.place(buffer)))
     signal.pause()
@@ -57,9 +57,9 @@ def other_process():
 
 
 def open_files():
-    """How often this process has each kind of file open that a borrower opens.
+    """Count the open files of this process of each kind that a borrower opens.
 
-    Not whatever is open: of earlier tests, objects are collected and clusters close meanwhile.
+    Not all open files: objects of earlier tests are collected and clusters close meanwhile.
     """
     found = Counter()
     for number in os.listdir("/proc/self/fd"):
@@ -69,7 +69,7 @@ def open_files():
 
 
 def with_borrower(test):
-    """Run a coroutine function with a borrower; nothing may be left open."""
+    """Run a coroutine function with a borrower; check that no file stays open."""
 
     async def run():
         before = open_files()
@@ -90,7 +90,7 @@ def fetched(borrower, token, places, nbytes=NBYTES):
 
 
 class HeldReads:
-    """Reads of a peer's memory stop in the middle, each in its thread, until they are let go."""
+    """Reads of a peer's memory that stop in the middle, each in its thread, until released."""
 
     def __init__(self, monkeypatch):
         self._preadv = os.preadv
@@ -128,31 +128,31 @@ def test_another_process_s_memory_is_read(other_process):
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_process_that_ends_is_forgotten_and_what_is_read_before_is_right(
+def test_a_process_that_ends_is_forgotten_and_earlier_reads_are_right(
     other_process, monkeypatch, is_told
 ):
     process, descriptor, places = other_process
     if not is_told:  # as on a kernel before 5.3
         monkeypatch.setattr(shared, "process_fd", lambda pid: None)
-        monkeypatch.setattr(shared, "_LOOK_S", 0.01)
+        monkeypatch.setattr(shared, "_POLL_S", 0.01)
 
     async def test(borrower):
         token = borrower.open(descriptor)
         process.kill()
         process.join()
-        # Nothing was waited for yet: the file is still open, and what was lent is still there.
+        # The loop got no turn yet: the file is still open, with the lent bytes.
         np.testing.assert_array_equal(fetched(borrower, token, places), content(seed=1))
         while borrower._loans:
             await asyncio.sleep(0)
         with pytest.raises(TransportError, match="ended"):
             borrower.checked(token, places, NBYTES)
-        with pytest.raises(TransportError, match="not in view"):
+        with pytest.raises(TransportError, match="not visible here"):
             borrower.open(descriptor)
 
     with_borrower(test)
 
 
-def test_a_process_that_ends_while_it_is_read_is_read_to_the_end(other_process, held_reads):
+def test_a_read_finishes_although_the_lending_process_ends(other_process, held_reads):
     process, descriptor, places = other_process
 
     async def test(borrower):
@@ -169,7 +169,7 @@ def test_a_process_that_ends_while_it_is_read_is_read_to_the_end(other_process, 
     with_borrower(test)
 
 
-def test_a_file_that_is_let_go_while_it_is_read_is_closed_by_the_last_reader(held_reads):
+def test_a_file_that_is_dropped_during_reads_is_closed_by_the_last_one(held_reads):
     lender, buffer = lent()
 
     async def test(borrower):
@@ -184,7 +184,7 @@ def test_a_file_that_is_let_go_while_it_is_read_is_closed_by_the_last_reader(hel
             await held_reads.begun()
         borrower.forget(token)
         assert open_files() > before, "it is still read"
-        # A second opening has nothing to do with the first.
+        # A second opening is independent of the first.
         assert borrower.open(lender.descriptor) == token
         borrower.forget(token)
         held_reads.let_go()
@@ -195,7 +195,7 @@ def test_a_file_that_is_let_go_while_it_is_read_is_closed_by_the_last_reader(hel
     with_borrower(test)
 
 
-def test_what_is_let_go_before_it_is_read_is_not_read():
+def test_a_file_that_was_dropped_is_not_read():
     lender, buffer = lent()
 
     async def test(borrower):
@@ -208,7 +208,7 @@ def test_what_is_let_go_before_it_is_read_is_not_read():
     with_borrower(test)
 
 
-def test_what_is_let_go_can_be_opened_again():
+def test_a_file_that_was_dropped_can_be_opened_again():
     lender, buffer = lent()
 
     async def test(borrower):
@@ -223,7 +223,7 @@ def test_what_is_let_go_can_be_opened_again():
     with_borrower(test)
 
 
-def test_memory_from_elsewhere_has_no_place():
+def test_a_buffer_outside_the_file_has_no_place():
     lender, _ = lent()
     assert lender.place(np.zeros(100, dtype=np.uint8)) is None
 
@@ -235,8 +235,8 @@ def not_memory(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["another lender", "a file", "a pipe", "a socket", "nothing"])
-def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
-    """As in two containers, where the same numbers stand for something else."""
+def test_only_a_file_with_the_signature_is_opened(tmp_path, what):
+    """As in two containers, where the same numbers name other files."""
     lender, _ = lent()
     other, _ = lent()
     reader, writer = os.pipe()
@@ -249,7 +249,7 @@ def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
     }[what]
 
     async def test(borrower):
-        with pytest.raises(TransportError, match="view"):
+        with pytest.raises(TransportError, match="its memory"):
             borrower.open({**lender.descriptor, "fd": number})
         assert not borrower._loans
 
@@ -275,7 +275,7 @@ def test_only_the_memory_that_was_signed_is_taken(tmp_path, what):
         {"pid": 10**30, "fd": 3, "token": b"0" * 16},
     ],
 )
-def test_what_is_no_offer_is_refused(descriptor):
+def test_a_malformed_offer_is_refused(descriptor):
     async def test(borrower):
         with pytest.raises(ProtocolError, match="not an offer"):
             borrower.open(descriptor)
@@ -348,14 +348,14 @@ async def _once(test):
         borrower.close()
 
 
-def test_memory_that_is_cut_short_is_an_error():
+def test_a_truncated_memory_file_is_an_error():
     lender, buffer = lent()
 
     async def test(borrower):
         token = borrower.open(lender.descriptor)
         places = borrower.checked(token, lender.place(buffer), NBYTES)
         os.ftruncate(lender._memory.fd, PAGE_NBYTES + 10)
-        with pytest.raises(TransportError, match="cut"):
+        with pytest.raises(TransportError, match="truncated"):
             borrower.read(token, [(places, np.zeros(NBYTES, dtype=np.uint8))])
 
     with_borrower(test)

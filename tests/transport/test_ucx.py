@@ -1,4 +1,4 @@
-"""Links over UCX between real processes: what is sent arrives, and whatever ends ends cleanly."""
+"""Tests of UCX links between real processes: messages arrive, and every end is a clean one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 needs_ucxx = pytest.mark.skipif(
     importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"
 )
-#: UCX as the runtime uses it, which inside a host is TCP, and UCX's shared memory. That is not used
-#: otherwise; it stands for whatever else is not TCP, which has other protocols and other timing.
+#: Two configurations: UCX as the runtime uses it, which inside a host is TCP, and UCX's shared
+#: memory. The runtime does not use the latter; it stands for other transports, with other protocols
+#: and timing.
 _SHARED_MEMORY = {"TLS": "all", "SYSV_ERROR_HANDLING": "y"}
 over_both = pytest.mark.parametrize("options", [_SHARED_MEMORY, {}], ids=["shared memory", "tcp"])
 
 
 class OtherProcess:
-    """Handle of a `ucx_peer` process."""
+    """A handle of a `ucx_peer` process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -54,7 +55,7 @@ class OtherProcess:
             self._replies.pop(reply["id"]).set_result(reply)
 
     def begin(self, do: str, **more) -> asyncio.Future:
-        """Start a command; the future has the reply."""
+        """Start a command; return a future of the reply."""
         assert self.process.stdin is not None
         self._n_commands += 1
         future = self._replies[self._n_commands] = asyncio.get_running_loop().create_future()
@@ -107,7 +108,7 @@ async def engine_here(options=None):
 
 @contextlib.asynccontextmanager
 async def pair(options=None):
-    """An engine here, a process with another, and a link from here."""
+    """Start an engine here and one in another process, and link them."""
     async with other_process(options) as other, engine_here(options) as engine:
         await engine.connect(other.descriptor, PATIENCE_S)
         yield engine, other
@@ -122,14 +123,14 @@ def run(scenario):
 
 
 async def until(condition):
-    """Wait for a state of the thread that nothing tells of."""
+    """Poll for a state of the thread that has no notification."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)
 
 
 async def both_ways(engine, other, number, sizes):
-    """A message there and one back under the same number."""
+    """Exchange a message in each direction under the same number."""
     there, back, *_ = await asyncio.gather(
         other.begin("receive", peer=engine.token, number=number, sizes=sizes),
         other.begin("send", peer=engine.token, number=number, sizes=sizes),
@@ -145,7 +146,7 @@ async def both_ways(engine, other, number, sizes):
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_what_is_sent_arrives(options):
+def test_messages_arrive_intact(options):
     async def scenario():
         async with pair(options) as (engine, other):
             messages = [[], [0], [1], [8191], [8192], [1 << 16], [16 << 20], [3, 0, 1 << 20, 9000]]
@@ -162,12 +163,12 @@ def test_what_is_sent_arrives(options):
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_many_messages_are_under_way_at_once_in_any_order(options):
+def test_many_messages_are_in_flight_at_once_in_any_order(options):
     async def scenario():
         async with pair(options) as (engine, other):
             numbers = range(60)
             sizes = {n: [n * 11, n * 17_000, 5] for n in numbers}
-            # Sent before anybody asks for them, and asked for in another order.
+            # Send before the receiver asks, and receive in another order.
             sends = [exchange(engine, other.token, "send", n, sizes[n]) for n in numbers]
             sends = [asyncio.create_task(one) for one in sends]
             sent_back = [
@@ -210,7 +211,7 @@ def test_a_message_of_other_lengths_is_refused_and_the_link_goes_on(options, sen
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
-            # Memory around what is announced, to see that nothing is written there.
+            # Margins around the announced memory show writes outside of it.
             around = [np.full(size + 4096, 7, dtype=np.uint8) for size in announced]
             buffers = [whole[2048:-2048] for whole in around]
             results = await asyncio.gather(
@@ -219,7 +220,7 @@ def test_a_message_of_other_lengths_is_refused_and_the_link_goes_on(options, sen
                 return_exceptions=True,
             )
             assert isinstance(results[0], ProtocolError)
-            assert results[1] is None  # what is refused is taken off the sender's hands
+            assert results[1] is None  # the sender is done with a refused message
             for whole in around:
                 assert (whole[:2048] == 7).all() and (whole[-2048:] == 7).all()
             await asyncio.gather(
@@ -233,7 +234,7 @@ def test_a_message_of_other_lengths_is_refused_and_the_link_goes_on(options, sen
 
 @needs_ucxx
 @over_both
-def test_a_message_that_was_given_up_is_not_written_anywhere(options):
+def test_a_cancelled_receive_writes_nothing(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -256,7 +257,7 @@ def test_a_message_that_was_given_up_is_not_written_anywhere(options):
 
 @needs_ucxx
 @over_both
-def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
+def test_a_retracted_message_is_freed_on_both_sides(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -265,8 +266,8 @@ def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
                 await here.send(there.token, 1, [buffer], 0.05)
             await until(lambda: there.report().get("dropped_parcels") == 3)
             await until(lambda: not here.report()["held_nbytes"])
-            # Word of it may come later than the message, and find that it has gone.
-            with pytest.raises(TransportError, match="was taken back"):
+            # The retraction may arrive later than the message, and find it dropped.
+            with pytest.raises(TransportError, match="was retracted"):
                 await there.receive(here.token, 1, [np.zeros_like(buffer)], PATIENCE_S)
             await asyncio.gather(
                 exchange(there, here.token, "receive", 2, [50_000]),
@@ -278,7 +279,7 @@ def test_a_message_that_is_taken_back_is_let_go_on_both_sides(options):
 
 @needs_ucxx
 @over_both
-def test_a_message_that_left_in_full_can_be_taken_back(options):
+def test_a_message_that_was_sent_in_full_can_be_retracted(options):
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
@@ -287,12 +288,12 @@ def test_a_message_that_left_in_full_can_be_taken_back(options):
             await until(lambda: there.report()["under_way"]["unclaimed_parcels"] == 2)
             here.retract(there.token, 1)
             await until(lambda: there.report()["under_way"]["unclaimed_parcels"] == 1)
-            with pytest.raises(TransportError, match="was taken back"):
+            with pytest.raises(TransportError, match="was retracted"):
                 await there.receive(here.token, 1, [np.zeros(10, np.uint8)], PATIENCE_S)
             buffer = np.zeros(10, np.uint8)
             await there.receive(here.token, 2, [buffer], PATIENCE_S)
             assert buffer.all()
-            here.retract("nobody", 1)  # whose links are gone
+            here.retract("nobody", 1)  # a peer without links
             await here.send(there.token, 4, [], PATIENCE_S)
 
     run(scenario())
@@ -314,7 +315,7 @@ def test_one_number_is_received_once_at_a_time():
 
 
 @needs_ucxx
-def test_what_is_no_message_is_refused_before_ucx_sees_it():
+def test_a_malformed_message_is_refused_before_ucx_sees_it():
     async def scenario():
         async with engine_here() as here:
             words = np.zeros(10, dtype=np.uint16)
@@ -356,7 +357,7 @@ def test_callers_share_a_link_and_each_side_has_its_own():
 
 
 def carried(at_least_nbytes):
-    """Both ends of each TCP connection on which so much was brought to the first of them."""
+    """Return both ends of each TCP connection that has brought this many bytes to its first end."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -374,10 +375,10 @@ def carried(at_least_nbytes):
 
 @needs_ucxx
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a connection carried")
-def test_over_tcp_what_goes_there_and_what_comes_back_have_a_connection_each():
+def test_over_tcp_each_direction_has_a_connection_of_its_own():
     async def scenario():
         async with engine_here({"TLS": "tcp"}) as here, engine_here({"TLS": "tcp"}) as there:
-            # One after the other: where one link is there already, too.
+            # One after the other, so that the second finds an existing link.
             await here.connect(there.descriptor, PATIENCE_S)
             await there.connect(here.descriptor, PATIENCE_S)
             nbytes = 4 << 20
@@ -388,7 +389,7 @@ def test_over_tcp_what_goes_there_and_what_comes_back_have_a_connection_each():
                 exchange(there, here.token, "send", 1, [nbytes]),
                 exchange(here, there.token, "receive", 1, [nbytes]),
             )
-            # The last packets need not be acknowledged yet.
+            # The last packets may not be acknowledged yet.
             one, other = [ends for ends in carried(nbytes // 2) if ends not in of_others]
             assert set(one) != set(other)
 
@@ -429,8 +430,8 @@ def test_an_engine_can_talk_to_itself():
 
 
 @needs_ucxx
-def test_memory_of_a_device_is_sent_and_filled_where_it_lies():
-    """Emulated: it shows itself as a GPU's does, and can be had in no other way."""
+def test_device_memory_is_sent_and_filled_in_place():
+    """Emulated memory: it has a GPU's array interface, and allows no other access."""
 
     async def scenario():
         async with engine_here() as engine, engine_here() as other:
@@ -448,7 +449,7 @@ def test_memory_of_a_device_is_sent_and_filled_where_it_lies():
                 )
             for filled in (target.on_device(), host, back.on_device()):
                 np.testing.assert_array_equal(filled, raw)
-            # Small buffers travel in an envelope, which is the host's.
+            # Small buffers travel in an envelope, which is in host memory.
             with pytest.raises(ValueError, match="too few"):
                 await engine.send(other.token, 9, [EmulatedMemory(8191)], PATIENCE_S)
 
@@ -457,8 +458,8 @@ def test_memory_of_a_device_is_sent_and_filled_where_it_lies():
 
 @needs_ucxx
 @over_both
-def test_there_is_no_device_memory_where_ucx_has_no_way_to_copy_it(options):
-    """That it is built for CUDA is not enough."""
+def test_device_memory_needs_ucx_s_transport_for_copies(options):
+    """A UCX that is built for CUDA is not enough."""
 
     async def scenario():
         async with engine_here(options) as engine:
@@ -471,7 +472,7 @@ def test_there_is_no_device_memory_where_ucx_has_no_way_to_copy_it(options):
 
 
 @needs_ucxx
-def test_another_engine_at_the_address_is_not_taken_for_the_one_that_was_there():
+def test_another_engine_at_the_address_is_refused():
     async def scenario():
         async with engine_here() as here, engine_here() as there:
             someone = "0" * 32
@@ -494,7 +495,7 @@ def test_nobody_at_the_address():
                 nobody = {**here.descriptor, "token": "1" * 32, "port": taken.getsockname()[1]}
                 with pytest.raises(TransportError):
                     await here.connect(nobody, PATIENCE_S)
-            # One that takes connections and says nothing.
+            # A server that accepts connections and stays silent.
             with socket.socket() as silent:
                 silent.bind(("127.0.0.1", 0))
                 silent.listen()
@@ -524,13 +525,13 @@ def test_noise_on_the_port_does_no_harm():
 
 
 @needs_ucxx
-def test_ucx_has_no_queues_in_shared_memory_unless_somebody_asks_for_them(monkeypatch):
-    """Peers that are killed block them, for everybody."""
+def test_ucx_has_no_queues_in_shared_memory_unless_configured(monkeypatch):
+    """A killed peer would block the queue for all others."""
     queues = {"posix", "sysv", "xpmem"}
 
     async def scenario():
         monkeypatch.delenv("UCX_TLS", raising=False)
-        # Asked for where UCX is used by others; without the queues it means nothing here.
+        # Other users of UCX set this variable; without the queues it has no effect here.
         monkeypatch.setenv("UCX_POSIX_ERROR_HANDLING", "y")
         async with engine_here() as engine:
             transports = set(engine.report()["transports"])
@@ -548,7 +549,7 @@ def test_ucx_has_no_queues_in_shared_memory_unless_somebody_asks_for_them(monkey
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_a_killed_peer_fails_what_waits_for_it(options):
+def test_a_killed_peer_fails_waiting_transfers(options):
     async def scenario():
         async with pair(options) as (engine, other):
             await both_ways(engine, other, 1, [1 << 20])
@@ -582,7 +583,7 @@ def test_a_killed_peer_fails_what_waits_for_it(options):
 @pytest.mark.cluster
 @over_both
 @pytest.mark.parametrize("is_back", [True, False], ids=["and comes back", "for good"])
-def test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline(options, is_back):
+def test_a_peer_that_hangs_blocks_no_caller_beyond_the_timeout(options, is_back):
     async def scenario():
         async with pair(options) as (engine, other):
             os.kill(other.process.pid, signal.SIGSTOP)
@@ -592,7 +593,7 @@ def test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline(options, is_bac
             with pytest.raises(TransportError, match="not done within"):
                 await engine.receive(other.token, 1, [buffer], 0.1)
             await engine.disconnect(other.token)
-            # Until it answers or is gone, UCX does not say that it is done with the memory.
+            # UCX reports the memory as used until the peer answers or is gone.
             assert engine.report()["held_nbytes"] >= 16 << 20
             if is_back:
                 os.kill(other.process.pid, signal.SIGCONT)
@@ -609,9 +610,9 @@ def test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline(options, is_bac
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_a_process_that_had_a_peer_that_hung_ends_well():
-    """That test in a process of its own: what UCX still holds is not to crash it at its end."""
-    test = test_a_peer_that_hangs_holds_nobody_longer_than_the_deadline.__name__
+def test_a_process_with_a_hung_peer_exits_cleanly():
+    """Run that test in its own process: memory that UCX still holds must not crash its exit."""
+    test = test_a_peer_that_hangs_blocks_no_caller_beyond_the_timeout.__name__
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"{__file__}::{test}", "-k", "good and shared"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -620,7 +621,7 @@ def test_a_process_that_had_a_peer_that_hung_ends_well():
 
 
 @needs_ucxx
-def test_whoever_connects_to_an_engine_that_closes_is_let_go():
+def test_a_caller_of_a_closing_engine_is_rejected():
     async def scenario():
         may_go_on = threading.Event()
         async with engine_here() as here:
@@ -628,7 +629,7 @@ def test_whoever_connects_to_an_engine_that_closes_is_let_go():
                 there._session.call(lambda: may_go_on.wait(PATIENCE_S))
                 with pytest.raises(TransportError, match="not done within"):
                     await here.connect(there.descriptor, 0.1)
-                # It closes before it has looked who is there.
+                # It closes before it has read the greeting.
                 there._session.close()
                 may_go_on.set()
             await until(lambda: not here.report()["under_way"]["closing_links"])
@@ -640,12 +641,12 @@ def test_whoever_connects_to_an_engine_that_closes_is_let_go():
 @needs_ucxx
 @pytest.mark.cluster
 @over_both
-def test_closing_fails_what_is_under_way(options):
+def test_closing_fails_transfers_in_flight(options):
     async def scenario():
         async with pair(options) as (engine, other):
             buffer = np.ones(16 << 20, dtype=np.uint8)
             theirs = other.begin("receive", peer=engine.token, number=9, sizes=[10])
-            # Arrived and never asked for.
+            # A message that arrives and is never asked for.
             await other.run("send", peer=engine.token, number=5, sizes=[10])
             waiting = [
                 asyncio.create_task(engine.send(other.token, 1, [buffer], PATIENCE_S)),
@@ -670,15 +671,15 @@ def test_closing_fails_what_is_under_way(options):
 
 @needs_ucxx
 @over_both
-def test_a_link_that_breaks_fails_what_was_to_come_by_it(options):
-    """Also while the link of the other direction is whole."""
+def test_a_link_that_breaks_fails_the_messages_expected_on_it(options):
+    """Also if the link of the other direction still works."""
 
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:
             await here.connect(there.descriptor, PATIENCE_S)
             await there.connect(here.descriptor, PATIENCE_S)
             await until(lambda: here.report()["peers"] == {there.token: 2})
-            # One is here already, one is waited for.
+            # One message has arrived, and one is awaited.
             await here.send(there.token, 1, [np.ones(10, np.uint8)], PATIENCE_S)
             await until(lambda: there.report()["under_way"]["unclaimed_parcels"] == 1)
             buffer = np.zeros(10, dtype=np.uint8)
@@ -690,7 +691,7 @@ def test_a_link_that_breaks_fails_what_was_to_come_by_it(options):
             with pytest.raises(TransportError, match="UCX link to"):
                 await waiting
             assert there.report()["peers"] == {here.token: 1}
-            with pytest.raises(TransportError, match="taken back"):
+            with pytest.raises(TransportError, match="retracted"):
                 await there.receive(here.token, 1, [buffer], PATIENCE_S)
             await asyncio.gather(
                 exchange(here, there.token, "send", 3, [100_000]),
@@ -701,7 +702,7 @@ def test_a_link_that_breaks_fails_what_was_to_come_by_it(options):
 
 
 @needs_ucxx
-def test_a_token_that_is_none_is_refused_and_nothing_else_happens():
+def test_a_malformed_token_is_refused():
     async def scenario():
         async with engine_here() as engine:
             for token in ({}, [], None, 7):
@@ -716,7 +717,7 @@ def test_a_token_that_is_none_is_refused_and_nothing_else_happens():
 
 @needs_ucxx
 @pytest.mark.cluster
-def test_a_link_that_was_closed_is_made_anew():
+def test_a_closed_link_can_be_made_again():
     async def scenario():
         async with pair() as (engine, other):
             await engine.disconnect(other.token)
@@ -761,7 +762,7 @@ def test_beside_a_cluster_that_talks_ucxx_itself():
                         exchange(late, engine.token, "send", 1, [1 << 20]),
                         exchange(engine, late.token, "receive", 1, [1 << 20]),
                     )
-                # One engine fewer; the others and the cluster go on.
+                # Only this engine is lost; the others and the cluster continue.
                 assert await client.submit(sum, [1, 2]) == 3
                 await both_ways(engine, other, 2, [1 << 20])
             await both_ways(engine, other, 3, [1 << 20])

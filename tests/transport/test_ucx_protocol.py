@@ -1,4 +1,4 @@
-"""What engines say to each other: exact bytes, exact lengths, nothing taken on trust."""
+"""Tests of the protocol between UCX engines: exact bytes, exact lengths, and untrusted input."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_both_sides_know_the_lengths_of_the_parcels(sizes, number):
     ("sizes", "announced"),
     [([1, 2], [2, 1]), ([20_000, 9_000], [9_000, 20_000]), ([3], [3, 0]), ([0, 3], [3])],
 )
-def test_an_envelope_of_other_buffers_is_refused_and_fills_nothing(sizes, announced):
+def test_an_envelope_of_other_buffers_is_refused_before_any_write(sizes, announced):
     buffers = [np.zeros(size, dtype=np.uint8) for size in announced]
     envelope = seal(1, fill(sizes))
     envelope.resize(parcel_lengths(announced)[0], refcheck=False)

@@ -1,4 +1,4 @@
-"""The thread that owns UCX, without an event loop: what it does by itself, and how it ends."""
+"""Tests of the thread that owns UCX, without an event loop: its own work, and its end."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def ucx_thread(options=None):
 
 
 def asked(thread, method, *args):
-    """What the thread answers to a call of its switchboard."""
+    """Call a method of the thread's switchboard; return a future of the result."""
     future = Future()
     assert thread.call(lambda: method(*args, future))
     return future
 
 
 def until(condition):
-    """Wait for a state of the thread that nothing tells of."""
+    """Poll for a state of the thread that has no notification."""
     give_up = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < give_up
         os.sched_yield()
 
 
-def test_messages_move_while_nobody_else_does_anything():
+def test_messages_move_without_an_event_loop():
     with ucx_thread() as (here, board), ucx_thread() as (there, other_board):
         asked(here, board.connect, other_board.descriptor).result(PATIENCE_S)
         there_token, here_token = other_board.descriptor.token, board.descriptor.token
@@ -79,16 +79,16 @@ def test_a_thread_that_ended_takes_no_calls():
     with ucx_thread() as (thread, _):
         pass
     assert not thread.call(lambda: pytest.fail("called"))
-    thread.close()  # as often as one likes
+    thread.close()  # repeated calls are harmless
 
 
-def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_away():
+def test_a_closed_engine_leaves_its_thread_to_the_next_and_rejects_callers():
     async def scenario():
-        options = {"TLS": "tcp,self"}  # of no other test
+        options = {"TLS": "tcp,self"}  # no other test uses these
         closed = await open_door(await UcxEngine.start("127.0.0.1", options))
         await closed.close(PATIENCE_S)
         caller = await open_door(await UcxEngine.start("127.0.0.1"))
-        # UCX still listens: to free a listener while somebody connects crashes the process.
+        # UCX still listens: freeing a listener during a connection crashes the process.
         with pytest.raises(TransportError, match="UCX link to"):
             await caller.connect(closed.descriptor, PATIENCE_S)
         n_threads = threading.active_count()
@@ -98,7 +98,7 @@ def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_a
         with pytest.raises(TransportError, match="another engine answered"):
             await caller.connect(closed.descriptor, PATIENCE_S)
         await caller.connect(engine.descriptor, PATIENCE_S)
-        await closed.close(PATIENCE_S)  # which is not the other one's end
+        await closed.close(PATIENCE_S)  # a second close does not end the next engine
         buffers = [np.arange(10, dtype=np.uint8), np.zeros(10, dtype=np.uint8)]
         await asyncio.gather(
             caller.send(engine.token, 1, buffers[:1], PATIENCE_S),
@@ -106,7 +106,7 @@ def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_a
         )
         np.testing.assert_array_equal(*buffers)
         assert closed.report()["peers"] == {} and engine.report()["peers"] == {caller.token: 1}
-        # While it is in use, there is another thread for whoever comes.
+        # While the thread is in use, another engine gets a new one.
         other = await open_door(await UcxEngine.start("127.0.0.1", options))
         assert other.descriptor["port"] != engine.descriptor["port"]
         for one in (engine, other, caller):
@@ -123,11 +123,11 @@ def test_an_engine_that_closed_leaves_its_thread_to_the_next_and_turns_callers_a
         ("threading.Thread.start", RuntimeError("can't start new thread")),
     ],
 )
-def test_a_process_that_may_have_no_more_of_something_has_no_engine(monkeypatch, what, error):
-    """And says so, whatever it is; the next time there may be some."""
+def test_an_engine_does_not_start_at_a_resource_limit_of_the_process(monkeypatch, what, error):
+    """The error names the missing resource, and a later start can succeed."""
 
     async def scenario():
-        options = {"TLS": "tcp", "TCP_MAX_POLL": str(len(what))}  # of no other test
+        options = {"TLS": "tcp", "TCP_MAX_POLL": str(len(what))}  # no other test uses these
 
         def refuse(*args):
             raise error
@@ -142,9 +142,9 @@ def test_a_process_that_may_have_no_more_of_something_has_no_engine(monkeypatch,
     asyncio.run(scenario())
 
 
-def test_a_thread_that_had_an_error_serves_no_further_engine():
+def test_a_thread_that_failed_serves_no_further_engine():
     async def scenario():
-        options = {"TLS": "self,tcp"}  # of no other test
+        options = {"TLS": "self,tcp"}  # no other test uses these
         engine = await open_door(await UcxEngine.start("127.0.0.1", options))
         engine._session.call(fail)
         await asyncio.wrap_future(engine._session.finished)
@@ -155,7 +155,7 @@ def test_a_thread_that_had_an_error_serves_no_further_engine():
     asyncio.run(scenario())
 
 
-def test_closing_gives_up_on_a_thread_that_is_stuck_and_the_thread_goes_on():
+def test_closing_stops_waiting_for_a_stuck_thread_which_continues():
     async def scenario():
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
         stuck, may_go_on = threading.Event(), threading.Event()
@@ -177,7 +177,7 @@ def fail():
     raise ZeroDivisionError("a mistake")
 
 
-def test_an_error_in_the_thread_is_told_to_all_who_wait_and_all_who_come():
+def test_an_error_in_the_thread_is_raised_in_waiting_and_later_calls():
     async def scenario():
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
         await engine.connect(engine.descriptor, PATIENCE_S)
@@ -198,11 +198,11 @@ def test_an_error_in_the_thread_is_told_to_all_who_wait_and_all_who_come():
     asyncio.run(scenario())
 
 
-def test_an_error_of_one_call_is_told_to_whoever_made_it(monkeypatch):
+def test_an_error_of_one_call_is_raised_in_its_caller(monkeypatch):
     async def scenario():
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
         monkeypatch.setattr(engine._board, "send", lambda *args: fail())
-        # More than one, as those that wait for their turn are made while the thread ends.
+        # Several, because some calls are added while the thread ends.
         sends = [engine.send("peer", number, [], PATIENCE_S) for number in range(3)]
         for told in await asyncio.gather(*sends, return_exceptions=True):
             assert isinstance(told, TransportError)
@@ -213,8 +213,8 @@ def test_an_error_of_one_call_is_told_to_whoever_made_it(monkeypatch):
 
 
 @over_both
-def test_a_link_is_closed_when_what_is_on_its_way_in_has_come(options):
-    """UCX would write by way of freed memory otherwise, and crash now and then."""
+def test_a_link_is_closed_after_incoming_data_has_arrived(options):
+    """Otherwise UCX would write through freed memory, and crash now and then."""
     with ucx_thread(options) as (here, board), ucx_thread(options) as (there, other_board):
         asked(there, other_board.connect, board.descriptor).result(PATIENCE_S)
         there_token, here_token = other_board.descriptor.token, board.descriptor.token
@@ -228,7 +228,7 @@ def test_a_link_is_closed_when_what_is_on_its_way_in_has_come(options):
 
         sending = asked(there, send_and_stop)
         assert stopped.wait(PATIENCE_S)
-        # Announced, and asked for; the sender does not answer yet.
+        # Announced and posted; the sender does not answer yet.
         receiving = asked(here, board.receive, there_token, 1, [buffer])
         until(lambda: any(getattr(t, "is_posted", False) for t in list(board._transfers)))
         (link,) = board._links.values()
@@ -246,7 +246,7 @@ def test_a_link_is_closed_when_what_is_on_its_way_in_has_come(options):
         assert not link.endpoint.alive
 
 
-def test_closing_tells_that_what_was_announced_does_not_come():
+def test_closing_fails_announced_messages():
     with ucx_thread() as (_, other_board):
         with ucx_thread() as (here, board):
             asked(here, board.connect, other_board.descriptor).result(PATIENCE_S)
@@ -255,7 +255,7 @@ def test_closing_tells_that_what_was_announced_does_not_come():
             until(lambda: other_board.under_way()["unclaimed_parcels"] == 2)
         with pytest.raises(TransportError, match="closed"):
             sending.result(PATIENCE_S)
-        # Before it closed the other side had dropped the message, or it would hold it for ever.
+        # The other side dropped the message before it closed, or would keep it for ever.
         assert not board.held_nbytes()
         assert not any(board.under_way().values())
         assert other_board.counters["dropped_parcels"] >= 2
@@ -274,7 +274,7 @@ class Stubborn:
 
 
 @pytest.mark.parametrize("n_stubborn", [1, 2])
-def test_a_link_that_cannot_be_closed_keeps_no_other_one_open(n_stubborn):
+def test_a_link_that_fails_to_close_does_not_keep_others_open(n_stubborn):
     with ucx_thread() as (here, board):
         with ucx_thread() as (_, one), ucx_thread() as (_, other):
             for there in (one, other):
@@ -303,7 +303,7 @@ def test_a_link_that_cannot_be_closed_keeps_no_other_one_open(n_stubborn):
 
 
 def test_the_first_engine_of_a_process_leaves_its_thread_too():
-    """Although `ucxx` sets options of UCX in the environment when it is imported."""
+    """Although `ucxx` sets UCX options in the environment when it is imported."""
     script = """
 import asyncio
 from dask_gpurt.transport.ucx import UcxEngine

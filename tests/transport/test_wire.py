@@ -1,4 +1,4 @@
-"""The header of a shuffle message: what is sent arrives, and anything else is refused."""
+"""Tests of the message header: valid headers round-trip, and all others are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOLDEN_PATH = pathlib.Path(__file__).parents[1] / "data" / "wire-v3.bin"
 
 
 def sealed(header):
-    """The header with the checksum that belongs to it, so that the rest of it is looked at."""
+    """Return the header with a valid checksum, so that decoding gets past it."""
     return header[:4] + struct.pack("<I", zlib.crc32(header[8:])) + header[8:]
 
 
@@ -62,7 +62,7 @@ def shard_headers(draw):
 messages = st.lists(shard_headers(), max_size=5)
 
 _ATTEMPT = 0x0123456789ABCDEF
-#: What the golden file holds. Never change either: workers of one version talk to each other.
+#: Content of the golden file. Never change either: workers of one version exchange them.
 GOLDEN = [
     wire.ShardHeader(
         b"layout one", 0, _ATTEMPT, 0, 2, 0, (3, 0, 5), 4096, 128, 64, 0, (4096,), b""
@@ -156,7 +156,7 @@ def test_another_version_is_refused_and_both_are_named(version):
         wire.decode(bytes(header))
 
 
-def test_what_comes_after_another_version_is_not_looked_at():
+def test_the_content_of_another_version_is_not_decoded():
     with pytest.raises(ProtocolError, match="version 2"):
         wire.decode(b"GRT\x02" + b"\xff" * 8)
 
@@ -173,12 +173,12 @@ def _message(*shards, n_layouts=1, n_shards=None, layout=b"", layout_nbytes=None
 
 
 def _encoded(*parts):
-    """A message with a shard of nine bytes that comes in parts of these lengths."""
+    """Return a message with a shard of nine bytes that travels in parts of these lengths."""
     lengths = struct.pack(f"<{len(parts)}Q", *parts)
     return _message(_shard(nbytes=9, parts=len(parts), table=1) + lengths + b"t")
 
 
-def test_the_messages_below_are_refused_for_what_is_wrong_with_them():
+def test_the_messages_below_are_refused_for_their_own_defect():
     part = struct.pack("<Q", 9)
     (header,) = wire.decode(_message(_shard(nbytes=9, arrow=4, pickle=5, parts=1) + part))
     assert (header.buffer_nbytes, header.arrow_nbytes, header.pickle_nbytes) == (9, 4, 5)
@@ -239,7 +239,7 @@ def test_huge_counts_are_refused_before_anything_is_allocated(message):
 
 
 def test_huge_payload_lengths_are_only_announced():
-    """The lengths of what is not in the header are values here: nothing is made that long."""
+    """The header only states the lengths of the payload; the decoder allocates none of it."""
     tracemalloc.start()
     try:
         (header,) = wire.decode(_message(_shard(nbytes=_U64, arrow=_U64, table=1) + b"t"))
@@ -251,7 +251,7 @@ def test_huge_payload_lengths_are_only_announced():
 
 
 def _decodes_or_is_refused(header):
-    """Anything but a `ProtocolError` goes through and fails the test."""
+    """Decode; let any error but a `ProtocolError` fail the test."""
     try:
         shards = wire.decode(header)
     except ProtocolError:
@@ -323,7 +323,7 @@ def test_checksums_notice_words_that_changed(original, data):
     assert (wire.checksum([buffer]) == wire.checksum([np.frombuffer(original, np.uint8)])) == same
 
 
-def test_checksums_notice_what_is_missing_and_what_moved():
+def test_checksums_detect_missing_and_moved_bytes():
     buffer = content(8192)
     moved = np.roll(buffer, 8)
     shorter = buffer[:-1]

@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 
 def content(number: int, sizes: list[int]) -> list[np.ndarray]:
-    """Bytes of a message that both ends can make."""
+    """Return bytes of a message that both ends can compute."""
     return [
         (np.arange(size, dtype=np.uint32) * 7 + number + place).astype(np.uint8)
         for place, size in enumerate(sizes)
@@ -26,13 +26,13 @@ def content(number: int, sizes: list[int]) -> list[np.ndarray]:
 
 
 async def open_door(engine: UcxEngine) -> UcxEngine:
-    """Have an engine let in whoever knows its key, for as long as a test may take."""
+    """Make an engine admit any peer that knows its key, for the duration of a test."""
     await engine.invite("0" * 32, 600)
     return engine
 
 
 async def exchange(engine: UcxEngine, token: str, what: str, number: int, sizes: list[int]):
-    """Send or receive a message; what comes has to be its content."""
+    """Send a message, or receive one and check its content."""
     if what == "send":
         await engine.send(token, number, content(number, sizes), PATIENCE_S)
         return

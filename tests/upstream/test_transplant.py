@@ -29,7 +29,7 @@ def test_methods_move_and_call_ours():
     assert made.__mro__[:2] == (made, FrameRun)
     run = made()
     assert run.gate == "shut"
-    run.closed, run._over = False, asyncio.Event()
+    run.closed, run._ended = False, asyncio.Event()
     error = ValueError()
     run.fail(error)
     assert run.gate == "passed"

@@ -1,34 +1,29 @@
-"""Private names of distributed's connections that this package touches.
+"""Shorter turns on the event loop while a worker receives large messages and many tasks.
 
-A message that is received goes from the socket into fresh memory on the event loop. Stock does not
-let go of the loop as long as there is something in the socket, and with a quick peer there always
-is: a value of 60 MB, or several smaller ones in one message, held it for 140 ms, most of them page
-faults. Here the loop comes round after every piece, at the cost of a round for each.
+| what | why | taken back by |
+|---|---|---|
+| `distributed.comm.tcp.read_bytes_rw` | receives a buffer over TCP or TLS in pieces |
+`PiecewiseReads.uninstall` |
+| `Worker.batched_stream.comm`, `Comm.read` | splits a message of the scheduler into parts |
+`ShortTurns.uninstall` |
+| `Server.handle_stream` | lets the loop run after each part | |
+| `distributed.comm.tcp.TCP._finalizer` | keeps the stream, which keeps the error of a failed send |
+|
 
-| what | why |
-|---|---|
-| `distributed.comm.tcp.read_bytes_rw` | receives a buffer over TCP or TLS |
+*Large buffers.* A received message goes from the socket into fresh memory on the event loop. Stock
+Dask reads as long as the socket has data, and a fast peer always provides some. A value of 60 MB,
+or several smaller ones in one message, blocked the loop for 140 ms, mostly in page faults.
+`PiecewiseReads` yields to the loop after every piece, at the cost of one loop iteration each. The
+patch is global to the process: the first of its workers that asks installs it, and the last one to
+release it restores stock. Reads in progress finish as they began.
 
-It belongs to the process, not to a worker of it: it is replaced when the first of its workers asks,
-and put back when the last has let go (`PiecewiseReads`). Reads that are under way go on as they
-began.
+*Many tasks.* The tasks of a graph arrive in one message, and a worker handles all of it in one
+turn: 30 to 110 ms for some hundreds. `ShortTurns` hands out a few tasks at a time, as if the
+scheduler had sent them one after the other.
 
-The tasks of a graph arrive in one message, and a worker handles all of it before the loop comes
-round: 30 to 110 ms where there are some hundreds. They are handled a few at a time
-(`ShortTurns`), as if the scheduler had sent them one after the other.
-
-| what | why |
-|---|---|
-| `Worker.batched_stream.comm`, `Comm.read` | what the scheduler sends passes through it |
-| `Server.handle_stream` | lets the loop come round after each message that it read |
-
-A message that could not be written is never let go of by itself: the stream keeps the error, the
-error the frame that was writing, that frame the connection, and as long as there is the connection
-its finalizer keeps the stream. `let_go_of_message` takes that apart.
-
-| what | why |
-|---|---|
-| `distributed.comm.tcp.TCP._finalizer` | keeps the stream, which keeps what went wrong with it |
+*Failed sends.* A message that could not be written stays in memory: the stream references the
+error, the error the frame of the writer, that frame the connection, and the connection's finalizer
+the stream. `drop_message` breaks this chain.
 """
 
 from __future__ import annotations
@@ -46,28 +41,27 @@ import distributed.comm.tcp as tcp
 if TYPE_CHECKING:
     from distributed import Worker
 
-#: Bytes that are received between two rounds of the loop: up to 4 ms where memory is fresh.
+#: Bytes received between two turns of the loop: up to 4 ms if the memory is fresh.
 PIECE_NBYTES = 1 << 20
-#: Less than this is not worth a round.
+#: Smaller reads do not yield.
 SMALL_NBYTES = 256 << 10
-#: What is handled of a message of the scheduler between two rounds of the loop: tasks take about
-#: 0.2 ms each.
+#: Tasks handled between two turns of the loop, at about 0.2 ms each.
 N_IN_TURN = 16
 
 
 async def read_in_pieces(stream: Any, n: int) -> memoryview:
-    """Receive a buffer of `n` bytes into memory of its own, which may be written to."""
+    """Receive a buffer of `n` bytes into writable memory of its own."""
     buffer = tcp.host_array(n)
     for first, end in pairwise([*range(0, n, PIECE_NBYTES), n]):
         await stream.read_into(buffer[first:end])
-        # What is at hand is read without a pause, and the next buffer of the message may be too.
+        # A read of available data does not suspend, nor may the next buffer of the message.
         if end - first >= SMALL_NBYTES:
             await asyncio.sleep(0)
     return buffer
 
 
-def let_go_of_message(error: BaseException) -> None:
-    """Have an error of sending a message not keep the message; it says what it said before."""
+def drop_message(error: BaseException) -> None:
+    """Free the message that an error of sending references; the error's text stays."""
     found = [error]
     for one in found:
         for other in (one.__cause__, one.__context__, getattr(one, "real_error", None)):
@@ -77,10 +71,10 @@ def let_go_of_message(error: BaseException) -> None:
 
 
 class _Replaced:
-    """How many workers of the process want it so."""
+    """The patch of this process, and the number of workers that use it."""
 
     def __init__(self) -> None:
-        # Of one thread's as often as it likes: a worker may be found to be gone in the midst of it.
+        # Reentrant: garbage collection may finalize a worker while this thread holds the lock.
         self._lock = threading.RLock()
         self._users = 0
         self._stock = tcp.read_bytes_rw
@@ -101,22 +95,26 @@ _replaced = _Replaced()
 
 
 class PiecewiseReads:
-    """One worker's wish that its loop comes round while large messages arrive.
+    """One worker's request to yield to the loop while large messages arrive.
 
-    Until `end` is called, once or more often, or the worker is gone without a word.
+    Holds until `uninstall` is called or the worker is garbage collected. Repeated calls do nothing.
     """
 
     def __init__(self) -> None:
         _replaced.acquire()
-        self.end = weakref.finalize(self, _replaced.release)
+        self._finalizer = weakref.finalize(self, _replaced.release)
+
+    def uninstall(self) -> None:
+        """Withdraw the request."""
+        self._finalizer()
 
 
 class ShortTurns:
-    """One worker's wish that its loop comes round while a long message is handled, until `end`.
+    """The patch that yields to a worker's loop while it handles many tasks, until `uninstall`.
 
-    Only between tasks that are to be computed. Whatever else the scheduler says at once belongs
-    together: after a worker was lost, results are let go of that ready tasks need, which are let go
-    of further on. Were there a round in between, such a task could begin.
+    It yields only between tasks to be computed. All other parts of a message belong together. After
+    a worker was lost, for example, one part releases results that ready tasks need, and a later
+    part releases these tasks. A turn of the loop in between could start such a task.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -127,7 +125,7 @@ class ShortTurns:
             self._stock_read = self._comm.read
             before = getattr(self._stock_read, "__self__", None)
             if isinstance(before, ShortTurns):
-                # It ended in the midst of a message: what is left of that is handed out here.
+                # The former patch was uninstalled inside a message: hand out its remaining parts.
                 self._stock_read, self._left = before._stock_read, before._left
             self._comm.read = self._read
 
@@ -142,22 +140,22 @@ class ShortTurns:
                 return found
             left.extend(found)
         turn = [left.popleft() for _ in range(min(n, len(left)))]
-        self._let_go_if_done()
+        self._restore_if_done()
         return turn
 
-    def end(self) -> None:
-        """Have the loop wait for all of a message again, from the next one on."""
+    def uninstall(self) -> None:
+        """Restore stock's read, once the current message is handled."""
         self._has_ended = True
         if self._comm is not None:
-            self._let_go_if_done()
+            self._restore_if_done()
 
-    def _let_go_if_done(self) -> None:
+    def _restore_if_done(self) -> None:
         if self._has_ended and not self._left and vars(self._comm).get("read") == self._read:
             del self._comm.read
 
 
 def _n_until_tasks_alone(messages: Sequence[Any]) -> int:
-    """How many of these there are before only tasks that are to be computed follow."""
+    """Return the number of messages before the trailing run of tasks to be computed."""
     for n in range(len(messages), 0, -1):
         message = messages[n - 1]
         if not isinstance(message, dict) or message.get("op") != "compute-task":

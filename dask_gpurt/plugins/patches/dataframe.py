@@ -1,18 +1,19 @@
-"""Private names of dask.dataframe that this package touches.
+"""Faster row numbering for DataFrame shuffles and merges.
 
-Of a shuffle on columns, a third of the time of a task that sends is Dask's own: it selects the
-columns, casts them and hashes them, each in passes over all rows. While shuffles run,
-`frames.numbering` does that for columns of numbers, with equal results.
+In a shuffle on columns, Dask spends a third of a sending task on selecting, casting and hashing
+the columns, with passes over all rows. While shuffles run, `frames.numbering` does this for numeric
+columns, with equal results.
 
-| what | why |
-|---|---|
+| what | why | taken back by |
+|---|---|---|
 | `AssignPartitioningIndex.operation` | numbers the rows of a frame for a shuffle |
+`RowNumbers.uninstall` |
 | `dask.dataframe.shuffle.partitioning_index`, also by its name in `.dask_expr._merge` | numbers the
-rows of a frame for a merge |
+rows of a frame for a merge | `RowNumbers.uninstall` |
 
-Both belong to the process, not to a worker of it: they are replaced when the first of its workers
-asks, and put back when the last has let go (`RowNumbers`). dask.dataframe is not imported for it;
-who shuffles frames has it.
+Both patches are global to the process. The first of its workers that asks installs them, and the
+last one to release them restores Dask's functions. This module never imports dask.dataframe: a
+program that shuffles frames has imported it.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ _MERGE = "dask.dataframe.dask_expr._merge"
 
 
 class _Replaced:
-    """What the process has instead of Dask's functions, and how many workers want it so."""
+    """The patches of this process, and the number of workers that use them."""
 
     def __init__(self) -> None:
-        # Of one thread's as often as it likes: a worker may be found to be gone in the midst of it.
+        # Reentrant: garbage collection may finalize a worker while this thread holds the lock.
         self._lock = threading.RLock()
         self._users = 0
         self._undo: list[Callable[[], None]] = []
         self._agrees: bool | None = None
 
     def acquire(self) -> bool:
-        """Count one more who wants it. False if Dask's stay, which are not counted then."""
+        """Count one more user. Return False, without counting, if Dask's functions stay."""
         with self._lock:
             if not {_NUMBERS, _SHUFFLE, _MERGE} <= sys.modules.keys():
                 return False
             if self._agrees is None:
-                # Here, since pandas takes time to import and not every worker has it by now.
+                # Imported here: pandas takes time to import, and not every worker has it by now.
                 from dask_gpurt.frames.numbering import agrees_with
 
                 self._agrees = agrees_with(sys.modules[_NUMBERS].partitioning_index)
                 if not self._agrees:
-                    logger.info("rows are numbered by Dask: this pandas hashes in another way")
+                    logger.info("Dask numbers the rows: this version of pandas hashes differently")
             if not self._agrees:
                 return False
             self._users += 1
@@ -73,7 +74,7 @@ class _Replaced:
         operation = owner.operation
         owner.operation = staticmethod(_named_like(operation, _operation(operation)))
         self._undo = [functools.partial(setattr, owner, "operation", staticmethod(operation))]
-        # Tasks of a merge come with a function that has its globals pickled, this one by name.
+        # Tasks of a merge carry a function with pickled globals, among them this one by name.
         numbers = sys.modules[_NUMBERS].partitioning_index
         ours = _named_like(numbers, _partitioning_index(numbers))
         for name in (_NUMBERS, _MERGE):
@@ -86,30 +87,31 @@ _replaced = _Replaced()
 
 
 class RowNumbers:
-    """One worker's wish to have rows numbered in blocks.
+    """One worker's request for faster row numbering.
 
-    Until `release` is called, once or more often, or the worker is gone without a word.
+    Holds until `uninstall` is called or the worker is garbage collected. Repeated calls do nothing.
     """
 
     def __init__(self) -> None:
-        self._let_go: weakref.finalize[[], RowNumbers] | None = None
+        self._finalizer: weakref.finalize[[], RowNumbers] | None = None
 
-    def acquire(self) -> None:
-        """Ask for it, if that did not succeed before."""
-        if self._let_go is None and _replaced.acquire():
-            self._let_go = weakref.finalize(self, _replaced.release)
+    def install(self) -> None:
+        """Install the patches, unless an earlier call did."""
+        if self._finalizer is None and _replaced.acquire():
+            self._finalizer = weakref.finalize(self, _replaced.release)
 
-    def release(self) -> None:
-        if self._let_go is not None:
-            self._let_go()
-            self._let_go = None
+    def uninstall(self) -> None:
+        """Withdraw the request."""
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
 
 
 def _named_like(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours under stock's name.
+    """Return our function under the stock function's name.
 
-    Where a graph is made in this process, tasks are pickled by that name, and are stock's for
-    whoever reads them.
+    If this process builds a graph, pickle stores tasks by that name, and readers get stock's
+    function.
     """
     return functools.wraps(stock)(ours)
 
@@ -132,7 +134,7 @@ def _partitioning_index(stock: Callable[..., Any]) -> Callable[..., Any]:
     from dask_gpurt.frames.numbering import columns_hashed, partition_numbers
 
     def partitioning_index(df: Any, npartitions: int, cast_dtype: Any = None) -> Any:
-        # A merge casts its keys before it asks.
+        # A merge casts its keys before it calls this.
         columns = columns_hashed(df) if cast_dtype is None else None
         if columns is None:
             return stock(df, npartitions, cast_dtype)

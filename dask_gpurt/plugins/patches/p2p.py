@@ -1,35 +1,36 @@
-"""Every private name of dask and distributed that this package touches.
-
-The version gate, names that other modules import from here instead of from distributed, and what
-is replaced on live schedulers, workers and clients, each of it reversible. Contract tests in
-`tests/plugins/patches/test_p2p.py` fail when distributed moves any of it.
+"""The version gate of distributed, and the patches of its P2P shuffle.
 
 | what | why | taken back by |
 |---|---|---|
-| `ShuffleSchedulerPlugin._retrieve_spec` | our spec takes the place of the stock one when a run
-is created; the control plane stays distributed's | `SpecSwap.remove` |
-| handler `shuffle_get_or_create` | waits for workers that are just joining, and sends output tasks
-to the owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock
-lets each run once in the wrong place to find out | `SpecSwap.remove` |
-| handler `shuffle_get` | as the one before it, has a shuffle start over whose spec a worker asks
-for that must not have it (`_fail_on_workers`, `_clean_on_scheduler`, `_restart_shuffle`, as when a
-worker left); the task that asked runs again | `SpecSwap.remove` |
-| `P2PBarrierTask.spec` | what will be shuffled, before there is a run | |
-| `dask.array.core.concatenate3` | chunks that are not plain memory are joined as by stock | |
-| handler `shuffle_restrict_task` | sends a task to the owner of its partition although it was sent
-somewhere before; stock would leave it where it is | `SpecSwap.remove` |
-| `Task.func`, `Task.args`, `TaskState.priority` | which partition an output task reads, fused or
-not, and when | |
-| `ShuffleWorkerPlugin.add_partition` | a first look at the data, before a run is asked for
-| `RunLookup.remove` |
-| `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run` | a task finds a run of ours
-that is up without asking the event loop, which may be busy | `RunLookup.remove` |
-| `ShuffleWorkerPlugin.barrier` | what a late barrier says of a run that is over is "again", and no
-error | `RunLookup.remove` |
-| handler `shuffle_inputs_done` | a worker that closes says neither that it delivered what it had
-nor that the shuffle failed | `RunLookup.remove` |
-| `Worker.rpc.available`, `.occupied`, `TCP.stream` | the kernel says what a link carries | |
+| `ShuffleSchedulerPlugin._retrieve_spec` | our spec replaces the stock one when a run is created;
+distributed keeps the control plane | `SpecSwap.uninstall` |
+| handler `shuffle_get_or_create` | waits for joining workers, and restricts output tasks to the
+owners of their partitions before they run (`ShuffleSchedulerPlugin._set_restriction`); stock runs
+each once in the wrong place to find out | `SpecSwap.uninstall` |
+| handler `shuffle_get` | waits likewise, and restarts a shuffle if a worker that must not take part
+asks for its spec (`_fail_on_workers`, `_clean_on_scheduler`, `_restart_shuffle`, as on a loss);
+the task that asked runs again | `SpecSwap.uninstall` |
+| handler `shuffle_restrict_task` | restricts a task to the owner of its partition even if it has a
+restriction from before, which stock would keep | `SpecSwap.uninstall` |
+| `P2PBarrierTask.spec` | describes the shuffle before there is a run | |
+| `dask.array.core.concatenate3` | joins chunks that are not plain memory, as stock does | |
+| `Task.func`, `Task.args`, `TaskState.priority` | tell which partition an output task reads, fused
+or not, and when | |
+| `ShuffleWorkerPlugin.add_partition` | samples the data before a run is requested |
+`RunLookup.uninstall` |
+| `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run`, `_ShuffleRunManager._active_runs`
+| a task finds a live run of ours without asking the event loop, which may be busy |
+`RunLookup.uninstall` |
+| `ShuffleWorkerPlugin.barrier` | a late barrier of a run that is over answers "again" instead of an
+error | `RunLookup.uninstall` |
+| handler `shuffle_inputs_done` | a closing worker reports neither success nor failure |
+`RunLookup.uninstall` |
+| `Worker.rpc.available`, `.occupied`, `TCP.stream` | reach the sockets whose bandwidth the kernel
+reports | |
 | `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
+
+Other modules import distributed's private names from here. Contract tests in
+`tests/plugins/patches/test_p2p.py` fail when distributed changes any of these names.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ from dask_gpurt.transport.rate import TCP_INFO_NBYTES, delivery_rate
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker
-    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin as ShuffleWorkerPlugin
 
 __all__ = [
     "ArrayRechunkSpec",
@@ -101,40 +102,40 @@ __all__ = [
     "unsupported_reason",
 ]
 
-#: Versions of distributed this was tested with: from the first, and below the second.
+#: Tested versions of distributed: from the first, up to but not including the second.
 TESTED = ("2026.7.1", "2026.9.0")
 
 
 def unsupported_reason(version: str | None = None) -> str | None:
-    """Why this distributed cannot be used, or None when it can."""
+    """Return why this version of distributed is not supported, or None if it is."""
     return untested(version or distributed.__version__, TESTED)
 
 
 def lacks_shuffles(scheduler: Scheduler) -> str | None:
-    """Why there are no shuffles on this scheduler to take over, or None where there are."""
+    """Return why this scheduler has no shuffles, or None if it has."""
     if "shuffle" in scheduler.plugins:
         return None
     return "the scheduler was started without distributed's shuffle extension"
 
 
-#: States of a task on the scheduler that is wanted and has no result.
+#: States of a scheduler's task that is wanted and has no result.
 TO_RUN = frozenset({"waiting", "queued", "no-worker", "processing"})
 
 
 class SpecSwap:
-    """Puts another spec in place of the stock one whenever a shuffle run is created.
+    """The patch that replaces the stock spec whenever a scheduler creates a shuffle run.
 
     Parameters
     ----------
     scheduler
         A live scheduler.
     replace
-        Stock spec to the one to use, which may be the same.
+        Maps the stock spec to the one to use, which may be the same.
     ready
-        Awaited before a run is created, or given up.
+        Awaited before a run is created or given up.
     takes_part
-        Whether a worker may be told of a run whose spec is not stock's. If one that must not asks
-        for it, the shuffle starts over.
+        Whether a worker may take part in a run whose spec is not stock's. If one that may not asks
+        for such a run, the shuffle restarts.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class SpecSwap:
 
         async def get(id: ShuffleId, worker: str) -> Any:
             await self._start_over_without(worker, id)
-            return self._mild(stock_get(id=id, worker=worker), worker, id, Reschedule())
+            return self._softened(stock_get(id=id, worker=worker), worker, id, Reschedule())
 
         async def get_or_create(shuffle_id: ShuffleId, worker: str, **kwargs: Any) -> Any:
             await ready()
@@ -170,31 +171,31 @@ class SpecSwap:
             if is_new and shuffle_id in plugin.active_shuffles:
                 self._place_outputs(shuffle_id)
             closed = ShuffleClosedError(f"{shuffle_id} is over, or has yet to begin")
-            return self._mild(answer, worker, shuffle_id, closed)
+            return self._softened(answer, worker, shuffle_id, closed)
 
         def restrict_task(key: Any, worker: str, **kwargs: Any) -> Any:
-            # Output tasks are placed before they run. Somebody may have restricted one to another
-            # worker since, and stock, which never places a task twice, would leave it there to ask
-            # for its owner for ever.
+            # Output tasks are restricted before they run. If the user has restricted one to another
+            # worker since, stock would leave it there to ask for its owner for ever: stock never
+            # restricts a task twice.
             task = scheduler.tasks.get(key)
             if task is not None and task.annotations and task.worker_restrictions != {worker}:
                 task.annotations.pop("shuffle_original_restrictions", None)
             return self._stock_restrict(key=key, worker=worker, **kwargs)
 
-        # On the instance, so that taking it back is deleting it.
+        # Patch the instance, so that deleting the attribute restores stock.
         self._plugin._retrieve_spec = retrieve_spec  # type: ignore[method-assign]
         scheduler.handlers["shuffle_get"] = get
         scheduler.handlers["shuffle_get_or_create"] = get_or_create
         scheduler.handlers["shuffle_restrict_task"] = restrict_task
 
     async def _start_over_without(self, worker: str, shuffle_id: ShuffleId) -> None:
-        """Give a run up that a worker would have to know of, and must not.
+        """Give up a run that a worker would need but must not join.
 
-        To keep its tasks from that worker would not do: it may be the only one that is left.
+        Keeping the run's tasks from that worker would not help: it may be the only one left.
         """
         if self._refused(worker, shuffle_id) is None:
             return
-        # It may be just joining.
+        # The worker may be just joining.
         await self._ready()
         run = self._refused(worker, shuffle_id)
         if run is not None:
@@ -204,18 +205,18 @@ class SpecSwap:
             self._plugin._restart_shuffle(shuffle_id, self._scheduler, stimulus_id=stimulus_id)
 
     def _refused(self, worker: str, shuffle_id: ShuffleId) -> Any:
-        """The run of a shuffle, if a worker must not know of it."""
+        """Return the run of a shuffle if a worker must not join it, else None."""
         run = self._plugin.active_shuffles.get(shuffle_id)
         if run is None or worker not in self._scheduler.workers or self._takes_part(worker):
             return None
         is_stock_s = run.run_spec.spec is stock_spec(self._scheduler, shuffle_id)
         return None if is_stock_s else run
 
-    def _mild(self, answer: Any, worker: str, shuffle_id: ShuffleId, error: Exception) -> Any:
-        """What stock answers, but that a task on a worker without us is to run again, not to fail.
+    def _softened(self, answer: Any, worker: str, shuffle_id: ShuffleId, error: Exception) -> Any:
+        """Return stock's answer; for workers without the runtime, turn errors into "run again".
 
-        A task that asks for a run that is given up may come back to the same worker before it has
-        the answer, which is then taken for that of the next attempt.
+        A task that asked for a given-up run may return to the same worker before the answer
+        arrives. The worker then takes that answer for the next attempt's.
         """
         is_known = barrier_key(shuffle_id) in self._scheduler.tasks
         if answer["status"] == "OK" or not is_known or self._takes_part(worker):
@@ -230,12 +231,12 @@ class SpecSwap:
             owners = {run_spec.worker_for.get(partition) for partition in partitions}
             owner = owners.pop() if len(owners) == 1 else None
             stated = task.worker_restrictions
-            # Where somebody wants it elsewhere, it runs there first, as in stock.
+            # A task that the user wants elsewhere runs there first, as in stock.
             if owner is not None and (not stated or owner in stated or task.loose_restrictions):
                 self._plugin._set_restriction(task, owner)
 
-    def remove(self) -> None:
-        """Give the stock method and handlers back."""
+    def uninstall(self) -> None:
+        """Restore the stock method and handlers."""
         vars(self._plugin).pop("_retrieve_spec", None)
         self._scheduler.handlers["shuffle_get"] = self._stock_get
         self._scheduler.handlers["shuffle_get_or_create"] = self._stock_handler
@@ -243,22 +244,22 @@ class SpecSwap:
 
 
 def active_shuffles(scheduler: Scheduler) -> Collection[str]:
-    """Ids of the shuffles that have a run."""
+    """Return the ids of the shuffles that have a run."""
     plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
     return plugin.active_shuffles.keys()
 
 
 def stock_spec(scheduler: Scheduler, shuffle_id: Any) -> ShuffleSpec[Any] | None:
-    """Spec of a shuffle as its graph has it, None if there is no such shuffle."""
+    """Return the spec of a shuffle as its graph has it, None if there is no such shuffle."""
     barrier = scheduler.tasks.get(barrier_key(shuffle_id))
     return getattr(barrier.run_spec, "spec", None) if barrier is not None else None
 
 
 def read_order(scheduler: Scheduler, shuffle_id: ShuffleId) -> list[Any]:
-    """Output partitions of a shuffle in the order in which workers will read them.
+    """Return the output partitions of a shuffle in the order in which workers will read them.
 
-    Each as often as there are tasks that read it and have yet to run: graphs that have a shuffle in
-    common, as those of two computations over one collection do, each read it with tasks of theirs.
+    A partition appears once for every task that reads it and has yet to run. Several graphs, as
+    those of two computations over one collection, may read one shuffle with tasks of their own.
     """
     barrier = scheduler.tasks.get(barrier_key(shuffle_id))
     readers = [task for task in barrier.dependents if task.state in TO_RUN] if barrier else []
@@ -269,7 +270,7 @@ def read_order(scheduler: Scheduler, shuffle_id: ShuffleId) -> list[Any]:
 
 
 def partitions_read(task: Any, shuffle_id: ShuffleId) -> set[Any]:
-    """Output partitions of a shuffle that a task reads, itself or in a task fused into it."""
+    """Return the output partitions that a task reads, itself or in a task fused into it."""
     found: set[Any] = set()
     stack = [task]
     while stack:
@@ -287,15 +288,17 @@ def partitions_read(task: Any, shuffle_id: ShuffleId) -> set[Any]:
 
 
 def join_arrays(nested: Any) -> Any:
-    """One array of nested lists of arrays of any kind, as stock's rechunk makes it."""
-    # Here, since most that import this module never see an array.
+    """Return one array made of nested lists of arrays of any kind, as stock's rechunk does."""
+    # Imported here: most processes that import this module never see an array.
     from dask.array.core import concatenate3
 
     return concatenate3(nested)
 
 
 class RunLookup:
-    """Lets task threads find a live run themselves; for anything else they ask the loop, as stock.
+    """The patch that lets task threads find a live run without the event loop.
+
+    For any other run they ask the loop, as in stock.
 
     Parameters
     ----------
@@ -303,16 +306,16 @@ class RunLookup:
         A live worker.
     is_ours
         Whether a run may be found this way.
-    at_first_sight
+    on_first_partition
         Called with the id of a shuffle that has no run here yet, and the input partition that is
-        about to ask for one.
+        about to request one.
     """
 
     def __init__(
         self,
         worker: Worker,
         is_ours: Callable[[Any], bool],
-        at_first_sight: Callable[[ShuffleId, Any], None],
+        on_first_partition: Callable[[ShuffleId, Any], None],
     ) -> None:
         self._plugin: ShuffleWorkerPlugin = worker.plugins["shuffle"]  # type: ignore[assignment]
         plugin, kind = self._plugin, type(self._plugin)
@@ -335,15 +338,15 @@ class RunLookup:
 
         def add_partition(data: Any, partition_id: Any, id: ShuffleId, **kwargs: Any) -> int:
             if plugin.shuffle_runs._active_runs.get(id) is None:
-                at_first_sight(id, data)
+                on_first_partition(id, data)
             return kind.add_partition(plugin, data, partition_id, id, **kwargs)
 
         def barrier(shuffle_id: ShuffleId, run_ids: Sequence[int]) -> int:
             try:
                 return kind.barrier(plugin, shuffle_id, run_ids)
             except P2PConsistencyError as error:
-                # The run is over, or a newer one is there. Whoever waits for this task, if anybody
-                # still does, waits for a run that it knows nothing of.
+                # The run is over, or there is a newer one. A task that still waits for this barrier
+                # waits for a run that this worker does not know.
                 raise Reschedule() from error
 
         stock_inputs_done = worker.handlers["shuffle_inputs_done"]
@@ -353,8 +356,8 @@ class RunLookup:
                 await stock_inputs_done(shuffle_id=shuffle_id, run_id=run_id)
             except ShuffleClosedError:
                 if worker.status == Status.closing:
-                    # It is about to leave, upon which the shuffle starts over. An answer before
-                    # that would be the end of the computation.
+                    # The worker is about to leave, which restarts the shuffle. An answer before
+                    # that would end the computation.
                     await worker.finished()
                 raise
 
@@ -365,8 +368,8 @@ class RunLookup:
         plugin.get_or_create_shuffle = get_or_create_shuffle  # type: ignore[method-assign]
         plugin.get_shuffle_run = get_shuffle_run  # type: ignore[method-assign]
 
-    def remove(self) -> None:
-        """Give the stock methods back."""
+    def uninstall(self) -> None:
+        """Restore the stock methods."""
         for name in ("add_partition", "barrier", "get_or_create_shuffle", "get_shuffle_run"):
             vars(self._plugin).pop(name, None)
         if self._worker.status != Status.closing:
@@ -374,22 +377,22 @@ class RunLookup:
 
 
 def event_loop(worker: Worker) -> asyncio.AbstractEventLoop:
-    """The asyncio loop that a worker runs on."""
+    """Return the asyncio loop that a worker runs on."""
     loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
     return loop
 
 
 def requires_encryption(worker: Worker) -> bool:
-    """Whether this worker's connections are, or have to be, encrypted."""
+    """Return whether this worker's connections are, or must be, encrypted."""
     return worker.address.startswith(("tls://", "wss://")) or bool(
         worker.security.require_encryption
     )
 
 
 def delivered(worker: Worker, address: str) -> int | None:
-    """Bytes a second that the kernel saw delivered on connections to a peer, at the best.
+    """Return the highest delivery rate, in bytes a second, of the connections to a peer.
 
-    None where it does not say: no TCP, another system, nothing sent yet.
+    Return None if the kernel reports none: no TCP, another system, or nothing sent yet.
     """
     pool = worker.rpc
     rates = [0]
@@ -412,5 +415,5 @@ def refuse_work(client: Client, error: Exception) -> None:
 
 
 def allow_work(client: Client) -> None:
-    """Take `refuse_work` back."""
+    """Undo `refuse_work`."""
     vars(client).pop("_graph_to_futures", None)

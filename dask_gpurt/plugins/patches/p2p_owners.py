@@ -1,25 +1,27 @@
-"""Which workers may own output partitions, and how their tasks are kept there.
+"""Selection of workers for output partitions, and restriction of output tasks to them.
 
-Stock gives outputs to every worker that the restrictions of a barrier name, whether it is there or
-not. The barrier of such a shuffle waits for a worker that is absent, and so do the tasks behind it.
-Stock also adds the owner of an output to the hosts that its task is restricted to. The task then
-may run on any worker of those hosts, and asks for its owner again and again. Here:
+Stock Dask assigns outputs to every worker that the restrictions of a barrier name, present or not.
+The barrier of such a shuffle, and the tasks behind it, then wait for an absent worker. Stock Dask
+also adds the owner of an output to the hosts that its task is restricted to. The task may then run
+on any worker of those hosts, and asks for its owner again and again. Here:
 
-- Outputs go to workers that are there and that the restrictions on addresses, hosts and resources
-  allow. Where there is none, they go to any worker: a loose restriction allows that, and with a
-  strict one the barrier waits anyway.
-- The restriction to hosts rests for as long as a task is restricted to the owner of its output.
-
-Contract tests in `tests/plugins/patches/test_p2p_owners.py` fail when distributed moves any of it.
+- Only present workers own outputs, as far as the restrictions on addresses, hosts and resources
+  allow. If they allow no present worker, any worker may own outputs: a loose restriction permits
+  that, and under a strict one the barrier waits anyway.
+- A task's restriction to hosts is suspended while the task is restricted to the owner of its
+  output.
 
 | what | why | taken back by |
 |---|---|---|
-| `ShuffleSchedulerPlugin._calculate_worker_for` | reads the restrictions of the barrier, see above
-| `OutputOwners.remove` |
-| `ShuffleSchedulerPlugin._set_restriction`, `._unset_restriction` | send a task to an owner, and
-take that back | `OutputOwners.remove` |
-| `Scheduler.host_info`, `.resources`, `.coerce_hostname`, `TaskState.host_restrictions` | what a
-restriction means | |
+| `ShuffleSchedulerPlugin._calculate_worker_for` | assigns outputs to workers that a barrier names
+| `OutputOwners.uninstall` |
+| `ShuffleSchedulerPlugin._set_restriction`, `._unset_restriction` | restrict a task to an owner,
+and undo that | `OutputOwners.uninstall` |
+| `Scheduler.host_info`, `.resources`, `.coerce_hostname`, `TaskState.host_restrictions` | the
+meaning of a restriction | |
+
+Contract tests in `tests/plugins/patches/test_p2p_owners.py` fail when distributed changes any of
+these names.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState
 
-#: Annotation of a task whose restriction to hosts rests; stock keeps that to addresses likewise.
+#: Annotation with a task's suspended restriction to hosts, like stock's one for addresses.
 _HOSTS = "gpurt_original_host_restrictions"
 
 
 class OutputOwners:
-    """Has the shuffles of one scheduler give out their outputs as above, until `remove`."""
+    """The patch that assigns the outputs of a scheduler's shuffles as above, until `uninstall`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         plugin: Any = scheduler.plugins["shuffle"]
@@ -52,7 +54,7 @@ class OutputOwners:
         def calculate_worker_for(spec: Any) -> dict[Any, str]:
             barrier = scheduler.tasks[barrier_key(spec.id)]
             stated = barrier.worker_restrictions
-            # Nothing else runs meanwhile: stock reads this, and is not interrupted.
+            # Safe: stock reads this synchronously, and no other code runs meanwhile.
             barrier.worker_restrictions = allowed(scheduler, barrier)
             try:
                 found: dict[Any, str] = owners_of(spec)
@@ -76,13 +78,13 @@ class OutputOwners:
             "_set_restriction": set_restriction,
             "_unset_restriction": unset_restriction,
         }
-        # On the instance, where something may be already.
+        # Patch the instance, which another patch may have changed already.
         self._before = {name: vars(plugin).get(name) for name in self._ours}
         for name, ours in self._ours.items():
             setattr(plugin, name, ours)
 
-    def remove(self) -> None:
-        """Give the stock methods back."""
+    def uninstall(self) -> None:
+        """Restore the stock methods."""
         for name, ours in self._ours.items():
             if vars(self._plugin).get(name) is not ours:
                 continue
@@ -93,10 +95,10 @@ class OutputOwners:
 
 
 def allowed(scheduler: Scheduler, task: TaskState) -> set[str] | None:
-    """Addresses of the workers that a task's restrictions allow, of those that are there.
+    """Return the addresses of the present workers that a task's restrictions allow.
 
-    None where there are no restrictions, or no such worker. Workers that are paused count: they
-    will go on.
+    Return None if there are no restrictions, or no such worker. Paused workers count, because they
+    will resume.
     """
     found: set[str] | None = None
     if task.worker_restrictions or task.host_restrictions:

@@ -1,27 +1,29 @@
-"""How shuffles start over, and what distributed has for that; the rest is in `plugins.patches.p2p`.
+"""Restarts of shuffles: which tasks run again, and when.
 
-A shuffle starts over when a worker that took part leaves, when its inputs were not all of one run,
-or when an output is wanted that was let go of. Stock releases all tasks of that shuffle, so that
-they run again in a new run. Four things are different here:
+A shuffle restarts when a worker that took part leaves, when its inputs came from several runs, or
+when a task asks for a released output. Stock Dask releases all tasks of that shuffle, so that they
+run again in a new run. This patch differs in four ways:
 
-- A task that failed for good is left as it is. Stock would not start over for its sake, and whoever
+- A task that failed for good stays failed. Stock would not restart because of it, and a task that
   waits for another output of the shuffle would ask for ever.
-- Shuffles whose outputs go into the same tasks, the two sides of a join, start over together. The
-  tasks read both again, and what one side has let go of since, it would ask for in turn.
-- A barrier that asks to run again has its run kept, or a new one made where there is none.
-- Where an output is wanted again, tasks that are still to run get all they are made of from the new
-  run. Inputs may not be the same twice (random numbers, a clock): half of one run and half of the
-  other would be a result that no run has. Stock has its outputs until the end of a run and need not
-  start over here. Where it has to, because a worker left, what is made already is kept as there.
-
-Contract tests in `tests/plugins/patches/test_p2p_restart.py` fail when distributed moves any of it.
+- Shuffles whose outputs go into the same tasks (the two sides of a join) restart together. The
+  tasks read both sides again, and would otherwise ask the other side for released outputs.
+- A barrier that asks to run again keeps its run, or gets a new one if there is none.
+- When a released output is wanted again, tasks that have yet to run get all their inputs from the
+  new run. Inputs may differ between runs (random numbers, a clock), and a mix of two runs would be
+  a result of neither. Stock Dask keeps outputs until the end of a run and need not restart here.
+  Where stock restarts too, because a worker left, existing results are kept as stock does.
 
 | what | why | taken back by |
 |---|---|---|
-| `ShuffleSchedulerPlugin._restart_recommendations` | which tasks are released, see above
-| `Restarts.remove` |
-| stream handler `reschedule` | stock takes a barrier that runs again for the end of its run
-| `Restarts.remove` |
+| `ShuffleSchedulerPlugin._restart_recommendations` | selects the tasks that a restart releases |
+`Restarts.uninstall` |
+| `ShuffleSchedulerPlugin._restart_shuffle` | starts a new run for a barrier without one | |
+| stream handler `reschedule` | stock ends the run of a barrier that runs again |
+`Restarts.uninstall` |
+
+Contract tests in `tests/plugins/patches/test_p2p_restart.py` fail when distributed changes any of
+these names.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Restarts:
-    """Has the shuffles of one scheduler start over as above, until `remove`."""
+    """The patch that restarts a scheduler's shuffles as above, until `uninstall`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -55,24 +57,24 @@ class Restarts:
             else:
                 stock(key=key, worker=worker, stimulus_id=stimulus_id, **kwargs)
 
-        # On the instance, so that taking it back is deleting it.
+        # Patch the instance, so that deleting the attribute restores stock.
         self._plugin._restart_recommendations = self._released_by  # type: ignore[method-assign]
         scheduler.stream_handlers["reschedule"] = reschedule
 
     def _released_by(self, id: ShuffleId) -> dict[Any, Any]:
-        """What is released so that a shuffle starts over: in place of stock's of another name."""
+        """Return the transitions that restart a shuffle, in place of stock's method."""
         barriers = self._joined_with(self._scheduler.tasks[barrier_key(id)])
-        # With a worker that leaves, the run has ended before this is asked.
+        # If a worker left, distributed has ended the run before it calls this.
         is_wanted_again = id in self._plugin.active_shuffles
-        anew: set[Any] = set()
+        rerun: set[Any] = set()
         while is_wanted_again:
-            anew = made_anew(barriers)
-            # Tasks between two shuffles: what the second has of the first run must not stay either.
-            further = [task for task in anew if self._is_active(task) and task not in barriers]
+            rerun = tasks_to_rerun(barriers)
+            # Tasks between two shuffles: the second must not keep results of the first's old run.
+            further = [task for task in rerun if self._is_active(task) and task not in barriers]
             if not further:
                 break
             barriers = [*barriers, *(b for b in self._joined_with(*further) if b not in barriers)]
-        released = {task.key: "released" for task in anew if task.state == "memory"}
+        released = {task.key: "released" for task in rerun if task.state == "memory"}
         for barrier in barriers:
             if barrier.state != "erred":
                 tasks = [*barrier.dependents, barrier, *barrier.dependencies]
@@ -80,11 +82,11 @@ class Restarts:
         return released
 
     def _is_active(self, task: Any) -> bool:
-        """Whether it is the barrier of a shuffle that has a run."""
+        """Return whether a task is the barrier of a shuffle that has a run."""
         return id_from_key(task.key) in self._plugin.active_shuffles
 
     def _joined_with(self, *barriers: Any) -> list[Any]:
-        """Barriers, and those of active shuffles whose outputs go into tasks with their own."""
+        """Return these barriers, and those of active shuffles with outputs in the same tasks."""
         found = {barrier.key: barrier for barrier in barriers}
         left = [*barriers]
         while left:
@@ -96,10 +98,10 @@ class Restarts:
         return list(found.values())
 
     def _run_barrier_again(self, shuffle_id: ShuffleId, barrier: Any, stimulus_id: str) -> None:
-        # A barrier says so when its run is over. A worker that was told to run the next one's
-        # while that thread was still busy takes this for the next one's word, and so would stock,
-        # for which a barrier that is released ends the run. That one is not over: tasks have put
-        # all their shards into it, and none would do so again.
+        # A barrier asks to run again when its run is over. Suppose a worker was told to run the
+        # next run's barrier while the old thread was still busy. It takes the old answer for the
+        # new barrier's, and so would stock, which ends the run of a released barrier. That run is
+        # not over: tasks have sent all their shards to it, and none would send them again.
         active = self._plugin.active_shuffles
         run = active.pop(shuffle_id, None)
         if run is None:
@@ -108,17 +110,17 @@ class Restarts:
             self._scheduler.transitions({barrier.key: "released"}, stimulus_id=stimulus_id)
             active[shuffle_id] = run
 
-    def remove(self) -> None:
-        """Give the stock method and handler back."""
+    def uninstall(self) -> None:
+        """Restore the stock method and handler."""
         vars(self._plugin).pop("_restart_recommendations", None)
         self._scheduler.stream_handlers["reschedule"] = self._stock_reschedule
 
 
-def made_anew(barriers: Collection[Any]) -> set[Any]:
-    """Tasks to be made of what these shuffles put out when they have started over.
+def tasks_to_rerun(barriers: Collection[Any]) -> set[Any]:
+    """Return the tasks to compute from the outputs of these shuffles after a restart.
 
-    Those that are still to run, and for their sake what is made of outputs already and goes into
-    them. What nobody waits for is not among them: it is whole, of the run that is over.
+    These are the tasks that have yet to run, and existing results of outputs that they depend on.
+    Existing results that no such task needs stay: they are complete, from the run that is over.
     """
     outputs = {task for barrier in barriers for task in barrier.dependents}
     beyond: set[Any] = set()
@@ -129,14 +131,14 @@ def made_anew(barriers: Collection[Any]) -> set[Any]:
         if task not in beyond and task not in outputs:
             beyond.add(task)
             left += task.dependents
-    anew: set[Any] = set()
+    rerun: set[Any] = set()
     while to_run:
         task = to_run.pop()
-        if task in beyond and task not in anew:
-            anew.add(task)
+        if task in beyond and task not in rerun:
+            rerun.add(task)
             to_run += task.dependencies
             to_run += [one for one in task.dependents if one.state in TO_RUN]
-    return anew
+    return rerun
 
 
 def _is_awaited_from(task: Any, worker: str) -> bool:

@@ -1,17 +1,19 @@
-"""Shows Prometheus what a worker's shuffles did: bytes, how many things they were, and seconds.
+"""Prometheus metrics of a worker's shuffles: bytes, counts and seconds.
 
-Stock counts them among its fine performance metrics, and shows Prometheus none of those but the
-ones of its spill buffer. Shuffles are shown here as that is: a family for each unit, with a label
-for the activity, of the sums that the worker has since it started. Runs on stock's data plane are
-among them, since they are told under the same names.
+Stock Dask counts them among its fine performance metrics, of which it exports only those of its
+spill buffer. This module exports those of shuffles in the same manner: one family for each unit,
+with a label for the activity, summed since the worker started. Runs on stock's data plane are
+included, because they report under the same names.
 
-| what | why |
-|---|---|
-| `distributed.http.prometheus.PrometheusCollector` | begins the names of families as stock's do |
-| `Server.digests_total` | the sums |
+| what | why | taken back by |
+|---|---|---|
+| `distributed.http.prometheus.PrometheusCollector` | builds family names as stock's do |
+`ShownShuffles.uninstall` |
+| `Server.digests_total` | holds the sums | |
 
-What is shown belongs to the process, as stock's registry does. It is shown from the first of its
-workers that asks until the last has let go (`ShownShuffles.end`), all of them together.
+The collector is global to the process, as stock's registry is. It covers all workers of the process
+that asked for it. The first one registers it, and the last one to call `ShownShuffles.uninstall`
+removes it.
 """
 
 from __future__ import annotations
@@ -30,16 +32,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
-#: Unit of a fine performance metric to the end of its family's name, and what it is.
+#: Unit of a fine performance metric to the suffix of its family's name, and its help text.
 FAMILIES: dict[str, tuple[str, str]] = {
-    "bytes": ("shuffle_bytes", "Bytes that shuffles handled, by what was done with them"),
-    "count": ("shuffle_count", "How often it was done"),
-    "seconds": ("shuffle_time_seconds", "How long it took, over all threads and the event loop"),
+    "bytes": ("shuffle_bytes", "Bytes that shuffles handled, by activity"),
+    "count": ("shuffle_count", "Number of operations of shuffles, by activity"),
+    "seconds": (
+        "shuffle_time_seconds",
+        "Seconds over all threads and the event loop, by activity",
+    ),
 }
 
 
 class _Collector(PrometheusCollector):
-    """Of all workers of the process that want their shuffles shown."""
+    """A collector for all workers of the process that export their shuffles."""
 
     def __init__(self, workers: WeakSet[Worker]) -> None:
         super().__init__(None)  # type: ignore[no-untyped-call]
@@ -52,13 +57,13 @@ class _Collector(PrometheusCollector):
         sums: dict[str, defaultdict[tuple[str, str], float]] = {
             unit: defaultdict(float) for unit in FAMILIES
         }
-        with _lock:  # workers come and go while another thread asks
+        with _lock:  # workers come and go in other threads
             workers = tuple(self._workers)
         for worker in workers:
-            # A copy, made at once: tasks go on in other threads, and tell of what they do.
+            # Copy at once: tasks in other threads keep adding to it.
             for name, value in dict(worker.digests_total).items():
                 if isinstance(name, tuple) and name[0] == "p2p":
-                    # Of which span it was would be a series for every computation.
+                    # Drop the span: it would add one time series for every computation.
                     _, _, where, *label, unit = name
                     if unit in sums:
                         sums[unit][where, "-".join(map(str, label))] += value
@@ -73,16 +78,16 @@ class _Collector(PrometheusCollector):
             yield family
 
 
-#: Of one thread's as often as it likes: to register a collector is to ask it.
+#: Reentrant: registering a collector collects from it.
 _lock = threading.RLock()
 _workers: WeakSet[Worker] = WeakSet()
 _collector: _Collector | None = None
 
 
 class ShownShuffles:
-    """One worker's wish that its shuffles are in Prometheus; nothing where that is not installed.
+    """One worker's request to export its shuffles; does nothing without `prometheus_client`.
 
-    Until `end` is called, once or more often, or the worker is gone.
+    Holds until `uninstall` is called or the worker is garbage collected. Repeated calls do nothing.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -93,8 +98,8 @@ class ShownShuffles:
             if _collector is None:
                 _collector = _registered()
 
-    def end(self) -> None:
-        """Leave Prometheus as stock has it."""
+    def uninstall(self) -> None:
+        """Stop exporting this worker's shuffles."""
         global _collector
         with _lock:
             _workers.discard(self._worker)
@@ -114,6 +119,6 @@ def _registered() -> _Collector | None:
     try:
         REGISTRY.register(found)
     except ValueError as error:
-        logger.info("shuffles are not shown to Prometheus: %s", error)
+        logger.info("cannot export shuffle metrics to Prometheus: %s", error)
         return None
     return found

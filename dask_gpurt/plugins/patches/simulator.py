@@ -1,18 +1,19 @@
-"""Every private name of dask and distributed that a simulation touches, besides `patches.p2p`.
+"""A scheduler and worker state machines without a network, in virtual time.
 
 | what | why | taken back by |
 |---|---|---|
-| `time`, `monotonic` of distributed's modules | show virtual time to what runs in a virtual loop,
-and the real one to everything else in the process | `virtual_time` |
-| `worker_state_machine.TaskState` | its hash is its address in memory, so that the order of
-sets differs from run to run; here it is the key's | `virtual_time` |
-| `dask._task_spec.Task`, `TaskRef` | tasks that say what they need and do nothing | |
-| `WorkerState`, events and instructions | the worker's decisions, without a worker | |
-| `Scheduler.start_http_server`, `.handle_worker` | overridden: no sockets, and a channel of ours
+| `time`, `monotonic` of distributed's modules | show virtual time to code in a virtual loop, and
+real time to everything else in the process | `virtual_time` |
+| `worker_state_machine.TaskState` | stock hashes by memory address, so the order of sets differs
+between runs; here the key is hashed | `virtual_time` |
+| `asyncio._get_running_loop` | finds the current loop without an error if there is none | |
+| `dask._task_spec.Task`, `TaskRef` | tasks that have dependencies and do nothing | |
+| `WorkerState`, events and instructions | a worker's decisions, without a worker | |
+| `Scheduler.start_http_server`, `.handle_worker` | overridden: no sockets, and a simulated channel
 to each worker | |
-| `Scheduler.stream_comms`, `.client_comms`, `.stream_handlers` | messages either way | |
-| `Scheduler._updated_sys_path` | a scheduler that is not closed leaves its folder there
-| `SimulatedScheduler.stop_simulated` |
+| `Scheduler.stream_comms`, `.client_comms`, `.stream_handlers` | messages in both directions | |
+| `Scheduler._updated_sys_path` | a scheduler that is not closed leaves its folder in `sys.path` |
+`SimulatedScheduler.stop_simulated` |
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ __all__ = [
     "virtual_time",
 ]
 
-#: Messages from the scheduler that are events of a worker's state machine, as they are.
+#: Messages from the scheduler that map to events of a worker's state machine.
 EVENTS: Mapping[str, type[StateMachineEvent]] = {
     "acquire-replicas": AcquireReplicasEvent,
     "cancel-compute": CancelComputeEvent,
@@ -91,7 +92,7 @@ EVENTS: Mapping[str, type[StateMachineEvent]] = {
     "steal-request": StealRequestEvent,
 }
 
-#: Modules of distributed that read a clock of their own, and what they call it.
+#: Modules of distributed that read a clock of their own, and the names they use for it.
 CLOCKS = {
     "distributed.active_memory_manager": ("time",),
     "distributed.broker": ("time",),
@@ -104,8 +105,8 @@ CLOCKS = {
     "distributed.worker_state_machine": ("time", "monotonic"),
 }
 
-#: What tells of each worker that joins or dies. Nobody wants to read that a thousand times, and
-#: nobody has lost anything.
+#: Loggers that report each worker that joins or dies. In a simulation there are thousands of these
+#: lines, and nothing is lost.
 TALKATIVE = (
     "distributed.core",
     "distributed.http.proxy",
@@ -117,7 +118,7 @@ _RUNNING = threading.Lock()
 
 
 class _OrderedTaskState(TaskState):
-    """A worker's task, with a hash that is the same in every process."""
+    """A worker's task with a hash that is the same in every process."""
 
     __slots__ = ("_hash",)
     _hash: int
@@ -149,17 +150,17 @@ def _clock(real: Callable[[], float]) -> Callable[[], float]:
 
 @contextlib.contextmanager
 def virtual_time() -> Iterator[None]:
-    """Let distributed see virtual time wherever a virtual loop runs.
+    """Let distributed read virtual time wherever a virtual loop runs.
 
-    Other threads, and whatever else of distributed runs in this process, see the real one.
+    Other threads, and other parts of distributed in this process, read real time.
 
     Raises
     ------
     SimulationError
-        If a simulation runs in this process already: what is replaced could not be put back.
+        A simulation runs in this process already: its patches could not be restored.
     """
     if not _RUNNING.acquire(blocking=False):
-        raise SimulationError("one simulation at a time in a process")
+        raise SimulationError("a process runs one simulation at a time")
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, value: Any) -> None:
@@ -184,7 +185,7 @@ def virtual_time() -> Iterator[None]:
 
 
 class Channel(Protocol):
-    """What distributed does with its end of a connection."""
+    """The scheduler's end of a connection, as far as distributed uses it."""
 
     def send(self, *messages: dict[str, Any]) -> None:
         """Send messages, in this order."""
@@ -192,12 +193,12 @@ class Channel(Protocol):
 
 
 class SimulatedScheduler(Scheduler):
-    """distributed's scheduler, off the network.
+    """A distributed scheduler without a network.
 
     Parameters
     ----------
     channels
-        Makes the scheduler's end of the connection to a worker that joins, of its address.
+        Makes the scheduler's end of the connection to a joining worker, given its address.
     """
 
     def __init__(self, channels: Callable[[str], Channel], **options: Any) -> None:
@@ -209,26 +210,26 @@ class SimulatedScheduler(Scheduler):
         """Serve nothing."""
 
     async def handle_worker(self, comm: Any, worker: str) -> None:
-        """Take a channel for what `add_worker` opened, and pass on what waits in it."""
+        """Replace the stream that `add_worker` opened with a channel, and forward its buffer."""
         opened = self.stream_comms[worker]
         channel = self._channels(worker)
         self.stream_comms[worker] = channel  # type: ignore[assignment]
         channel.send(*opened.buffer)
 
     async def start_plugins(self) -> None:
-        """Start what a scheduler on the network starts, but for what watches the network."""
+        """Start the same plugins as a scheduler on the network, without its network monitoring."""
         for plugin in list(self.plugins.values()):
             await plugin.start(self)
 
     def coerce_address(self, addr: Any, resolve: bool = True) -> str:
-        """Look up names of workers, and never names of hosts."""
+        """Resolve worker names, but never host names."""
         return super().coerce_address(addr, resolve=False)
 
     async def take_graph(self, message: dict[str, Any], client: str, channel: Channel) -> None:
-        """Take in the graph of a client, which hears of it through the channel."""
+        """Submit a client's graph; answers go through the channel."""
         self.client_comms[client] = channel  # type: ignore[assignment]
         handler = self.stream_handlers[message.pop("op")]
-        # Checking a graph refuses keys whose type is not exactly `str`.
+        # Stock's validation refuses keys whose type is not exactly `str`.
         validate, self.validate = self.validate, False
         await handler(client=client, **message)
         self.validate = validate
@@ -238,7 +239,7 @@ class SimulatedScheduler(Scheduler):
         self.stream_handlers[message.pop("op")](worker=worker, **message)
 
     def stop_simulated(self) -> None:
-        """Stop what happens by the clock, and let go of what was started."""
+        """Stop periodic callbacks and free resources."""
         for callback in self.periodic_callbacks.values():
             callback.stop()
         self.monitor.close()
@@ -248,7 +249,7 @@ class SimulatedScheduler(Scheduler):
 
 
 class _Graph:
-    """The tasks of a workload, as the expression that a client would send."""
+    """The tasks of a workload, as the expression that a client sends."""
 
     def __init__(self, rows: list[tuple[StableStr, tuple[int, ...], bool]]) -> None:
         self._rows = rows
@@ -270,11 +271,11 @@ class _Graph:
 
 
 def nothing(*inputs: object) -> None:
-    """What a modelled task would do if somebody ran it."""
+    """Do nothing; the function of every modelled task."""
 
 
 def graph_message(workload: Workload, wanted: Sequence[StableStr]) -> dict[str, Any]:
-    """The message with which a client hands in a workload."""
+    """Return the message with which a client submits a workload."""
     graph = _Graph([(task.key, task.dependencies, task.produces_data) for task in workload.tasks])
     return {
         "op": "update-graph",

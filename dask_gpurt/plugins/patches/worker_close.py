@@ -1,12 +1,11 @@
-"""Private names of distributed that the end of a worker needs.
-
-Contract tests are in `tests/plugins/patches/test_worker_close.py`.
+"""A close of the worker that completes even if it is cancelled.
 
 | what | why | taken back by |
 |---|---|---|
-| `Worker.close`, handler `terminate`, stream handler `close` | a close that is cancelled half way
-never sets the event that every other caller waits for, and the process lives on | `WholeClose.end`
-|
+| `Worker.close`, handler `terminate`, stream handler `close` | a close cancelled half way never
+sets the event that all other callers wait for, and the process lives on | `WholeClose.uninstall` |
+
+Contract tests are in `tests/plugins/patches/test_worker_close.py`.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class WholeClose:
-    """A worker that begins to close does close, although the task that closes it is cancelled.
+    """The patch that completes a worker's close after a cancellation of the closing task.
 
-    `dask worker --no-nanny` cancels all tasks when it gets a signal. A worker whose scheduler told
-    it to close at that moment is closed by one of them. Stock's `close` stops there, and the next
-    caller waits for the first one for ever.
+    `dask worker --no-nanny` cancels all tasks on a signal. One of them may be closing the worker at
+    that moment, on the scheduler's request. Stock's `close` stops there, and the next caller waits
+    for the first one for ever.
 
     Parameters
     ----------
-    let_go
-        Closes the rest of the runtime then. It may be called twice.
+    close_rest
+        Closes the rest of the runtime in that case. May be called twice.
     """
 
-    def __init__(self, worker: Worker, let_go: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, worker: Worker, close_rest: Callable[[], Awaitable[None]]) -> None:
         self._worker = worker
         self._stock = stock = worker.close
 
@@ -46,20 +45,20 @@ class WholeClose:
                 return await stock(*args, **kwargs)
             except asyncio.CancelledError:
                 if is_first and worker.status == Status.closing:
-                    await let_go()
+                    await close_rest()
                     await _end(worker)
                 raise
 
         self._close = close
         self._replace(stock, close)
 
-    def end(self) -> None:
-        """Leave the worker as stock has it."""
+    def uninstall(self) -> None:
+        """Restore the stock method and handlers."""
         self._replace(self._close, self._stock)
 
     def _replace(self, before: Any, after: Any) -> None:
         worker = self._worker
-        # Somebody else may have replaced it since.
+        # Another patch may have replaced it since.
         if worker.close == before:
             worker.close = after  # type: ignore[method-assign]
         for handlers, name in ((worker.handlers, "terminate"), (worker.stream_handlers, "close")):
@@ -68,7 +67,7 @@ class WholeClose:
 
 
 async def _end(worker: Worker) -> None:
-    """The rest of `Worker.close` that others wait for."""
+    """Run the rest of `Worker.close`, for which other callers wait."""
     try:
         await Server.close(worker)
     finally:

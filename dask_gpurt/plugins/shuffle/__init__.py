@@ -1,1 +1,1 @@
-"""Shuffles and rechunks on a worker: distributed's control plane, our runs and transports."""
+"""Shuffles and rechunks on a worker: distributed's control plane, this package's data plane."""

@@ -1,8 +1,8 @@
-"""Array rechunks: the spec that takes the place of the stock one, and the run it makes.
+"""Array rechunks: the spec that replaces the stock one, and the run it creates.
 
-Chunks are cut where the new chunking says (`frames.rechunking`, `frames.arrays`); a chunk is an
-input partition, and everything after that is `exchange_run`'s. Chunks of any kind are carried, so
-nothing has to be known of them before the run begins, which is well, since the spec does not say.
+`frames.rechunking` and `frames.arrays` cut chunks along the new chunking. An input chunk is an
+input partition, and `exchange_run` does the rest. A run carries chunks of any array type. So it
+needs no sample before it begins; the stock spec describes none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dask_gpurt.shuffle.plan import ExchangePlan
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
-    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+    from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
 
 
 def _open_cupy() -> DeviceArrays:
@@ -39,18 +39,18 @@ def _open_cupy() -> DeviceArrays:
     return CupyArrays(partial(device_room().take, CupyMemory.empty))
 
 
-#: Libraries of arrays of devices, by the full name of their type: one.
+#: Libraries of device arrays, by the full name of the array type.
 DEVICE_ARRAYS: dict[str, Callable[[], DeviceArrays]] = {"cupy.ndarray": _open_cupy}
 
 
 @dataclass(frozen=True)
 class ArraySpec(ArrayRechunkSpec):
-    """The stock description of a rechunk, run on our data plane.
+    """The stock description of a rechunk, run on this package's data plane.
 
     Attributes
     ----------
     settings
-        As the client that switched the runtime on had them.
+        Settings of the client that enabled the runtime.
     read_order
         Output chunks in the order of their tasks.
     """
@@ -72,10 +72,10 @@ class ArraySpec(ArrayRechunkSpec):
         )
 
     def pick_worker(self, partition: Index, workers: Sequence[str]) -> str:
-        """Owner of an output chunk: as many for each worker, neighbours together.
+        """Return the owner of an output chunk: equal shares, with neighbours on one worker.
 
-        Stock numbers the chunks of three axes and more so that most of them get low numbers, and
-        the first workers most of the chunks.
+        Stock Dask numbers chunks of three and more axes so that most get low numbers. So the first
+        workers get most of the chunks.
         """
         number = 0
         for position, axis in zip(partition, self.new, strict=True):
@@ -93,7 +93,7 @@ class ArraySpec(ArrayRechunkSpec):
 
 
 class ArrayRun(ExchangeRun):
-    """One attempt at one rechunk, on one worker."""
+    """One attempt at a rechunk, on one worker."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""What distributed's dashboard reads of a run: the fields that stock's buffers send.
+"""The fields of a run's heartbeat that distributed's dashboard reads.
 
-The worker's heartbeat carries them, and the page of P2P shuffles draws them. A field that is
-missing is an error in the scheduler's log, ten times a second for each page that is open.
+The worker's heartbeat carries the fields that stock buffers report, and the dashboard's page of P2P
+shuffles draws them. A missing field logs an error on the scheduler, ten times a second for each
+open page.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 
 
 class Writes:
-    """How many writes there were, and how long they took. Safe to use from any thread."""
+    """A counter of writes, their bytes and their duration. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count, self._nbytes, self._seconds = 0, 0, 0.0
 
     def add(self, nbytes: int, seconds: float = 0.0) -> None:
-        """One more write."""
+        """Count one write."""
         with self._lock:
             self._count += 1
             self._nbytes += nbytes
@@ -29,7 +30,7 @@ class Writes:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Writes go on inside, and are added without their time."""
+        """Add the duration of the block; `add` counts the writes in it without their time."""
         began = time.perf_counter()
         try:
             yield
@@ -40,7 +41,7 @@ class Writes:
     def shown(
         self, *, memory_nbytes: int, limit_nbytes: int, read_nbytes: int, n_buckets: int
     ) -> dict[str, Any]:
-        """Fields of one buffer: the bytes that wait in it, and those that went through it."""
+        """Return the fields of one buffer: bytes waiting in it, and bytes that passed through."""
         with self._lock:
             count = max(self._count, 1)
             return {

@@ -1,10 +1,9 @@
-"""A shuffle run on our data plane, under distributed's control plane, whatever it carries.
+"""A shuffle run on this package's data plane, under distributed's control plane.
 
-On each worker distributed's shuffle plugin drives an `ExchangeRun` exactly as it drives its own:
-the run ids, the barrier, the restarts and the refusal of stale runs are distributed's. What moves
-is ours: `shuffle.plan` says who owns what, `shuffle.shards` keeps what arrives, `transport` sends.
-How an input partition is cut, and an output put together, is the business of a subclass
-(`frame_run`, `array_run`).
+On each worker, distributed's shuffle plugin drives an `ExchangeRun` exactly as its own runs. Run
+ids, the barrier, restarts and the refusal of stale runs stay distributed's. This package moves the
+data: `shuffle.plan` assigns owners, `shuffle.shards` stores what arrives, `transport` sends. A
+subclass (`frame_run`, `array_run`) cuts input partitions and assembles outputs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from dask_gpurt.plugins.patches.p2p import (
 from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
 from dask_gpurt.plugins.shuffle.dashboard_fields import Writes
 from dask_gpurt.plugins.shuffle.fine_metrics import FineMetrics, amount, disk_io, left_host
-from dask_gpurt.plugins.shuffle.messenger import Courier
+from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.worker import state_of
 from dask_gpurt.shuffle import messages
@@ -58,23 +57,23 @@ from dask_gpurt.transport import wire
 from dask_gpurt.transport.outbox import Outbox
 
 if TYPE_CHECKING:
-    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+    from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
 
 class ExchangeRun:
-    """One attempt at one shuffle, on one worker; a subclass knows the kind of data.
+    """One attempt at a shuffle, on one worker; a subclass knows the kind of data.
 
-    Has the interface of distributed's `ShuffleRun`. `add_partition` and `get_output_partition`
-    run in task threads, everything else on the worker's event loop.
+    Has the interface of distributed's `ShuffleRun`. `add_partition` and `get_output_partition` run
+    in task threads, everything else on the worker's event loop.
 
     Parameters
     ----------
     kind
         Name of the kind of data, for reports.
     adapter
-        Packs, unpacks and joins what this run carries.
+        Packs, unpacks and joins the data of this run.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class ExchangeRun:
         self.start_time = time.time()
         self._exception: Exception | None = None
         self._closed_event = asyncio.Event()
-        #: Nothing that this run still does matters to anybody.
-        self._over = asyncio.Event()
+        #: Set once no more work of this run matters.
+        self._ended = asyncio.Event()
         self._last_report: dict[str, Any] | None = None
         self._worker = worker
         self._settings = settings
@@ -114,7 +113,7 @@ class ExchangeRun:
             state.budget(settings),
             state.counters,
             on_disk_io=self._disk_io,
-            elsewhere=self._elsewhere,
+            run_later=self._run_later,
             readers=self._plan.readers_of_slot,
             may_spill=self.id not in state.kept_off_disk,
         )
@@ -126,7 +125,7 @@ class ExchangeRun:
             message_nbytes=self._message_nbytes,
         )
         self._data_is_on_device = adapter.landing is not None
-        self._courier = Courier(self, worker, settings, adapter)
+        self._messenger = Messenger(self, worker, settings, adapter)
         self._received_nbytes = 0
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
         self._tenant = Tenant()
@@ -149,7 +148,7 @@ class ExchangeRun:
     # ------------------------------------------------------------------ transfer
 
     def add_partition(self, data: Any, partition_id: Any, **kwargs: Any) -> int:
-        """Take an input partition apart and send its rows to their owners."""
+        """Cut an input partition into shards and send them to their owners."""
         self.raise_if_closed()
         if self.transferred:
             raise RuntimeError(f"Cannot add more partitions to {self}")
@@ -180,8 +179,8 @@ class ExchangeRun:
         n_rows = sum(shard.n_rows for shard in local)
         n_rows += sum(shard.header.n_rows for shards in outgoing.values() for shard in shards)
         self.figures.add(rows_in=n_rows, local_nbytes=local_nbytes)
-        # Everything is cut before anything leaves: an attempt is never half delivered by a task
-        # that then fails and runs again.
+        # All shards are cut before any is sent. So a task that fails here and runs again never
+        # leaves a half delivered attempt.
         self._store.add(local)
         context_meter.digest_metric("p2p-comms-limiter", 1, "count")
         with (
@@ -198,7 +197,7 @@ class ExchangeRun:
     def _shards_of(
         self, data: Any, partition_id: Any
     ) -> Iterable[tuple[str, wire.ShardHeader, Any]]:
-        """Shards of an input partition: receiver, header, and a body or, if it leaves, `Packed`."""
+        """Yield the shards of an input partition: receiver, header, body (`Packed` if remote)."""
         raise NotImplementedError
 
     def _cut(
@@ -209,14 +208,14 @@ class ExchangeRun:
         row_nbytes: float,
         shard_nbytes: int = SHARD_TARGET_NBYTES,
     ) -> Iterator[tuple[str, wire.ShardHeader, Empty]]:
-        """Shards that an input partition is cut into: receiver, header, and memory for each.
+        """Yield the shards that an input partition is cut into: receiver, header and allocator.
 
         Parameters
         ----------
         source
             Number of the input partition.
         before
-            Running total of its rows over all slots, one entry more than there are slots.
+            Running total of its rows over all slots, with one entry more than there are slots.
         """
         attempt = random.getrandbits(64)
         for worker, (first, end) in self._plan.slots_of_worker.items():
@@ -237,12 +236,12 @@ class ExchangeRun:
                 yield worker, header, here if stays else self.outgoing_memory
 
     def memory_for(self, nbytes: int, first_slot: int) -> Buffer:
-        """Memory for a shard that stays here and begins at this slot."""
-        # Shards for the same partitions are let go at the same time: a lane for each.
+        """Return memory for a shard that stays here and begins at this slot."""
+        # Shards of the same partitions are freed together, so each slot has a lane of its own.
         return self._tenant.empty(self._state.pool, nbytes, first_slot)
 
     def outgoing_memory(self, nbytes: int) -> Buffer:
-        """Memory for a shard that leaves, where peers of this host can read it."""
+        """Return memory for an outgoing shard, where peers of this host can read it."""
         return self._tenant.empty(self._state.links.outgoing, nbytes, "outgoing")
 
     def _message_nbytes(self, address: str) -> int:
@@ -250,7 +249,7 @@ class ExchangeRun:
         peers = self._state.links.on_host(settings.transport)
         if self._data_is_on_device or address not in peers:
             return settings.message_nbytes
-        return messages.nbytes_on_host(settings.message_nbytes, len(peers))
+        return messages.local_message_nbytes(settings.message_nbytes, len(peers))
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()
@@ -260,7 +259,7 @@ class ExchangeRun:
             self._state.ledger.timed(COMMUNICATION, "send", nbytes),
         ):
             with context_meter.meter("process"), context_meter.meter("send"):
-                message = await self._courier.send(address, shards)
+                message = await self._messenger.send(address, shards)
             amount("process", nbytes)
             left_host(message.raw_nbytes, message.wire_nbytes)
         seconds = time.perf_counter() - began
@@ -269,27 +268,27 @@ class ExchangeRun:
         self._state.counters.add(sent_nbytes=nbytes, messages=1)
 
     async def receive(self, data: Any) -> dict[str, Any]:
-        """Handler: keep the shards a peer sent. Answers once there is room for more."""
+        """Handler: store the shards that a peer sent. Answer once there is room for more."""
         self.raise_if_closed()
         try:
             if "offers" in data:
                 return await self._state.links.accept(data["offers"])
             with self._timed("receive"), self._state.ledger.timed(COMMUNICATION, "receive"):
-                shards = await self._courier.take_in(data["header"], data["payload"])
+                shards = await self._messenger.receive(data["header"], data["payload"])
         except (TypeError, KeyError) as error:
             raise ProtocolError("not a shuffle message of dask_gpurt") from error
         except TransportError:
             return {"status": RELINK}
         except DamagedError as error:
-            # As text: a handler that keeps the error keeps the message's buffers.
-            logger.warning("shuffle %s: %s; it is asked for again", self.id, str(error))
+            # As text: a log record that keeps the error would keep the message's buffers.
+            logger.warning("shuffle %s: %s; the peer sends it again", self.id, str(error))
             return {"status": DAMAGED}
         nbytes = sum(shard.nbytes for shard in shards)
         self._received_nbytes += nbytes
         self._state.counters.add(received_nbytes=nbytes)
         self._store.add(shards)
         if self._store.is_over_limit:
-            # The peer waits for the answer, and so do its producers: this is the back-pressure.
+            # The peer and its producers wait for this answer: this is the back-pressure.
             await asyncio.wrap_future(
                 self._spilling.submit(self.make_room, priority=Priority.HIGH, path="spill")
             )
@@ -298,25 +297,25 @@ class ExchangeRun:
     # ------------------------------------------------------------------ barrier
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
-        """All input partitions were handed in: tell everybody, through the scheduler."""
+        """Tell all workers, through the scheduler, that every input partition was added."""
         self.raise_if_closed()
         consistent = all(run_id == self.run_id for run_id in run_ids)
         call = self._worker.scheduler.shuffle_barrier(
             id=self.id, run_id=self.run_id, consistent=consistent
         )
-        answered, over = map(asyncio.ensure_future, (call, self._over.wait()))
-        # Read here, so that an error that nobody waits for any more is not logged.
+        answered, over = map(asyncio.ensure_future, (call, self._ended.wait()))
+        # Read the error, so that asyncio does not log it when no caller waits any more.
         answered.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             # A scheduler that lost a worker may try to reach it for half a minute. By then this
-            # task can be the next run's barrier, and a late answer would end that run as well.
+            # task may be the barrier of the next run, and a late answer would end that run as well.
             await asyncio.wait({answered, over}, return_when=asyncio.FIRST_COMPLETED)
-            if self._over.is_set():
+            if self._ended.is_set():
                 raise Reschedule()
             try:
                 await answered
             except Exception:
-                # Peers that already take part in a newer run refuse what belongs to this one.
+                # Peers that already take part in a newer run refuse messages of this one.
                 if await self._is_stale():
                     raise Reschedule() from None
                 raise
@@ -326,12 +325,12 @@ class ExchangeRun:
         return self.run_id
 
     async def _is_stale(self) -> bool:
-        """Whether the scheduler has given this run up, and word of it is still on its way."""
+        """Return whether the scheduler has given up this run."""
         answer = await self._worker.scheduler.shuffle_get(id=self.id, worker=self.local_address)
         return bool(answer["status"] != "OK" or answer["run_spec"].run_id != self.run_id)
 
     async def inputs_done(self) -> None:
-        """Handler: no task will add a partition any more; deliver what waits."""
+        """Handler: no task will add a partition any more; flush the outbox."""
         self.raise_if_closed()
         self.transferred = True
         try:
@@ -339,13 +338,13 @@ class ExchangeRun:
         except Exception as error:
             self._exception = error
             raise
-        # A run that was closed meanwhile has dropped what waited: that was not delivered.
+        # A run that was closed meanwhile dropped its queue: that was not delivered.
         self.raise_if_closed()
 
     # ------------------------------------------------------------------ unpack
 
     def get_output_partition(self, partition_id: Any, key: Any, **kwargs: Any) -> Any:
-        """Put an output partition together, on the worker that owns it."""
+        """Assemble an output partition, on the worker that owns it."""
         self.raise_if_closed()
         owner = self._plan.worker_for[partition_id]
         if owner != self.local_address:
@@ -374,7 +373,7 @@ class ExchangeRun:
         return result
 
     def make_room(self) -> None:
-        """Spill shards if they take more than they may. In a thread."""
+        """Spill shards if they exceed their budget. Runs in a thread."""
         if self._store.is_over_limit:
             with self._metrics.background("background-disk", on_loop=False):
                 with context_meter.meter("process"), context_meter.meter("disk-write"):
@@ -386,15 +385,15 @@ class ExchangeRun:
         if label == "disk-write":
             self._disk_writes.add(nbytes)
 
-    def _elsewhere(self, call: Callable[[], None]) -> None:
-        """Have something done that nobody waits for."""
+    def _run_later(self, call: Callable[[], None]) -> None:
+        """Run a call in the spill lane; no caller waits for it."""
         try:
             self._spilling.submit(call, path="remove")
-        except RuntimeError:  # the lane ended with the last run
+        except RuntimeError:  # the lane closed with the last run
             call()
 
     def _assemble(self, partition_id: Any, pieces: Sequence[Piece]) -> Any:
-        """Output partition made of its pieces, which come in the order of their sources."""
+        """Return an output partition, given its pieces in the order of their inputs."""
         raise NotImplementedError
 
     async def _move_task(self, key: Any, owner: str) -> None:
@@ -408,10 +407,10 @@ class ExchangeRun:
         raise Reschedule()
 
     async def _start_over(self, error: Exception) -> None:
-        """Ask for a new run of the whole shuffle: this one cannot answer any more.
+        """Ask for a new run of the whole shuffle: this one cannot return an output.
 
-        Happens when an output that was already computed is wanted again: because a worker that
-        held what was made of it died, or for a graph that came after this run began.
+        A released output is wanted again if the worker that held a result of it died, or if a later
+        graph reads the same shuffle.
         """
         logger.warning("shuffle %s starts over: %s", self.id, error)
         try:
@@ -419,53 +418,55 @@ class ExchangeRun:
                 id=self.id, run_id=self.run_id, consistent=False
             )
         except (KeyError, ValueError):
-            # The scheduler has given this run up by itself, or has a newer one already.
+            # The scheduler has already given up this run, or started a newer one.
             logger.info("shuffle %s [%s] is over", self.id, self.run_id)
         else:
             if not await self._is_stale():
-                # To try again would be to fail again.
+                # The scheduler kept this run, so another attempt would fail too.
                 raise error
         raise Reschedule()
 
     # ------------------------------------------------------------------ life
 
     def raise_if_closed(self) -> None:
-        """Raise why the run ended, if it did."""
+        """Raise the reason why the run ended, if it did."""
         if self.closed:
             if self._exception and not isinstance(self._exception, P2PConsistencyError):
                 raise self._exception
-            # A task that is told to run again while it still runs is taken by its word: what it
-            # says of a run that is over must be "again", and not an error.
+            # A task may be told to run again while it still runs; distributed then takes its answer
+            # as that of the next attempt. So a run that is over must answer "again", not with an
+            # error.
+            # rather than raise an error.
             raise ShuffleClosedError(f"{self} has already been closed") from self._exception
 
     def fail(self, exception: Exception) -> None:
-        """The scheduler gave this run up."""
+        """End the run: the scheduler gave it up."""
         if not self.closed:
             self._exception = exception
-        self._over.set()
+        self._ended.set()
 
     async def close(self) -> None:
         if self.closed:
             await self._closed_event.wait()
             return
         self.closed = True
-        self._over.set()
-        # A worker that closes waits for this, and would do so for ever if this ended half way.
+        self._ended.set()
+        # A closing worker waits for this close, and would hang if it were cancelled half way.
         await to_its_end(self._outbox.close)
         self._last_report = self.report()
-        await in_a_thread(self._let_go)
+        await in_a_thread(self._free)
         self._state.end_run(self, self._last_report)
         self._closed_event.set()
 
-    def _let_go(self) -> None:
-        """Give files and pages back, which takes its time where there are many. In a thread."""
+    def _free(self) -> None:
+        """Free files and pages, which takes time where there are many. Runs in a thread."""
         self._store.close()
         self._tenant.close()
 
     def report(self) -> dict[str, Any]:
-        """What this run did so far, here."""
+        """Return a snapshot of the statistics of this run on this worker."""
         if self._last_report is not None:
-            # Its shards are being let go of, and nobody would know any more how many there were.
+            # `close` frees the shards, after which their rows can no longer be counted.
             return self._last_report
         partitions = self._plan.partitions
         rows = self._store.rows_of_slots()
@@ -480,7 +481,7 @@ class ExchangeRun:
             self.figures.spent(phase, time.perf_counter() - began)
 
     def heartbeat(self) -> dict[str, Any]:
-        """Progress, in the shape that distributed's dashboard draws."""
+        """Return the progress in the shape that distributed's dashboard draws."""
         n_peers = max(len(self._plan.workers) - 1, 1)
         return {
             "disk": self._disk_writes.shown(

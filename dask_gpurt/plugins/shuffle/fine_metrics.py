@@ -1,10 +1,10 @@
-"""What Dask's fine performance metrics are told of a run: the labels that a stock run has.
+"""Dask's fine performance metrics of a run, under the labels of a stock run.
 
-Spans read them, and the scheduler's sums of all workers. What happens inside a task is told twice,
-under the task (`execute`), which is what the dashboard draws, and under the shuffle (`p2p`,
-`foreground`); what happens behind tasks under the shuffle alone. To Prometheus stock shows none of
-them, and `plugins.patches.prometheus` those of shuffles. The process-wide counters are `metrics`,
-figures of one run `shuffle.figures`.
+Spans and the scheduler's sums over all workers read them. Work inside a task is reported twice:
+under the task (`execute`), which the dashboard draws, and under the shuffle (`p2p`, `foreground`).
+Work behind tasks is reported under the shuffle alone. Stock Dask exports none of them to
+Prometheus; `plugins.patches.prometheus` exports those of shuffles. `metrics` has the process-wide
+counters, and `shuffle.figures` the statistics of one run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dask_gpurt.plugins.patches.p2p import context_meter
 
 
 class FineMetrics:
-    """Tells a worker's digests what one run does.
+    """A reporter of one run's activities to the worker's digests.
 
     Parameters
     ----------
@@ -32,23 +32,24 @@ class FineMetrics:
 
     @contextlib.contextmanager
     def foreground(self) -> Iterator[None]:
-        """Whatever is metered inside belongs to the current task and to the shuffle."""
+        """Attribute metrics of the block to the current task and to the shuffle."""
         with context_meter.add_callback(self._teller("foreground")):
             yield
 
     @contextlib.contextmanager
     def background(self, where: str, *, on_loop: bool) -> Iterator[None]:
-        """Whatever is metered inside belongs to the shuffle alone.
+        """Attribute metrics of the block to the shuffle alone.
 
-        A coroutine or callback inherits the context of the task that caused it, and would add its
-        seconds to a task that has long ended.
+        A coroutine or callback inherits the context of the task that caused it. Without this, it
+        would add its seconds to a task that has long ended.
 
         Parameters
         ----------
         where
             `background-comms` or `background-disk`.
         on_loop
-            On the event loop; what is offloaded to threads from there is told on the loop.
+            Whether the block runs on the event loop. Calls that it offloads to threads then report
+            on the loop.
         """
         with (
             context_meter.clear_callbacks(),
@@ -68,16 +69,16 @@ class FineMetrics:
 
 
 def amount(label: str, nbytes: int, count: int = 1) -> None:
-    """Add bytes, and how many things they are, to the metrics of the current context."""
+    """Add a number of bytes and a number of items to the metrics of the current context."""
     context_meter.digest_metric(label, nbytes, "bytes")
     context_meter.digest_metric(label, count, "count")
 
 
 def left_host(raw_nbytes: int, wire_nbytes: int) -> None:
-    """`amount` of a message before and after it was encoded; nothing if it stayed on its host.
+    """Add the `amount` of a message before and after encoding; skip messages inside a host.
 
-    Told once for a message, however often it was sent: the first over the second is what codecs
-    are worth. They are amounts of what stock has seconds of.
+    Each message is reported once, however often it was sent. The ratio of the two is the gain of
+    the codecs. The labels are those for which stock reports seconds.
     """
     if wire_nbytes:
         amount("compress", raw_nbytes)
@@ -85,7 +86,7 @@ def left_host(raw_nbytes: int, wire_nbytes: int) -> None:
 
 
 def disk_io(label: str, nbytes: int) -> None:
-    """`amount` of a shard written (`disk-write`) or read back (`p2p-disk-read`)."""
+    """Add the `amount` of a shard written (`disk-write`) or read back (`p2p-disk-read`)."""
     amount(label, nbytes)
     if label == "disk-write":
         amount("process", nbytes)

@@ -1,8 +1,7 @@
-"""DataFrame shuffles: the spec that takes the place of the stock one, and the run it makes.
+"""DataFrame shuffles: the spec that replaces the stock one, and the run it creates.
 
-Rows are grouped by the worker and partition they go to (`shuffle.plan`, `frames.gather`) and cut
-into shards; everything after that is `exchange_run`'s. Which kinds of frame can be carried is said
-here, in `ADAPTERS`.
+A run groups rows by receiving worker and partition (`shuffle.plan`, `frames.gather`) and cuts them
+into shards; `exchange_run` does the rest. `ADAPTERS` lists the supported kinds of frame.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
-    from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
+    from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
 
 
 @dataclass(frozen=True)
 class FrameSpec(DataFrameShuffleSpec):
-    """The stock description of a shuffle, run on our data plane.
+    """The stock description of a shuffle, run on this package's data plane.
 
     Attributes
     ----------
     frame_kind
         Name of the frame adapter, a key of `ADAPTERS`.
     settings
-        As the client that switched the runtime on had them.
+        Settings of the client that enabled the runtime.
     rows
-        Rows of each output partition in a sample; empty without one.
+        Rows of each output partition in a sample; empty without a sample.
     read_order
         Output partitions in the order of their tasks.
     """
@@ -75,7 +74,7 @@ class FrameSpec(DataFrameShuffleSpec):
         )
 
     def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
-        """Owner of an output partition; called for one after the other with the same workers."""
+        """Return the owner of an output partition. All calls of one run pass the same workers."""
         if not self.rows:
             return super().pick_worker(partition, workers)
         return owners(self.rows, tuple(workers))[partition]
@@ -91,7 +90,7 @@ class FrameSpec(DataFrameShuffleSpec):
 
 
 def _padded(rows: Sequence[int], n_partitions: int) -> tuple[int, ...]:
-    """As many numbers as there are partitions; none if they are not about these partitions."""
+    """Pad the row counts with zeros to one per partition; return none if there are too many."""
     if not rows or len(rows) > n_partitions:
         return ()
     return (*rows, *[0] * (n_partitions - len(rows)))
@@ -112,13 +111,13 @@ def _open_cudf(spec: FrameSpec) -> FrameAdapter:
     return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, landing)
 
 
-#: What cuDF calls its DataFrame. Named and not imported: a scheduler may have no GPU.
+#: Full name of cuDF's DataFrame. Not imported, because a scheduler may have no GPU.
 _CUDF = "cudf.core.dataframe.DataFrame"
-#: Types of columns, or in lists, that cannot be put together again out of their buffers.
+#: Column types, also inside lists, that cannot be rebuilt from their buffers.
 _NOT_ON_DEVICES = ("StructDtype", "IntervalDtype")
 
-#: Frame adapters by the full name of the type of a shuffle's meta. Subclasses carry state that an
-#: adapter of their base would lose, so names are matched exactly.
+#: Frame adapters by the full type name of a shuffle's meta. Names must match exactly: a subclass
+#: carries state that the adapter of its base would lose.
 ADAPTERS: dict[str, Callable[[FrameSpec], FrameAdapter]] = {
     "pandas.DataFrame": _open_pandas,
     "pandas.core.frame.DataFrame": _open_pandas,
@@ -127,12 +126,12 @@ ADAPTERS: dict[str, Callable[[FrameSpec], FrameAdapter]] = {
 
 
 def frame_kind(meta: Any) -> str:
-    """Name that `ADAPTERS` knows a kind of frame by."""
+    """Return the name of a kind of frame in `ADAPTERS`."""
     return f"{type(meta).__module__}.{type(meta).__qualname__}"
 
 
 def obstacle(meta: Any) -> str | None:
-    """Why frames like this one cannot be carried; None if they can."""
+    """Return why a run cannot carry frames like this one, or None if it can."""
     kind = frame_kind(meta)
     if kind not in ADAPTERS:
         return "there is no adapter for this kind of data"
@@ -141,13 +140,13 @@ def obstacle(meta: Any) -> str | None:
     levels = meta.index.dtypes if meta.index.nlevels > 1 else {meta.index.name: meta.index.dtype}
     for what, dtypes in (("column", meta.dtypes), ("index level", levels)):
         for name, dtype in dtypes.items():
-            # By names alone: to print the categories of a type takes a GPU.
+            # Compare names only: printing the categories of a type would take a GPU.
             inner = dtype
             while type(inner).__name__ == "ListDtype":
                 inner = inner.element_type
             kind = type(inner).__name__
             if kind in _NOT_ON_DEVICES or (kind == "ArrowDtype" and "struct" in str(inner)):
-                return f"{what} {name!r} is of type {dtype}, which stays on no device"
+                return f"{what} {name!r} is of type {dtype}, which is not supported on devices"
     return None
 
 

@@ -1,8 +1,7 @@
-"""Carries the shards of one run to their receivers, and takes in what comes.
+"""Sending and receiving of one run's messages, between the run and the transports.
 
-Stands between `exchange_run`, which knows the run's life, and `transport_choice`, which knows the
-ways. Here is what a message of this run is made of on each of them, and what a peer's answer means
-for it.
+`exchange_run` owns the life of the run, and `transport_choice` picks the transport to a peer. This
+module composes a message for the chosen transport, and interprets the peer's answer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
 from dask_gpurt.frames.adapter import BodyAdapter, DeviceMemory, Landing, on_host
-from dask_gpurt.plugins.patches.connections import let_go_of_message
+from dask_gpurt.plugins.patches.connections import drop_message
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
     ShuffleClosedError,
@@ -30,8 +29,8 @@ from dask_gpurt.plugins.patches.p2p import (
     context_meter,
     retry,
 )
-from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, came_inside
-from dask_gpurt.plugins.shuffle.transports import Path
+from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, is_inline
+from dask_gpurt.plugins.shuffle.transports import Transport
 from dask_gpurt.plugins.worker import RunLike, state_of
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.messages import Message, Outgoing
@@ -44,17 +43,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: What is done with a message that came.
+#: Lane jobs that process a received message.
 _TAKING_IN = frozenset(("landing", "borrow", "decode"))
 
 
-class Courier:
-    """Of one run, on one worker. On the event loop; what touches every byte is in a lane.
+class Messenger:
+    """Sender and receiver of one run's messages on one worker. On the event loop; byte work runs in
+    lanes.
 
     Parameters
     ----------
     adapter
-        Says where in a shard bytes of one kind lie.
+        Knows where in a shard bytes of one kind are.
     """
 
     def __init__(
@@ -77,31 +77,31 @@ class Courier:
         }
 
     async def send(self, address: str, shards: Sequence[Outgoing]) -> Message:
-        """Deliver shards to a peer; returns what was sent once the peer has it.
+        """Deliver shards to a peer; return the message once the peer has it.
 
         Raises
         ------
         ShuffleClosedError
             The run is over.
         OSError
-            The peer could not be reached, however often it was tried.
+            All retries failed to reach the peer.
         Exception
-            Whatever the peer raised.
+            The peer raised it.
         """
 
         run = self._run
         on_device = any(shard.packed.is_on_device for shard in shards)
         nbytes = sum(shard.nbytes for shard in shards)
 
-        async def compose(path: Path) -> Message:
+        async def compose(path: Transport) -> Message:
             found = shards
             if on_device:
                 found = await self._in_lane("to host", nbytes, self._staged, path, shards)
             if path.is_local:
-                return messages.as_they_are(found)
+                return messages.local_message(found)
             with context_meter.meter("compress"):
                 encode = partial(self._encode, path)
-                return await self._in_lane("encode", nbytes, messages.for_the_wire, found, encode)
+                return await self._in_lane("encode", nbytes, messages.remote_message, found, encode)
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
@@ -110,14 +110,14 @@ class Courier:
                     data=data, shuffle_id=run.id, run_id=run.run_id
                 )
             except OSError as unsent:
-                let_go_of_message(unsent)
+                drop_message(unsent)
                 raise
             if answer["status"] == "error":
                 _, error, traceback = clean_exception(**answer)
                 assert error is not None
                 if isinstance(error, ShuffleClosedError):
-                    # The peer is on its way out and the scheduler has yet to notice, which will
-                    # end this run. Until then it is no more than a peer that cannot be reached.
+                    # The peer is closing, and the scheduler will notice and end this run. Until
+                    # then, treat it as a peer that cannot be reached.
                     raise OSError(f"{address} is closing") from error
                 if isinstance(error, P2PConsistencyError):
                     raise ShuffleClosedError(f"{run} is over") from error
@@ -133,27 +133,27 @@ class Courier:
         )
         return message
 
-    async def take_in(self, header: bytes, payload: Any) -> list[Shard]:
-        """Shards of a message that came, in memory of this worker.
+    async def receive(self, header: bytes, payload: Any) -> list[Shard]:
+        """Return the shards of a received message, in memory of this worker.
 
         Raises
         ------
         DamagedError
-            The message is not what was sent.
+            A checksum does not match.
         TransportError
-            The sender has to offer its path again.
+            The sender must offer its path again.
         ProtocolError
-            It never was a message.
+            The message is malformed.
         """
         run = self._run
         headers = wire.decode(header)
-        lengths = messages.checked(headers, self._state.memory_nbytes)
-        # One buffer of a message is one shard, unless it is encoded.
+        lengths = messages.buffer_lengths(headers, self._state.memory_nbytes)
+        # Unless it is encoded, a shard has one buffer.
         of_part = [header for header in headers for _ in header.parts]
         landed: dict[int, DeviceMemory] = {}
         landing = self._adapter.landing
         if landing is not None and self._state.links.lands(payload):
-            # What has a checksum, or is encoded, is looked at in the host's memory first.
+            # Shards with a checksum or an encoding are processed in host memory first.
             wanted = {
                 number: nbytes
                 for number, (header, nbytes) in enumerate(zip(of_part, lengths, strict=True))
@@ -174,24 +174,24 @@ class Courier:
         def empty_shard(header: wire.ShardHeader) -> Any:
             return run.memory_for(header.buffer_nbytes, header.first_slot)
 
-        async def beside(nbytes: int, read: Callable[[], None]) -> None:
+        async def in_thread(nbytes: int, read: Callable[[], None]) -> None:
             await self._in_lane("borrow", nbytes, read)
 
-        buffers = await self._state.links.fetch(payload, lengths, empty, beside)
-        inside = came_inside(payload)
-        opened = partial(messages.opened, headers, buffers, empty_shard, in_place=not inside)
-        # Decoding, copying and checking touch every byte: while the loop did that, it would start
-        # no task and read no other message.
+        buffers = await self._state.links.fetch(payload, lengths, empty, in_thread)
+        inside = is_inline(payload)
+        opened = partial(messages.decode_shards, headers, buffers, empty_shard, in_place=not inside)
+        # Decoding, copying and checking touch every byte. On the event loop they would keep it from
+        # starting tasks and reading other messages.
         if inside or any(header.table or header.checksum for header in headers):
             nbytes = sum(header.buffer_nbytes for header in headers)
             return await self._in_lane("decode", nbytes, opened)
         return opened()
 
-    def _staged(self, path: Path, shards: Sequence[Outgoing]) -> list[Outgoing]:
-        """Shards with those copied to the host that do not leave from the device on this path."""
+    def _staged(self, path: Transport, shards: Sequence[Outgoing]) -> list[Outgoing]:
+        """Copy shards in device memory to the host, unless this path sends them from the device."""
         compression = self._settings.compression
-        # On a link of TCP, whose bandwidth is known, UCX has them copied to the host as well; there
-        # it can be seen whether a codec pays.
+        # On a TCP link, whose bandwidth is known, UCX copies device memory to the host anyway. A
+        # copy made here can also be encoded where a codec pays.
         is_taken = path.takes_device_memory and (
             compression == "none" or (compression == "auto" and path.bandwidth is None)
         )
@@ -202,7 +202,7 @@ class Courier:
             for shard in shards
         ]
 
-    def _encode(self, path: Path, shard: Outgoing) -> Encoded:
+    def _encode(self, path: Transport, shard: Outgoing) -> Encoded:
         key, packed = shard.header.layout_key, shard.packed
         link, bandwidth = path.address, path.bandwidth
         chooser = self._state.chooser(self._settings.compression, path.device_codecs)
@@ -214,9 +214,9 @@ class Courier:
     async def _in_lane(
         self, path: str, nbytes: int, function: Callable[..., T], *arguments: Any
     ) -> T:
-        # A message that was on its way when the run ended: its worker may have no lanes any more.
+        # A message may arrive after its run ended, when its worker may have no lanes any more.
         self._run.raise_if_closed()
-        # What a peer waits for goes first: until it is taken in, the peer is held back.
+        # Received messages go first: their senders wait for the answer.
         priority = Priority.HIGH if path in _TAKING_IN else Priority.NORMAL
         job = self._state.lanes.codec.submit(
             function, *arguments, priority=priority, path=path, nbytes=nbytes
@@ -226,7 +226,7 @@ class Courier:
 
 
 def _landed(landing: Landing, wanted: Mapping[int, int]) -> dict[int, DeviceMemory]:
-    """Memory of the device for buffers of these numbers and lengths, as far as it has room."""
+    """Allocate device memory for buffers of these numbers and lengths, as far as there is room."""
     found = {}
     for number, nbytes in wanted.items():
         memory = landing(nbytes)

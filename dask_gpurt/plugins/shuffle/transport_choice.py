@@ -1,9 +1,9 @@
-"""Which path shuffle bytes take from this worker to each peer: chosen once a pair, and why.
+"""Choice of the transport from this worker to each peer, once per pair, with its reasons.
 
-The sender offers what it has, the receiver tries, and answers what it can use; nothing is concluded
-from addresses, which lie in containers. Paths in the order in which they are preferred: memory
-that both processes of one host can read (`transport.shared`), UCX endpoints of our own
-(`transport.ucx`), Dask's own connections.
+The sender offers its transports; the receiver tries one, and answers what it can use. Addresses
+decide nothing, because they are misleading in containers. In order of preference: memory that both
+processes of one host can read (`transport.shared`), UCX endpoints (`transport.ucx`), Dask's own
+connections.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.shuffle.transports import (
     MESSAGE_DEADLINE_S,
     Call,
-    CommPath,
-    Path,
-    SharedPath,
-    UcxPath,
+    CommTransport,
+    SharedTransport,
+    Transport,
+    UcxTransport,
 )
 from dask_gpurt.plugins.shuffle.worker_ucx import RefusedError, WorkerUcx, result_if_any
 from dask_gpurt.shuffle.messages import Message
@@ -48,50 +48,49 @@ logger = logging.getLogger("dask_gpurt.transport")
 
 T = TypeVar("T")
 Buffer = npt.NDArray[np.uint8]
-#: Makes a call that moves so many bytes, in a thread.
-Beside = Callable[[int, Callable[[], None]], Awaitable[None]]
-#: Makes a message for a path.
-Compose = Callable[[Path], Awaitable[Message]]
+#: Runs a call that moves this many bytes in a thread.
+InThread = Callable[[int, Callable[[], None]], Awaitable[None]]
+#: Composes a message for a transport.
+Compose = Callable[[Transport], Awaitable[Message]]
 
-#: Answer of a peer that no longer knows what an earlier offer was about.
+#: Answer of a peer that no longer knows an earlier offer.
 RELINK = "relink"
-#: ... and of one that got something else than what was sent.
+#: Answer of a peer that received other bytes than were sent.
 DAMAGED = "damaged"
-#: So often is a message sent that is answered with one of these.
+#: A message is sent at most this often if the peer answers with one of these.
 _MAX_ATTEMPTS = 3
-#: Transport of data of devices where any will do: through a device's memory if that can be, and as
-#: data of the host otherwise.
+#: Setting for device data under `auto`: from device memory if possible, else as host data.
 DEVICE = "device"
-#: Messages from a peer's memory that are smaller are read on the loop: that takes less than to have
-#: it done beside it, which is 60 to 110 us. Warm memory is copied at 10 to 20 GB/s.
-LEAST_BESIDE_NBYTES = 1 << 20
-#: How long a new link over UCX, or the end of all of them, may take.
+#: Smaller messages in a peer's memory are read on the event loop. That takes less time than the
+#: hand-over to a thread, 60 to 110 us. Warm memory is copied at 10 to 20 GB/s.
+LEAST_THREAD_NBYTES = 1 << 20
+#: Timeout for a new UCX link, and for closing all of them.
 _LINK_DEADLINE_S = 10.0
 
 
 class Links:
-    """Paths between one worker and its peers, both ways. On the event loop.
+    """The transports between one worker and its peers, in both directions. On the event loop.
 
     Parameters
     ----------
     keep_nbytes
-        Outgoing memory that may be kept warm.
+        Limit for idle memory in the pool of outgoing shards.
     """
 
     def __init__(self, worker: Worker, keep_nbytes: int) -> None:
         self._worker = worker
-        self._paths: dict[tuple[str, str], asyncio.Task[Path]] = {}
+        self._paths: dict[tuple[str, str], asyncio.Task[Transport]] = {}
         self._borrower = Borrower(event_loop(worker))
         self._lender: Lender | None = None
         self.ucx = WorkerUcx(worker)
         self._no_memory = ""
-        #: Why device memory is not sent to a peer until the next cool-down.
+        #: Why device memory is not sent to a peer, until the next `cool_down`.
         self._device_failures: dict[str, str] = {}
-        #: Why `auto` does not take UCX to a peer until then.
+        #: Why `auto` does not use UCX to a peer, until then.
         self._ucx_failures: dict[str, str] = {}
-        #: Links over UCX that broke, after which nothing was delivered yet.
-        self._broken: dict[str, Path] = {}
-        #: Where shards that leave are put together.
+        #: UCX links that broke, and have delivered nothing since.
+        self._broken: dict[str, Transport] = {}
+        #: Pool of the memory in which outgoing shards are assembled.
         self.outgoing = HostPool(keep_nbytes)
         try:
             memory = SharedPages()
@@ -103,39 +102,39 @@ class Links:
     # ------------------------------------------------------------------ sending
 
     async def deliver(self, address: str, transport: str, compose: Compose, call: Call) -> Message:
-        """Send a message and wait for the peer's answer; returns what was sent.
+        """Send a message and wait for the peer's answer; return the message.
 
         Parameters
         ----------
         transport
             `auto`, `ucx`, `comm` for Dask's own connections alone, or `DEVICE`.
         compose
-            Makes the message for the path that was chosen.
+            Composes the message for the chosen transport.
         call
-            Sends a message to that peer. Its buffers may be reused once it answered.
+            Sends a control message to that peer. The buffers may be reused once it answered.
 
         Raises
         ------
         DamagedError
-            The message was damaged on its way, over and over again.
+            Every attempt arrived damaged.
         TransportError
-            The peer forgets over and over again what it was offered, or cannot be reached.
+            The peer repeatedly forgot the offer, or cannot be reached.
         ConfigError
-            The transport that was asked for is not to be had.
+            The configured transport is not available.
         """
         for attempt in range(_MAX_ATTEMPTS):
             path = await self._path(address, transport, call)
             message = await compose(path)
             try:
-                answer = await path.carry(message, call)
+                answer = await path.send(message, call)
             except TransportError as error:
-                # The next attempt finds another way, or says why there is none.
+                # The next attempt finds another path, or says why there is none.
                 self._forget(address, transport)
                 if message.is_from_device:
-                    # UCX may know a device and not get along with it.
+                    # UCX may know a device and still fail to read it.
                     self._device_failures[address] = str(error)
                 elif path.name == "ucx":
-                    # A link may break. If the next one does as well, there is more to it.
+                    # One link may break. If its successor breaks too, UCX is at fault.
                     broken = self._broken.setdefault(address, path)
                     if broken is not path or isinstance(error, LateError):
                         self._ucx_failures[address] = str(error)
@@ -150,7 +149,7 @@ class Links:
             elif status != DAMAGED:
                 self._broken.pop(address, None)
                 return message
-            del message  # an error of the next attempt keeps this frame
+            del message  # an error of the next attempt would keep this frame alive
         if status == RELINK:
             raise TransportError(f"{address} does not keep a link")
         raise DamagedError(
@@ -159,7 +158,7 @@ class Links:
         )
 
     def on_host(self, transport: str) -> set[str]:
-        """Peers to which the path is known, and leads through this host's memory."""
+        """Return the peers whose known path leads through this host's memory."""
         return {
             address
             for (address, used), task in self._paths.items()
@@ -169,15 +168,15 @@ class Links:
     def _forget(self, address: str, transport: str) -> None:
         self._paths.pop((address, transport), None)
 
-    def _forget_failed(self, address: str, transport: str, task: asyncio.Task[Path]) -> None:
-        # The error is read in any case: whoever waits for it may go, as a run does that ends, and
-        # then nobody would see why it failed, which asyncio takes for a mistake. It is not kept:
-        # its traceback has the frames of those who waited, and so the messages that they had.
+    def _forget_failed(self, address: str, transport: str, task: asyncio.Task[Transport]) -> None:
+        # Always read the error. All waiting callers may be gone, for example because their run
+        # ended, and asyncio would log an error that was never read. Do not keep the task: its
+        # traceback references the frames of the callers, and so their messages.
         is_failed = task.cancelled() or task.exception() is not None
         if is_failed and self._paths.get((address, transport)) is task:
             self._forget(address, transport)
 
-    async def _path(self, address: str, transport: str, call: Call) -> Path:
+    async def _path(self, address: str, transport: str, call: Call) -> Transport:
         while True:
             task = self._paths.get((address, transport))
             is_ours = task is None or (
@@ -188,16 +187,16 @@ class Links:
                 self._paths[address, transport] = task
                 task.add_done_callback(partial(self._forget_failed, address, transport))
             try:
-                # Others may be waiting for it too.
+                # Shielded: other callers may wait for the task too.
                 return await asyncio.shield(task)
             except Exception:
-                # Whoever asks the peer does so for one run. If that run ends meanwhile, the peer
-                # refuses, which says nothing to those who waited along for another run.
+                # The negotiation uses one run. If that run ends meanwhile, the peer refuses. The
+                # refusal says nothing to callers that waited along for another run.
                 if is_ours:
                     raise
 
-    async def _link(self, address: str, transport: str, call: Call) -> Path:
-        known: dict[str, dict[str, Callable[..., Awaitable[Path]]]] = {
+    async def _link(self, address: str, transport: str, call: Call) -> Transport:
+        known: dict[str, dict[str, Callable[..., Awaitable[Transport]]]] = {
             "auto": {"shared": self._link_shared, "ucx": self._link_ucx},
             DEVICE: {
                 "device": self._link_device,
@@ -224,23 +223,23 @@ class Links:
                     f"gpurt.shuffle.transport is ucx, but {address} cannot be reached that way: "
                     f"{why_not['ucx']}"
                 )
-            path = CommPath(self._worker, address, why_not)
+            path = CommTransport(self._worker, address, why_not)
         if not path.is_local:
             path.device_codecs = await _device_codecs_with(call)
         logger.debug("shuffle bytes to %s go by %s %s", address, path.name, path.why_not or "")
         return path
 
-    async def _link_shared(self, address: str, why_not: dict[str, str], call: Call) -> Path:
+    async def _link_shared(self, address: str, why_not: dict[str, str], call: Call) -> Transport:
         if self._lender is None:
             raise RefusedError(self._no_memory)
-        await _accepted(call, "shared", self._lender.descriptor)
-        return SharedPath(self._lender, address, why_not)
+        await _offer(call, "shared", self._lender.descriptor)
+        return SharedTransport(self._lender, address, why_not)
 
-    async def _link_ucx(self, address: str, why_not: dict[str, str], call: Call) -> UcxPath:
+    async def _link_ucx(self, address: str, why_not: dict[str, str], call: Call) -> UcxTransport:
         engine = await self.ucx.engine()
-        theirs = await _accepted(call, "ucx", engine.descriptor)
+        theirs = await _offer(call, "ucx", engine.descriptor)
         peer = await engine.connect(theirs, _LINK_DEADLINE_S)
-        # Where a device's memory failed, this is the way of copies in the host's.
+        # Where device memory failed, this path carries copies in host memory.
         both = (
             engine.takes_device_memory
             and bool(theirs.get("takes_device_memory"))
@@ -250,12 +249,12 @@ class Links:
         if not engine.has_fast_network:
             ports = _ports_of(self._worker.address, address)
             readings = HostReadings(str(theirs["host"]), ports)
-        return UcxPath(engine, peer, address, why_not, both, readings)
+        return UcxTransport(engine, peer, address, why_not, both, readings)
 
-    async def _link_device(self, address: str, why_not: dict[str, str], call: Call) -> Path:
+    async def _link_device(self, address: str, why_not: dict[str, str], call: Call) -> Transport:
         if address in self._device_failures:
             raise RefusedError(f"it failed: {self._device_failures[address]}")
-        # Inside a host too: from one device to another there is a shorter way than by the host.
+        # Also inside a host: UCX copies from device to device without the host.
         path = await self._link_ucx(address, why_not, call)
         if not path.takes_device_memory:
             raise RefusedError("UCX does not know device memory at both ends")
@@ -264,12 +263,12 @@ class Links:
     # ------------------------------------------------------------------ receiving
 
     async def accept(self, offers: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer to a peer that wants to send, and can do so in this way.
+        """Answer a peer's offer of a transport.
 
         Raises
         ------
         ProtocolError
-            That is no offer.
+            The offer is malformed.
         """
         if not isinstance(offers, Mapping) or len(offers) != 1:
             raise ProtocolError("an offer of a path names one path")
@@ -286,13 +285,13 @@ class Links:
             elif name == "codecs":
                 ours = sorted(await asyncio.to_thread(nvcomp.usable))
             else:
-                raise RefusedError(f"no path of that name: {name!r}")
+                raise RefusedError(f"unknown path {name!r}")
             return {"status": "OK", "ours": ours, "why_not": None}
         except TransportError as error:
             return {"status": "OK", "ours": None, "why_not": str(error)}
 
     def lands(self, payload: Any) -> bool:
-        """Whether the payload of a message can be written to the memory of a device."""
+        """Return whether the payload of a message can be written to device memory."""
         if not isinstance(payload, Mapping) or payload["by"] != "ucx":
             return False
         engine = self.ucx.started
@@ -303,42 +302,45 @@ class Links:
         payload: Any,
         lengths: Sequence[int],
         empty: Callable[[int, int], Buffer],
-        beside: Beside,
+        in_thread: InThread,
     ) -> list[Buffer]:
         """Bring the payload of a message to this worker.
 
         Parameters
         ----------
         lengths
-            Bytes of each buffer, as announced. Checked before anything is allocated.
+            Announced bytes of each buffer. Checked before anything is allocated.
         empty
-            Number of a buffer and its length to the memory for it, of a device if the payload can
-            be written there. Called on the loop.
-        beside
-            Has a peer's memory read beside the loop.
+            Allocates a buffer, given its number and length; in device memory if the payload can be
+            written there. Called on the loop.
+        in_thread
+            Reads a peer's memory in a thread.
 
         Returns
         -------
-        The buffers, in memory from `empty`. What came inside the message itself is still there: to
-        copy it is work for a thread.
+        list of buffers
+            In memory from `empty`. Buffers that came inside the message itself stay there: copying
+            them is work for a thread.
 
         Raises
         ------
         TransportError
-            The sender has to offer its path again.
+            The sender must offer its path again.
         DamagedError
-            The payload is not what was sent.
+            A checksum does not match.
         ProtocolError
             The payload is not what was announced.
         """
-        if came_inside(payload):
-            return [_viewed(part, nbytes) for part, nbytes in _pairs(payload, lengths)]
+        if is_inline(payload):
+            return [_view(part, nbytes) for part, nbytes in _pairs(payload, lengths)]
         if payload["by"] == "shared":
             if seal(payload["token"], payload["places"]) != payload["seal"]:
                 raise DamagedError("places in shared memory were damaged on their way")
-            return await self._borrow(payload["token"], payload["places"], lengths, empty, beside)
+            return await self._borrow(
+                payload["token"], payload["places"], lengths, empty, in_thread
+            )
         if payload["by"] != "ucx" or self.ucx.started is None:
-            raise TransportError("a path that was not offered")
+            raise TransportError("the message uses a path that was not offered")
         engine = await self.ucx.engine()
         buffers = [empty(number, nbytes) for number, nbytes in enumerate(lengths)]
         await engine.receive(payload["token"], payload["number"], buffers, MESSAGE_DEADLINE_S)
@@ -350,13 +352,13 @@ class Links:
         parts: Sequence[Any],
         lengths: Sequence[int],
         empty: Callable[[int, int], Buffer],
-        beside: Beside,
+        in_thread: InThread,
     ) -> list[Buffer]:
         fetched, sent, lent = [], [], []
         for number, (part, nbytes) in enumerate(_pairs(parts, lengths)):
-            # All of it is checked before any of it is read.
+            # Check all parts before reading any of them.
             if isinstance(part, bytes):
-                source = _viewed(part, nbytes)
+                source = _view(part, nbytes)
                 fetched.append(empty(number, nbytes))
                 sent.append((source, fetched[-1]))
             else:
@@ -370,19 +372,19 @@ class Links:
             if lent:
                 self._borrower.read(token, lent)
 
-        # The sender keeps what it lent until this message is answered. If it gives the message up,
-        # what is read here may be anything, and is of no use either: it has sent the shards once
-        # more and had an answer, so that these are the second of their kind, or its run is over.
-        if (nbytes := sum(lengths)) < LEAST_BESIDE_NBYTES:
+        # The sender keeps its memory unchanged until this message is answered. If it cancels the
+        # message, the bytes read here may be anything, but they are not used: either it has sent
+        # the shards again and got an answer, so these are duplicates, or its run is over.
+        if (nbytes := sum(lengths)) < LEAST_THREAD_NBYTES:
             read()
         else:
-            await beside(nbytes, read)
+            await in_thread(nbytes, read)
         return fetched
 
     # ------------------------------------------------------------------ life
 
     def report(self) -> dict[str, Any]:
-        """Path to each peer, for `status`."""
+        """Return the path to each peer, for `status`."""
         found = {}
         for (address, _), task in self._paths.items():
             if (path := result_if_any(task)) is not None:
@@ -394,40 +396,40 @@ class Links:
         return found
 
     def lacks(self) -> dict[str, str]:
-        """Paths that this worker does not have, whatever its peers have, and why. Loads nothing."""
+        """Return the paths this worker does not have at all, with the reasons. Loads no library."""
         why_not = {"shared": self._no_memory, "ucx": self.ucx.why_not()}
         return {name: reason for name, reason in why_not.items() if reason}
 
     def ucx_report(self) -> dict[str, Any] | None:
-        """What the engine for UCX says of itself; None where none was wanted so far."""
+        """Return the report of the UCX engine, or None if it never started."""
         engine = self.ucx.started
         return None if engine is None else engine.report()
 
     def cool_down(self) -> None:
-        """Give back memory that was only kept warm, ours and that of peers."""
+        """Release idle memory: this worker's pool, and the open files of peers."""
         self.outgoing.trim()
-        self._let_go()
+        self._drop_links()
 
-    def _let_go(self) -> None:
-        # A peer that goes on sending offers it again.
+    def _drop_links(self) -> None:
+        # A peer that sends again offers its memory again.
         self._borrower.close()
         self._paths.clear()
         self._device_failures.clear()
         self._ucx_failures.clear()
         self._broken.clear()
 
-    async def close(self) -> None:
-        """Let go of all links. Shuffles that are under way may make others."""
-        self._let_go()
+    async def disconnect(self) -> None:
+        """Drop all links. Shuffles in progress may make new ones."""
+        self._drop_links()
         await self.ucx.close(_LINK_DEADLINE_S)
 
-    def end(self) -> None:
-        """The worker is closed, and no peer reads from it any more."""
+    def close(self) -> None:
+        """Free the outgoing pool: the worker is closed, and no peer reads from it any more."""
         self.outgoing.close()
 
 
-async def _accepted(call: Call, name: str, offer: Any) -> Any:
-    """What the peer has for its part, if it takes the offer."""
+async def _offer(call: Call, name: str, offer: Any) -> Any:
+    """Offer a transport to the peer; return the peer's part of it."""
     answer = await call({"offers": {name: offer}})
     if answer["why_not"] is not None:
         raise RefusedError(answer["why_not"])
@@ -435,14 +437,14 @@ async def _accepted(call: Call, name: str, offer: Any) -> Any:
 
 
 async def _device_codecs_with(call: Call) -> Set[int]:
-    """Numbers of codecs of devices that this worker and a peer have."""
+    """Return the numbers of the device codecs that both this worker and a peer have."""
     ours = (await asyncio.to_thread(nvcomp.usable)).keys()
     if not ours:
         return frozenset()
     try:
-        theirs = await _accepted(call, "codecs", None)
+        theirs = await _offer(call, "codecs", None)
     except RefusedError:
-        return frozenset()  # it does not know the question
+        return frozenset()  # a peer of an earlier version, without this question
     if not isinstance(theirs, (list, tuple)):
         raise ProtocolError(f"codecs {theirs!r}")
     return frozenset(number for number in ours if number in theirs)
@@ -450,23 +452,23 @@ async def _device_codecs_with(call: Call) -> Set[int]:
 
 def _pairs(parts: Sequence[Any], lengths: Sequence[int]) -> list[tuple[Any, int]]:
     if len(parts) != len(lengths):
-        raise ProtocolError(f"{len(parts)} buffers came of {len(lengths)}")
+        raise ProtocolError(f"received {len(parts)} of {len(lengths)} buffers")
     return list(zip(parts, lengths, strict=True))
 
 
-def _viewed(part: Any, nbytes: int) -> Buffer:
+def _view(part: Any, nbytes: int) -> Buffer:
     found = np.frombuffer(part, dtype=np.uint8)
     if found.nbytes != nbytes:
-        raise ProtocolError(f"{found.nbytes} bytes came of {nbytes}")
+        raise ProtocolError(f"received {found.nbytes} of {nbytes} bytes")
     return found
 
 
-def came_inside(payload: Any) -> bool:
-    """Whether a payload came with its message, and not beside it."""
+def is_inline(payload: Any) -> bool:
+    """Return whether a payload is inside the control message."""
     return not isinstance(payload, Mapping)
 
 
 def _ports_of(*addresses: str) -> set[int]:
-    """Where workers listen; those inside one process do at no port."""
+    """Return the ports of worker addresses; in-process addresses have none."""
     ports = (address.rpartition(":")[2] for address in addresses)
     return {int(port) for port in ports if port.isdigit()}

@@ -1,8 +1,7 @@
-"""The ways from this worker to one peer: each takes a message there and brings the answer.
+"""The transports from this worker to one peer: each sends a message and returns the answer.
 
-What is in a message is `shuffle.messages`' business, which way is taken that of
-`plugins.shuffle.transport_choice`. Control messages always go through Dask's own connections; what
-differs is where the payload is.
+`shuffle.messages` encodes a message, and `plugins.shuffle.transport_choice` picks the transport.
+Control messages always use Dask's own connections; a transport decides where the payload is.
 """
 
 from __future__ import annotations
@@ -22,32 +21,31 @@ if TYPE_CHECKING:
 
     from dask_gpurt.transport.ucx import UcxEngine
 
-#: Sends a control message with these contents, and returns the peer's answer.
+#: Sends a control message with these contents and returns the peer's answer.
 Call = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Answer = dict[str, Any]
 
-#: How long one message may be under way over UCX. A peer that takes longer to make room is one that
-#: does not read.
+#: Timeout of one message over UCX. A peer that takes longer to make room does not read.
 MESSAGE_DEADLINE_S = 120.0
 
 
-class CommPath:
-    """Inside the control message, through Dask's connection.
+class CommTransport:
+    """Payload inside the control message, through Dask's connection.
 
     Attributes
     ----------
     address
-        Of the peer.
+        Address of the peer.
     why_not
-        Reason for each better path that is not taken.
+        Reason for each better transport that is not used.
     device_codecs
-        Numbers of codecs of devices that both ends have.
+        Numbers of the device codecs that both ends have.
     """
 
     name = "comm"
-    #: Whether bytes stay on this host.
+    #: Whether the bytes stay on this host.
     is_local = False
-    #: Whether buffers may lie in the memory of a device, at both ends.
+    #: Whether buffers may be in device memory, at both ends.
     takes_device_memory = False
     device_codecs: Set[int] = frozenset()
 
@@ -59,18 +57,18 @@ class CommPath:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second, None if not known."""
+        """Bytes a second, None if unknown."""
         return self._rate.bandwidth
 
-    async def carry(self, message: Message, call: Call) -> Answer:
+    async def send(self, message: Message, call: Call) -> Answer:
         payload = [to_serialize(buffer.data) for buffer in message.buffers]
         answer = await call({"header": message.header, "payload": payload})
         self._rate.add(delivered(self._worker, self.address))
         return answer
 
 
-class SharedPath:
-    """In memory that the peer reads."""
+class SharedTransport:
+    """Payload in memory that the peer reads."""
 
     name = "shared"
     is_local = True
@@ -83,23 +81,23 @@ class SharedPath:
         self.why_not = why_not
         self._lender = lender
 
-    async def carry(self, message: Message, call: Call) -> Answer:
-        # Small buffers are not in shared memory; they are cheap to send.
+    async def send(self, message: Message, call: Call) -> Answer:
+        # Small buffers are not in shared memory; sending them is cheap.
         places = [self._lender.place(buffer) or buffer.tobytes() for buffer in message.buffers]
         token = self._lender.descriptor["token"]
         payload = {"by": self.name, "token": token, "places": places, "seal": seal(token, places)}
         return await call({"header": message.header, "payload": payload})
 
 
-class UcxPath:
-    """Through UCX endpoints of our own.
+class UcxTransport:
+    """Payload through UCX endpoints of this package.
 
     Parameters
     ----------
     takes_device_memory
-        UCX at both ends knows the memory of devices.
+        Whether UCX at both ends supports device memory.
     readings
-        Of this process's connections to the peer's host; None if UCX does not use TCP.
+        TCP readings of this process's connections to the peer's host; None if UCX does not use TCP.
     """
 
     name = "ucx"
@@ -125,10 +123,10 @@ class UcxPath:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second where UCX is using TCP; None if not known, and where it is not."""
+        """Bytes a second if UCX uses TCP; None otherwise, or if unknown."""
         return self._rate.bandwidth
 
-    async def carry(self, message: Message, call: Call) -> Answer:
+    async def send(self, message: Message, call: Call) -> Answer:
         number = self._engine.next_number()
         buffers = message.buffers
         was_taken = False
@@ -141,7 +139,7 @@ class UcxPath:
             try:
                 await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
                 if not answering.done():
-                    # A send that fails is told at once; the peer's answer may take its deadline.
+                    # A send fails at once, but the peer's answer may take until its timeout.
                     await sending
                 answer = await answering
                 if was_taken := answer["status"] == "OK":
@@ -151,7 +149,7 @@ class UcxPath:
             finally:
                 answering.cancel()
         finally:
-            # What the peer refused is not sent any more, and what has arrived there is dropped.
+            # Stop sending what the peer refused; the peer drops the parts that arrived.
             sending.cancel()
             if not was_taken:
                 self._engine.retract(self._peer, number)
@@ -165,4 +163,4 @@ class UcxPath:
             self._rate.add(await asyncio.to_thread(readings.after, nbytes))
 
 
-Path = CommPath | SharedPath | UcxPath
+Transport = CommTransport | SharedTransport | UcxTransport

@@ -1,7 +1,7 @@
-"""This worker's UCX engine: started when a pair first wants it, anew if it ended, closed with them.
+"""The UCX engine of a worker: started on first use, restarted after a failure, closed with its
+links.
 
-What the engine does is `transport.ucx`; who sends what over it is
-`plugins.shuffle.transport_choice`.
+`transport.ucx` implements the engine; `plugins.shuffle.transport_choice` sends over it.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _ENCRYPTED = "the cluster's connections are encrypted, and UCX's are not"
 
 
 class RefusedError(TransportError):
-    """One of two workers does not have a path at all; trying again would not help."""
+    """One of the two workers lacks a transport; a retry would not help."""
 
 
 class WorkerUcx:
-    """The engine of one worker. On the event loop."""
+    """Owner of one worker's UCX engine. On the event loop."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._starting: asyncio.Task[UcxEngine] | None = None
 
     async def engine(self) -> UcxEngine:
-        """The engine; started, if there is none that works.
+        """Return the running engine; start one if there is none.
 
         Raises
         ------
         RefusedError
-            There cannot be one, and why.
+            UCX cannot start here; the message says why.
         """
         if requires_encryption(self._worker):
             raise RefusedError(_ENCRYPTED)
         if self._starting is not None and self._starting.done():
             engine = self.started
             if engine is not None and engine.is_closing:
-                logger.warning("UCX starts anew on %s: %s", self._worker.address, engine.why_ended)
+                logger.warning("UCX restarts on %s: %s", self._worker.address, engine.why_ended)
             if engine is None or engine.is_closing:
                 self._starting = None
         if self._starting is None:
@@ -63,11 +63,11 @@ class WorkerUcx:
 
     @property
     def started(self) -> UcxEngine | None:
-        """The engine, if there is one."""
+        """The engine, or None if there is none."""
         return result_if_any(self._starting)
 
     def why_not(self) -> str:
-        """Why this worker has none whatever its peers have; empty if it may. Loads nothing."""
+        """Return why this worker cannot have an engine; empty if it can. Loads no library."""
         if requires_encryption(self._worker):
             return _ENCRYPTED
         task = self._starting
@@ -75,7 +75,7 @@ class WorkerUcx:
         return ucx.why_not() or (str(failed) if failed else "")
 
     async def close(self, deadline_s: float) -> None:
-        """Close the engine; whoever asks next gets another one."""
+        """Close the engine; the next call of `engine` starts another."""
         starting, self._starting = self._starting, None
         if starting is not None:
             with contextlib.suppress(TransportError):
@@ -83,7 +83,7 @@ class WorkerUcx:
 
 
 def result_if_any(task: asyncio.Task[T] | None) -> T | None:
-    """What a task has come back with, if it has and did not fail."""
+    """Return the result of a task, or None if it failed or still runs."""
     if task is None or not task.done() or task.cancelled() or task.exception():
         return None
     return task.result()
@@ -94,12 +94,12 @@ async def _engine_of(worker: Worker) -> UcxEngine:
 
 
 async def _ip_of(worker: Worker) -> str:
-    """Address that peers reach this worker at; workers inside one process need none.
+    """Return the IP address at which peers reach this worker; loopback for in-process workers.
 
     Raises
     ------
     RefusedError
-        It is known by a name that has no address here.
+        The worker's host name has no address here.
     """
     name = worker.ip
     try:
@@ -114,7 +114,7 @@ async def _ip_of(worker: Worker) -> str:
             f"UCX needs an IP address, and {name!r} has none at {worker.address}: {error}"
         ) from error
     addresses = [str(where[0]) for *_, where in found]
-    addresses.sort(key=lambda one: ":" in one)  # IPv4 goes first: UCX takes nothing else
-    # On many systems a host knows its own name as one of its loopback's, where no peer reaches it.
+    addresses.sort(key=lambda one: ":" in one)  # IPv4 first: UCX supports nothing else
+    # Many systems resolve their own host name to loopback, where no peer reaches it.
     reached = (one for one in addresses if not ipaddress.ip_address(one).is_loopback)
     return next(reached, addresses[0])

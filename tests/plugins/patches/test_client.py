@@ -1,4 +1,4 @@
-"""Contracts: what a process knows of the workers and schedulers that it has."""
+"""Contract tests of the workers and schedulers that a process knows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ async def test_workers_and_schedulers_of_a_process(c, s, a, b):
     assert {client.address_at_scheduler(w) for w in (a, b)} == identity["workers"].keys()
     assert client.address_of_scheduler(a) == identity["address"] == s.address
     await b.close()
-    assert b.scheduler is not None  # one that is closed is not taken for one that never began
+    assert b.scheduler is not None  # a closed worker is not one that never started
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_a_task_has_its_worker_in_its_context(c, s, a):
+async def test_a_task_knows_its_worker(c, s, a):
     def address():
         return get_worker().address
 

@@ -1,4 +1,4 @@
-"""What is replaced of distributed's connections, and that large messages leave the loop free."""
+"""Contract tests of distributed's connections; large messages leave the loop free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dask_gpurt.plugins.patches.connections import (
     SMALL_NBYTES,
     PiecewiseReads,
     ShortTurns,
-    let_go_of_message,
+    drop_message,
     read_in_pieces,
 )
 
@@ -36,7 +36,7 @@ STOCK = tcp.read_bytes_rw
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
-    """Workers of other tests in this process may have it so still."""
+    """Install stock's function; workers of other tests in this process may still use the patch."""
     monkeypatch.setattr(tcp, "read_bytes_rw", STOCK)
     monkeypatch.setattr(connections, "_replaced", connections._Replaced())
 
@@ -45,12 +45,12 @@ def nobody_else(monkeypatch):
 def reads(nobody_else):
     reads = PiecewiseReads()
     yield reads
-    reads.end()
+    reads.uninstall()
     assert tcp.read_bytes_rw is STOCK
 
 
 class QuickPeer:
-    """A stream with everything at hand, so that no read of it ever waits."""
+    """A stream whose data has all arrived, so that no read waits."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -66,7 +66,7 @@ class QuickPeer:
 
 
 async def received(read, n):
-    """A buffer and the lengths in which it was read; rounds of the loop meanwhile."""
+    """Return a buffer, the lengths in which it was read, and the turns of the loop meanwhile."""
     data = np.random.default_rng(n).bytes(n)
     peer = QuickPeer(data)
     rounds = 0
@@ -91,12 +91,12 @@ async def received(read, n):
 def test_a_buffer_is_received_by_a_function_of_the_module():
     assert list(inspect.signature(STOCK).parameters) == ["stream", "n"]
     assert inspect.getsource(tcp.TCP.read).count("await read_bytes_rw(stream, ") == 2
-    # One for TLS would have to be replaced as well.
+    # A separate TLS function would have to be replaced as well.
     assert tcp.TLS.read is tcp.TCP.read
 
 
-def test_stock_keeps_the_loop_as_long_as_there_is_something_to_read():
-    # Were it otherwise, there would be nothing to replace.
+def test_stock_blocks_the_loop_while_the_socket_has_data():
+    # The reason for the patch.
     lengths, rounds = asyncio.run(received(STOCK, 8 * PIECE_NBYTES))
     assert lengths == [8 * PIECE_NBYTES]
     assert rounds == 0
@@ -117,7 +117,7 @@ def test_stock_keeps_the_loop_as_long_as_there_is_something_to_read():
         (8 * PIECE_NBYTES, [PIECE_NBYTES] * 8, 8),
     ],
 )
-def test_the_loop_comes_round_after_each_piece(n, lengths, rounds):
+def test_the_loop_runs_after_each_piece(n, lengths, rounds):
     assert asyncio.run(received(read_in_pieces, n)) == (lengths, rounds)
 
 
@@ -143,7 +143,7 @@ def test_a_message_arrives_whole(reads):
 def test_a_peer_that_goes_away_is_noticed(reads):
     async def exchange():
         async def leave(comm):
-            # A length, and then less than that.
+            # A length, and then fewer bytes.
             await comm.stream.write(tcp.struct.pack("Q", 4 * PIECE_NBYTES) + b"x" * PIECE_NBYTES)
             comm.abort()
 
@@ -159,7 +159,7 @@ def test_a_peer_that_goes_away_is_noticed(reads):
 
 
 @pytest.mark.parametrize("is_let_go_of", [False, True])
-def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_let_go_of):
+def test_a_message_that_could_not_be_written_is_kept_until_dropped(is_let_go_of):
     async def no_answer(comm):
         await asyncio.Event().wait()
 
@@ -172,7 +172,7 @@ def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_le
         except OSError as error:
             assert "Broken pipe" in str(error)
             if is_let_go_of:
-                let_go_of_message(error)
+                drop_message(error)
             assert "Broken pipe" in str(error)
             return weakref.ref(message)
 
@@ -192,22 +192,22 @@ def test_a_message_that_could_not_be_written_is_kept_until_it_is_let_go_of(is_le
 # ------------------------------------------------------------------ taken back
 
 
-def test_it_stays_until_the_last_worker_has_let_go(reads):
+def test_the_patch_stays_until_the_last_worker_uninstalls_it(reads):
     other = PiecewiseReads()
     assert tcp.read_bytes_rw is read_in_pieces
-    other.end()
-    other.end()
+    other.uninstall()
+    other.uninstall()
     assert tcp.read_bytes_rw is read_in_pieces
 
 
-def test_a_worker_that_is_gone_without_a_word_has_let_go():
+def test_a_collected_worker_releases_the_patch():
     reads = PiecewiseReads()
     assert tcp.read_bytes_rw is read_in_pieces
     del reads
     assert tcp.read_bytes_rw is STOCK
 
 
-def test_workers_have_it_while_the_runtime_is_on():
+def test_workers_have_the_patch_while_the_runtime_is_enabled():
     with (
         LocalCluster(
             n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
@@ -221,7 +221,7 @@ def test_workers_have_it_while_the_runtime_is_on():
 
 
 class Batches:
-    """A connection on which messages arrive as they were given to it."""
+    """A connection that delivers messages in the given batches."""
 
     def __init__(self, *batches):
         self._batches = list(batches)
@@ -231,7 +231,7 @@ class Batches:
 
 
 class Reader:
-    """What `ShortTurns` knows of a worker."""
+    """The parts of a worker that `ShortTurns` uses."""
 
     def __init__(self, comm):
         self.batched_stream = SimpleNamespace(comm=comm)
@@ -251,14 +251,14 @@ async def test_a_long_message_is_handed_out_in_turns():
     assert list(chain.from_iterable(found)) == messages
     assert await comm.read() == tuple(messages[:N_IN_TURN])
     assert await comm.read() == {"op": "one"}
-    turns.end()
+    turns.uninstall()
     assert await comm.read() == messages
     assert "read" not in vars(comm)
 
 
 @pytest.mark.parametrize("other", [{"op": "free-keys"}, {"op": "remove-replicas"}, "OK"])
 @gen_test()
-async def test_whatever_else_is_said_at_once_is_handled_at_once(other):
+async def test_other_parts_of_a_message_are_handled_in_one_turn(other):
     computed = tasks(3 * N_IN_TURN)
     for before in (0, 1, N_IN_TURN, 2 * N_IN_TURN):
         messages = [*computed[:before], other, *computed[before:]]
@@ -270,41 +270,41 @@ async def test_whatever_else_is_said_at_once_is_handled_at_once(other):
         while len(first) + len(rest) < len(messages):
             rest += await comm.read()
         assert [*first, *rest] == messages
-        turns.end()
+        turns.uninstall()
     comm = Batches(messages := [*computed, other])
     turns = ShortTurns(Reader(comm))
     assert await comm.read() is messages
-    turns.end()
+    turns.uninstall()
 
 
 @gen_test()
-async def test_what_is_left_of_a_message_is_still_handed_out_after_the_end():
+async def test_the_rest_of_a_message_is_handed_out_after_uninstall():
     messages = tasks(N_IN_TURN + 1)
     comm = Batches(messages, messages)
     turns = ShortTurns(Reader(comm))
     assert await comm.read() == messages[:N_IN_TURN]
-    turns.end()
+    turns.uninstall()
     assert await comm.read() == messages[N_IN_TURN:]
     assert "read" not in vars(comm)
     assert await comm.read() == messages
 
 
 @gen_test()
-async def test_one_may_begin_and_end_while_another_hands_out_what_is_left():
+async def test_patches_may_overlap_while_a_message_is_handed_out():
     messages = tasks(3 * N_IN_TURN)
     comm = Batches(messages, messages, messages)
     first = ShortTurns(Reader(comm))
     assert await comm.read() == messages[:N_IN_TURN]
-    first.end()
+    first.uninstall()
     second = ShortTurns(Reader(comm))
     assert await comm.read() == messages[N_IN_TURN : 2 * N_IN_TURN]
-    second.end()
+    second.uninstall()
     assert await comm.read() == messages[2 * N_IN_TURN :]
     assert "read" not in vars(comm)
     first, second = ShortTurns(Reader(comm)), ShortTurns(Reader(comm))
-    first.end()
+    first.uninstall()
     assert await comm.read() == messages[:N_IN_TURN]
-    second.end()
+    second.uninstall()
     assert [*await comm.read(), *await comm.read()] == messages[N_IN_TURN:]
     assert "read" not in vars(comm)
     assert await comm.read() == messages
@@ -324,14 +324,14 @@ async def test_a_read_that_was_waiting_at_the_end_returns_all():
     turns = ShortTurns(Reader(comm))
     waiting = asyncio.create_task(comm.read())
     await asyncio.sleep(0)
-    turns.end()
+    turns.uninstall()
     arrived.set()
     assert await waiting == messages
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 @gen_test()
-async def test_the_loop_comes_round_while_a_graph_is_handled(enabled):
+async def test_the_loop_runs_while_a_graph_is_handled(enabled):
     n = 10 * N_IN_TURN
     async with (
         Scheduler(dashboard_address=":0", port=0) as s,
@@ -354,7 +354,7 @@ async def test_the_loop_comes_round_while_a_graph_is_handled(enabled):
                 await asyncio.sleep(0)
                 in_round = 0
 
-        # What the worker was waiting to read when the turns began is not cut up.
+        # A message that the worker was already reading is not split.
         await c.submit(int)
         w.stream_handlers["compute-task"] = count
         counting = asyncio.create_task(rounds())
@@ -367,5 +367,5 @@ async def test_the_loop_comes_round_while_a_graph_is_handled(enabled):
         assert handled == n + 1
         assert most <= N_IN_TURN if enabled else most > N_IN_TURN
         if turns is not None:
-            turns.end()
+            turns.uninstall()
             assert "read" not in vars(w.batched_stream.comm)

@@ -1,4 +1,4 @@
-"""What is replaced in dask.dataframe while shuffles run, and that it is put back."""
+"""Contract tests of dask.dataframe's row numbering, and tests of the patch and its removal."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FRAME = pd.DataFrame({"a": [3, 1, 2, 3], "b": [1.5, np.nan, -0.0, 0.0], "c": lis
 
 @pytest.fixture(autouse=True)
 def nobody_else():
-    """Workers of other tests in this process may want it so still, and let go at any time.
+    """Install Dask's functions; workers of other tests in this process may still use the patch.
 
-    What they have is held for as long as a test takes: let go by the last of them, Dask's own
-    would be put back in the midst of it.
+    These workers may release it at any time. The fixture holds one more reference, so that the last
+    release does not restore Dask's functions in the middle of a test.
     """
     others = dataframe._replaced
     held = others.acquire()
@@ -49,15 +49,15 @@ def nobody_else():
 @pytest.fixture
 def numbers(nobody_else):
     numbers = RowNumbers()
-    numbers.acquire()
+    numbers.install()
     yield numbers
-    numbers.release()
+    numbers.uninstall()
     assert is_stock()
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How many columns of how many rows were numbered by us."""
+    """The number of columns and rows of each call of the replacement."""
     calls = []
     partition_numbers = numbering.partition_numbers
 
@@ -65,10 +65,10 @@ def counted(monkeypatch):
         calls.append((len(columns), len(columns[0])))
         return partition_numbers(columns, n_partitions)
 
-    # The comparison with Dask, once a process, does not count.
+    # Ignore the comparison with Dask, which runs once a process.
     numbers = RowNumbers()
-    numbers.acquire()
-    numbers.release()
+    numbers.install()
+    numbers.uninstall()
     monkeypatch.setattr(numbering, "partition_numbers", counting)
     return calls
 
@@ -96,19 +96,19 @@ def test_tasks_of_a_merge_find_their_function_by_name(numbers):
     sent = cloudpickle.dumps(made)
     assert b"dask_gpurt" not in sent
     assert pickle.loads(sent).__globals__["partitioning_index"] is not STOCK_NUMBERS
-    numbers.release()
+    numbers.uninstall()
     assert pickle.loads(sent).__globals__["partitioning_index"] is STOCK_NUMBERS
 
 
 @pytest.mark.parametrize("index", [["a"], ["a", "b"], ["c"], ["a", "c"], FRAME["a"]])
-def test_operation_does_what_stock_s_does(numbers, index):
+def test_operation_equals_stock(numbers, index):
     meta = FRAME.iloc[:0]
     found = AssignPartitioningIndex.operation(FRAME, index, "_partitions", 7, meta, False)
     expected = STOCK_OPERATION(FRAME, index, "_partitions", 7, meta, False)
     pd.testing.assert_frame_equal(found, expected)
 
 
-def test_operation_on_the_index_does_what_stock_s_does(numbers):
+def test_operation_on_the_index_equals_stock(numbers):
     arguments = (FRAME.rename_axis("i"), ["_index"], "_partitions", 7, FRAME.iloc[:0], True)
     found = AssignPartitioningIndex.operation(*arguments)
     pd.testing.assert_frame_equal(found, STOCK_OPERATION(*arguments))
@@ -122,56 +122,56 @@ def test_numbers_of_a_merge_are_stock_s(numbers, columns):
     assert np.array_equal(found, expected)
 
 
-def test_it_is_put_back_when_the_last_lets_go():
+def test_the_last_uninstall_restores_stock():
     first, second = RowNumbers(), RowNumbers()
-    first.acquire()
-    first.acquire()
-    second.acquire()
+    first.install()
+    first.install()
+    second.install()
     assert not is_stock()
-    first.release()
-    first.release()
+    first.uninstall()
+    first.uninstall()
     assert not is_stock()
-    second.release()
+    second.uninstall()
     assert is_stock()
 
 
-def test_it_is_put_back_when_the_last_is_gone_without_a_word():
+def test_collecting_the_last_worker_restores_stock():
     numbers = RowNumbers()
-    numbers.acquire()
+    numbers.install()
     assert not is_stock()
     del numbers
     gc.collect()
     assert is_stock()
 
 
-def test_a_task_that_is_pickled_meanwhile_is_stock_s(numbers):
+def test_a_task_pickled_while_patched_is_stock_s(numbers):
     task = pickle.dumps(AssignPartitioningIndex.operation)
     assert b"dask_gpurt" not in task
-    numbers.release()
+    numbers.uninstall()
     assert pickle.loads(task) is STOCK_OPERATION
 
 
-def test_nothing_is_imported_for_it(monkeypatch):
+def test_the_patch_imports_nothing(monkeypatch):
     monkeypatch.delitem(sys.modules, dataframe._MERGE)
     numbers = RowNumbers()
-    numbers.acquire()
+    numbers.install()
     assert is_stock()
     assert dataframe._MERGE not in sys.modules
-    numbers.release()
+    numbers.uninstall()
 
 
-def test_a_pandas_that_hashes_in_another_way_leaves_dask_s(monkeypatch, caplog):
+def test_a_pandas_that_hashes_differently_keeps_dask_s_functions(monkeypatch, caplog):
     monkeypatch.setattr(dataframe, "_replaced", dataframe._Replaced())
     monkeypatch.setattr(numbering, "_END", 0)
     numbers = RowNumbers()
     with caplog.at_level("INFO", logger="dask_gpurt"):
-        numbers.acquire()
-        numbers.acquire()
+        numbers.install()
+        numbers.install()
     assert is_stock()
-    assert caplog.messages == ["rows are numbered by Dask: this pandas hashes in another way"]
+    assert caplog.messages == ["Dask numbers the rows: this version of pandas hashes differently"]
 
 
-def test_shuffles_and_merges_use_it(counted):
+def test_shuffles_and_merges_use_the_patch(counted):
     frame = pd.DataFrame({"a": np.arange(4_000) % 97, "b": np.arange(4_000) * 1.0})
 
     def workload():
@@ -183,11 +183,11 @@ def test_shuffles_and_merges_use_it(counted):
         )
 
     results = {}
-    # New ones: workers that had a shuffle a moment ago still have what was replaced before.
+    # New clusters: workers that had a shuffle a moment ago still have the patch.
     with two_clusters(3) as sides:
         for side, client in (("stock", sides.stock), ("enabled", sides.enabled)):
             with client.as_current():
-                # Twice: rows of the very first tasks are numbered before a run begins.
+                # Twice: Dask numbers the rows of the very first tasks, before a run begins.
                 for _ in range(2):
                     rows, total = (client.compute(one, sync=True) for one in workload())
                 results[side] = (list(rows), total)

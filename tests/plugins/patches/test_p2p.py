@@ -1,4 +1,4 @@
-"""Contracts with the private parts of dask and distributed: what must still be there, and work."""
+"""Contract tests of the private parts of dask and distributed that `patches.p2p` uses."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_scheduler_plugin_has_what_we_replace():
     assert parameters(ShuffleSchedulerPlugin.get) == ["self", "id", "worker"]
     of_creating = parameters(ShuffleSchedulerPlugin.get_or_create)
     assert of_creating == ["self", "shuffle_id", "key", "worker"]
-    # What has a task run again in place of failing, on a worker that has nothing of ours.
+    # These run a task again instead of failing it, on a worker without the runtime.
     source = inspect.getsource(handle_transfer_errors)
     assert "except ShuffleClosedError:\n        raise Reschedule()" in source
     assert "except Reschedule as e:\n        raise e" in inspect.getsource(p2p_barrier)
     assert "raise exc.with_traceback(tb)" in inspect.getsource(_ShuffleRunManager._fetch)
-    # How a run is given up, when a worker leaves and here.
+    # These give up a run, when a worker leaves and in `SpecSwap`.
     assert parameters(ShuffleSchedulerPlugin._fail_on_workers) == ["self", "shuffle", "message"]
     assert parameters(ShuffleSchedulerPlugin._clean_on_scheduler) == ["self", "id", "stimulus_id"]
     of_restart = parameters(ShuffleSchedulerPlugin._restart_shuffle)
@@ -84,8 +84,8 @@ def test_worker_plugin_has_what_we_replace():
     assert {"_active_runs", "closed"} <= set(_ShuffleRunManager.__annotations__)
 
 
-def test_run_has_everything_distributed_asks_of_one():
-    """Every attribute of a run that the control plane uses, read off its source."""
+def test_run_has_all_attributes_that_distributed_uses():
+    """Check all attributes of a run that the control plane uses, found in its source."""
     import re
 
     source = inspect.getsource(_ShuffleRunManager) + inspect.getsource(ShuffleWorkerPlugin)
@@ -96,7 +96,7 @@ def test_run_has_everything_distributed_asks_of_one():
         assert hasattr(ExchangeRun, name) or f"self.{name} =" in made or f"self.{name}:" in made
 
 
-def test_methods_take_what_stock_s_take():
+def test_methods_have_the_parameters_of_stock():
     for name in ("add_partition", "barrier", "receive", "get_output_partition", "fail"):
         stock = parameters(getattr(ShuffleRun, name))
         ours = parameters(getattr(ExchangeRun, name))
@@ -130,7 +130,7 @@ def test_array_spec_carries_every_field_of_stock_s():
 
 @pytest.mark.parametrize("n_chunks", [(7,), (4, 4), (1, 8, 5), (4, 4, 4), (3, 2, 2, 5)], ids=str)
 def test_output_chunks_are_spread_evenly(n_chunks):
-    """Neighbours stay together, and no worker has more than one chunk more than another."""
+    """Neighbours stay together, and workers differ by at most one chunk."""
     new = tuple((1,) * n for n in n_chunks)
     spec = ArraySpec(id="x", disk=True, new=new, old=new, settings=None, read_order=())
     workers = ["a", "b", "c"]
@@ -257,8 +257,8 @@ def test_output_partitions_are_known_in_the_order_of_their_tasks(sides, monkeypa
     assert order == sorted(order, key=turns.get)
 
 
-def test_dask_picks_p2p_for_whoever_has_a_client(sides):
-    """dask-cudf sets no method of its own: its shuffles are ours without a change."""
+def test_dask_picks_p2p_if_there_is_a_client(sides):
+    """dask-cudf sets no method of its own, so the runtime gets its shuffles without a change."""
     frame = dd.from_pandas(pd.DataFrame({"key": range(10), "x": 1}), npartitions=4)
     with sides.enabled.as_current():
         assert get_default_shuffle_method() == "p2p"
@@ -271,6 +271,6 @@ def test_dask_picks_p2p_for_whoever_has_a_client(sides):
     for lazy in (shuffled, joined):
         tasks = lazy.__dask_graph__().values()
         metas = [task.spec.meta for task in tasks if isinstance(task, P2PBarrierTask)]
-        # What kind of frame it is: all that we go by.
+        # The type of the meta tells the kind of frame.
         assert metas
         assert all(type(meta) is pd.DataFrame for meta in metas)

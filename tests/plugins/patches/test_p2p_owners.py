@@ -1,4 +1,4 @@
-"""Contracts with how distributed gives out output partitions, and who may have them here."""
+"""Contract tests of how distributed assigns output partitions, and tests of the patch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_distributed_has_what_we_replace() -> None:
     assert "self._unset_restriction(dt)" in inspect.getsource(plugin._clean_on_scheduler)
 
 
-#: Restrictions on addresses, hosts and resources; `there` are the addresses of two workers.
+#: Restrictions on addresses, hosts and resources; `there` has the addresses of two workers.
 RESTRICTIONS = {
     "none": lambda there: {},
     "one": lambda there: {"worker_restrictions": {there[0]}},
@@ -74,14 +74,14 @@ def scheduler() -> Any:
 
 
 @pytest.mark.parametrize("name", RESTRICTIONS)
-def test_those_allowed_are_those_that_the_scheduler_allows(scheduler: Scheduler, name: str) -> None:
+def test_the_allowed_workers_are_those_of_the_scheduler(scheduler: Scheduler, name: str) -> None:
     task: Any = SimpleNamespace(**{**UNRESTRICTED, **RESTRICTIONS[name](sorted(scheduler.workers))})
     valid = scheduler.valid_workers(task)
     assert allowed(scheduler, task) == ({ws.address for ws in valid} if valid else None)
 
 
 class Plugin:
-    """Of distributed, what is asked here."""
+    """The methods of distributed's plugin that `OutputOwners` replaces."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -103,7 +103,7 @@ class Plugin:
 
 
 def stage(**restrictions: Any) -> tuple[Plugin, Any, OutputOwners]:
-    """A plugin, a barrier, and what was replaced."""
+    """Return a plugin, a barrier, and the patch."""
     barrier = SimpleNamespace(annotations=None, **{**UNRESTRICTED, **restrictions})
     plugin = Plugin()
     scheduler: Any = SimpleNamespace(
@@ -118,7 +118,7 @@ def stage(**restrictions: Any) -> tuple[Plugin, Any, OutputOwners]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_restrictions_are_as_they_were_after_owners_were_chosen(fails: bool) -> None:
+def test_choosing_owners_leaves_the_restrictions_unchanged(fails: bool) -> None:
     stated = {"here", ABSENT}
     plugin, barrier, _ = stage(worker_restrictions=stated)
     spec = SimpleNamespace(id="a", barrier=barrier, fails=fails)
@@ -131,24 +131,24 @@ def test_restrictions_are_as_they_were_after_owners_were_chosen(fails: bool) -> 
     assert barrier.worker_restrictions is stated
 
 
-def test_a_restriction_to_hosts_rests_while_a_task_is_with_its_owner() -> None:
+def test_a_restriction_to_hosts_is_suspended_while_a_task_has_an_owner() -> None:
     plugin, task, _ = stage(host_restrictions={"h"})
     plugin._set_restriction(task, "here")
     assert (task.worker_restrictions, task.host_restrictions) == ({"here"}, None)
-    # Once more, as the second barrier of a join does.
+    # A second time, as the second barrier of a join does.
     plugin._set_restriction(task, "here")
     assert task.host_restrictions is None
     plugin._unset_restriction(task)
     assert task.host_restrictions == {"h"}
 
 
-def test_what_was_there_before_is_given_back() -> None:
+def test_uninstall_restores_an_earlier_patch() -> None:
     plugin, _, owners = stage()
-    owners.remove()
+    owners.uninstall()
     assert set(vars(plugin)) == {"seen"}
     plugin._calculate_worker_for = before = lambda spec: {}  # type: ignore[method-assign]
     scheduler: Any = SimpleNamespace(plugins={"shuffle": plugin}, tasks={})
     again = OutputOwners(scheduler)
     assert plugin._calculate_worker_for is not before
-    again.remove()
+    again.uninstall()
     assert plugin._calculate_worker_for is before

@@ -1,4 +1,4 @@
-"""Contracts with how distributed has a shuffle start over, and which tasks do so here."""
+"""Contract tests of distributed's restarts of a shuffle, and tests of the tasks released here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_distributed_has_what_we_replace() -> None:
-    """What a release does to a run, and who hears that a task is to run again."""
+    """Check what a release does to a run, and who is told that a task runs again."""
     assert '"reschedule": self._reschedule' in inspect.getsource(Scheduler.__init__)
     assert parameters(Scheduler._reschedule) == ["self", "key", "worker", "stimulus_id"]
     transition = inspect.getsource(ShuffleSchedulerPlugin.transition)
@@ -67,13 +67,13 @@ def test_all_tasks_of_a_shuffle_are_released() -> None:
     assert released([*tasks, *outputs, beyond], {"a"}, "a") == expected
 
 
-def test_what_failed_for_good_is_left_as_it_is() -> None:
+def test_tasks_that_failed_for_good_stay_failed() -> None:
     tasks = shuffle("a")
     outputs = [task("bad", "erred", (tasks[-1],)), task("good", needs=(tasks[-1],))]
     assert released([*tasks, *outputs], {"a"}, "a") == {one.key for one in [*tasks, outputs[1]]}
 
 
-def test_nothing_is_released_where_the_barrier_failed() -> None:
+def test_a_failed_barrier_releases_nothing() -> None:
     tasks = shuffle("a")
     tasks[-1].state = "erred"
     assert released(tasks, {"a"}, "a") == set()
@@ -87,11 +87,11 @@ def test_both_sides_of_a_join_start_over() -> None:
     expected = {one.key for one in [*left, *right, *outputs]}
     assert released(tasks, {"a", "b", "c"}, "a") == expected
     assert released(tasks, {"a", "b", "c"}, "b") == expected
-    # A side that has no run yet has let go of nothing.
+    # A side without a run has released nothing.
     assert released(tasks, {"a"}, "a") == {one.key for one in [*left, *outputs]}
 
 
-def test_who_is_to_run_gets_all_it_is_made_of_from_the_new_run() -> None:
+def test_tasks_that_have_yet_to_run_get_all_inputs_from_the_new_run() -> None:
     tasks = shuffle("a")
     outputs = [task(f"out-{n}", needs=(tasks[-1],)) for n in range(3)]
     whole = task("whole", needs=(outputs[0],))
@@ -102,11 +102,11 @@ def test_who_is_to_run_gets_all_it_is_made_of_from_the_new_run() -> None:
     every = [*tasks, *outputs, whole, *read, between, elsewhere, to_run]
     expected = {one.key for one in [*tasks, *outputs]}
     assert released(every, {"a"}, "a") == {*expected, "read-0", "between"}
-    # After a worker left, as in stock.
+    # After a worker left: as in stock.
     assert released(every, set(), "a") == expected
 
 
-def test_shuffles_that_took_in_what_is_made_anew_start_over() -> None:
+def test_shuffles_of_rerun_tasks_restart_too() -> None:
     first = shuffle("a")
     outputs = [task(f"out-{n}", needs=(first[-1],)) for n in range(2)]
     taken_in = [task("b-0", needs=(outputs[0],)), task("b-1", "waiting", (outputs[1],))]

@@ -1,4 +1,4 @@
-"""What is registered with Prometheus, beside what distributed registers there."""
+"""Tests of the metrics registered with Prometheus, beside distributed's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.plugins.patches.prometheus import FAMILIES, ShownShuffles
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """One of its own: workers of other tests in this process may be in the usual one still."""
+    """A registry for this test: workers of other tests may still be in the usual one."""
     monkeypatch.setattr(prometheus, "_workers", prometheus.WeakSet())
     monkeypatch.setattr(prometheus, "_collector", None)
     registry = CollectorRegistry(auto_describe=True)
@@ -45,32 +45,32 @@ def shown(registry):
     return [tuple(sample)[:3] for family in registry.collect() for sample in family.samples]
 
 
-def test_workers_of_a_process_are_summed_until_the_last_has_let_go(registry):
+def test_workers_of_a_process_are_summed_until_the_last_uninstall(registry):
     workers = worker(100), worker(10)
     first, second = map(ShownShuffles, workers)
     assert shown(registry) == [(*SENT, 112)]
-    first.end()
-    first.end()
+    first.uninstall()
+    first.uninstall()
     assert shown(registry) == [(*SENT, 11)]
-    second.end()
+    second.uninstall()
     assert list(registry.collect()) == []
     again = ShownShuffles(workers[0])
     assert shown(registry) == [(*SENT, 101)]
-    again.end()
+    again.uninstall()
 
 
 def test_without_prometheus_nothing_is_shown(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    ShownShuffles(worker(1)).end()
+    ShownShuffles(worker(1)).uninstall()
 
 
-def test_names_that_are_taken_are_left_to_whoever_has_them(registry):
+def test_names_that_are_taken_are_not_registered(registry):
     class Taken:
         def collect(self):
             yield CounterMetricFamily("dask_worker_shuffle_bytes", "", value=3)
 
     registry.register(Taken())
-    ShownShuffles(worker(1)).end()
+    ShownShuffles(worker(1)).uninstall()
     assert shown(registry) == [("dask_worker_shuffle_bytes_total", {}, 3)]
 
 
@@ -81,11 +81,11 @@ def test_names_begin_as_stock_s_do(registry):
         one = ShownShuffles(worker(1))
         names = {family.name for family in registry.collect()}
     assert names == {stock.build_name(name) for name, _ in FAMILIES.values()}
-    one.end()
+    one.uninstall()
 
 
 def test_stock_shows_none_of_a_shuffle_s_metrics(client):
-    """Once it does, ours have to go."""
+    """Once stock exports them, this package's metrics must go."""
     server = next(iter(client.cluster.workers.values()))
     told = ("p2p", None, "background-comms", "send", "bytes")
     server.digest_metric(told, 5)

@@ -1,4 +1,4 @@
-"""Contracts of a simulation with the private parts of dask and distributed."""
+"""Contract tests of the private parts of dask and distributed that a simulation uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_modules_read_the_clocks_that_are_replaced(module):
         assert getattr(importlib.import_module(module), name) is getattr(time, name)
 
 
-def test_virtual_time_is_seen_in_a_virtual_loop_only_and_taken_back():
+def test_virtual_time_is_seen_in_a_virtual_loop_only_and_restored():
     scheduler = importlib.import_module("distributed.scheduler")
 
     async def times():
@@ -50,7 +50,7 @@ def test_a_worker_s_tasks_have_the_hash_of_their_keys():
     assert hash(found) == hash(key)
 
 
-def test_events_are_what_workers_make_of_messages():
+def test_events_equal_those_that_workers_make_of_messages():
     source = inspect.getsource(Worker.__init__)
     for op, event in seams.EVENTS.items():
         if op == "remove-worker":
@@ -59,7 +59,7 @@ def test_events_are_what_workers_make_of_messages():
             assert f'"{op}": self._handle_remote_stimulus({event.__name__})' in source
 
 
-def test_instructions_are_those_that_workers_follow():
+def test_instructions_equal_those_that_workers_follow():
     source = inspect.getsource(BaseWorker.handle_stimulus)
     named = [seams.SendMessageToScheduler, seams.Execute, seams.GatherDep]
     assert source.count("isinstance(inst,") == 4
@@ -89,16 +89,16 @@ def test_scheduler_side_hashes_follow_from_names_that_are_given():
     assert "self._hash = hash(self.server_id)" in inspect.getsource(scheduler.WorkerState.__init__)
 
 
-def test_a_graph_says_what_needs_what():
+def test_a_graph_has_the_dependencies_of_its_tasks():
     model = workload(task("a-0", source=True), task("b-0", 0))
     message = seams.graph_message(model, [model.tasks[1].key])
     graph = seams._Graph([(t.key, t.dependencies, t.produces_data) for t in model.tasks])
     tasks = graph.__dask_graph__()
     assert {type(one) for one in tasks.values()} == {Task}
-    # Compared as lists: keys of ours and plain text have different hashes.
+    # Compare as lists: the package's keys and plain text have different hashes.
     assert [list(one.dependencies) for one in tasks.values()] == [[], ["a-0"]]
     assert [one.data_producer for one in tasks.values()] == [True, False]
-    # The key itself, and not a copy as plain text.
+    # The key itself, not a copy as plain text.
     assert TaskRef(model.tasks[0].key).key is model.tasks[0].key
     assert set(message) <= set(inspect.signature(Scheduler.update_graph).parameters) | {"op"}
     assert message["internal_priority"] == {one.key: n for n, one in enumerate(model.tasks)}

@@ -1,4 +1,4 @@
-"""Names that the end of a worker needs, and workers that are cancelled while they close."""
+"""Contract tests of a worker's close, and tests of workers that are cancelled while they close."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 20
 
 
 class Lingers(WorkerPlugin):
-    """Of a user: the worker waits for its teardown."""
+    """A user's plugin: the worker waits for its teardown."""
 
     name = "lingers"
 
@@ -60,7 +60,7 @@ async def test_names(c, s, a):
 
 
 @pytest.mark.parametrize("told_by", ["a caller", "the scheduler", "a peer"])
-def test_a_close_that_is_cancelled_half_way_ends(told_by: str) -> None:
+def test_a_close_that_is_cancelled_half_way_completes(told_by: str) -> None:
     @gen_cluster(client=True, nthreads=[("", 1)] * 2)
     async def test(c, s, a, b):
         await dask_gpurt.enable(c)
@@ -87,8 +87,8 @@ def test_a_close_that_is_cancelled_half_way_ends(told_by: str) -> None:
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_who_waits_for_a_close_may_be_cancelled(c, s, a, b):
-    """The one that closes goes on."""
+async def test_a_task_that_waits_for_a_close_may_be_cancelled(c, s, a, b):
+    """The task that closes the worker continues."""
     await dask_gpurt.enable(c)
     lingers = linger(a)
     task = asyncio.create_task(a.close())
@@ -108,7 +108,7 @@ def _attachment(worker: Worker) -> Any:
 
 
 def _hold_writes(attachment: Any) -> tuple[asyncio.Event, threading.Event]:
-    """Keep what writes values busy, as a slow disk does."""
+    """Keep the writer of values busy, as a slow disk does."""
     loop = asyncio.get_running_loop()
     begun, go_on = asyncio.Event(), threading.Event()
 
@@ -153,8 +153,8 @@ async def test_a_disk_that_hangs_does_not_keep_a_worker(c, s, a):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_who_takes_the_runtime_off_may_be_cancelled(c, s, a):
-    """The worker gets its store back all the same, once."""
+async def test_disabling_the_runtime_may_be_cancelled(c, s, a):
+    """The worker gets its own store back nevertheless, once."""
     stock = a.data
     await dask_gpurt.enable(c)
     attachment = _attachment(a)
@@ -177,8 +177,8 @@ async def test_who_takes_the_runtime_off_may_be_cancelled(c, s, a):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
-async def test_a_worker_closes_while_the_runtime_is_taken_off(c, s, a, b):
-    """The values that are left to hand over are of no use to it."""
+async def test_a_worker_closes_while_the_runtime_is_disabled(c, s, a, b):
+    """A closing worker does not need the values that are left to hand over."""
     await dask_gpurt.enable(c)
     attachment = _attachment(a)
     kept = await c.scatter({f"x{i}": b"x" * 1000 for i in range(50)}, workers=[a.address])
@@ -198,7 +198,7 @@ async def test_a_worker_closes_while_the_runtime_is_taken_off(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
-async def test_the_scheduler_does_not_wait_for_us_when_a_worker_leaves(c, s, a):
-    """It would log that the wait was cancelled, whenever it closes before its workers."""
+async def test_the_scheduler_does_not_wait_for_the_runtime_when_a_worker_leaves(c, s, a):
+    """It would log a cancelled wait whenever it closes before its workers."""
     await dask_gpurt.enable(c)
     assert s.plugins["gpurt"].remove_worker(s, a.address) is None

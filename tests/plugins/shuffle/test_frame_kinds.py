@@ -1,4 +1,4 @@
-"""Which frames can be carried: decided by names, without the library that made them."""
+"""Tests of the supported kinds of frames, recognised by name without their library."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ NUMBERS = np.dtype("i8")
 
 
 def cudf_frame(*dtypes, index=(NUMBERS,)):
-    """What an empty frame of cuDF says of itself."""
+    """An object with the attributes of an empty cuDF frame."""
     frame = type("DataFrame", (), {"__module__": "cudf.core.dataframe"})()
     frame.dtypes = pd.Series(dict(zip("abcdef", dtypes, strict=False)), dtype=object)
     frame.index = Index(*index)
     return frame
 
 
-def test_cudf_is_known_by_its_name():
+def test_cudf_is_recognised_by_its_name():
     frame = cudf_frame(np.dtype("i8"), CategoricalDtype(), ListDtype(np.dtype("i4")))
     assert frame_kind(frame) == "cudf.core.dataframe.DataFrame"
     assert obstacle(frame) is None
@@ -62,7 +62,7 @@ def test_cudf_is_known_by_its_name():
         (cudf_frame(index=(np.dtype("i8"), StructDtype())), "index level 1"),
     ],
 )
-def test_what_cannot_be_put_together_again_is_left_to_stock(frame, named):
+def test_types_that_cannot_be_rebuilt_are_left_to_stock(frame, named):
     assert named in obstacle(frame)
 
 
@@ -75,13 +75,13 @@ def test_pandas_frames_and_others():
 
 
 def test_a_series_is_no_frame():
-    """Dask makes a frame of one before it shuffles it; no adapter ever opens one."""
+    """Dask converts a series to a frame before a shuffle; no adapter ever opens a series."""
     cudf_series = type("Series", (), {"__module__": "cudf.core.series"})()
     for series in (pd.Series([1]), cudf_series):
         assert obstacle(series) == "there is no adapter for this kind of data"
 
 
-def test_nothing_of_a_gpu_is_imported_for_frames_of_the_host():
+def test_frames_of_the_host_import_no_gpu_library():
     script = (
         "import sys, dask_gpurt.plugins.scheduler, dask_gpurt.plugins.worker\n"
         "print(sorted({'cudf', 'cupy', 'pylibcudf', 'nvidia'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Paths to a peer are shared between runs; what goes wrong for one run is not another's."""
+"""Tests of the paths to a peer: runs share them, and a failure of one run stays with that run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dask_gpurt.errors import (
     ProtocolError,
     TransportError,
 )
-from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, LEAST_BESIDE_NBYTES, Links
+from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, LEAST_THREAD_NBYTES, Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
 from dask_gpurt.transport.ucx import UcxEngine
@@ -42,7 +42,7 @@ async def compose(path):
 
 
 def with_links(test, **more):
-    """Run a coroutine function with links of a worker, with more attributes, on its loop."""
+    """Run a coroutine function with the links of a worker with these attributes, on its loop."""
 
     async def main():
         loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
@@ -53,12 +53,12 @@ def with_links(test, **more):
         try:
             await test(links)
         finally:
-            await links.close()
+            await links.disconnect()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_a_run_that_ends_while_it_links_takes_no_other_with_it():
+def test_a_run_that_ends_during_a_negotiation_fails_no_other_run():
     async def test(links):
         asked, refuse = asyncio.Event(), asyncio.Event()
         answered = []
@@ -86,7 +86,7 @@ def test_a_run_that_ends_while_it_links_takes_no_other_with_it():
     with_links(test)
 
 
-def test_a_link_that_fails_when_nobody_waits_any_more_is_not_complained_of():
+def test_a_link_that_fails_without_waiting_callers_is_not_logged():
     complaints = []
 
     async def test(links):
@@ -113,7 +113,7 @@ def test_a_link_that_fails_when_nobody_waits_any_more_is_not_complained_of():
     assert complaints == []
 
 
-def test_a_link_that_fails_does_not_keep_the_message_that_wanted_it():
+def test_a_link_that_fails_does_not_keep_the_message_alive():
     async def test(links):
         async def call(data):
             raise OSError("no route to host")
@@ -129,7 +129,7 @@ def test_a_link_that_fails_does_not_keep_the_message_that_wanted_it():
             return weakref.ref(buffer)
 
         kept = await attempt()
-        await asyncio.sleep(0)  # the loop still has what woke this up
+        await asyncio.sleep(0)  # the loop still references the callback that woke this task
         gc.collect()
         assert kept() is None
 
@@ -147,11 +147,11 @@ def test_a_run_has_its_own_error():
     with_links(test)
 
 
-# ------------------------------------------------------------------ a way that leads nowhere
+# ------------------------------------------------------------------ a path on which nothing arrives
 
 
 class Deaf:
-    """Has an engine over which nothing arrives, and takes what comes another way."""
+    """A peer whose engine receives nothing, and that accepts messages on other paths."""
 
     def __init__(self, engine, is_silent):
         self._engine = engine
@@ -170,7 +170,7 @@ class Deaf:
 
 
 def noting(taken):
-    """Makes messages that UCX does not send at once, and notes for which path."""
+    """Return a function that composes slow UCX messages and records the path of each."""
 
     async def compose(path):
         taken.append(path.name)
@@ -180,7 +180,7 @@ def noting(taken):
 
 
 def with_links_to_the_deaf(test, *, is_silent):
-    """Run a coroutine function with links of a worker, and what calls a peer that is deaf."""
+    """Run a coroutine function with the links of a worker, and the calls of a deaf peer."""
 
     async def with_engine(links):
         engine = await open_door(await UcxEngine.start("127.0.0.1"))
@@ -195,7 +195,7 @@ def with_links_to_the_deaf(test, *, is_silent):
 
 @needs_ucxx
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "asks for another link"])
-def test_over_ucx_nothing_is_sent_for_ever_to_a_peer_that_it_does_not_reach(monkeypatch, is_silent):
+def test_auto_stops_using_ucx_to_a_peer_that_it_does_not_reach(monkeypatch, is_silent):
     monkeypatch.setattr("dask_gpurt.plugins.shuffle.transports.MESSAGE_DEADLINE_S", 0.1)
     taken = []
     compose = noting(taken)
@@ -208,7 +208,7 @@ def test_over_ucx_nothing_is_sent_for_ever_to_a_peer_that_it_does_not_reach(monk
         assert taken == (["ucx", "comm"] if is_silent else ["ucx", "ucx", "comm"])
         why_not = "not done within 0.1 s" if is_silent else "the peer could not receive"
         assert why_not in links.report()["peer"]["why_not"]["ucx"]
-        # Whoever asks for it gets it, and everybody after the next cool-down.
+        # An explicit setting still uses UCX, and so does `auto` after the next cool-down.
         with pytest.raises(TransportError):
             await links.deliver("peer", "ucx", compose, call)
         links.cool_down()
@@ -244,7 +244,7 @@ def test_a_link_over_ucx_may_break_once_and_is_not_made_for_ever(monkeypatch):
 
 
 class Peer:
-    """Lends buffers of these sizes; three bytes more are in its message."""
+    """A peer that lends buffers of these sizes, and sends three bytes more in its message."""
 
     def __init__(self, *sizes):
         memory = SharedPages()
@@ -286,34 +286,34 @@ def in_lane(lane, asked):
     return beside
 
 
-def test_a_large_message_is_read_beside_the_loop_and_a_small_one_on_it():
+def test_a_large_message_is_read_in_a_thread_and_a_small_one_on_the_loop():
     async def test(links):
-        large = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 3)
-        small = Peer(LEAST_BESIDE_NBYTES - 100_000, 100_000 - 4)
+        large = Peer(LEAST_THREAD_NBYTES - 100_000, 100_000 - 3)
+        small = Peer(LEAST_THREAD_NBYTES - 100_000, 100_000 - 4)
         asked = []
         with Lane("beside") as lane:
             for peer in (large, small):
                 assert (await links.accept(peer.offer))["why_not"] is None
             large.assert_equal(await large.fetched_by(links, in_lane(lane, asked)))
             small.assert_equal(await small.fetched_by(links, never))
-        assert asked == [LEAST_BESIDE_NBYTES]
+        assert asked == [LEAST_THREAD_NBYTES]
 
     with_links(test)
 
 
-def test_nothing_of_a_message_is_read_unless_all_of_it_is_there():
+def test_an_incomplete_message_is_not_read_at_all():
     async def test(links):
-        peer = Peer(LEAST_BESIDE_NBYTES)
+        peer = Peer(LEAST_THREAD_NBYTES)
         peer.payload["places"][-1] = b"too long"
         peer.sign()
         await links.accept(peer.offer)
-        with pytest.raises(ProtocolError, match="8 bytes came of 3"):
+        with pytest.raises(ProtocolError, match="received 8 of 3 bytes"):
             await peer.fetched_by(links, never)
 
     with_links(test)
 
 
-#: Smaller ones are not in shared memory.
+#: Smaller buffers are not in shared memory.
 PLACED_NBYTES = 100_000
 
 
@@ -328,8 +328,8 @@ PLACED_NBYTES = 100_000
     ],
     ids=["elsewhere", "cut otherwise", "other bytes", "one more", "another order"],
 )
-def test_places_that_were_damaged_on_their_way_are_not_read(damaged):
-    """They may well be inside of the memory that was lent, and lead to other rows."""
+def test_damaged_places_are_not_read(damaged):
+    """Damaged places may be inside the lent memory, and lead to other rows."""
 
     async def test(links):
         peer = Peer(PLACED_NBYTES)
@@ -344,7 +344,7 @@ def test_places_that_were_damaged_on_their_way_are_not_read(damaged):
 
 
 @pytest.mark.parametrize("parts", [None, 7, [None], ["text"], [[("a", 1)]], [[(-1, 1)]]])
-def test_what_are_no_places_is_refused(parts):
+def test_malformed_places_are_refused(parts):
     async def test(links):
         peer = Peer(PLACED_NBYTES)
         await links.accept(peer.offer)
@@ -355,7 +355,7 @@ def test_what_are_no_places_is_refused(parts):
     with_links(test)
 
 
-def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
+def test_a_read_without_a_waiting_caller_finishes(monkeypatch):
     begun, may_go_on = threading.Event(), threading.Event()
     read_into = shared._read_into
 
@@ -367,7 +367,7 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
     monkeypatch.setattr(shared, "_read_into", held)
 
     async def test(links):
-        peer = Peer(LEAST_BESIDE_NBYTES)
+        peer = Peer(LEAST_THREAD_NBYTES)
         await links.accept(peer.offer)
         with Lane("beside") as lane:
             jobs = []
@@ -381,7 +381,7 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
             fetching.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fetching
-            await links.close()
+            await links.disconnect()
             may_go_on.set()
             assert jobs[0].result(DEADLINE_S) is None
 
@@ -403,7 +403,7 @@ def test_a_read_that_nobody_waits_for_any_more_ends_by_itself(monkeypatch):
         (False, None, TransportError("no device"), {"ucx": "no device"}),
     ],
 )
-def test_what_a_worker_lacks_is_known_without_a_peer(monkeypatch, encrypted, missing, start, lacks):
+def test_a_worker_reports_missing_paths_by_itself(monkeypatch, encrypted, missing, start, lacks):
     resolving(monkeypatch)
     monkeypatch.setattr("dask_gpurt.plugins.shuffle.worker_ucx.ucx.why_not", lambda: missing)
 
@@ -420,7 +420,7 @@ def test_what_a_worker_lacks_is_known_without_a_peer(monkeypatch, encrypted, mis
     with_links(test, security=security, address="tcp://10.0.0.3:4567", ip="10.0.0.3")
 
 
-def test_memory_that_a_worker_cannot_share_is_something_it_lacks(monkeypatch):
+def test_a_worker_without_shared_memory_reports_it_as_missing(monkeypatch):
     def no_files():
         raise OSError(38, "Function not implemented")
 
@@ -434,7 +434,7 @@ def test_memory_that_a_worker_cannot_share_is_something_it_lacks(monkeypatch):
 
 
 def asked_of(answer):
-    """What a peer with this answer is asked for, and the codecs that come of it."""
+    """Return the questions to a peer that gives this answer, and the resulting codecs."""
     asked = []
 
     async def test(links):
@@ -462,7 +462,7 @@ def test_codecs_of_devices_are_used_where_both_have_them(monkeypatch, theirs, bo
         assert asked_of(theirs) == (["codecs"], both)
 
 
-def test_a_peer_without_codecs_of_devices_asks_nothing():
+def test_a_worker_without_device_codecs_does_not_ask_its_peer():
     assert asked_of([128]) == ([], set())
 
 
@@ -489,7 +489,7 @@ OPEN = SimpleNamespace(require_encryption=False)
 
 
 class Engine:
-    """Of the address that it was started with."""
+    """An engine with the address that it was started with."""
 
     takes_device_memory = False
     is_closing = False
@@ -509,7 +509,7 @@ class Engine:
 
 
 def resolving(monkeypatch, *addresses, error=None):
-    """Answers of a resolver; returns the names it was asked for, and in which threads."""
+    """Replace the resolver; return the names it was asked for, and in which threads."""
     asked = []
 
     def getaddrinfo(name, *args, **kwargs):
@@ -532,7 +532,7 @@ def resolving(monkeypatch, *addresses, error=None):
         (["127.0.1.1"], "127.0.1.1"),
     ],
 )
-def test_a_worker_that_is_known_by_a_name_is_reached_at_its_address(monkeypatch, addresses, host):
+def test_a_worker_with_a_host_name_is_reached_at_its_address(monkeypatch, addresses, host):
     asked = resolving(monkeypatch, *addresses)
 
     async def test(links):
@@ -570,7 +570,7 @@ def test_others_need_no_resolver(monkeypatch, address, ip, host):
         UnicodeError("label empty or too long"),
     ],
 )
-def test_a_name_that_has_no_address_is_a_reason_to_go_another_way(monkeypatch, error):
+def test_a_host_name_without_an_address_rules_out_ucx(monkeypatch, error):
     resolving(monkeypatch, error=error)
 
     async def test(links):
@@ -588,7 +588,7 @@ def test_a_name_that_has_no_address_is_a_reason_to_go_another_way(monkeypatch, e
         assert (path["path"], path["why_not"]["ucx"]) == ("comm", refused)
         with pytest.raises(ConfigError, match="'worker-3' has none"):
             await links.deliver("peer", "ucx", compose, call)
-        # It may have one later.
+        # It may have an address later.
         resolving(monkeypatch, "10.0.0.3")
         assert (await links.accept({"ucx": {}}))["ours"]["host"] == "10.0.0.3"
 
@@ -643,7 +643,7 @@ def test_an_error_of_the_second_attempt_does_not_keep_the_message_of_the_first()
 @pytest.mark.parametrize(
     ("transport", "stays"), [("auto", True), ("comm", False), ("device", False)]
 )
-def test_a_path_inside_the_host_is_known_once_it_was_found(transport, stays):
+def test_on_host_has_only_peers_whose_path_is_known(transport, stays):
     async def test(links):
         async def call(data):
             return {"status": "OK", "ours": None, "why_not": None}

@@ -1,4 +1,4 @@
-"""A path over UCX knows what its link carries once the kernel has said so a few times."""
+"""Tests that a UCX path knows its bandwidth after a few readings of the kernel."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 import numpy as np
 import pytest
 
-from dask_gpurt.plugins.shuffle.transports import UcxPath
+from dask_gpurt.plugins.shuffle.transports import UcxTransport
 from dask_gpurt.shuffle.messages import Message
 
 
 class Engine:
-    """Sends whatever it is given."""
+    """An engine that sends everything."""
 
     token = "sender"
 
@@ -31,7 +31,7 @@ class Engine:
 
 
 class Readings:
-    """Of a connection on which each message has the next of these rates."""
+    """Readings of a connection on which each message has the next of these rates."""
 
     def __init__(self, *rates, quick=True):
         self.rates = list(rates)
@@ -61,7 +61,7 @@ class Readings:
 def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
     readings = Readings(*rates, quick=quick)
     engine = Engine()
-    path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, readings)
+    path = UcxTransport(engine, "receiver", "tcp://a:1", {}, False, readings)
     message = Message(b"", [np.zeros(3, np.uint8), np.zeros(4, np.uint8)])
 
     async def taken(data):
@@ -69,7 +69,7 @@ def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
 
     async def carry_all():
         for _ in rates:
-            await path.carry(message, taken)
+            await path.send(message, taken)
 
     asyncio.run(carry_all())
     assert path.bandwidth == bandwidth
@@ -78,37 +78,37 @@ def test_bandwidth_is_what_the_kernel_says(rates, bandwidth, quick):
     assert (threading.current_thread() in readings.threads) is quick, "the loop waits"
 
 
-def test_without_tcp_nothing_is_asked():
-    path = UcxPath(Engine(), "receiver", "tcp://a:1", {}, False, None)
+def test_without_tcp_the_kernel_is_not_asked():
+    path = UcxTransport(Engine(), "receiver", "tcp://a:1", {}, False, None)
 
     async def taken(data):
         return {"status": "OK"}
 
-    asyncio.run(path.carry(Message(b"", [np.zeros(3, np.uint8)]), taken))
+    asyncio.run(path.send(Message(b"", [np.zeros(3, np.uint8)]), taken))
     assert path.bandwidth is None
 
 
-def test_a_message_that_was_not_taken_says_nothing_and_is_taken_back():
+def test_a_refused_message_gives_no_reading_and_is_retracted():
     engine = Engine()
-    path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, Readings())
+    path = UcxTransport(engine, "receiver", "tcp://a:1", {}, False, Readings())
 
     async def refused(data):
         return {"status": "relink"}
 
-    answer = asyncio.run(path.carry(Message(b"", []), refused))
+    answer = asyncio.run(path.send(Message(b"", []), refused))
     assert answer["status"] == "relink"
     assert path.bandwidth is None
-    # It may have arrived, and nobody there asks for it.
+    # The message may have arrived, and no receiver asks for it.
     assert engine.retracted == [("receiver", 0)]
 
 
-def test_a_message_whose_receiver_failed_is_taken_back():
+def test_a_message_whose_receiver_failed_is_retracted():
     engine = Engine()
-    path = UcxPath(engine, "receiver", "tcp://a:1", {}, False, None)
+    path = UcxTransport(engine, "receiver", "tcp://a:1", {}, False, None)
 
     async def stale(data):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(path.carry(Message(b"", []), stale))
+        asyncio.run(path.send(Message(b"", []), stale))
     assert engine.retracted == [("receiver", 0)]
