@@ -156,8 +156,8 @@ OBJECTS = {"client", "scheduler", "state", "task", "ts", "worker", "ws"}
 PATCHES_ELSEWHERE = {
     # Its workers are `SimulatedWorker`, of this package.
     "plugins/simulation/simulated_run.py": {"worker.alive ="},
-    # Its state is `WorkerState`, of this package.
-    "plugins/worker.py": {"self.state.last_work ="},
+    # Its state is `WorkerRuntime`, of this package.
+    "plugins/worker.py": {"self.state.final_close ="},
 }
 
 
