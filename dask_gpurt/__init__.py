@@ -141,7 +141,7 @@ def status(client: Client) -> Any:
     Examples
     --------
     >>> dask_gpurt.enable(client)
-    >>> df.shuffle("name").compute()
+    >>> shuffled = df.shuffle("name").compute()
     >>> dask_gpurt.status(client)["runs"]
     {'gpurt': 1, 'stock': 0}
     """
