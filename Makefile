@@ -4,7 +4,9 @@
 #   make test-upstream DISTRIBUTED=/path/to/clone    distributed's own tests, with the runtime on
 #   make test-dask    Dask's own tests of arrays and dataframes, on a cluster with the runtime
 #   make test-thirdparty    programs on top of xgboost, xarray and others, stock against the runtime
-#   make check   style, types, and which module may import which
+#   make check   style, types, which module may import which, and the documentation
+#   make docs    the documentation as a site, in docs/_build/html; warnings are errors
+#   make coverage    lines and branches that the unit tests reach
 #   make bench   the benchmarks behind docs/performance.md
 
 PYTHON ?= python3
@@ -14,6 +16,7 @@ VENV := .venv
 VENV_NEWEST := .venv-newest
 VENV_THIRDPARTY := .venv-thirdparty
 VENV_OTHER := .venv-other
+VENV_DOCS := .venv-docs
 SOURCES := setup.cfg pyproject.toml $(shell find dask_gpurt -name '*.py' -o -name '*.yaml')
 JOBS ?= 2
 
@@ -39,7 +42,7 @@ demo: $(VENV)/installed
 test: test-oldest test-newest
 
 # All that `make check` and `make test` need. `make -j3 environments` makes them side by side.
-environments: $(VENV)/installed $(VENV_NEWEST)/installed \
+environments: $(VENV)/installed $(VENV_NEWEST)/installed $(VENV_DOCS)/installed \
     $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 
 # Programs on top of other packages have a target of their own, `test-thirdparty`.
@@ -87,11 +90,26 @@ test-dask: $(UPSTREAM_VENV)/installed
 test-thirdparty: $(VENV_THIRDPARTY)/installed
 	$(VENV_THIRDPARTY)/bin/python -m pytest tests/thirdparty
 
-check: $(VENV)/installed
+check: $(VENV)/installed docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy dask_gpurt
 	$(VENV)/bin/python -m pytest -q tests/test_architecture.py
+
+.PHONY: docs coverage
+
+# From scratch each time: what a page includes may have changed although the page has not.
+docs: $(VENV_DOCS)/installed
+	$(VENV_DOCS)/bin/sphinx-build -q -E -W --keep-going -b html docs docs/_build/html
+
+# Unit tests only: what clusters run in processes of their own is not counted.
+UNIT_TESTS := $(filter-out \
+    $(patsubst %,tests/%/,conformance data demo failure fuzz gpu integration thirdparty upstream),\
+    $(wildcard tests/*/))
+
+coverage: $(VENV)/installed
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not cluster" \
+	    --cov --cov-report=term --cov-report=html:htmlcov $(UNIT_TESTS) $(wildcard tests/test_*.py)
 
 bench: $(VENV)/installed
 	mkdir -p benchmarks/results
@@ -152,5 +170,12 @@ $(VENV_OTHER)/installed: $(WHEEL)
 	$(call install,$(VENV_OTHER),$(OLDEST),)
 	touch $@
 
+# The site reads the package from this folder; the wheel brings what it needs.
+$(VENV_DOCS)/installed: setup.cfg pyproject.toml | $(WHEEL)
+	$(call make_venv,$(VENV_DOCS),$(PYTHON))
+	$(VENV_DOCS)/bin/python -m pip install --quiet "$$(echo build/wheel/dask_gpurt*.whl)[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) $(VENV_DOCS) build dist *.egg-info \
+	    .mypy_cache .ruff_cache .pytest_cache docs/_build htmlcov .coverage

@@ -85,7 +85,7 @@ async def soak(n_tasks: int, rounds: int, n_workers: int) -> dict[str, Any]:
                     times[side].append(elapsed_s)
                     work[side].append(worked_s)
                     if placement is not None:
-                        placement.remove()
+                        placement.close()
                         assert not placement.log.n_failed
                         del placement
                     memory[side].append(memory_nbytes())
@@ -117,7 +117,7 @@ async def keep_on(n_tasks: int, rounds: int, n_workers: int) -> dict[str, Any]:
                 await one_round(client, n_tasks, number)
                 memory.append(memory_nbytes())
                 print(f"  kept on {memory[-1] / 2**20:7.1f} MiB", flush=True)
-            placement.remove()
+            placement.close()
         for worker in workers:
             await worker.close()
     # The first round fills what is bounded: the log, the sizes, the paths.

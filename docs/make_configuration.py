@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the schema and the defaults of the package.
+"""Write docs/reference/configuration.md from the schema and the defaults of the package.
 
     python docs/make_configuration.py            rewrite the page
     python docs/make_configuration.py --check    exit with 1 if the page is out of date
@@ -20,7 +20,7 @@ import yaml
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCHEMA = ROOT / "dask_gpurt" / "gpurt-schema.yaml"
 DEFAULTS = ROOT / "dask_gpurt" / "gpurt.yaml"
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 
 BEFORE = """\
 # Configuration
@@ -154,7 +154,7 @@ def page() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the page, or say whether it is up to date."""
-    parser = argparse.ArgumentParser(description="Write docs/configuration.md.")
+    parser = argparse.ArgumentParser(description="Write docs/reference/configuration.md.")
     parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
     options = parser.parse_args(arguments)
     wanted = page()
@@ -163,7 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if PAGE.exists() and PAGE.read_text() == wanted:
         return 0
-    print("docs/configuration.md is stale: run python docs/make_configuration.py", file=sys.stderr)
+    print(
+        "docs/reference/configuration.md is stale: run python docs/make_configuration.py",
+        file=sys.stderr,
+    )
     return 1
 
 

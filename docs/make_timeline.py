@@ -1,4 +1,4 @@
-"""Draws docs/devices.svg from the ledger of a pipeline on the emulated device.
+"""Draws docs/concepts/devices.svg from the ledger of a pipeline on the emulated device.
 
     python docs/make_timeline.py
 
@@ -19,7 +19,7 @@ from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import Entry, Ledger, overlap
 
-PICTURE = pathlib.Path(__file__).with_name("devices.svg")
+PICTURE = pathlib.Path(__file__).parent / "concepts" / "devices.svg"
 N_ROUNDS, STEP_S = 8, 0.05
 LANES = ("copies in", "compute", "copies out")
 WIDTH, LEFT, TOP, ROW, PANEL = 1000, 130, 74, 34, 176

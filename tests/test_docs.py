@@ -13,7 +13,15 @@ import pytest
 from dask_gpurt.cli import gpurt
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def files(pattern: str) -> list[pathlib.Path]:
+    """Files of the documentation, without those that a build of the site made."""
+    found = (ROOT / "docs").rglob(pattern)
+    return sorted(path for path in found if "_build" not in path.parts)
+
+
+PAGES = [*sorted(ROOT.glob("*.md")), *files("*.md")]
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
@@ -21,6 +29,8 @@ SPAN = re.compile(r"`([^`\n]+)`")
 #: A path below this repository: starts in one of its folders, or names a file at its top.
 FOLDERS = ("dask_gpurt/", "tests/", "docs/", "benchmarks/")
 TOP_FILE = re.compile(r"(Makefile|setup\.cfg|pyproject\.toml|ruff\.toml|LICENSE|[A-Z]+\.md)")
+#: The one page outside of the documentation.
+PAGES.append(ROOT / "benchmarks" / "HISTORY.md")
 
 
 def name_of(path: pathlib.Path) -> str:
@@ -43,8 +53,8 @@ def anchors(page: pathlib.Path) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
-#: Scripts that write a page.
-GENERATORS = ["make_configuration", "make_patches"]
+#: Scripts that write a page or a picture.
+GENERATORS = ["make_configuration", "make_patches", "make_results"]
 
 
 def generator(name: str):
@@ -67,6 +77,17 @@ def test_a_stale_page_is_noticed(name, tmp_path, monkeypatch, capsys):
     assert "stale" in capsys.readouterr().err
     assert module.main([]) == 0
     assert module.main(["--check"]) == 0
+
+
+def test_figures_of_other_pages_are_on_the_performance_page():
+    lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    numbers = [set(re.findall(r"\d+(?:\.\d+)?", line)) for line in lines]
+    home = (ROOT / "docs" / "index.md").read_text()
+    ratios = re.findall(r"\| (\d+\.\d+) (?:times as fast|of the time) \|", home)
+    assert ratios
+    wanted = [*({row.stock, row.enabled} for row in generator("make_results").ROWS)]
+    for figures in [*wanted, *({ratio} for ratio in ratios)]:
+        assert any(figures <= found for found in numbers), figures
 
 
 PATCHES = sorted((ROOT / "dask_gpurt" / "plugins" / "patches").glob("[!_]*.py"))
@@ -122,8 +143,9 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_are_named_exist(page):
     for span in SPAN.findall(prose(page)):
+        is_made = span.startswith("docs/_build")  # by `make docs`
         if (span.startswith(FOLDERS) and " " not in span) or TOP_FILE.fullmatch(span):
-            assert list(ROOT.glob(span)), f"{name_of(page)} names {span}"
+            assert is_made or list(ROOT.glob(span)), f"{name_of(page)} names {span}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -144,7 +166,7 @@ def test_decisions_are_numbered_without_gaps_and_listed():
         assert f"decisions/{page.name}" in architecture
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=name_of)
+@pytest.mark.parametrize("picture", files("*.svg"), ids=name_of)
 def test_pictures_are_self_contained(picture):
     tree = xml.etree.ElementTree.parse(picture)
     for element in tree.iter():

@@ -1,1 +1,1 @@
-"""Where a task should run: cost in seconds, policies, and what they were weighing."""
+"""The cost of running a task on a worker, and the policies that choose a worker by it."""

@@ -1,10 +1,10 @@
-"""Which host makes which output of a contraction, such that few operands are needed on two. Pure.
+"""Assignment of the outputs of a contraction to hosts, so that few operands go to two hosts. Pure.
 
-In `a @ b` each product of blocks has two operands, and each of those is an operand of a whole row
-or column of products. Placed one by one, where most of what they need is, products end up where
-operands happened to be made, and nearly every one of them sends something. Here outputs are dealt
-out by their rows and columns, to hosts that stand in a grid themselves: a host needs the operands
-of its rows and of its columns, and no more.
+In `a @ b` each product of blocks has two operands, and each operand is needed by a whole row or
+column of products. If each product goes to the worker with most of its inputs, products end up
+where operands happened to be made. Then nearly every product sends something. This module assigns
+outputs by rows and columns to hosts that form a grid: a host needs the operands of its rows and
+columns, and no more.
 
 ::
 
@@ -16,7 +16,7 @@ of its rows and of its columns, and no more.
         a2   1   2   1   2                              a2   1   2   1   2
         a3   1   2   1   2                              a3   3   4   3   4
 
-Rows and columns are dealt in turns, so that all hosts have something to do from the start: the
+Rows and columns are assigned in turns, so that all hosts have work from the start. This is the
 block-cyclic distribution of ScaLAPACK (Choi et al., "ScaLAPACK: A Portable Linear Algebra Library
 for Distributed Memory Computers", 1996).
 """
@@ -27,8 +27,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from math import ceil
 from typing import NamedTuple
 
-#: What a host may be given, to the mean of all. With 7 rows and 7 columns on 4 times 4 hosts one
-#: makes 4 outputs where 3 would be its share: the bytes that saves are not worth a third more time.
+#: The most outputs that a host may be given, relative to the mean. With 7 rows and 7 columns on 4
+#: times 4 hosts, one host makes 4 outputs where 3 are its share: the bytes that this saves are not
+#: worth a third more time.
 MAX_OVERLOAD = 1.25
 
 
@@ -38,7 +39,7 @@ class Operand(NamedTuple):
     Attributes
     ----------
     hosts
-        Those that have it.
+        Hosts that have the result.
     """
 
     key: Hashable
@@ -47,14 +48,14 @@ class Operand(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Rows, or columns, of outputs.
+    """The rows, or the columns, of outputs.
 
     Attributes
     ----------
     length
-        How many there are; it may be a fraction, where it is reckoned from the sizes of groups.
+        Number of rows; a fraction if it is estimated from the sizes of groups.
     nbytes
-        Of all their operands.
+        Bytes of all their operands.
     """
 
     length: float
@@ -62,7 +63,7 @@ class Side(NamedTuple):
 
 
 def grid(n_hosts: int, rows: Side, columns: Side) -> tuple[int, int] | None:
-    """Rows and columns of hosts such that least is sent; None if some would have far too much."""
+    """Return the rows and columns of hosts that send least; None if every grid overloads a host."""
     shapes = [(n, n_hosts // n) for n in range(1, n_hosts + 1) if n_hosts % n == 0]
     return min(
         (one for one in shapes if _overload(one, rows.length, columns.length) <= MAX_OVERLOAD),
@@ -72,18 +73,18 @@ def grid(n_hosts: int, rows: Side, columns: Side) -> tuple[int, int] | None:
 
 
 def _overload(shape: tuple[int, int], n_rows: float, n_columns: float) -> float:
-    """Outputs of the host that has most of them, to the mean."""
+    """Return the number of outputs of the host with the most, relative to the mean."""
     most = ceil(n_rows / shape[0]) * ceil(n_columns / shape[1])
     return most * shape[0] * shape[1] / (n_rows * n_columns)
 
 
-class Deal:
-    """Rows and columns of one contraction, and the rows and columns of hosts that they went to.
+class Plan:
+    """The assignment of one contraction's rows and columns to rows and columns of hosts.
 
     Parameters
     ----------
     hosts
-        All of them, with as many threads each.
+        All hosts, with equally many threads each.
     shape
         Rows and columns of hosts, from `grid`.
     """
@@ -93,25 +94,25 @@ class Deal:
         self._rows = _Axis([hosts[n * n_columns : (n + 1) * n_columns] for n in range(n_rows)])
         self._columns = _Axis([hosts[n::n_columns] for n in range(n_columns)])
 
-    def host(self, row: Sequence[Operand], column: Sequence[Operand]) -> str:
-        """Where an output is made.
+    def assign(self, row: Sequence[Operand], column: Sequence[Operand]) -> str:
+        """Return the host that makes an output; assign its row and column if they are new.
 
         Parameters
         ----------
         row, column
-            First and second operands of its products. Two outputs are in a row if they share a
-            first operand, and in a column if they share a second one.
+            First and second operands of the output's products. Two outputs are in the same row if
+            they share a first operand, and in the same column if they share a second one.
         """
-        return _common(self._rows.hosts(row), self._columns.hosts(column))
+        return _common(self._rows.assign(row), self._columns.assign(column))
 
-    def known(self, one: Hashable, other: Hashable) -> str | None:
-        """Where the product of a first and a second operand is made; None if not dealt yet."""
-        row, column = self._rows.dealt(one), self._columns.dealt(other)
+    def host_of_product(self, one: Hashable, other: Hashable) -> str | None:
+        """Return the host for the product of two operands; None if one is not assigned yet."""
+        row, column = self._rows.hosts_of(one), self._columns.hosts_of(other)
         return _common(row, column) if row and column else None
 
-    def home(self, operand: Hashable) -> str | None:
-        """Where an operand is best made; None if none of its products was dealt yet."""
-        return self._rows.homes.get(operand) or self._columns.homes.get(operand)
+    def host_of_operand(self, operand: Hashable) -> str | None:
+        """Return the best host to make an operand; None if none of its products is assigned yet."""
+        return self._rows.maker_of.get(operand) or self._columns.maker_of.get(operand)
 
 
 def _common(row: Sequence[str], column: Sequence[str]) -> str:
@@ -120,44 +121,44 @@ def _common(row: Sequence[str], column: Sequence[str]) -> str:
 
 
 class _Axis:
-    """Rows, or columns, of hosts, and which of those operands belong to."""
+    """The rows, or the columns, of hosts, and the operands assigned to each."""
 
     def __init__(self, parts: Sequence[Sequence[str]]) -> None:
         self._parts = parts
-        self._n_dealt = [0] * len(parts)
+        self._n_assigned = [0] * len(parts)
         self._number_of: dict[Hashable, int] = {}
-        #: Hosts that make operands.
-        self.homes: dict[Hashable, str] = {}
+        #: Host that makes each operand.
+        self.maker_of: dict[Hashable, str] = {}
 
-    def dealt(self, operand: Hashable) -> Sequence[str]:
-        """Hosts that need an operand; none if it was not dealt yet."""
+    def hosts_of(self, operand: Hashable) -> Sequence[str]:
+        """Return the hosts that need an operand; empty if it is not assigned yet."""
         number = self._number_of.get(operand)
         return () if number is None else self._parts[number]
 
-    def hosts(self, operands: Sequence[Operand]) -> Sequence[str]:
-        """Hosts that need some operands, which are dealt if none of them was."""
+    def assign(self, operands: Sequence[Operand]) -> Sequence[str]:
+        """Return the hosts that need some operands; assign the operands if none is assigned."""
         numbers = self._number_of
         number = next((numbers[one.key] for one in operands if one.key in numbers), None)
         if number is None:
-            number = self._next(operands)
-            self._n_dealt[number] += 1
+            number = self._choose_part(operands)
+            self._n_assigned[number] += 1
         part = self._parts[number]
-        # In turns, so that all of them send as much as they receive; and each time from another
-        # one on, so that not all first blocks of rows are made by one.
-        for turn, one in enumerate(operands, self._n_dealt[number]):
+        # Hosts make operands in turns, so that each sends as much as it receives. Each row starts
+        # with another host, so that one host does not make the first blocks of all rows.
+        for turn, one in enumerate(operands, self._n_assigned[number]):
             if one.key not in numbers:
                 numbers[one.key] = number
-                self.homes[one.key] = part[turn % len(part)]
+                self.maker_of[one.key] = part[turn % len(part)]
         return part
 
-    def _next(self, operands: Iterable[Operand]) -> int:
-        """One that is not ahead of others, and of those the one that has most of the operands."""
+    def _choose_part(self, operands: Iterable[Operand]) -> int:
+        """Return the part with most of the operands, of the parts with the fewest rows so far."""
         held_nbytes: dict[str, float] = {}
         for _, nbytes, hosts in operands:
             for host in hosts:
                 held_nbytes[host] = held_nbytes.get(host, 0.0) + nbytes
-        least = min(self._n_dealt)
-        behind = [number for number, n in enumerate(self._n_dealt) if n == least]
+        least = min(self._n_assigned)
+        behind = [number for number, n in enumerate(self._n_assigned) if n == least]
         return max(
             behind,
             key=lambda number: sum(held_nbytes.get(host, 0.0) for host in self._parts[number]),

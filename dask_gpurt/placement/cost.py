@@ -1,14 +1,14 @@
-"""What it costs, in seconds, to run a task on a worker. Pure: values in, values out.
+"""The cost, in seconds, of running a task on a worker. Pure: values in, values out.
 
 ::
 
     cost(t, w) = transfer + sending + arriving + queue + duration + spill + join
 
-Each term is in its own field of `Cost`, so that a decision can be explained. Workers are known by
-their addresses; ways between them come from `dask_gpurt.topology`.
+`Cost` keeps each term in a field of its own, so that a decision can be explained. Workers are known
+by their addresses. `dask_gpurt.topology` has the paths between them.
 
-This is the innermost loop of the scheduler: it is written for few steps an input, not for few
-lines. `tests/placement/reference.py` has the same in plain words.
+This module is the innermost loop of the scheduler: it is written for few steps per input, not for
+few lines. `tests/placement/reference.py` has the same rules in their plainest form.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from dask_gpurt.topology.places import Place, Places
 
 _new = tuple.__new__
 
-#: Of a task with no more inputs, each is weighed by itself on each worker.
-_FEW = 4
+#: A task with at most this many inputs takes the simple path: each input is priced on each worker.
+_MAX_SIMPLE_INPUTS = 4
 
-#: What a worker writes to disk, and reads back later, while tasks wait for memory.
+#: Bytes per second that a worker writes to disk, and reads back later, while tasks wait for memory.
 SPILL_NBYTES_PER_S = 500e6
 
 
 class Worker(NamedTuple):
-    """A worker, as far as placing a task on it goes.
+    """The state of a worker that placement needs.
 
     Attributes
     ----------
     occupancy_s
-        Seconds of work that were given to it and are not done.
+        Seconds of work that the worker was given and has not done.
     receiving_s
-        Seconds until it has what it is fetching already; what comes next has to wait for that.
+        Seconds until the worker has received its transfers in flight. New transfers wait for them.
     nbytes
-        Of results it holds.
+        Bytes of results that the worker holds.
     room_nbytes
-        Before it begins to spill; infinite if it never does.
+        Bytes that the worker can take before it begins to spill; infinite if it never spills.
     devices
-        Kinds of devices it computes on.
+        Kinds of devices that the worker computes on.
     n_tasks
-        Tasks that were given to it and are not done, however long they are.
+        Number of tasks that the worker was given and has not done, however long they are.
     slowness
-        Seconds it takes for what takes others one (`dask_gpurt.placement.speeds`). `occupancy_s` is
-        at its own speed already.
+        Seconds that the worker takes for what takes others one second
+        (`dask_gpurt.placement.speeds`). `occupancy_s` already allows for it.
     inlet_s
-        Seconds until the link through which it gets data from other hosts has carried what workers
-        behind that link are fetching already.
+        Seconds until the link into the worker's host has carried its transfers in flight, to all
+        workers behind that link.
     """
 
     address: str
@@ -69,7 +69,7 @@ class Worker(NamedTuple):
 
     @property
     def queue_s(self) -> float:
-        """Seconds until something given to it now would start."""
+        """Seconds until a task that the worker is given now would start."""
         return self.occupancy_s / self.nthreads
 
 
@@ -79,12 +79,12 @@ class Input(NamedTuple):
     Attributes
     ----------
     holders
-        Workers that have it, each once.
+        Workers that have the result, each once.
     arriving_s
-        Workers that are fetching it, with the seconds until they have it.
+        Seconds until the result arrives, by worker that is fetching it.
     outlet_s
-        Seconds until the link out of the host of one that has it has carried what workers of other
-        hosts are fetching already.
+        Seconds until a link out of a holder's host has carried its transfers in flight to other
+        hosts.
     """
 
     key: Hashable
@@ -95,17 +95,17 @@ class Input(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A task that could run now.
+    """A task that is ready to run.
 
     Attributes
     ----------
     output_nbytes
-        Expected; 0 if nothing is known.
+        Expected bytes of the output; 0 if nothing is known.
     joins
-        For each task that will need this one's output together with others': bytes of those
-        others by worker.
+        For each task that will need this task's output together with other results: the bytes of
+        those results by worker.
     device
-        Kind of device its inputs are on, None if they are on none.
+        Kind of device that the inputs are on; None if they are on none.
     """
 
     key: Hashable
@@ -117,16 +117,16 @@ class Task(NamedTuple):
 
 
 class HeldTask(NamedTuple):
-    """A task each of whose inputs is on exactly one worker, which is the shape of most tasks.
+    """A task each of whose inputs is on exactly one worker: the shape of most tasks.
 
     Attributes
     ----------
     holders
-        For each input the worker that has it.
+        For each input, the worker that has it.
     sizes
-        For each input its bytes.
-    outlets_s, under_way
-        For each input `Input.outlet_s` and `Input.arriving_s`.
+        For each input, its bytes.
+    outlets_s, arrivals_s
+        For each input, `Input.outlet_s` and `Input.arriving_s`.
     duration_s, output_nbytes, joins
         As in `Task`.
     """
@@ -134,43 +134,43 @@ class HeldTask(NamedTuple):
     holders: Sequence[str]
     sizes: Sequence[int]
     outlets_s: Sequence[float]
-    under_way: Sequence[Mapping[str, float]]
+    arrivals_s: Sequence[Mapping[str, float]]
     duration_s: float
     output_nbytes: float
     joins: Sequence[Mapping[str, float]]
 
     def as_task(self) -> Task:
-        """Return it as a `Task`, with numbers for the keys of inputs."""
+        """Return the same task as a `Task`, with numbers for the keys of inputs."""
         inputs = [
             Input(number, nbytes, (holder,), arriving, outlet_s)
             for number, (holder, nbytes, arriving, outlet_s) in enumerate(
-                zip(self.holders, self.sizes, self.under_way, self.outlets_s, strict=True)
+                zip(self.holders, self.sizes, self.arrivals_s, self.outlets_s, strict=True)
             )
         ]
         return Task(None, inputs, self.duration_s, self.output_nbytes, self.joins)
 
 
 class Cost(NamedTuple):
-    """Terms of a cost, in seconds.
+    """The terms of a cost, in seconds.
 
     Attributes
     ----------
     transfer_s
-        Fetching what is missing, each input over the best way from any holder, after what the
-        worker is fetching already; and, where an input is on no worker of its host, after what
-        has to come through the same links, at either end.
+        Time to fetch missing inputs, each over the best path from any holder, after the worker's
+        transfers in flight. An input that no worker of the host has also waits for the transfers in
+        flight on the links at both ends.
     sending_s
-        What the holders spend on it meanwhile: serialising and sending takes one of their
-        processors for about as long. Without this term everything that is not quite idle would
-        look for company, and a cluster of busy workers would move all it has.
+        Time that the holders spend on these transfers: serialising and sending occupies one of
+        their processors for about as long. Without this term, workers that are not quite idle would
+        hand tasks to others. A cluster of busy workers would move all its data.
     arriving_s
-        Waiting for what others already asked for.
+        Time to wait for inputs that earlier decisions already sent to the worker.
     queue_s, duration_s
-        Until a thread is free, and the task itself, both at the worker's speed.
+        Time until a thread is free, and time of the task itself, both at the worker's speed.
     spill_s
-        Putting away what does not fit.
+        Time to spill what does not fit.
     join_s
-        Moving the output, or what it will be joined with, when that is due.
+        Time to move the output, or its join partners, when a later task joins them.
     """
 
     transfer_s: float
@@ -187,20 +187,20 @@ class Cost(NamedTuple):
 
     @property
     def data_s(self) -> float:
-        """The part that data causes for the task itself; not what it causes for senders."""
+        """The part that data causes for the task itself, without what it causes for senders."""
         return self.transfer_s + self.arriving_s + self.spill_s + self.join_s
 
 
 def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
-    """Cost of a task on each of some workers, by address.
+    """Return the cost of a task on each of some workers, by address.
 
-    Sums do not depend on the order of inputs and joins, which are sets where they come from: a
-    tie that the last bit of a sum broke would be broken otherwise in another process.
+    Sums do not depend on the order of inputs and joins, which come from sets. Otherwise the last
+    bit of a sum could break a tie differently in another process.
     """
     inputs = task.inputs
-    if len(inputs) > _FEW:
+    if len(inputs) > _MAX_SIMPLE_INPUTS:
         return _costs_of_many(task, workers, places)
-    from_one, sizes, outlets_s, under_way = [], [], [], []
+    from_one, sizes, outlets_s, arrivals_s = [], [], [], []
     for _, nbytes, holders, arriving, outlet_s in inputs:
         if len(holders) != 1:
             return _costs_of_many(task, workers, places)
@@ -208,21 +208,21 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
         from_one.append(holder)
         sizes.append(nbytes)
         outlets_s.append(outlet_s)
-        under_way.append(arriving)
+        arrivals_s.append(arriving)
     held = HeldTask(
-        from_one, sizes, outlets_s, under_way, task.duration_s, task.output_nbytes, task.joins
+        from_one, sizes, outlets_s, arrivals_s, task.duration_s, task.output_nbytes, task.joins
     )
     return costs_of_held(held, workers, places)
 
 
 def costs_of_held(task: HeldTask, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
-    """Return the same for a task each of whose inputs is on one worker."""
+    """Return the cost on each of some workers of a task each of whose inputs is on one worker."""
     needed_nbytes = sum(task.sizes)
     later = [Join(one, places) for one in task.joins]
     sources = [
         (holder, places[holder].host, nbytes, outlet_s, arriving)
         for holder, nbytes, outlet_s, arriving in zip(
-            task.holders, task.sizes, task.outlets_s, task.under_way, strict=True
+            task.holders, task.sizes, task.outlets_s, task.arrivals_s, strict=True
         )
     ]
     found = {}
@@ -241,7 +241,7 @@ def costs_of_held(task: HeldTask, workers: Iterable[Worker], places: Places) -> 
             # `Path.transfer_s`, without the call.
             seconds = path.latency_s + nbytes / path.bandwidth_nbytes_per_s
             if arriving and address in arriving:
-                # It has been on its way for a while; it never takes longer than anew.
+                # The transfer began earlier, so it takes at most as long as a new one.
                 waits.append(min(arriving[address], seconds))
                 continue
             if holders_host != host:
@@ -254,29 +254,29 @@ def costs_of_held(task: HeldTask, workers: Iterable[Worker], places: Places) -> 
 
 
 class _ManyInputs:
-    """The inputs of a task, sorted such that each worker's share of them is found in few steps.
+    """The inputs of a task, indexed so that each worker's share of them is found in few steps.
 
-    Most candidates are on hosts that have few of the inputs. What they fetch from other hosts is
-    the same for all workers of one kind of place, so it is worked out once for each kind.
+    Most candidates are on hosts that have few of the inputs. All workers of one kind of place fetch
+    the same from other hosts, so that part is computed once per kind.
     """
 
     def __init__(self, inputs: Sequence[Input], places: Places) -> None:
         self.inputs = inputs
         self._places = places
         self.needed_nbytes = sum(one.nbytes for one in inputs)
-        #: Numbers of the inputs that workers are fetching.
-        self._under_way = [number for number, one in enumerate(inputs) if one.arriving_s]
-        #: Inputs that have to wait for the link out of their host, the longest wait first.
+        #: Numbers of the inputs that are in flight to some worker.
+        self._in_flight = [number for number, one in enumerate(inputs) if one.arriving_s]
+        #: Inputs that wait for the link out of their host, the longest wait first.
         self._leaving = sorted(
             ((one.outlet_s, number) for number, one in enumerate(inputs) if one.outlet_s),
             reverse=True,
         )
-        #: By host, the numbers of the inputs that it has.
+        #: Numbers of the inputs that each host has, by host.
         self._on_host: dict[str, list[int]] = {}
         for number, one in enumerate(inputs):
             for host in {places[holder].host for holder in one.holders}:
                 self._on_host.setdefault(host, []).append(number)
-        self._from_afar: dict[Hashable, list[float]] = {}
+        self._far_s: dict[Hashable, list[float]] = {}
 
     def fetched_by(self, worker: Worker) -> tuple[float, float, float, int]:
         """Return what a worker has to fetch.
@@ -286,23 +286,23 @@ class _ManyInputs:
         transfer_s
             Seconds of transfers.
         wait_s
-            Seconds until the first of them can begin.
+            Seconds until the first of these transfers can begin.
         arriving_s
-            Seconds until it has what it is fetching already.
+            Seconds of transfers that are already in flight to the worker.
         new_nbytes
-            Bytes that it does not have yet.
+            Bytes of inputs that the worker does not have yet.
         """
         address = worker.address
         host, kind, _, far = self._places[address]
-        fetches = self._from_afar.get(kind)
+        fetches = self._far_s.get(kind)
         if fetches is None:
-            fetches = self._from_afar[kind] = _all_from_afar(self.inputs, far)
+            fetches = self._far_s[kind] = _far_fetches_s(self.inputs, far)
         here = self._on_host.get(host, ())
         new_nbytes = self.needed_nbytes
         arriving_s = 0.0
-        #: Numbers of the inputs that come from no other host, or are on their way already.
+        #: Numbers of the inputs that come from no other host, or are in flight already.
         settled: Collection[int] = here
-        if here or self._under_way:
+        if here or self._in_flight:
             fetches = fetches[:]
             for number in here:
                 one = self.inputs[number]
@@ -311,8 +311,8 @@ class _ManyInputs:
                     fetches[number] = 0.0
                 else:
                     (fetches[number],) = fetches_s((one,), address, self._places)
-        if self._under_way:
-            waits, coming = self._coming(address, fetches)
+        if self._in_flight:
+            waits, coming = self._take_arriving(address, fetches)
             arriving_s = fsum(waits)
             settled = {*here, *coming}
         wait_s = worker.receiving_s
@@ -321,13 +321,13 @@ class _ManyInputs:
             wait_s = max(wait_s, worker.inlet_s, next(longest, 0.0))
         return fsum(fetches), wait_s, arriving_s, new_nbytes
 
-    def _coming(self, address: str, fetches: list[float]) -> tuple[list[float], list[int]]:
-        """Return seconds and numbers of the inputs under way; they are fetched no more."""
+    def _take_arriving(self, address: str, fetches: list[float]) -> tuple[list[float], list[int]]:
+        """Return seconds and numbers of the inputs in flight to a worker; zero their fetches."""
         waits, coming = [], []
-        for number in self._under_way:
+        for number in self._in_flight:
             _, _, holders, arriving, _ = self.inputs[number]
             if address in arriving and address not in holders:
-                # It has been on its way for a while; it never takes longer than anew.
+                # The transfer began earlier, so it takes at most as long as a new one.
                 waits.append(min(arriving[address], fetches[number]))
                 fetches[number] = 0.0
                 coming.append(number)
@@ -335,7 +335,7 @@ class _ManyInputs:
 
 
 def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
-    """Return the costs of a task of many inputs, or of inputs that several workers have."""
+    """Return the costs of a task with many inputs, or with inputs that several workers have."""
     inputs = _ManyInputs(task.inputs, places)
     later = [Join(one, places) for one in task.joins]
     return {
@@ -358,7 +358,7 @@ def _cost(
         join_s = joins[0].seconds(worker.address, output_nbytes)
     else:
         join_s = fsum([one.seconds(worker.address, output_nbytes) for one in joins])
-    # As `Cost(...)` does, in half the time.
+    # The same as `Cost(...)`, in half the time.
     return _new(
         Cost,
         (
@@ -373,8 +373,8 @@ def _cost(
     )
 
 
-def _all_from_afar(inputs: Iterable[Input], far: Mapping[str, Path]) -> list[float]:
-    """Seconds for each input from a worker of another host, infinite where nobody has it."""
+def _far_fetches_s(inputs: Iterable[Input], far: Mapping[str, Path]) -> list[float]:
+    """Return seconds to fetch each input from another host; infinite where no worker has it."""
     found = []
     for _, nbytes, holders, _, _ in inputs:
         least_s = inf
@@ -389,7 +389,7 @@ def _all_from_afar(inputs: Iterable[Input], far: Mapping[str, Path]) -> list[flo
 
 
 def fetches_s(inputs: Iterable[Input], address: str, places: Places) -> list[float]:
-    """Seconds in which a worker has each input, from the holder it takes the least from."""
+    """Return seconds in which a worker can fetch each input, each from its fastest holder."""
     host, _, near, far = places[address]
     found = []
     for _, nbytes, holders, _, _ in inputs:
@@ -404,12 +404,12 @@ def fetches_s(inputs: Iterable[Input], address: str, places: Places) -> list[flo
 
 
 def is_surely_cheaper(task: Task, one: Worker, other: Worker, places: Places, doubt: float) -> bool:
-    """Whether a task costs less on a worker than on another whatever the links carry.
+    """Return whether a task costs less on one worker than on another, however fast the links are.
 
     Parameters
     ----------
     doubt
-        They may carry so many times as much as is believed, or as little.
+        Factor by which links may be faster or slower than estimated.
     """
     for factor in (doubt, 1 / doubt):
         found = costs(task, (one, other), _ScaledPlaces(places, factor))
@@ -419,7 +419,7 @@ def is_surely_cheaper(task: Task, one: Worker, other: Worker, places: Places, do
 
 
 class _ScaledPlaces(dict[str, Place]):
-    """Places to which ways carry a multiple of what they do to others, each with its latency."""
+    """Places whose paths have a multiple of their bandwidth and the same latency."""
 
     def __init__(self, places: Places, factor: float) -> None:
         self._places = places
@@ -444,11 +444,11 @@ class _Scaled(dict[str, Path]):
 
 
 def steal_pays(victim: Cost, thief: Cost, doubt: float = 1.0) -> bool:
-    """Whether a task is done sooner, by more than the seconds of data it moves, on the thief.
+    """Return whether stealing makes a task end sooner by more than the data it moves costs.
 
-    Where links may carry `doubt` times as much as is believed, it is given the benefit of that:
-    stock, which proposes the steal, has made sure that it pays by its own figures.
+    If links may be `doubt` times as fast as estimated, the steal gets the benefit of the doubt:
+    stock Dask proposes it, and by stock Dask's own figures it pays.
     """
-    # Durations apart: where they are equal, nothing is left of them.
+    # Subtract durations separately: where they are equal, their difference is exactly 0.
     sooner_s = (victim.queue_s - thief.queue_s) + (victim.duration_s - thief.duration_s)
     return sooner_s > (thief.data_s - victim.data_s) / doubt

@@ -1,4 +1,8 @@
-"""A decision in words and numbers, for somebody who asks why a task ran where it did. Pure."""
+"""Explanations of placement decisions, in plain values. Pure.
+
+`dask_gpurt.plugins.placement.decision_log` keeps the records. The `explain` command shows them to a
+user who asks why a task ran where it did.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,31 @@ from typing import Any, NamedTuple
 
 from dask_gpurt.placement.cost import Cost
 
-#: What decided, and what it means.
+#: What decided, by key of a rule's reason, in the words shown to users.
 REASONS = {
     "cost": "lowest cost of the candidates",
-    "holder": "has all inputs, and no other worker that comes into question can be better",
-    "new": "has nearly all of the inputs, and nobody knows how long such a task takes",
-    "most": "has most of the inputs and nothing to do, and others are reached alike, so that no"
-    " other worker can be better",
-    "small": "decided by stock Dask, since its inputs and its output take no longer to move than to"
-    " ask for",
+    "holder": "has all inputs, and no other candidate can be better",
+    "new": "has nearly all of the inputs, and no task of this kind has ended yet",
+    "most": "has most of the inputs and nothing to do, and all paths are equal, so no other worker"
+    " can be better",
+    "small": "decided by stock Dask, since its inputs and its output are so small that moving them"
+    " takes no longer than asking for them",
     "siblings": "has what a later task will need together with this one",
     "stock": "decided by stock Dask",
 }
 
 
 class Record(NamedTuple):
-    """What is kept of a decision.
+    """A decision as the log keeps it.
 
     Attributes
     ----------
     reason
-        One of `REASONS`.
+        A key of `REASONS`.
     stock
-        What stock Dask would have chosen; None if it was not worked out.
+        Address of the worker that stock Dask would choose; None if it was not computed.
     costs
-        Of the candidates, where there were several.
+        Costs of the candidates, where several were weighed.
     """
 
     key: Hashable
@@ -42,20 +46,20 @@ class Record(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether stock Dask would have chosen another worker."""
+        """Whether stock Dask would choose another worker."""
         return self.stock is not None and self.stock != self.worker
 
     @property
     def saved_s(self) -> float:
-        """Seconds that the choice is better than stock's, by our own estimate; 0 if unknown."""
+        """Seconds that the choice saves over stock Dask's, by our own estimate; 0 if unknown."""
         mine, stock_s = self.costs.get(self.worker), self.costs.get(self.stock or "")
         return stock_s.total_s - mine.total_s if mine is not None and stock_s is not None else 0.0
 
 
 def explained(record: Record) -> dict[str, Any]:
-    """Plain values: what was chosen, why, what stock would have done, and each candidate's terms.
+    """Return the choice, its reason, stock Dask's choice and all candidates, as plain values.
 
-    Candidates are sorted by cost.
+    Candidates are sorted by cost, each with the terms of its cost.
     """
     candidates = [
         {"worker": worker, "total_s": one.total_s, **one._asdict()}

@@ -1,9 +1,9 @@
-"""Fast paths of `policy.DataAware`: the same decision, from fewer steps. Pure.
+"""Fast paths of `policy.DataAware`: the same decisions in fewer steps. Pure.
 
-Most tasks have one plain shape: each input is on exactly one worker. `holder_is_best` and
-`largest_is_best` recognise two cases of it by a comparison or two, without weighing any candidate.
+Most tasks have one shape: each input is on exactly one worker. `holder_is_best` and
+`largest_is_best` recognise two cases of it by a few comparisons, without weighing any candidate.
 `cheapest` weighs the candidates without making a `Snapshot` first. Property tests assert that each
-of them chooses what `DataAware` chooses, so the rest of `placement` does not know of them.
+of them chooses what `DataAware` chooses. So the rest of `placement` does not depend on them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
     Decision,
-    coming,
+    fetching_nbytes,
     least_cost,
     stocks_choice,
     unless_in_doubt,
@@ -24,9 +24,9 @@ from dask_gpurt.placement.policy import (
 from dask_gpurt.topology.model import Path
 from dask_gpurt.topology.places import Places, path_between
 
-#: More than sums of seconds are off by, as a share, and far less than matters.
+#: A share that is larger than rounding errors of sums of seconds, and too small to matter.
 _ROUNDING = 2.0**-40
-#: The same where it is not worth working out of how many seconds it would be a share.
+#: The same where it is not worth computing the sum.
 _BEYOND_ROUNDING = 0.99
 
 
@@ -38,28 +38,28 @@ def holder_is_best(
     wait_s: float = 0.0,
     widest_nbytes_per_s: float = inf,
 ) -> bool:
-    """Whether a task costs least on the one worker that has all it needs.
+    """Return whether a task costs least on the one worker that has all its inputs.
 
-    Wherever else it ran, the inputs would have to be sent first, at the expense of both ends: at
-    least `2 * needed / b` seconds if `b` is what the way carries. Here nothing has to be fetched,
-    and for each join the output can be sent over the same way, and on from there: at most
-    `output / b` more. So there is no need to ask for `b` where nothing has to be waited for either,
-    and else only for what no way from there exceeds. Ways through a third place are not taken to be
-    quicker than the direct one.
+    Let `b` be the bandwidth of the path from there to another worker. To run there, the task would
+    first have its inputs sent. That costs both ends together at least `2 * needed / b` seconds. On
+    the holder nothing is fetched. For each join the output can take the same path later and go on
+    from there, which costs at most `output / b` more. So if the task need not wait for the holder,
+    `b` does not matter. If it has to wait, an upper bound of `b` is enough. This assumes that no
+    detour through a third worker is faster than the direct path.
 
     Parameters
     ----------
     needed_nbytes, output_nbytes
-        Of all inputs, which nobody else has or is fetching; expected of the output.
+        Bytes of all inputs, which no other worker has or is fetching; expected bytes of the output.
     n_joins
-        Tasks that will need the output together with something else, two at the most: of more,
-        latencies would count.
+        Number of tasks that will need the output together with other results, two at most. With
+        more joins, latencies would count.
     room_nbytes
-        Before the worker begins to spill.
+        Bytes that the worker can take before it begins to spill.
     wait_s
-        Until it could begin there.
+        Seconds until the task could begin on the worker.
     widest_nbytes_per_s
-        As much as any way from there carries, or more.
+        Upper bound of the bandwidth of any path from the worker.
     """
     ahead_nbytes = 2 * needed_nbytes - output_nbytes * n_joins
     if ahead_nbytes <= 0 or output_nbytes > room_nbytes:
@@ -74,26 +74,27 @@ def largest_is_best(
     wait_s: float,
     places: Places,
 ) -> bool:
-    """Whether a task costs least where its largest input is.
+    """Return whether a task costs least on the worker that has its largest input.
 
-    That is so where each input is on another host, and all these are reached alike: wherever
-    else the task ran, no less would have to be fetched, over the same ways. It also is of two
-    holders that are reached from one another alike. Of those that have an input as large it is the
-    one where it could begin at once and that has room for the rest, if that is as quick as others.
-    What has to be waited for there first is less than fetching so much more costs, at both ends.
-    False where it is not so plain.
+    This holds if each input is on a different host and all these hosts are reached over equal
+    paths: on any other worker, the task would have to fetch at least as much over the same paths.
+    It also holds for two holders with equal paths between them. The caller makes sure that the task
+    could begin there at once, that the worker has room for the rest, and that it is no slower than
+    others. The wait for links there must be shorter than the extra fetching elsewhere, counted at
+    both ends. The result is False for all other cases.
 
     Parameters
     ----------
     holders, sizes
-        For each input the only worker that has it or is fetching it, and bytes.
+        For each input, the only worker that has it or is fetching it, and its bytes.
     duration_s
-        Of the task, whose output will not be joined with anything.
+        Seconds of the task, whose output is not joined with anything.
     wait_s
-        Until links are free for what has to be fetched; not more than none where two are as large.
+        Seconds until links are free for the missing inputs; must be 0 if two inputs are equally
+        large.
     """
-    usual = _only_way(holders, places)
-    if usual is None:
+    path = _common_path(holders, places)
+    if path is None:
         return False
     most_nbytes = next_nbytes = total_nbytes = n_most = 0
     for nbytes in sizes:
@@ -106,15 +107,15 @@ def largest_is_best(
             next_nbytes = nbytes
     if wait_s and n_most > 1:
         return False
-    # By so much less than is rounded off, nobody is ahead.
-    bandwidth = usual.bandwidth_nbytes_per_s
-    all_s = duration_s + wait_s + len(holders) * usual.latency_s + total_nbytes / bandwidth
+    # A lead within the rounding error is no lead.
+    bandwidth = path.bandwidth_nbytes_per_s
+    all_s = duration_s + wait_s + len(holders) * path.latency_s + total_nbytes / bandwidth
     ahead_s = (most_nbytes - next_nbytes) / bandwidth
     return 2 * ahead_s - wait_s > 2 * all_s * _ROUNDING
 
 
-def _only_way(holders: Sequence[str], places: Places) -> Path | None:
-    """The way from any holder to any other; None if there are several, or it takes long to see."""
+def _common_path(holders: Sequence[str], places: Places) -> Path | None:
+    """Return the path between any two holders; None if there are several, or too many holders."""
     if len(holders) == 2:
         one, other = holders
         there, back = path_between(places, one, other), path_between(places, other, one)
@@ -129,27 +130,27 @@ def _only_way(holders: Sequence[str], places: Places) -> Path | None:
         return None
     first = holders[0]
     _, kind, _, far = places[first]
-    usual = far[first]
+    path = far[first]
     hosts: set[str] = set()
     for address in holders:
         host, other_kind, _, _ = places[address]
-        # Ways that are alike are one and the same.
-        if far[address] is not usual or other_kind != kind:
+        # Equal paths are the same object.
+        if far[address] is not path or other_kind != kind:
             return None
         hosts.add(host)
-    return usual if len(hosts) == len(holders) else None
+    return path if len(hosts) == len(holders) else None
 
 
-def places_to_weigh(task: HeldTask) -> dict[str, int]:
+def candidate_nbytes(task: HeldTask) -> dict[str, int]:
     """Return the workers that a task may go to, with the bytes of its inputs that each has.
 
-    These are the workers that have an input or are fetching one. A worker with something that the
-    output will be joined with is one of them if joining it there saves enough to be worth a look.
+    These are the workers that have an input or are fetching one, and the workers with join partners
+    where joining saves enough.
     """
     found: dict[str, int] = {}
     for holder, nbytes in zip(task.holders, task.sizes, strict=True):
         found[holder] = found.get(holder, 0) + nbytes
-    for address in coming(task.sizes, task.under_way, found):
+    for address in fetching_nbytes(task.sizes, task.arrivals_s, found):
         found[address] = 0
     if task.joins:
         saved: dict[str, float] = {}
@@ -171,22 +172,22 @@ def cheapest(
     *,
     bandwidth: float,
     doubt: float,
-    asked: str | None,
+    stock: str | None,
 ) -> Decision:
     """Return what `DataAware` decides for a task all of whose holders are running.
 
     Parameters
     ----------
     held, workers
-        The result of `places_to_weigh`, and what is known of these workers.
+        The result of `candidate_nbytes`, and the state of these workers.
     bandwidth
-        Bytes per second of all links, as stock Dask has it.
-    doubt, asked
-        As `Snapshot.doubt` and `Snapshot.usual`.
+        Bytes per second that stock Dask assumes for all links.
+    doubt, stock
+        As `Snapshot.doubt` and `Snapshot.stock`.
     """
     found = costs_of_held(task, workers, places)
     worker = least_cost(workers, found)
-    usual = asked or stocks_choice(workers, set(task.holders), held, sum(task.sizes), bandwidth)
-    if doubt > 1 and worker != usual:
-        worker = unless_in_doubt(worker, usual, task.as_task(), workers, places, doubt)
-    return Decision(worker, found, usual)
+    stock = stock or stocks_choice(workers, set(task.holders), held, sum(task.sizes), bandwidth)
+    if doubt > 1 and worker != stock:
+        worker = unless_in_doubt(worker, stock, task.as_task(), workers, places, doubt)
+    return Decision(worker, found, stock)

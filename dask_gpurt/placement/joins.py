@@ -1,7 +1,7 @@
-"""What it takes to bring together, later, an output and what a task will need with it. Pure.
+"""The time to bring an output together, later, with the other inputs of a dependent task. Pure.
 
-Asked for each candidate of a decision, with the same results elsewhere: what is the same for all of
-them is worked out once. `dask_gpurt.placement.cost` has it as one of its terms.
+`dask_gpurt.placement.cost` uses this time as one of its terms. A decision asks for it once per
+candidate, with the same other inputs each time, so `Join` computes the common part once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dask_gpurt.topology.places import Places, path_between
 
 
 class Join:
-    """Results that a task will need together with an output that is not made yet.
+    """Results that a later task needs together with an output that does not exist yet.
 
     Parameters
     ----------
     others
-        Bytes by worker.
+        Bytes of these results by worker.
     """
 
     __slots__ = ("_gathered", "_others", "_places", "_targets")
@@ -26,18 +26,19 @@ class Join:
     def __init__(self, others: Mapping[str, float], places: Places) -> None:
         self._others = others
         self._places = places
-        #: By place: what others are joined at is a candidate itself, as a rule.
+        #: Cached results of `_gathered_at`: the workers that hold the others are usually candidates
+        #: too.
         self._gathered: dict[str, tuple[float, dict[str, float]]] = {}
-        #: Places to join them at, the one to which the others are moved soonest first.
+        #: Workers to join at, the one that gathers the others fastest first.
         self._targets: list[str] | None = None
 
     def seconds(self, address: str, nbytes: float) -> float:
-        """Of moving everything to one place, if `nbytes` more of it are at `address`.
+        """Return the seconds to move everything to one worker, given `nbytes` more at `address`.
 
-        The place is the one to which it takes the least; so this is 0 where all of it is.
+        The result is the minimum over all workers, so it is 0 if all of the bytes are on `address`.
         """
         others, places = self._others, self._places
-        # `way` and `Path.transfer_s` without the calls, here and below.
+        # The look-up of paths and `Path.transfer_s` without the calls, here and below.
         if len(others) == 1:
             ((other, other_nbytes),) = others.items()
             if other == address:
@@ -60,7 +61,7 @@ class Join:
         for target in targets:
             others_s, of_each = self._gathered[target]
             if others_s >= least_s:
-                # Nor is any after it better: the output still has to be added.
+                # All later targets are worse too: moving the output comes on top.
                 break
             if target != address:
                 sent_s = path_between(places, address, target).transfer_s(sent_nbytes)
@@ -68,7 +69,7 @@ class Join:
         return least_s
 
     def _gathered_at(self, target: str) -> tuple[float, dict[str, float]]:
-        """Seconds of moving the others to a place: in all, and by where they are."""
+        """Return the seconds to move the others to a worker: the sum, and by source."""
         found = self._gathered.get(target)
         if found is None:
             places = self._places

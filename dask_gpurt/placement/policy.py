@@ -1,7 +1,8 @@
-"""Which worker a task should run on: one class a policy, over a snapshot. Pure.
+"""Placement policies: which worker a task should run on, given a snapshot. Pure.
 
-A snapshot holds what a decision may depend on and no more; the same one always gives the same
-decision. Whoever makes it asks a live scheduler (`dask_gpurt.plugins.placement.placer`) or a test.
+Each policy is a class. A snapshot holds all that a decision may depend on, so the same snapshot
+always gives the same decision. `dask_gpurt.plugins.placement` makes snapshots of a live scheduler,
+tests make their own.
 """
 
 from __future__ import annotations
@@ -14,39 +15,39 @@ from typing import NamedTuple, Protocol
 from dask_gpurt.placement.cost import Cost, Task, Worker, costs, is_surely_cheaper
 from dask_gpurt.topology.places import Places
 
-#: Restrictions to so few workers, and all of those are looked at, whatever they hold.
+#: If restrictions allow at most this many workers, a policy weighs all of them.
 MAX_RESTRICTED = 32
-#: Of more workers that have something of a task with very many inputs, those with most of it.
+#: At most this many workers that have inputs are weighed: the ones with the most bytes.
 MAX_CANDIDATES = 16
-#: Of more workers that have nothing of a task and are fetching something, those with most of it.
-MAX_COMING = 2
-#: Of a task's inputs, the bytes that joining its output on a worker has to save for it to be looked
-#: at. At twice the inputs it pays for itself; but with less it is still a good place for what the
-#: holders have no time for.
+#: At most this many workers that only have inputs in flight to them are weighed.
+MAX_FETCHING = 2
+#: A worker with join partners is weighed if joining there saves at least this share of the inputs'
+#: bytes. A saving of twice the inputs would pay for itself. With less, the worker is still a good
+#: place for tasks that the holders have no time for.
 MIN_JOINED_SHARE = 0.25
 
 
 class Snapshot(NamedTuple):
-    """What is known when a task is to be placed.
+    """All that a policy needs to place a task.
 
     Attributes
     ----------
     workers
-        What is known of workers, by address.
+        Returns the state of workers, given their addresses.
     valid
-        Addresses that the task may run at; None if it may run anywhere. Only running workers.
+        Addresses of running workers that the task may run on; None if it may run anywhere.
     takes_tasks
-        Whether a worker does, asked where `valid` is None; None if all do.
+        Returns whether a worker takes tasks; used where `valid` is None. None if all workers do.
     doubt
-        Links may carry so many times as much as is believed, or as little. Then no other worker
-        than stock's is chosen for a gain that may not be one.
-    usual
-        What stock would choose, where it was asked; else that is worked out from the rest, which
-        it does not know as it is.
+        Factor by which links may be faster or slower than estimated. With doubt, a policy only
+        departs from stock Dask's choice for a gain that is certain.
+    stock
+        Stock Dask's choice, if stock Dask was asked. Otherwise it is computed from the rest of the
+        snapshot, which is not exactly what stock Dask knows.
     idle
-        A few workers with little to do. They are looked at whatever they hold.
+        A few workers with little to do. They are weighed even if they have no inputs.
     bandwidth_nbytes_per_s
-        The one figure that stock Dask has for all links.
+        The one bandwidth that stock Dask assumes for all links.
     """
 
     task: Task
@@ -57,20 +58,20 @@ class Snapshot(NamedTuple):
     bandwidth_nbytes_per_s: float = 100e6
     takes_tasks: Callable[[str], bool] | None = None
     doubt: float = 1.0
-    usual: str | None = None
+    stock: str | None = None
 
 
 class Decision(NamedTuple):
-    """What was chosen, and from what.
+    """A policy's choice and what the choice was made from.
 
     Attributes
     ----------
     worker
-        Address; None if there was nothing to choose from.
+        Address of the chosen worker; None if there was no candidate.
     costs
-        Of each candidate, by address.
+        Cost of each candidate, by address.
     stock
-        What stock Dask would have chosen.
+        Address of the worker that stock Dask would choose.
     """
 
     worker: str | None
@@ -79,10 +80,10 @@ class Decision(NamedTuple):
 
 
 class Policy(Protocol):
-    """Chooses a worker."""
+    """A policy that chooses a worker."""
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Never a worker outside of `snapshot.valid`, always the same for the same snapshot."""
+        """Return a decision, the same one for the same snapshot, never outside `snapshot.valid`."""
 
 
 def _allowed(snapshot: Snapshot, addresses: Iterable[str]) -> set[str]:
@@ -95,8 +96,8 @@ def _allowed(snapshot: Snapshot, addresses: Iterable[str]) -> set[str]:
 
 
 def least_cost(workers: Iterable[Worker], found: Mapping[str, Cost]) -> str | None:
-    """Address of the worker on which a task costs least; None if there is none."""
-    # What is minimised, then ties.
+    """Return the address of the worker on which a task costs least; None if there is none."""
+    # The cost to minimise, then tie-breakers.
     chosen: tuple[float, float, int, str] | None = None
     least_s = inf
     for worker in workers:
@@ -108,30 +109,31 @@ def least_cost(workers: Iterable[Worker], found: Mapping[str, Cost]) -> str | No
     return chosen and chosen[3]
 
 
-def coming(
-    sizes: Iterable[int], under_way: Iterable[Mapping[str, float]], held: Collection[str]
+def fetching_nbytes(
+    sizes: Iterable[int], arrivals_s: Iterable[Mapping[str, float]], held: Collection[str]
 ) -> Mapping[str, int]:
-    """Workers that have nothing of a task but are fetching some of it, with the bytes of that.
+    """Return bytes in flight, by worker, for workers that have no input but are fetching one.
 
-    Of many, the few to which most is under way, and of those the ones that have it first.
+    Only the `MAX_FETCHING` workers with the most bytes in flight are returned; of equal ones, those
+    that receive them first.
 
     Parameters
     ----------
-    sizes, under_way
-        For each input bytes, and `Input.arriving_s`.
+    sizes, arrivals_s
+        For each input, its bytes and `Input.arriving_s`.
     held
-        Workers that have something.
+        Workers that have an input.
     """
     nbytes: dict[str, int] = {}
     last_s: dict[str, float] = {}
-    for size, arriving in zip(sizes, under_way, strict=True):
+    for size, arriving in zip(sizes, arrivals_s, strict=True):
         for address, seconds in arriving.items():
             if address not in held:
                 nbytes[address] = nbytes.get(address, 0) + size
                 last_s[address] = max(last_s.get(address, 0.0), seconds)
-    if len(nbytes) <= MAX_COMING:
+    if len(nbytes) <= MAX_FETCHING:
         return nbytes
-    first = sorted(nbytes, key=lambda one: (-nbytes[one], last_s[one], one))[:MAX_COMING]
+    first = sorted(nbytes, key=lambda one: (-nbytes[one], last_s[one], one))[:MAX_FETCHING]
     return {one: nbytes[one] for one in first}
 
 
@@ -142,7 +144,7 @@ def stocks_choice(
     needed_nbytes: int,
     bandwidth: float,
 ) -> str | None:
-    """`Stock.objective` of those workers that are `holders`, from the bytes that each has."""
+    """Return the worker among `holders` that minimises `Stock.objective`, from held bytes."""
     stock: tuple[float, int, str] | None = None
     soonest_s = inf
     for worker in workers:
@@ -158,30 +160,30 @@ def stocks_choice(
 
 def unless_in_doubt(
     worker: str | None,
-    usual: str | None,
+    stock: str | None,
     task: Task,
     workers: Iterable[Worker],
     places: Places,
     doubt: float,
 ) -> str | None:
-    """The worker that was chosen; or stock's, if that may cost less after all.
+    """Return the chosen worker, or stock Dask's if that one may cost less after all.
 
     Parameters
     ----------
     workers
-        Those that were weighed. One that was not is not chosen here, either.
+        The workers that were weighed. Stock Dask's worker is only returned if it is one of them.
     """
     known = {one.address: one for one in workers}
-    if worker is None or usual not in known:
+    if worker is None or stock not in known:
         return worker
-    is_surely = is_surely_cheaper(task, known[worker], known[usual], places, doubt)
-    return worker if is_surely else usual
+    is_surely = is_surely_cheaper(task, known[worker], known[stock], places, doubt)
+    return worker if is_surely else stock
 
 
 class Stock:
-    """What distributed does itself: holders of inputs only, one bandwidth for all links.
+    """The policy of distributed: holders of inputs only, one bandwidth for all links.
 
-    Where distributed breaks ties by the order of a set, this one does so by address.
+    Where distributed breaks ties by the order of a set, this class breaks them by address.
     """
 
     def decide(self, snapshot: Snapshot) -> Decision:
@@ -198,7 +200,7 @@ class Stock:
 
     @staticmethod
     def objective(snapshot: Snapshot, worker: Worker) -> tuple[float, int]:
-        """What is minimised: `Scheduler.worker_objective`."""
+        """Return the value to minimise, as `Scheduler.worker_objective` does."""
         nbytes = 0
         for one in snapshot.task.inputs:
             if worker.address not in one.holders:
@@ -207,37 +209,18 @@ class Stock:
 
 
 class DataAware:
-    """Lowest cost of those that have, or will soon have, an input, and of the idlest few.
+    """The policy of lowest cost.
 
-    A worker without the kind of device that the inputs are on is not chosen while another is
-    there.
+    Candidates are the workers that have, or will soon have, an input, and a few of the idlest ones.
+    A worker without the kind of device that the inputs are on is only chosen if no candidate has
+    one.
     """
 
     def decide(self, snapshot: Snapshot) -> Decision:
         task, places, doubt = snapshot.task, snapshot.places, snapshot.doubt
-        valid, idle, takes_tasks = snapshot.valid, snapshot.idle, snapshot.takes_tasks
-        held: dict[str, int] = {}
-        needed = 0
-        is_arriving = False
-        for _, nbytes, having, arriving, _ in task.inputs:
-            needed += nbytes
-            for address in having:
-                if address in held:
-                    held[address] += nbytes
-                else:
-                    held[address] = nbytes
-            if arriving:
-                is_arriving = True
-
-        holders: Collection[str] = held
-        candidates: Collection[str] = held
-        if valid is not None or takes_tasks is not None or not held:
-            found = _allowed(snapshot, held)
-            holders = found or set(idle if valid is None else valid)
-        if valid is not None and len(valid) <= MAX_RESTRICTED:
-            candidates = valid
-        elif task.joins or idle or is_arriving or holders is not held or len(held) > MAX_CANDIDATES:
-            candidates = self._near(snapshot, held) or holders
+        held, needed_nbytes, is_arriving = _held_nbytes(task)
+        holders = _allowed_holders(snapshot, held)
+        candidates = self._candidates(snapshot, held, holders, is_arriving=is_arriving)
         workers = snapshot.workers(candidates)
         allowed = workers
         if task.device is not None:
@@ -245,48 +228,96 @@ class DataAware:
 
         found_costs = costs(task, allowed, places)
         worker = least_cost(allowed, found_costs)
-        usual = snapshot.usual or stocks_choice(
-            workers, holders, held, needed, snapshot.bandwidth_nbytes_per_s
+        stock = snapshot.stock or stocks_choice(
+            workers, holders, held, needed_nbytes, snapshot.bandwidth_nbytes_per_s
         )
-        if doubt > 1 and worker != usual:
-            worker = unless_in_doubt(worker, usual, task, allowed, places, doubt)
-        return Decision(worker, found_costs, usual)
+        if doubt > 1 and worker != stock:
+            worker = unless_in_doubt(worker, stock, task, allowed, places, doubt)
+        return Decision(worker, found_costs, stock)
+
+    def _candidates(
+        self,
+        snapshot: Snapshot,
+        held: Mapping[str, int],
+        holders: Collection[str],
+        *,
+        is_arriving: bool,
+    ) -> Collection[str]:
+        """Return the workers to weigh: `held` itself if the holders are all of them."""
+        valid, idle, joins = snapshot.valid, snapshot.idle, snapshot.task.joins
+        if valid is not None and len(valid) <= MAX_RESTRICTED:
+            return valid
+        if joins or idle or is_arriving or holders is not held or len(held) > MAX_CANDIDATES:
+            return self._near(snapshot, held) or holders
+        return held
 
     @staticmethod
     def _near(snapshot: Snapshot, held: Mapping[str, int]) -> set[str]:
-        """Workers that have, or will have, something of a task or what it is joined with.
-
-        The latter only where what joining there may save is not far less than the inputs. With
-        less to do than the holders, a worker that is looked at for the sake of thin edges would
-        have large blocks moved to it.
-        """
-        task = snapshot.task
+        """Return workers that have, or will have, an input or a join partner of a task."""
         nbytes: dict[str, float] = {**held}
-        needed_nbytes = 0
-        for one in task.inputs:
-            needed_nbytes += one.nbytes
-            for address in one.arriving_s:
-                if address in held:
-                    nbytes[address] += one.nbytes
-        under_way = [one.arriving_s for one in task.inputs]
-        if snapshot.valid is not None or snapshot.takes_tasks is not None:
-            fetching = _allowed(snapshot, chain.from_iterable(under_way))
-            under_way = [
-                {one: s for one, s in each.items() if one in fetching} for each in under_way
-            ]
-        nbytes.update(coming([one.nbytes for one in task.inputs], under_way, held))
-        joined: dict[str, float] = {}
-        saved: dict[str, float] = {}
-        for others in task.joins:
-            for address, n in others.items():
-                joined[address] = joined.get(address, 0) + n
-                saved[address] = saved.get(address, 0) + min(n, task.output_nbytes)
-        for address, n in joined.items():
-            if address in nbytes or saved[address] >= MIN_JOINED_SHARE * needed_nbytes:
-                nbytes[address] = nbytes.get(address, 0) + n
+        _add_arriving(nbytes, snapshot, held)
+        _add_joined(nbytes, snapshot.task)
         near = _allowed(snapshot, nbytes)
         if len(near) > MAX_CANDIDATES:
             near = set(sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES])
-            if snapshot.usual is not None:
-                near |= _allowed(snapshot, (snapshot.usual,))
+            if snapshot.stock is not None:
+                near |= _allowed(snapshot, (snapshot.stock,))
         return near | _allowed(snapshot, snapshot.idle) if snapshot.idle else near
+
+
+def _held_nbytes(task: Task) -> tuple[dict[str, int], int, bool]:
+    """Return bytes of inputs by holder, bytes of all inputs, and whether any is in flight."""
+    held: dict[str, int] = {}
+    needed_nbytes = 0
+    is_arriving = False
+    for _, nbytes, having, arriving, _ in task.inputs:
+        needed_nbytes += nbytes
+        for address in having:
+            if address in held:
+                held[address] += nbytes
+            else:
+                held[address] = nbytes
+        if arriving:
+            is_arriving = True
+    return held, needed_nbytes, is_arriving
+
+
+def _allowed_holders(snapshot: Snapshot, held: Mapping[str, int]) -> Collection[str]:
+    """Return the workers that stock Dask chooses from: `held` itself if all holders are allowed."""
+    valid = snapshot.valid
+    if held and valid is None and snapshot.takes_tasks is None:
+        return held
+    return _allowed(snapshot, held) or set(snapshot.idle if valid is None else valid)
+
+
+def _add_arriving(nbytes: dict[str, float], snapshot: Snapshot, held: Mapping[str, int]) -> None:
+    """Add to `nbytes` the bytes of inputs in flight to workers that may run the task."""
+    inputs = snapshot.task.inputs
+    for one in inputs:
+        for address in one.arriving_s:
+            if address in held:
+                nbytes[address] += one.nbytes
+    arrivals_s = [one.arriving_s for one in inputs]
+    if snapshot.valid is not None or snapshot.takes_tasks is not None:
+        fetching = _allowed(snapshot, chain.from_iterable(arrivals_s))
+        arrivals_s = [{one: s for one, s in each.items() if one in fetching} for each in arrivals_s]
+    nbytes.update(fetching_nbytes([one.nbytes for one in inputs], arrivals_s, held))
+
+
+def _add_joined(nbytes: dict[str, float], task: Task) -> None:
+    """Add to `nbytes` the bytes of join partners.
+
+    A worker that has only join partners counts only if joining there can save enough bytes,
+    compared with the inputs. Otherwise a worker that has thin edges and a shorter queue than the
+    holders would have large blocks moved to it.
+    """
+    joined: dict[str, float] = {}
+    saved: dict[str, float] = {}
+    for others in task.joins:
+        for address, n in others.items():
+            joined[address] = joined.get(address, 0) + n
+            saved[address] = saved.get(address, 0) + min(n, task.output_nbytes)
+    least_nbytes = MIN_JOINED_SHARE * sum(one.nbytes for one in task.inputs)
+    for address, n in joined.items():
+        if address in nbytes or saved[address] >= least_nbytes:
+            nbytes[address] = nbytes.get(address, 0) + n

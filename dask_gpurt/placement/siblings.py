@@ -1,13 +1,13 @@
-"""Keeping together what will be joined: the worker of a task that has no data to go by yet. Pure.
+"""Placement of a root task, which has no inputs yet, next to the tasks it is joined with. Pure.
 
-Stock Dask deals root tasks out to whoever is least busy, one by one. Of `a + b`, the first chunks
-of both collections then land on different workers, the second ones too, and half of the data is
-moved without need. Here a root task goes to where the others are that a later task will need
-together with it: its *siblings*.
+Stock Dask gives root tasks one by one to the least busy worker. In `a + b`, the first chunks of
+both collections then land on different workers, and so do the second ones. Half of the data is
+moved without need. Here a root task goes to the workers of its *siblings*: the tasks that a later
+task will need together with it.
 
-Only small families count. A task whose output goes to very many, or one that needs very many
-others, as in a shuffle or a broadcast, has to move data wherever the siblings are; and a group
-that is all siblings of one another would end up on one worker.
+Only few siblings count. If an output goes to very many tasks, or is joined with very many others,
+data has to move wherever the siblings are. Shuffles and broadcasts are such cases. A group of tasks
+that are all siblings of one another would end up on one worker.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-#: Tasks that need this one, and inputs each of those needs: from more on, it is no family.
+#: Siblings are not looked for if a task has more dependents, or a dependent has more inputs.
 MAX_DEPENDENTS = 8
 MAX_INPUTS = 16
 
 
-class Seat(NamedTuple):
-    """A worker that has siblings of a root task.
+class Candidate(NamedTuple):
+    """A worker near siblings of a root task.
 
     Attributes
     ----------
     n_free
-        Tasks it can be given before the scheduler calls it full; negative if it is overfull.
+        Tasks that the worker can be given before the scheduler calls it full; negative if overfull.
     ahead
-        Tasks for each of its threads.
+        Tasks per thread of the worker.
     saved_s
-        Seconds of transfers that sitting here saves.
+        Seconds of transfers that are saved if the root task runs on this worker.
     is_certain
-        Whether sizes are known; else seconds only say which of two seats is the better one.
+        Whether sizes are known. If not, `saved_s` only ranks candidates.
     """
 
     worker: str
@@ -43,29 +43,31 @@ class Seat(NamedTuple):
     is_certain: bool = True
 
 
-def seat(seats: Iterable[Seat], *, ahead: float, duration_s: float, to_come: float) -> str | None:
-    """Where a root task should join its siblings.
+def best_candidate(
+    candidates: Iterable[Candidate], *, ahead: float, duration_s: float, to_come: float
+) -> str | None:
+    """Return the worker on which a root task should join its siblings.
 
     Parameters
     ----------
     ahead
-        Tasks for each thread of the worker that it would go to otherwise.
+        Tasks per thread of the worker that stock Dask would choose.
     duration_s
-        Of the task, expected.
+        Expected duration of the task.
     to_come
-        Tasks for each thread of the cluster that nobody was given yet. A place that this task does
-        not take is taken by one of those, so that waiting for the siblings' worker costs nothing
-        as long as there are enough of them to make up for it.
+        Root tasks per thread of the cluster that are not placed yet. If this task leaves a slot
+        free, one of those takes it. So waiting for the siblings' worker costs nothing as long as
+        enough tasks are to come.
 
     Returns
     -------
     str or None
-        A worker, None if it should go where stock Dask would send it.
+        Address of a worker; None if the task should go where stock Dask would send it.
     """
     best: tuple[float, float, str] | None = None
-    for one in seats:
-        # One task too many for each thread, for the sake of bytes that are known. It is memory
-        # that is at stake: queueing is there to keep root tasks from piling up.
+    for one in candidates:
+        # Known bytes justify one task too many per thread. More would cost memory: queueing exists
+        # to keep root tasks from piling up.
         if one.n_free <= (-one.nthreads if one.is_certain else 0):
             continue
         waited_s = max(0.0, one.ahead - ahead - to_come) * duration_s

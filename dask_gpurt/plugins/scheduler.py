@@ -230,7 +230,7 @@ class GpurtScheduler(SchedulerPlugin):
     def _stop_placement(self) -> None:
         self.machines.set_learner(None)
         if self.placement is not None:
-            self.placement.remove()
+            self.placement.close()
             self.placement = None
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import dask
 import pytest
 from distributed.core import error_message
+from distributed.exceptions import Reschedule
+from distributed.shuffle._core import id_from_key
 from distributed.shuffle._exceptions import ShuffleClosedError
 
 from tests.failure import gates
@@ -145,6 +147,39 @@ def test_barrier_whose_run_is_gone(quiet_stage: Stage) -> None:
         gate.open()
         assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
+    stage.let_go_of(outputs)
+    assert_nothing_left(stage.client)
+
+
+def test_asking_for_a_run_while_the_shuffle_restarts(quiet_stage: Stage) -> None:
+    """A task that asks too early is told to run again; an error would fail the computation."""
+    stage = quiet_stage
+    concluding = stage.addresses("receiver")[1]
+    scheduler = stage.cluster.scheduler
+    plugin = scheduler.plugins["shuffle"]
+    answers = []
+
+    async def lose_run_and_ask() -> None:
+        (run,) = plugin.active_shuffles.values()
+        plugin._fail_on_workers(run, "lost")
+        plugin._clean_on_scheduler(run.id, "lost")
+        (barrier,) = (ts for ts in scheduler.tasks.values() if id_from_key(ts.key) == run.id)
+        transfer = min(map(str, (ts.key for ts in barrier.dependencies)))
+        key = next(ts.key for ts in barrier.dependencies if str(ts.key) == transfer)
+        handlers = scheduler.handlers
+        answers.append(await handlers["shuffle_get"](id=run.id, worker=concluding))
+        asked = {"shuffle_id": run.id, "key": key, "worker": concluding}
+        answers.append(await handlers["shuffle_get_or_create"](**asked))
+
+    with Gate() as gate:
+        stage.tell(concluding, _conclude_late, gate.path, gates.before)
+        outputs = stage.shuffle()
+        gate.wait_for()
+        stage.cluster.sync(lose_run_and_ask)
+        gate.open()
+        assert_same_partitions(stage.results(outputs), expected())
+    errors = [type(answer["exception"].data) for answer in answers]
+    assert errors == [Reschedule, ShuffleClosedError]
     stage.let_go_of(outputs)
     assert_nothing_left(stage.client)
 

@@ -330,7 +330,7 @@ async def test_a_task_may_be_joined_with_what_was_to_be_made_on_a_worker_that_is
     await near
     gone = "tcp://127.0.0.1:1"
     task = placement._view.task(s.tasks["near"], [], [{gone: 2.0**30}], ())
-    found = Snapshot(task, placement._view.workers, placement._paths.places, idle=(a.address,))
+    found = Snapshot(task, placement._view.workers, placement._links.places, idle=(a.address,))
     assert DataAware().decide(found).worker == a.address
     assert [one.address for one in placement._view.workers([gone, b.address])] == [b.address]
 
@@ -356,7 +356,7 @@ async def test_a_slow_worker_gets_what_it_alone_has_only_if_that_is_worth_the_wa
     await wait(moved := c.submit(int, x, key=("work-2", 0)))
     assert {ws.address for ws in s.tasks[moved.key].who_has} == {b.address}
     # Stock, for which all workers are alike, leaves it where its input is.
-    placement.remove()
+    placement.close()
     await wait(left := c.submit(int, y, key=("work-3", 0)))
     assert {ws.address for ws in s.tasks[left.key].who_has} == {a.address}
 
@@ -414,7 +414,7 @@ async def test_nobody_waits_for_a_quicker_worker_that_is_gone(c, s, a, b):
 async def test_what_was_held_back_is_stocks_once_placement_is_off(c, s, a, b):
     placement, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
     await async_poll_for(lambda: len(s.queued) == 5, timeout=10)
-    placement.remove()
+    placement.close()
     assert await c.gather(loads) == list(range(1, 6))
     await outside.set()
     await waits

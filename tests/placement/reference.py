@@ -12,7 +12,7 @@ import math
 from dask_gpurt.placement.cost import SPILL_NBYTES_PER_S, Cost
 from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
-    MAX_COMING,
+    MAX_FETCHING,
     MAX_RESTRICTED,
     MIN_JOINED_SHARE,
 )
@@ -105,7 +105,7 @@ def candidates(snapshot):
         address: sum(
             one.nbytes for one in task.inputs if address in {*one.holders, *one.arriving_s}
         )
-        for address in held | set(sorted(fetching, key=most_first)[:MAX_COMING])
+        for address in held | set(sorted(fetching, key=most_first)[:MAX_FETCHING])
     }
     needed_nbytes = sum(one.nbytes for one in task.inputs)
     for address in {address for others in task.joins for address in others}:
@@ -116,7 +116,7 @@ def candidates(snapshot):
     near = [one for one in nbytes if allowed(snapshot, one)]
     if len(near) > MAX_CANDIDATES:
         near = sorted(near, key=lambda one: (-nbytes[one], one))[:MAX_CANDIDATES]
-        near += [one for one in [snapshot.usual] if one is not None and allowed(snapshot, one)]
+        near += [one for one in [snapshot.stock] if one is not None and allowed(snapshot, one)]
     idle = [one for one in snapshot.idle if allowed(snapshot, one)]
     return {*near, *idle} or holders(snapshot)
 
@@ -134,7 +134,7 @@ def decide(snapshot):
         ),
         default=(None,),
     )[-1]
-    stock = snapshot.usual or stock
+    stock = snapshot.stock or stock
     if task.device is not None and any(task.device in one.devices for one in workers):
         workers = [one for one in workers if task.device in one.devices]
     costs = {one.address: cost(task, one, snapshot.places) for one in workers}

@@ -9,7 +9,7 @@ from math import isqrt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.placement.contractions import MAX_OVERLOAD, Deal, Operand, Side, grid
+from dask_gpurt.placement.contractions import MAX_OVERLOAD, Operand, Plan, Side, grid
 
 HOSTS = list("abcdefgh")
 #: Of so many rows and columns there is something for everybody, whatever the grid.
@@ -21,8 +21,8 @@ def shape(n_hosts, rows_nbytes=1, columns_nbytes=1):
     return grid(n_hosts, Side(MANY, rows_nbytes), Side(MANY, columns_nbytes))
 
 
-def dealt_to(hosts):
-    return Deal(hosts, shape(len(hosts)))
+def plan_for(hosts):
+    return Plan(hosts, shape(len(hosts)))
 
 
 def operands(kind, number, depth=3):
@@ -30,8 +30,8 @@ def operands(kind, number, depth=3):
     return [Operand((kind, number, k), 1) for k in range(depth)]
 
 
-def deal_all(deal, outputs):
-    return {(i, j): deal.host(operands("a", i), operands("b", j)) for i, j in outputs}
+def assign_all(plan, outputs):
+    return {(i, j): plan.assign(operands("a", i), operands("b", j)) for i, j in outputs}
 
 
 def test_two_hosts_stand_side_by_side_unless_the_first_operands_are_larger():
@@ -66,7 +66,7 @@ def test_no_host_makes_far_more_than_its_share(n_hosts, n_rows, n_columns):
     if found is not None:
         hosts = [str(number) for number in range(n_hosts)]
         outputs = product(range(n_rows), range(n_columns))
-        made = Counter(deal_all(Deal(hosts, found), outputs).values())
+        made = Counter(assign_all(Plan(hosts, found), outputs).values())
         assert max(made.values()) <= MAX_OVERLOAD * n_rows * n_columns / n_hosts
 
 
@@ -78,7 +78,7 @@ def test_a_square_number_of_hosts_stands_in_a_square():
 @given(st.sampled_from([2, 3, 4, 6, 8]), st.permutations(list(product(range(8), range(8)))))
 def test_each_operand_is_needed_in_one_row_or_column_of_hosts(n_hosts, outputs):
     hosts = HOSTS[:n_hosts]
-    found = deal_all(dealt_to(hosts), outputs)
+    found = assign_all(plan_for(hosts), outputs)
     n_rows, n_columns = shape(n_hosts)
     assert all(len({found[i, j] for j in range(8)}) <= n_columns for i in range(8))
     assert all(len({found[i, j] for i in range(8)}) <= n_rows for j in range(8))
@@ -89,52 +89,52 @@ def test_each_operand_is_needed_in_one_row_or_column_of_hosts(n_hosts, outputs):
 
 
 def test_the_first_outputs_of_a_row_are_made_on_different_hosts():
-    found = deal_all(dealt_to(HOSTS[:2]), product(range(4), range(4)))
+    found = assign_all(plan_for(HOSTS[:2]), product(range(4), range(4)))
     assert [found[0, j] for j in range(4)] == ["a", "b", "a", "b"]
     assert all(found[i, j] == found[0, j] for i in range(4) for j in range(4))
 
 
 def test_a_column_goes_to_who_has_it_unless_that_one_is_ahead():
-    deal = dealt_to(HOSTS[:2])
+    plan = plan_for(HOSTS[:2])
     here = [Operand(("b", j), 1, ("b",)) for j in range(2)]
-    assert deal.host(operands("a", 0), here[:1]) == "b"
-    assert deal.host(operands("a", 0), here[1:]) == "a"
+    assert plan.assign(operands("a", 0), here[:1]) == "b"
+    assert plan.assign(operands("a", 0), here[1:]) == "a"
 
 
 def test_operands_are_made_where_they_are_needed_by_all_of_those_as_many():
-    deal = dealt_to(HOSTS[:4])
-    assert deal.home(("a", 0, 0)) is None
-    found = deal_all(deal, product(range(4), range(4)))
+    plan = plan_for(HOSTS[:4])
+    assert plan.host_of_operand(("a", 0, 0)) is None
+    found = assign_all(plan, product(range(4), range(4)))
     made = Counter()
     for kind, number, k in product("ab", range(4), range(3)):
-        home = deal.home((kind, number, k))
+        maker = plan.host_of_operand((kind, number, k))
         users = {host for (i, j), host in found.items() if (i if kind == "a" else j) == number}
-        assert home in users
-        made[home] += 1
+        assert maker in users
+        made[maker] += 1
     assert set(made.values()) == {2 * 4 * 3 // 4}
 
 
 def test_what_was_dealt_is_known_by_any_two_operands():
-    deal = dealt_to(HOSTS[:4])
-    assert deal.known(("a", 0, 0), ("b", 0, 0)) is None
-    found = deal_all(deal, product(range(3), range(3)))
+    plan = plan_for(HOSTS[:4])
+    assert plan.host_of_product(("a", 0, 0), ("b", 0, 0)) is None
+    found = assign_all(plan, product(range(3), range(3)))
     for (i, j), k in product(found, range(3)):
-        assert deal.known(("a", i, k), ("b", j, 2 - k)) == found[i, j]
+        assert plan.host_of_product(("a", i, k), ("b", j, 2 - k)) == found[i, j]
 
 
 def test_an_output_of_more_rows_than_were_dealt_alike_is_still_made_on_one_host():
     """A result that adds up several outputs has operands of several rows."""
-    deal = dealt_to(HOSTS[:2])
-    deal_all(deal, product(range(2), range(2)))
+    plan = plan_for(HOSTS[:2])
+    assign_all(plan, product(range(2), range(2)))
     both = [*operands("b", 0), *operands("b", 1)]
-    assert deal.host(operands("a", 5), both) == deal.known(("a", 5, 0), ("b", 0, 0))
+    assert plan.assign(operands("a", 5), both) == plan.host_of_product(("a", 5, 0), ("b", 0, 0))
 
 
 def test_crossing_bytes_of_a_square_product_grow_with_the_edge_of_the_grid():
     n = 16
     for n_hosts in (4, 16):
         hosts = [str(number) for number in range(n_hosts)]
-        found = deal_all(dealt_to(hosts), product(range(n), range(n)))
+        found = assign_all(plan_for(hosts), product(range(n), range(n)))
         needed = {("a", i, host) for (i, _), host in found.items()}
         needed |= {("b", j, host) for (_, j), host in found.items()}
         assert len(needed) == 2 * n * isqrt(n_hosts)

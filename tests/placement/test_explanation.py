@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 from dask_gpurt.placement.cost import Cost
-from dask_gpurt.placement.explanation import Record, explained
+from dask_gpurt.placement.explanation import REASONS, Record, explained
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "concepts" / "placement.md"
 
 
 def term(queue_s, transfer_s):
@@ -30,3 +33,9 @@ def test_nothing_is_claimed_that_was_not_worked_out():
     assert not Record("x", "a", "holder", None, {}).differs
     assert Record("x", "a", "siblings", "b", {}).saved_s == 0
     assert Record("x", "a", "cost", "a", {"a": term(1.0, 0.0)}).saved_s == 0
+
+
+def test_the_page_about_placement_has_an_example_of_each_reason():
+    page = PAGE.read_text()
+    for meaning in REASONS.values():
+        assert f'"reason": "{meaning}"' in page

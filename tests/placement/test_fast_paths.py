@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from dask_gpurt.placement.cost import HeldTask, Input, Task
 from dask_gpurt.placement.fast_paths import (
+    candidate_nbytes,
     cheapest,
     holder_is_best,
     largest_is_best,
-    places_to_weigh,
 )
 from dask_gpurt.placement.policy import DataAware
 from dask_gpurt.topology.model import LOCAL, Path
@@ -170,24 +170,24 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
     nbytes = [data.draw(few) for _ in holders]
     outlets_s = [data.draw(st.sampled_from([0.0, 0.0, 0.5, 3.0])) for _ in holders]
     arriving = st.dictionaries(st.sampled_from(NAMES), st.floats(0, 10), max_size=2)
-    under_way = [data.draw(st.just({}) | arriving) for _ in holders]
-    for one, of_it in zip(holders, under_way, strict=True):
+    arrivals_s = [data.draw(st.just({}) | arriving) for _ in holders]
+    for one, of_it in zip(holders, arrivals_s, strict=True):
         of_it.pop(one, None)
     inputs = [
         Input(i, n, (one,), of_it, wait_s)
         for i, (one, n, of_it, wait_s) in enumerate(
-            zip(holders, nbytes, under_way, outlets_s, strict=True)
+            zip(holders, nbytes, arrivals_s, outlets_s, strict=True)
         )
     ]
     task = task._replace(inputs=inputs, device=None)
     idle = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=3))
     plain = HeldTask(
-        holders, nbytes, outlets_s, under_way, task.duration_s, task.output_nbytes, task.joins
+        holders, nbytes, outlets_s, arrivals_s, task.duration_s, task.output_nbytes, task.joins
     )
-    held = places_to_weigh(plain)
+    held = candidate_nbytes(plain)
     held = {**dict.fromkeys(idle, 0), **held}
     doubt = data.draw(st.sampled_from([1.0, 2.0, 10.0]))
-    asked = data.draw(st.sampled_from([None, *holders]))
+    stock = data.draw(st.sampled_from([None, *holders]))
     decision = cheapest(
         plain,
         held,
@@ -195,7 +195,7 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
         places,
         bandwidth=rate,
         doubt=doubt,
-        asked=asked,
+        stock=stock,
     )
     thorough = snapshot(
         task,
@@ -204,7 +204,7 @@ def test_among_holders_joins_and_the_idle_it_is_what_the_policy_decides(
         idle=tuple(idle),
         bandwidth_nbytes_per_s=rate,
         doubt=doubt,
-        usual=asked,
+        stock=stock,
     )
     assert decision == DataAware().decide(thorough)
 
@@ -237,10 +237,10 @@ def test_so_is_a_holder_where_it_has_to_wait_for_less_than_anything_takes(
     assert costs[holder.address].total_s <= least_s * (1 + 1e-12) + messages_s
 
 
-def weighed(holders, nbytes, output_nbytes, joins, under_way):
+def weighed(holders, nbytes, output_nbytes, joins, arrivals_s):
     nowhere_s = [0.0 for _ in holders]
-    return places_to_weigh(
-        HeldTask(holders, nbytes, nowhere_s, under_way, 0.0, output_nbytes, joins)
+    return candidate_nbytes(
+        HeldTask(holders, nbytes, nowhere_s, arrivals_s, 0.0, output_nbytes, joins)
     )
 
 
@@ -257,5 +257,5 @@ def test_a_worker_where_little_is_joined_is_not_weighed():
 
 
 def test_a_worker_that_is_fetching_an_input_is_weighed():
-    under_way = [{"w2": 1.0}, {"w0": 0.5}]
-    assert weighed(["w0", "w1"], [1, 2], 0, [], under_way) == {"w0": 1, "w1": 2, "w2": 0}
+    arrivals_s = [{"w2": 1.0}, {"w0": 0.5}]
+    assert weighed(["w0", "w1"], [1, 2], 0, [], arrivals_s) == {"w0": 1, "w1": 2, "w2": 0}

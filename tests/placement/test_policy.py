@@ -56,15 +56,15 @@ def test_never_outside_of_the_valid_workers(policy, found):
     st.sampled_from([1.0, 1.0, 3.0, 1e3]),
     st.sampled_from([None, *NAMES]),
 )
-def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, doubt, usual):
+def test_it_is_what_going_through_all_one_by_one_comes_to(found, running, most, doubt, stock):
     takes_tasks = None if running is None else running.__contains__
-    found = found._replace(takes_tasks=takes_tasks, doubt=doubt, usual=usual)
+    found = found._replace(takes_tasks=takes_tasks, doubt=doubt, stock=stock)
     with pytest.MonkeyPatch.context() as patch:
         # So low that there are too many now and then.
         for module in (policy, reference):
             patch.setattr(module, "MAX_CANDIDATES", most)
             patch.setattr(module, "MAX_RESTRICTED", most)
-            patch.setattr(module, "MAX_COMING", most)
+            patch.setattr(module, "MAX_FETCHING", most)
         assert DataAware().decide(found) == reference.decide(found)
 
 
@@ -175,7 +175,7 @@ def test_what_stock_would_choose_is_looked_at_however_many_have_more():
     names = [f"w{i:02}" for i in range(MAX_CANDIDATES + 1)]
     inputs = [Input(one, 10**8 - i, {one}) for i, one in enumerate(names)]
     workers = [Worker(one, 1, occupancy_s=0.0 if one == names[-1] else 60.0) for one in names]
-    found = snapshot(Task("t", inputs), workers, even(1e8), doubt=10.0, usual=names[-1])
+    found = snapshot(Task("t", inputs), workers, even(1e8), doubt=10.0, stock=names[-1])
     assert DataAware().decide(found).worker == names[-1]
 
 
@@ -250,7 +250,7 @@ def test_the_decision_that_the_documentation_works_through():
         bandwidth_nbytes_per_s=1e9,
     )
     decision = DataAware().decide(found)
-    page = (ROOT / "docs" / "placement.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "placement.md").read_text()
     for worker in workers:
         one = decision.costs[worker.address]
         cells = [one.transfer_s, one.sending_s, one.queue_s, one.duration_s]
@@ -259,7 +259,7 @@ def test_the_decision_that_the_documentation_works_through():
         total = f"**{total}**" if worker.address == decision.worker else total
         stock = f"{Stock.objective(found, worker)[0]:.4f}"
         stock = f"**{stock}**" if worker.address == decision.stock else stock
-        stock = "not looked at" if worker.address in found.idle else stock
+        stock = "not a candidate" if worker.address in found.idle else stock
         assert f"| `{worker.address}` | {row} | {total} | {stock} |" in page
 
 

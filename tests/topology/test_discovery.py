@@ -39,7 +39,7 @@ def seen(tmp_path):
     return make
 
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "how-to" / "describe-machines.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "describe-machines.md"
 #: Interface that workers listen on, by machine.
 CARDS = {
     "dgx-1-half": "none",

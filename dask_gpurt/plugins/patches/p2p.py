@@ -213,13 +213,17 @@ class SpecSwap:
         return None if is_stock_s else run
 
     def _softened(self, answer: Any, worker: str, shuffle_id: ShuffleId, error: Exception) -> Any:
-        """Return stock's answer; for workers without the runtime, turn errors into "run again".
+        """Return stock's answer, but turn an error into "run again" while the shuffle restarts.
 
         A task that asked for a given-up run may return to the same worker before the answer
-        arrives. The worker then takes that answer for the next attempt's.
+        arrives. The worker then takes that answer for the next attempt's. A barrier that is not in
+        memory shows that the shuffle restarts. A worker without the runtime gets no error at all:
+        it may have asked for a run that it must not join.
         """
-        is_known = barrier_key(shuffle_id) in self._scheduler.tasks
-        if answer["status"] == "OK" or not is_known or self._takes_part(worker):
+        barrier = self._scheduler.tasks.get(barrier_key(shuffle_id))
+        if answer["status"] == "OK" or barrier is None:
+            return answer
+        if barrier.state == "memory" and self._takes_part(worker):
             return answer
         return error_message(error)
 

@@ -1,27 +1,27 @@
-"""Private names of distributed that placement touches; the rest is in `plugins.patches.p2p`.
+"""Private names of distributed that placement uses or replaces.
 
-Contract tests in `tests/plugins/patches/test_task_placement.py` fail when distributed moves any of
-it.
+The other private names are in the modules beside this one. Contract tests in
+`tests/plugins/patches/test_task_placement.py` fail when distributed moves any of these.
 
 | what | why | taken back by |
 |---|---|---|
 | `Scheduler.decide_worker_non_rootish`, `.decide_worker_rootish_queuing_disabled`,
-`.decide_worker_rootish_queuing_enabled` | who gets a task that can run | `DecisionSwap.remove` |
+`.decide_worker_rootish_queuing_enabled` | choose the worker of a task that can run
+| `DecisionSwap.uninstall` |
 | `Scheduler._TRANSITIONS_TABLE` | the last of those is not told which task it decides for; how
-long a task took, and on whom
-| `DecisionSwap.remove` |
-| `Scheduler.stimulus_queue_slots_maybe_opened` | a task that stays in the queue is asked about
-once, and not for each place that is free | `DecisionSwap.remove` |
-| `WorkStealing._get_thief` | a thief is chosen, or refused, by what it has to fetch
-| `DecisionSwap.remove` |
-| `WorkStealing._combined_occupancy` | the same work is more of it for a slow worker
-| `DecisionSwap.remove` |
-| `WorkStealing.balance`, `Scheduler.periodic_callbacks` | tasks are stolen sooner than in a
-second, unless nothing is | |
-| handler `heartbeat_worker` | rates of transfers between pairs of workers come with it
-| `DecisionSwap.remove` |
+long a task took, and on which worker | `DecisionSwap.uninstall` |
+| `Scheduler.stimulus_queue_slots_maybe_opened` | ask once about a task that stays in the queue,
+not once per free slot | `DecisionSwap.uninstall` |
+| `WorkStealing._get_thief` | choose or refuse a thief by what it has to fetch
+| `DecisionSwap.uninstall` |
+| `WorkStealing._combined_occupancy` | the same work takes a slow worker longer
+| `DecisionSwap.uninstall` |
+| `WorkStealing.balance`, `Scheduler.periodic_callbacks` | steal sooner than once a second, if
+stealing is on | |
+| handler `heartbeat_worker` | it carries the rates of transfers between pairs of workers
+| `DecisionSwap.uninstall` |
 | `Scheduler._get_prefix_duration` | how long a task is expected to take | |
-| `Scheduler.idle` is a sorted dict | asked as a plain one, and for workers of a host | |
+| `Scheduler.idle` is a sorted dict | read as a plain one, and for the workers of a host | |
 """
 
 from __future__ import annotations
@@ -41,17 +41,20 @@ T = TypeVar("T")
 
 
 class Placer(Protocol):
-    """What a `DecisionSwap` asks. Each method is also given, or can call, what stock would do."""
+    """The decisions that a `DecisionSwap` delegates.
+
+    Each method is given stock Dask's decision, or can call for it.
+    """
 
     def place(
         self, ts: TaskState, stock: Callable[[TaskState], WorkerState | None]
     ) -> WorkerState | None:
-        """Worker for a task with inputs, None if no worker may run it."""
+        """Return a worker for a task with inputs; None if no worker may run it."""
 
     def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
-        """Worker for a task that has no data to go by; `stock` is free or has a place to spare.
+        """Return a worker for a task without inputs; None if it should stay in the queue.
 
-        None if it had better stay in the scheduler's queue, where there is one.
+        `stock` has a free thread or slot. Without a queue, None stands for `stock`.
         """
 
     def choose_thief(
@@ -61,52 +64,54 @@ class Placer(Protocol):
         thieves: Collection[WorkerState],
         occupancy_s: Callable[[WorkerState], float],
     ) -> WorkerState | None:
-        """Worker that is to take a task from the one it waits on, None if it had better stay."""
+        """Return the worker that may steal a task; None if the task should stay where it is."""
 
     def ended(self, ts: TaskState, address: str, seconds: float) -> None:
-        """A worker ended a task that took it so long."""
+        """Record that a worker ended a task in so many seconds."""
 
     def slowness(self, ws: WorkerState) -> float:
-        """Seconds that a worker takes for what takes others one."""
+        """Return the seconds that a worker takes for what takes others one second."""
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
-        """A worker received data: by peer, the sum of the rates of so many transfers."""
+        """Record the transfers that a worker received: by peer, the sum and the count of rates."""
 
     def failed(self, error: Exception) -> None:
-        """One of the others raised this."""
+        """Record an error that another method raised."""
 
 
-#: Workers that are looked at before stock looks at all of them, for each root task.
-_GLANCE = 32
+#: Limit of workers that are scanned per root task before stock Dask scans all of them.
+_MAX_SCANNED = 32
 
 
 def _least_busy(scheduler: Scheduler) -> WorkerState | None:
-    """Who has the fewest tasks of those with a place to spare, which is what stock looks for.
+    """Return a worker with the fewest tasks of those with a free slot, as stock Dask does.
 
-    None if that takes more than a glance.
+    The result is None if finding it takes a long scan.
     """
     spare, idle = scheduler.idle_task_count, scheduler.idle
     if not spare:
         return None
     for some in (spare, idle.values()):
-        for ws in islice(some, _GLANCE):
+        for ws in islice(some, _MAX_SCANNED):
             if not ws.processing and ws in spare:
                 return ws
-    if len(idle) > _GLANCE:
+    if len(idle) > _MAX_SCANNED:
         return None
-    # Whoever has a thread to spare is one of these; all others have a task for each at least.
+    # All workers with a free thread are among these; others have a task per thread at least.
     free = [ws for ws in idle.values() if len(ws.processing) < ws.nthreads and ws in spare]
     if free:
         return min(free, key=lambda ws: len(ws.processing) / ws.nthreads)
-    return next((ws for ws in islice(spare, _GLANCE) if len(ws.processing) == ws.nthreads), None)
+    return next(
+        (ws for ws in islice(spare, _MAX_SCANNED) if len(ws.processing) == ws.nthreads), None
+    )
 
 
 class DecisionSwap:
-    """Has a `Placer` decide where tasks go, on a live scheduler.
+    """Makes a `Placer` decide where tasks go, on a live scheduler.
 
-    The scheduler uses the placer's answer as it would use its own; the placer has to respect
-    restrictions. When the placer raises, stock's answer is used: an error in the middle of a
-    transition would leave the scheduler's books wrong for every task of every client.
+    The scheduler uses the placer's answer as its own, so the placer has to respect restrictions. If
+    the placer raises, stock Dask's answer is used: an error in the middle of a transition would
+    corrupt the scheduler's state for every task of every client.
     """
 
     def __init__(self, scheduler: Scheduler, placer: Placer) -> None:
@@ -114,7 +119,7 @@ class DecisionSwap:
         self._placer = placer
         self._stealing: Any = scheduler.extensions.get("stealing")
         self._stock_heartbeat = scheduler.handlers["heartbeat_worker"]
-        #: Key of the task that is about to begin: stock does not say for which one it asks.
+        #: Key of the task about to begin: the scheduler does not pass it to the decision.
         self._deciding: Any = None
         self._replace_decisions()
         self._replace_transitions()
@@ -123,7 +128,7 @@ class DecisionSwap:
             self._replace_stealing()
 
     def _guarded(self, call: Callable[..., T], otherwise: Callable[..., T]) -> Callable[..., T]:
-        """Return `call`, except that `otherwise` answers where it raises."""
+        """Return `call` with a fallback to `otherwise` if it raises."""
         failed = self._placer.failed
 
         def guarded(*args: Any) -> T:
@@ -145,7 +150,7 @@ class DecisionSwap:
 
         def place_root(ts: TaskState) -> WorkerState | None:
             found = stock_root(ts)
-            # A task without a queue to stay in would be one that no worker may run.
+            # Without a queue, None would mean that no worker may run the task.
             return None if found is None else root(ts, found) or found
 
         def place_queued_root() -> WorkerState | None:
@@ -164,7 +169,7 @@ class DecisionSwap:
                 first = scheduler.queued.peek()
                 scheduler.transitions({first.key: "processing"}, stimulus_id)
                 if first.state == "queued":
-                    return  # stock would ask for it again, to be told the same
+                    return  # asking again would give the same answer
 
         scheduler.decide_worker_non_rootish = place  # type: ignore[method-assign]
         scheduler.decide_worker_rootish_queuing_disabled = place_root  # type: ignore[method-assign]
@@ -176,7 +181,7 @@ class DecisionSwap:
         stock_ending = stock_table["processing", "memory"]
 
         def noting(transition: Callable[..., Any]) -> Callable[..., Any]:
-            # These do not call one another, so that no more than the last key is needed.
+            # These transitions do not call one another, so the last key is enough.
             def noted(state: Any, key: Any, stimulus_id: str, **kwargs: Any) -> Any:
                 self._deciding = key
                 return transition(state, key, stimulus_id, **kwargs)
@@ -243,12 +248,12 @@ class DecisionSwap:
         stealing._combined_occupancy = combined_occupancy_s
 
     def balance(self) -> None:
-        """Have stock look now for tasks to steal, if it does so at all."""
+        """Make stock Dask look for tasks to steal now, if stealing is on."""
         if self._stealing is not None and "stealing" in self._scheduler.periodic_callbacks:
             self._stealing.balance()
 
-    def remove(self) -> None:
-        """Have stock decide again."""
+    def uninstall(self) -> None:
+        """Put stock Dask's own functions back."""
         for name in (
             "decide_worker_non_rootish",
             "decide_worker_rootish_queuing_disabled",
@@ -264,5 +269,5 @@ class DecisionSwap:
 
 
 def expected_duration_s(scheduler: Scheduler, ts: TaskState) -> float:
-    """How long stock expects a task to take."""
+    """Return how long the scheduler expects a task to take."""
     return scheduler._get_prefix_duration(ts.prefix)

@@ -1,1 +1,1 @@
-"""Placement on a live scheduler: it shows tasks and workers to `dask_gpurt.placement`."""
+"""Placement on a live scheduler, which decides by the costs of `dask_gpurt.placement`."""

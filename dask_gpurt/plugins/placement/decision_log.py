@@ -1,4 +1,4 @@
-"""The last decisions about where tasks go, and counts of all of them. Bounded."""
+"""A bounded log of the last placement decisions, with counts of all of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from dask_gpurt.placement.cost import Cost
 from dask_gpurt.placement.explanation import REASONS, Record, explained
 
-#: Decisions that are remembered (about a kilobyte each), and shown of those that stock would have
-#: made differently.
+#: Limit of decisions kept (about a kilobyte each), and of differing ones that a summary shows.
 MAX_RECORDS = 4_000
 N_SHOWN = 5
 
@@ -19,10 +18,10 @@ _NO_COSTS: Mapping[str, Cost] = {}
 
 
 class PlacementLog:
-    """One a scheduler. Records are kept as they are, and put into words when somebody asks."""
+    """The log of one scheduler. Records are put into words only when they are shown."""
 
     def __init__(self) -> None:
-        #: What records are made of.
+        #: Arguments of records.
         self._kept: deque[tuple[Any, ...]] = deque(maxlen=MAX_RECORDS)
         self._reasons = dict.fromkeys(REASONS, 0)
         self._n_differing = 0
@@ -39,9 +38,10 @@ class PlacementLog:
         stock: str | None,
         costs: Mapping[str, Cost] = _NO_COSTS,
     ) -> None:
-        """Take in a decision, as in `Record`; the oldest one goes if there are too many.
+        """Record a decision, with the fields of `Record`.
 
-        Done for every task, so that whoever asks for one goes through all of them instead.
+        The oldest record is dropped if there are too many. This runs for every task, so there is no
+        index by key: `explain` searches all records instead.
         """
         self._reasons[reason] += 1
         kept = key, worker, reason, stock, costs
@@ -55,12 +55,12 @@ class PlacementLog:
         return starmap(Record, reversed(self._kept))
 
     def explain(self, key: Hashable) -> dict[str, Any] | None:
-        """Plain values about the last decision on a task, None if it is not remembered."""
+        """Return plain values about the last decision on a task; None if it is not in the log."""
         record = next((one for one in self._latest() if one.key == key), None)
         return None if record is None else explained(record)
 
     def summary(self) -> dict[str, Any]:
-        """Plain values: counts, and the last decisions that stock would have made differently."""
+        """Return counts and the last decisions that differ from stock Dask's, as plain values."""
         differing = (one for one in self._latest() if one.differs)
         return {
             "decisions": dict(self._reasons),

@@ -1,9 +1,9 @@
-"""Has stock look for tasks to steal as soon as somebody is free to help a slow worker.
+"""Early work stealing: stock Dask balances as soon as a worker is free to help a slow one.
 
-Stock looks once a second. As long as workers are as quick as one another little is lost by that;
-but what waits behind the first task of a slow worker begins late, and then takes several times as
-long as it does elsewhere. Who may take what is decided where every steal is
-(`dask_gpurt.plugins.placement.placer`); here it is only asked for.
+Stock Dask balances once a second. That loses little while workers are equally fast. But a task that
+waits behind the first task of a slow worker begins late, and then takes several times as long as
+elsewhere. This module only triggers the balancing. Which worker may take which task is decided as
+for any other steal (`dask_gpurt.plugins.placement.placer`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import WorkerState
 
-#: Seconds between two looks at all workers, which take milliseconds where there are a thousand.
+#: Seconds between two checks of all workers, which take milliseconds with a thousand workers.
 INTERVAL_S = 0.1
-#: Share of the scheduler's time that they may take.
+#: Share of the scheduler's time that checks may take.
 MOST_OF_TIME = 0.1
-#: Of a worker that is helped. Less of it is also seen where tasks of a group are uneven, and moving
-#: those early had computations take longer.
+#: Least slowness of a worker that gets help. Uneven tasks within a group look less slow than this.
+#: Moving those early made computations slower.
 LEAST_SLOWNESS = 2.0
 
 
-class Relief:
-    """One a scheduler.
+class EarlyStealing:
+    """Early work stealing on one scheduler.
 
     Parameters
     ----------
     slowness
-        Of a worker: seconds it takes for what takes others one.
+        Returns the slowness of a worker.
     balance
-        Has stock look for tasks to steal.
+        Makes stock Dask look for tasks to steal.
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class Relief:
         self._scheduler = scheduler
         self._slowness = slowness
         self._balance = balance
-        self._next: asyncio.Handle | None = None
+        self._timer: asyncio.Handle | None = None
 
     def ended(self, ws: WorkerState) -> None:
-        """A worker ended a task: where it has nothing else to do, see who could use its help."""
-        # It gets the next one of the queue, if there are any.
-        if self._next is None and not ws.processing and not self._scheduler.queued:
-            # Not in the middle of a transition.
-            self._next = asyncio.get_running_loop().call_soon(self._look)
+        """Note that a worker ended a task; if it has no other, schedule a check."""
+        # If tasks are queued, the worker gets the next one of those.
+        if self._timer is None and not ws.processing and not self._scheduler.queued:
+            # Do not balance in the middle of a transition.
+            self._timer = asyncio.get_running_loop().call_soon(self._check)
 
     def close(self) -> None:
-        """Nobody is helped any more."""
-        if self._next is not None:
-            self._next.cancel()
+        """Stop checking."""
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         state, loop = self._scheduler, asyncio.get_running_loop()
         began_s = loop.time()
         waited_on = []
@@ -69,11 +69,12 @@ class Relief:
             if any(self._slowness(ws) >= LEAST_SLOWNESS for ws in waited_on):
                 self._balance()
         finally:
-            # Who is slow shows by not being heard of, and by then all others may be done.
-            then = self._look if waited_on else self._rest
-            # A look goes through all that may be stolen, which may be much, and not to be had.
+            # A slow worker is recognised by its silence, and by then all other workers may be idle.
+            then = self._check if waited_on else self._stop
+            # A check goes through all tasks that may be stolen. There may be many, and none to
+            # steal.
             pause_s = max(INTERVAL_S, (loop.time() - began_s) / MOST_OF_TIME)
-            self._next = loop.call_later(pause_s, then)
+            self._timer = loop.call_later(pause_s, then)
 
-    def _rest(self) -> None:
-        self._next = None
+    def _stop(self) -> None:
+        self._timer = None

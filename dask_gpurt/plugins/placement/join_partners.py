@@ -1,7 +1,7 @@
-"""What a task's output will be needed together with, and where that is. Decides nothing.
+"""Join partners of a task: the results that later tasks need together with its output.
 
-Reads the graph that the scheduler has, a few tasks ahead. What joining costs is in
-`dask_gpurt.placement.joins`.
+This module reads the scheduler's graph a few tasks ahead and decides nothing.
+`dask_gpurt.placement.joins` computes what joining costs.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dask_gpurt.plugins.placement.output_sizes import ExpectedSizes
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState, WorkerState
 
-#: An input that more have is nearly everywhere; where it is tells nothing.
+#: An input with more holders is nearly everywhere, so its holders do not matter.
 MAX_PLACES = 4
-#: Tasks one after the other, each needing nothing but the one before, that are looked through.
+#: Limit of tasks in a chain, each with a single input, that are followed.
 MAX_CHAIN = 3
-#: Joins of one output, each with something else, that a glance is enough for.
-MAX_JOINS_AT_A_GLANCE = 2
-#: Results smaller than this are joined wherever it suits.
+#: `times_joined` counts at most this many joins of one output.
+MAX_COUNTED_JOINS = 2
+#: The location of smaller results does not matter.
 MIN_JOIN_NBYTES = 64 * 1024
 
 
-class LaterJoins:
-    """One a scheduler.
+class JoinPartners:
+    """Finds the join partners of tasks on one scheduler.
 
     Parameters
     ----------
     sizes
-        Of results.
+        Expected sizes of results.
     """
 
     def __init__(self, sizes: ExpectedSizes) -> None:
@@ -39,17 +39,17 @@ class LaterJoins:
     def __call__(
         self, ts: TaskState, min_nbytes: int = MIN_JOIN_NBYTES, *, other_group: bool = False
     ) -> list[dict[str, float]]:
-        """Where the other inputs are of those tasks that will need this one's output.
+        """Return bytes of join partners by worker, for each task that will join the output.
 
-        A task that needs nothing else passes it on, and so it is looked through: of `x.T + x`,
+        A later task with a single input passes it on, so its dependents count too. Of `x.T + x`,
         blocks meet that were made two tasks apart.
 
         Parameters
         ----------
         min_nbytes
-            What is smaller is left out, on either side: that can be moved when it is time.
+            Ignore smaller results on either side: they can be moved when the join is due.
         other_group
-            Leave out those of the task's own group.
+            Ignore partners of the task's own group.
         """
         found: list[dict[str, float]] = []
         if not ts.dependents:
@@ -84,7 +84,7 @@ class LaterJoins:
         min_nbytes: int,
         other_group: bool,
     ) -> dict[str, float]:
-        """Bytes by worker of what `later` needs besides `one`, which comes of `ts`."""
+        """Return bytes by worker of the inputs of `later` besides `one`, which follows `ts`."""
         placed: dict[str, float] = {}
         for other in later.dependencies:
             if other is one or (ws := _place_of(other)) is None:
@@ -97,11 +97,11 @@ class LaterJoins:
 
 
 def times_joined(ts: TaskState) -> int | None:
-    """Of how many tasks at most `joins` tells; None if that takes more than a glance."""
+    """Return the most joins that `JoinPartners` finds; None if they are not quick to count."""
     for _ in range(MAX_CHAIN):
         dependents = ts.dependents
         if len(dependents) != 1:
-            if len(dependents) > MAX_JOINS_AT_A_GLANCE:
+            if len(dependents) > MAX_COUNTED_JOINS:
                 return None
             for one in dependents:
                 if len(one.dependencies) == 1:
@@ -114,7 +114,7 @@ def times_joined(ts: TaskState) -> int | None:
 
 
 def _place_of(ts: TaskState) -> WorkerState | None:
-    """Where a result is, or will be made; or what it will be made of, where that is one thing."""
+    """Return the worker of a result: its holder, its processor, or the one of its only input."""
     for _ in range(MAX_CHAIN):
         who = ts.who_has
         if who:

@@ -1,8 +1,8 @@
-"""Contractions in a live scheduler's graphs: which tasks are products, and of which output.
+"""Contractions in the graphs of a live scheduler: which tasks are products, and of which output.
 
 A *product* needs two results, its *operands*, that other products need as well. It is a part of one
-*output*: what it is added up to, and what that is passed on to. Which host makes it is decided in
-`dask_gpurt.placement.contractions`; here the graph is read.
+*output*: the result of summing products and of the tasks that the sum is passed on to.
+`dask_gpurt.placement.contractions` decides which host makes an output. This module reads the graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dask_gpurt.placement.contractions import Deal, Operand, Side, grid
+from dask_gpurt.placement.contractions import Operand, Plan, Side, grid
 from dask_gpurt.placement.siblings import MAX_INPUTS
 from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, MAX_PLACES
 from dask_gpurt.plugins.placement.scheduler_view import PlacementView
@@ -20,62 +20,62 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState
 
-#: Products that need the one operand, and the other. With fewer there is little to lose.
+#: Least products that need the one operand, and the other. With fewer there is little to save.
 MIN_USES, MIN_MOST_USES = 2, 3
-#: With fewer outputs for each host, dealing them out keeps hosts waiting.
+#: With fewer outputs per host, a plan keeps hosts waiting.
 MIN_OUTPUTS_PER_HOST = 4
-#: Tasks from a product to its output, and of an output with its products.
+#: Limit of tasks from a product to its output, and of tasks of an output with its products.
 MAX_STEPS = 8
 MAX_TASKS = 512
-#: Contractions that are remembered.
-MAX_DEALS = 16
-#: Hosts whose links are compared where they are not described: 2.5 ms when a worker came or left.
+#: Limit of contractions whose plans are kept.
+MAX_PLANS = 16
+#: Limit of undescribed hosts whose links are compared: 2.5 ms when a worker joins or leaves.
 MAX_COMPARED = 128
 
 
 class Contractions:
-    """One a scheduler."""
+    """The plans for the contractions of one scheduler."""
 
     def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
         self._scheduler = scheduler
         self._view = view
-        #: By the groups of outputs and operands; None if hosts would have too unequal parts.
-        self._deals: OrderedDict[tuple[str, str, str], Deal | None] = OrderedDict()
-        #: Groups of products that are not dealt out, to be told at once.
-        self._not_dealt: set[str] = set()
+        #: Plans by the groups of output and operands; None if hosts would get too unequal parts.
+        self._plans: OrderedDict[tuple[str, str, str], Plan | None] = OrderedDict()
+        #: Groups of products without a plan, for a quick test.
+        self._unplanned: set[str] = set()
         self._hosts: list[str] | None = None
 
     def workers_changed(self) -> None:
-        """A worker came or left: what comes from here on is dealt anew."""
+        """Drop all plans after a worker joined or left; later tasks get new ones."""
         self._hosts = None
-        self._deals.clear()
-        self._not_dealt.clear()
+        self._plans.clear()
+        self._unplanned.clear()
 
     def host_of(self, product: TaskState) -> str | None:
-        """Where a task had better run if it is a product; else, or if it is all the same, None."""
-        dealt = self._dealt(product)
-        return dealt and dealt[1]
+        """Return the host planned for a product; None for other tasks, and without a plan."""
+        planned = self._planned(product)
+        return planned and planned[1]
 
-    def home_of(self, root: TaskState) -> str | None:
-        """Where a task without inputs had better run if it makes an operand, else None."""
+    def planned_host_of(self, root: TaskState) -> str | None:
+        """Return the host planned for a root task that makes an operand; None for other tasks."""
         if not self._alike_hosts():
             return None
         operand = root
         for _ in range(MAX_CHAIN):
             if not operand.dependents:
                 return None
-            # What Dask's order has first will be dealt first.
+            # The plan assigns products in Dask's order.
             user = min(operand.dependents, key=_priority)
             if len(user.dependencies) > 1:
                 if len(operand.dependents) < MIN_USES:
                     return None
-                dealt = self._dealt(user)
-                return dealt and dealt[0].home(operand.key)
+                planned = self._planned(user)
+                return planned and planned[0].host_of_operand(operand.key)
             operand = user
         return None
 
-    def _dealt(self, product: TaskState) -> tuple[Deal, str] | None:
-        if _group(product) in self._not_dealt:
+    def _planned(self, product: TaskState) -> tuple[Plan, str] | None:
+        if _group(product) in self._unplanned:
             return None
         if not _is_product(product) or not (hosts := self._alike_hosts()):
             return None
@@ -84,28 +84,31 @@ class Contractions:
             return None
         one, other = sorted(product.dependencies, key=_group)
         groups = _group(output), _group(one), _group(other)
-        if groups in self._deals:
-            deal = self._deals[groups]
+        if groups in self._plans:
+            plan = self._plans[groups]
         else:
             rows, columns = self._sides(product, one, other)
-            # What was found may be a part of an output, of which there are more.
+            # The output found here may be a part of a larger one, of which there are more.
             is_enough = rows.length * columns.length >= MIN_OUTPUTS_PER_HOST * len(hosts)
             shape = grid(len(hosts), rows, columns) if is_enough else None
-            deal = self._deals[groups] = None if shape is None else Deal(hosts, shape)
-            if len(self._deals) > MAX_DEALS:
-                self._deals.popitem(last=False)
-        if deal is None:
-            if len(self._not_dealt) >= MAX_DEALS:
-                self._not_dealt.clear()
-            self._not_dealt.add(_group(product))
+            plan = self._plans[groups] = None if shape is None else Plan(hosts, shape)
+            if len(self._plans) > MAX_PLANS:
+                self._plans.popitem(last=False)
+        if plan is None:
+            if len(self._unplanned) >= MAX_PLANS:
+                self._unplanned.clear()
+            self._unplanned.add(_group(product))
             return None
-        host = deal.known(one.key, other.key)
+        host = plan.host_of_product(one.key, other.key)
         if host is None:
-            host = deal.host(*self._operands(output, one, other))
-        return deal, host
+            host = plan.assign(*self._operands(output, one, other))
+        return plan, host
 
     def _alike_hosts(self) -> list[str]:
-        """None where there is one, or they differ in threads, or in what they can send or run."""
+        """Return the hosts if all are alike; an empty list if not, or if there is only one.
+
+        Hosts are alike if they have equally many threads, equal links and the same devices.
+        """
         if self._hosts is None:
             infos, view = self._scheduler.host_info, self._view
             found = sorted(infos)
@@ -119,20 +122,20 @@ class Contractions:
         return self._hosts
 
     def _are_reached_alike(self, workers: list[str]) -> bool:
-        """Whether all hosts are, by one worker of each."""
-        paths = self._view.paths
-        places = paths.places
+        """Return whether all hosts have equal links, given one worker of each."""
+        links = self._view.links
+        places = links.places
         if all(places[one].kind == places[workers[0]].kind for one in workers):
             return True
         if len(workers) > MAX_COMPARED:
             return False
-        return not any(map(paths.is_behind_slow_link, workers))
+        return not any(map(links.is_behind_slow_link, workers))
 
     def _sides(self, product: TaskState, one: TaskState, other: TaskState) -> tuple[Side, Side]:
-        """Rows and columns; as if each operand were one byte if sizes are not known.
+        """Return rows and columns; each operand counts as one byte if sizes are not known.
 
-        With `R` rows, `C` columns and `K` products for each output there are `RKC` products of `RK`
-        first operands and `KC` second ones. There may be more, of the same two operands each.
+        With `R` rows, `C` columns and `K` products per output there are `RKC` products of `RK`
+        first operands and `KC` second ones. There may be more products of the same two operands.
         """
         sizes = self._view.sizes(one), self._view.sizes(other)
         if not all(sizes):
@@ -144,17 +147,17 @@ class Contractions:
     def _operands(
         self, output: TaskState, one: TaskState, other: TaskState
     ) -> tuple[list[Operand], list[Operand]]:
-        """What the products of an output need, one and the other kind; of very many, some."""
+        """Return the first and the second operands of an output's products; some of very many."""
         kinds: dict[str, list[TaskState]] = {_group(one): [], _group(other): []}
         seen, fresh = {output}, [output]
         while fresh and len(seen) <= MAX_TASKS:
-            # In order of keys, since a set's is another in each process.
+            # Sort by key, since the order of a set differs between processes.
             for needed in sorted(fresh.pop().dependencies, key=_key):
                 if needed not in seen:
                     seen.add(needed)
                     kinds.get(_group(needed), fresh).append(needed)
-        for asked in {one, other} - seen:
-            kinds[_group(asked)].append(asked)
+        for operand in {one, other} - seen:
+            kinds[_group(operand)].append(operand)
         rows, columns = ([self._operand(dts) for dts in found] for found in kinds.values())
         return rows, columns
 
@@ -170,7 +173,7 @@ def _is_product(ts: TaskState) -> bool:
     one, other = ts.dependencies
     if len(one.dependents) < MIN_USES or len(other.dependents) < MIN_USES:
         return False
-    # Of `x @ x`, nobody can tell which one is the first.
+    # In `x @ x`, the two operands cannot be told apart.
     if one.group is other.group:
         return False
     fewer, more = sorted((_n_products(one, ts), _n_products(other, ts)))
@@ -178,13 +181,13 @@ def _is_product(ts: TaskState) -> bool:
 
 
 def _n_products(operand: TaskState, product: TaskState) -> int:
-    """Tasks like a product that need an operand: so many, or enough."""
+    """Return the number of products that need an operand, or `MIN_MOST_USES` if there are more."""
     alike = (one for one in operand.dependents if one.group is product.group)
     return sum(1 for _ in islice(alike, MIN_MOST_USES))
 
 
 def _output_of(product: TaskState, min_outputs: int) -> TaskState | None:
-    """What a product is a part of: the last such task of which there still are enough."""
+    """Return the output of a product: the last dependent in a chain of which there are enough."""
     found = product
     for _ in range(MAX_STEPS):
         if len(found.dependents) != 1:

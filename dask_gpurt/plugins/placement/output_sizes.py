@@ -1,9 +1,9 @@
-"""How large a result will be, by what others of its kind were. Asked for every decision.
+"""Expected size of a result, from the sizes of similar results. Asked for every decision.
 
-Dask's own figure for a group of tasks is the mean. Groups are often of two kinds, a few whole
-blocks and many thin edges of the same array, and a mean of those is the size of none of them: it
-has blocks moved for the sake of edges. Here it is the mean of logarithms, of inputs as they are
-used: what is used by many counts for many.
+Dask's own figure for a group of tasks is the mean. Groups often have two kinds of results: a few
+whole blocks and many thin edges of the same array. Their mean is the size of neither, and with it
+blocks are moved for the sake of edges. Here the figure is the mean of logarithms over inputs as
+they are used: a result that many tasks use counts many times.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState
 
-#: Groups that are remembered.
+#: Limit of groups whose sizes are kept.
 MAX_GROUPS = 2_000
-#: Inputs that are looked at where nothing of a kind has ended.
+#: Limit of inputs that are read where no task of a kind has ended.
 MAX_GUESSED = 4
 
 
 class ExpectedSizes:
-    """One a scheduler."""
+    """The sizes of results on one scheduler."""
 
     def __init__(self) -> None:
-        #: By group: how many sizes, and the sum of their logarithms.
+        #: By group: count of sizes and sum of their logarithms.
         self._seen: OrderedDict[str, list[float]] = OrderedDict()
 
     def observe(self, inputs: Iterable[TaskState]) -> list[int]:
-        """Take in the sizes of results that are about to be used, and return them."""
+        """Record the sizes of results that are about to be used, and return them."""
         known = self._seen
         sizes = []
         for ts in inputs:
@@ -51,9 +51,9 @@ class ExpectedSizes:
         return sizes
 
     def __call__(self, ts: TaskState) -> int:
-        """Bytes: as they are, or as others of the kind were, or as its smallest input has.
+        """Return the known size of a result, or the expected one in bytes; 0 if nothing is known.
 
-        0 if nothing is known.
+        The expected size is that of similar results, or of the smallest input if there are none.
         """
         if ts.nbytes >= 0:
             return ts.nbytes
@@ -61,18 +61,18 @@ class ExpectedSizes:
         if seen is not None:
             # Whole bytes, so that sums of sizes do not depend on their order.
             return int(exp(seen[1] / seen[0]))
-        # Asked for the prefix first: mostly there is a figure of the group, or none at all.
+        # Ask the prefix first: mostly there is a figure for the group, or none at all.
         for kin in (ts.group, ts.prefix) if ts.prefix.nbytes_total > 0 else ():
             if kin.nbytes_total > 0:
                 states = kin.states
                 n_done = states["memory"] + states["released"] + states["forgotten"]
                 if n_done:
                     return kin.nbytes_total // n_done
-        # Nothing of the kind has ended. A guess on the low side, that tips the scales between
-        # workers that are as good otherwise.
+        # No similar task has ended. Guess low: the guess only decides between workers that are
+        # otherwise equally good.
         inputs = ts.dependencies
         if len(inputs) == 1:
-            # Most often so, and in a third of the time.
+            # The most common case, in a third of the time.
             (dts,) = inputs
             least = dts.nbytes
         else:

@@ -1,9 +1,9 @@
-"""Placement on a scheduler: it asks the rules where each task goes, and keeps a log.
+"""Placement on a scheduler: it applies the rules to each task, and keeps a log.
 
-The scheduler's own restrictions (workers, hosts, resources, actors) come first; the rules only see
-what they allow. `rules` decides for tasks with inputs, `root_tasks` for those without. This module
-decides only which steals pay. `plugins.patches.task_placement` replaces the scheduler's decisions
-by these, `scheduler_view` reads the scheduler's state, `decision_log` remembers decisions.
+The scheduler's own restrictions (workers, hosts, resources, actors) come first: the rules only see
+the workers that those allow. `rules` decides for tasks with inputs, `root_tasks` for those without.
+This module only decides which steals pay. `plugins.patches.task_placement` replaces the scheduler's
+decisions by these, `scheduler_view` reads the scheduler's state, `decision_log` keeps decisions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from distributed.metrics import time
 
 from dask_gpurt.placement.cost import Task, Worker, costs, steal_pays
 from dask_gpurt.plugins.patches.task_placement import DecisionSwap
-from dask_gpurt.plugins.placement.cluster_links import WorkerPaths
+from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.plugins.placement.decision_log import MAX_RECORDS, PlacementLog
-from dask_gpurt.plugins.placement.early_stealing import Relief
+from dask_gpurt.plugins.placement.early_stealing import EarlyStealing
 from dask_gpurt.plugins.placement.join_partners import MAX_PLACES
 from dask_gpurt.plugins.placement.live_contractions import Contractions
-from dask_gpurt.plugins.placement.root_tasks import RootPlaces
-from dask_gpurt.plugins.placement.rules import Choice, Question, rules, stocks
+from dask_gpurt.plugins.placement.question import Choice, Question, stocks
+from dask_gpurt.plugins.placement.root_tasks import RootTasks
+from dask_gpurt.plugins.placement.rules import rules
 from dask_gpurt.plugins.placement.scheduler_view import (
     MAX_HOLDERS,
     UNKNOWN_S,
@@ -41,18 +42,18 @@ logger = logging.getLogger("dask_gpurt")
 
 
 class Placement:
-    """Where tasks go, on one scheduler. Made switched on; `remove` puts stock back.
+    """Placement on one scheduler. It is active once made; `close` restores stock Dask.
 
     Parameters
     ----------
     scheduler
         A live scheduler.
     policy
-        `data-aware`, or `stock`, which only writes down.
+        `data-aware`, or `stock`, which only logs stock Dask's decisions.
     topology
-        What is known of the machines, if anything was described.
+        The description of the machines; None if there is none.
     clock
-        Seconds, for what is on its way. Replaced where time is simulated.
+        Returns seconds, for transfers in flight. A simulation passes its own.
     """
 
     def __init__(
@@ -65,71 +66,71 @@ class Placement:
         self._scheduler = scheduler
         self._is_stock = policy == "stock"
         self._policy_name = policy
-        self._paths = WorkerPaths(topology)
-        self._view = PlacementView(scheduler, self._paths, clock)
+        self._links = ClusterLinks(topology)
+        self._view = PlacementView(scheduler, self._links, clock)
         self._contractions = Contractions(scheduler, self._view)
-        self._roots = RootPlaces(scheduler, self._view, self._contractions, clock)
+        self._roots = RootTasks(scheduler, self._view, self._contractions, clock)
         self._rules, self._last_rule = rules(scheduler, self._view, self._roots)
         self.log = PlacementLog()
         for ws in scheduler.workers.values():
             self.add_worker(ws)
         self._swap = DecisionSwap(scheduler, self)
-        self._relief = Relief(scheduler, self._view.slowness, self._swap.balance)
+        self._early_stealing = EarlyStealing(scheduler, self._view.slowness, self._swap.balance)
 
-    def remove(self) -> None:
-        """Stock decides from here on."""
-        self._relief.close()
-        self._swap.remove()
+    def close(self) -> None:
+        """Let stock Dask decide from here on."""
+        self._early_stealing.close()
+        self._swap.uninstall()
         self._roots.close()
 
     def add_worker(self, ws: WorkerState) -> None:
-        """A worker came."""
+        """Add a worker that joined."""
         self._view.add_worker(ws)
         self._contractions.workers_changed()
 
     def remove_worker(self, address: str) -> None:
-        """A worker left."""
+        """Remove a worker that left."""
         self._view.remove_worker(address)
         self._contractions.workers_changed()
         self._roots.remove_worker()
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
-        """A worker received data, at these rates."""
-        self._paths.observe(address, rates)
+        """Record the transfer rates that a worker measured."""
+        self._links.observe(address, rates)
 
     def undescribed(self) -> list[str]:
-        """Workers that are on no host that was described."""
-        return self._paths.undescribed()
+        """Return the workers whose host is not described."""
+        return self._links.undescribed()
 
     def ended(self, ts: TaskState, address: str, seconds: float) -> None:
-        """A worker ended a task."""
+        """Record that a worker ended a task in so many seconds."""
         ws = self._scheduler.workers.get(address)
         if ws is not None and not self._is_stock:
             self._view.ended(ts, ws, seconds)
-            self._relief.ended(ws)
+            self._early_stealing.ended(ws)
 
     def slowness(self, ws: WorkerState) -> float:
-        """Seconds that a worker takes for what takes others one."""
+        """Return the slowness of a worker (`dask_gpurt.placement.speeds`)."""
         return 1.0 if self._is_stock else self._view.slowness(ws)
 
     def failed(self, error: Exception) -> None:
-        """Something here raised; stock decided instead. Said in full once, then counted."""
+        """Count an error of this package, after which stock Dask decided; log the first one."""
         if not self.log.n_failed:
-            logger.error("placement failed, stock Dask decides instead", exc_info=error)
+            logger.error("placement failed; stock Dask decides instead", exc_info=error)
         self.log.n_failed += 1
 
     def explain(self, key: Any) -> dict[str, Any]:
-        """Why a task ran where it did, in plain values; says so if that is not remembered."""
+        """Return why a task ran where it did, as plain values, or that the log does not have it."""
         found = self.log.explain(key)
         if found is not None:
             return {"known": True, "policy": self._policy_name, **found}
         ts = self._scheduler.tasks.get(key)
         where = "there is no such task now" if ts is None else f"the task is {ts.state}"
-        reason = f"no decision about it is among the last {MAX_RECORDS:,}; {where}"
+        reason = f"none of the last {MAX_RECORDS:,} decisions is about this task; {where}"
         return {"known": False, "key": str(key), "reason": reason}
 
     def summary(self) -> dict[str, Any]:
-        """Counts of decisions, and of those that stock would have made differently."""
+        """Return counts of decisions, and of those that stock Dask would make differently."""
         return {"policy": self._policy_name, **self.log.summary()}
 
     # ------------------------------------------------------------------ tasks with inputs
@@ -157,7 +158,7 @@ class Placement:
     # ------------------------------------------------------------------ root tasks
 
     def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
-        """Worker for a task that has no data to go by; None if it had better stay queued."""
+        """Return a worker for a task without inputs; None if it should stay queued."""
         chosen = stock if self._is_stock else self._roots.choose(ts, stock)
         if chosen is not None:
             reason = "stock" if chosen is stock else "siblings"
@@ -173,15 +174,15 @@ class Placement:
         thieves: Collection[WorkerState],
         occupancy_s: Callable[[WorkerState], float],
     ) -> WorkerState | None:
-        """Worker that may take a task from the one it waits on; None if it had better stay."""
+        """Return the worker that may steal a task; None if the task should stay where it is."""
         view, victim = self._view, ts.processing_on
         if self._is_stock or victim is None or ts.actor:
             return stock
         joins = view.joins(ts)
         sizes = view.sizes.observe(ts.dependencies)
         task = view.task(ts, sizes, joins, (stock.address, victim.address))
-        # Stock's figure also has the steals that are being negotiated, in stock's seconds: as long
-        # as no task of the kind has ended, one of them would outweigh the victim's whole queue.
+        # Stock Dask's figure includes steals under negotiation, in stock Dask's seconds. As long as
+        # no task of the kind has ended, one of them would outweigh the victim's whole queue.
         is_known = ts.prefix.duration_average >= 0
         scale = 1.0 if is_known else unknown_s(ts.prefix) / max(task.duration_s, UNKNOWN_S)
 
@@ -196,9 +197,9 @@ class Placement:
             candidates = {a: ws for a, ws in candidates.items() if a in view.with_gpu}
         if candidates:
             workers = [seen(ws) for ws in (victim, *candidates.values())]
-            found = costs(task, workers, self._paths.places)
+            found = costs(task, workers, self._links.places)
             thief = min(candidates, key=lambda one: (found[one].total_s, one))
-            if steal_pays(found[victim.address], found[thief], self._paths.doubt()):
+            if steal_pays(found[victim.address], found[thief], self._links.doubt()):
                 self.log.steals_allowed += 1
                 return candidates[thief]
         self.log.steals_refused += 1
@@ -207,7 +208,10 @@ class Placement:
     def _thieves_near(
         self, ts: TaskState, task: Task, thieves: Collection[WorkerState]
     ) -> dict[str, WorkerState]:
-        """Thieves that have, or will have, something of what a task needs, and may run it."""
+        """Return thieves that have, or will have, an input or a join partner of a task.
+
+        Thieves that may not run the task are left out.
+        """
         near: set[str] = set()
         for one in islice(task.inputs, MAX_HOLDERS):
             near.update(islice(one.holders, MAX_PLACES), one.arriving_s)

@@ -1,9 +1,9 @@
-"""Root tasks that stay in the scheduler's queue although a worker has a place, none for ever.
+"""Root tasks held in the scheduler's queue for a better worker, each for a limited time.
 
-They wait for a better worker than that one. Stock looks at its queue when a task ends or a worker
-comes, and what it keeps a place for may never end: it may wait for the outside, or its worker may
-leave. So a task is held back for so long and no longer; then, or when a worker leaves, the
-scheduler is told to look again.
+A held task stays in the queue although a worker has a free slot. Stock Dask looks at its queue when
+a task ends or a worker joins. But the task that the held one waits for may never end: it may wait
+for an external event, or its worker may leave. So each hold has a deadline. At the deadline, and
+when a worker leaves, this module makes the scheduler look at its queue again.
 """
 
 from __future__ import annotations
@@ -18,60 +18,60 @@ if TYPE_CHECKING:
     from distributed.scheduler import TaskState
 
 
-class HeldBack:
-    """One a scheduler."""
+class QueueHold:
+    """The held tasks of one scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        #: By key: until when, by the loop's clock, a task may be held back.
+        #: Deadline of each held task, by key, in the loop's time.
         self._until: dict[Hashable, float] = {}
-        self._next: asyncio.TimerHandle | None = None
-        self._looks_soon = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._recheck_is_due = False
 
     def may_wait(self, ts: TaskState, seconds: float) -> bool:
-        """Whether a task may be held back, if it may be for so long from the first time on."""
+        """Return whether to hold a task, given the seconds from its first hold to its deadline."""
         loop = asyncio.get_running_loop()
         until = self._until.get(ts.key)
         if until is None:
             until = self._until[ts.key] = loop.time() + seconds
-            if self._next is None or until < self._next.when():
-                self._look_at(until)
+            if self._timer is None or until < self._timer.when():
+                self._recheck_at(until)
         return loop.time() < until
 
     def placed(self, ts: TaskState) -> None:
-        """A task has a worker."""
+        """Release a task that has a worker."""
         if self._until:
             self._until.pop(ts.key, None)
 
     def remove_worker(self) -> None:
-        """A worker left: it may have been what tasks were held back for."""
-        if self._until and not self._looks_soon:
-            # Not before the scheduler is done with what the worker had.
-            self._looks_soon = True
-            asyncio.get_running_loop().call_soon(self._look)
+        """Look at the queue again after a worker left, since tasks may be held for that worker."""
+        if self._until and not self._recheck_is_due:
+            # Wait until the scheduler is done with the tasks of that worker.
+            self._recheck_is_due = True
+            asyncio.get_running_loop().call_soon(self._recheck)
 
     def close(self) -> None:
-        """Hold nothing back any more; whoever decides from here on gets what was."""
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
+        """Release all held tasks, and let the scheduler place them."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._until:
             self._until.clear()
             self._open_slots()
 
-    def _look_at(self, when: float) -> None:
-        if self._next is not None:
-            self._next.cancel()
-        self._next = asyncio.get_running_loop().call_at(when, self._time_is_up, when)
+    def _recheck_at(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(when, self._expire, when)
 
-    def _time_is_up(self, when: float) -> None:
-        self._next = None
-        # Also where the loop calls a little early.
+    def _expire(self, when: float) -> None:
+        self._timer = None
+        # Also if the loop calls a little early.
         self._until = {key: -inf if at <= when else at for key, at in self._until.items()}
-        self._look()
+        self._recheck()
 
-    def _look(self) -> None:
-        self._looks_soon = False
+    def _recheck(self) -> None:
+        self._recheck_is_due = False
         tasks = self._scheduler.tasks
         self._until = {
             key: at
@@ -80,8 +80,8 @@ class HeldBack:
         }
         self._open_slots()
         later = [at for at in self._until.values() if at > -inf]
-        if later and self._next is None:
-            self._look_at(min(later))
+        if later and self._timer is None:
+            self._recheck_at(min(later))
 
     def _open_slots(self) -> None:
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id="gpurt-held-back")

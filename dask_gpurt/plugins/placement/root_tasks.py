@@ -1,29 +1,33 @@
-"""Where tasks without data go, on a live scheduler: next to what they will be joined with.
+"""Placement of tasks without inputs on a live scheduler: next to the tasks they are joined with.
 
-Stock gives such a task to the worker that has the fewest. Here that worker is the one to beat:
+Stock Dask gives such a task to the worker with the fewest tasks. Here that worker is replaced by
+the first of these that applies:
 
-1. a worker that has a *sibling* of the task, or an idle one on the same host as a sibling
-   (`dask_gpurt.placement.siblings`); of an operand of a contraction, a worker of the host that was
-   chosen for it (`dask_gpurt.placement.contractions`);
-2. without siblings, an idle worker as good as stock's on the host that got the root task before
-   this one: Dask orders tasks so that what is needed together comes one after the other;
-3. not a worker behind a link so slow that results pile up there, if they have to leave;
-4. not a worker so slow that everybody would wait for it in the end.
+1. A worker that has a *sibling* of the task, or an idle worker on a sibling's host
+   (`dask_gpurt.placement.siblings`). An operand of a contraction goes to a worker of the host that
+   was planned for it (`dask_gpurt.placement.contractions`).
+2. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
+   Dask orders tasks so that neighbours are needed together.
+
+Two kinds of workers are then avoided:
+
+- a worker behind a link so slow that results pile up there, if the results have to leave;
+- a worker so slow that in the end the whole computation would wait for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.joins import Join
-from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Seat, seat
+from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Candidate, best_candidate
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
 from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, MIN_JOIN_NBYTES
 from dask_gpurt.plugins.placement.live_contractions import Contractions
-from dask_gpurt.plugins.placement.queue_hold import HeldBack
+from dask_gpurt.plugins.placement.queue_hold import QueueHold
 from dask_gpurt.plugins.placement.scheduler_view import (
     MAX_NEIGHBOURS,
     PlacementView,
@@ -34,23 +38,23 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
-#: Taken for a size that is not known, where only the order of places matters.
+#: Assumed size of a result, where only the ranking of workers matters.
 NOMINAL_NBYTES = 64 * 2**20
-#: Hosts of siblings that are looked at.
+#: Limit of siblings' hosts whose workers are read.
 MAX_HOSTS = 3
-#: Operands for each thread that a host is given beyond what makes it full: its products need them.
+#: Operands per thread that a host is given beyond full, since its products need them.
 MAX_OPERANDS_AHEAD = 2
-#: Tasks that are joined with one another: from more on, some of them are elsewhere.
-MAX_FAMILY = 16
+#: If more tasks are joined with one another, some of them are assumed to be elsewhere.
+MAX_JOINED = 16
 
 
-class RootPlaces:
-    """One a scheduler.
+class RootTasks:
+    """Placement of root tasks on one scheduler.
 
     Parameters
     ----------
     clock
-        Seconds, for what is on its way out of a host.
+        Returns seconds, for results that leave a host over a slow link.
     """
 
     def __init__(
@@ -64,48 +68,56 @@ class RootPlaces:
         self._view = view
         self._contractions = contractions
         self._clock = clock
-        self._held_back = HeldBack(scheduler)
+        self._queue_hold = QueueHold(scheduler)
         self._last_host: str | None = None
-        #: By host behind a slow link: when what was made there will have left.
+        #: Time at which all results made on a host behind a slow link have left, by host.
         self._leaving_until: dict[str, float] = {}
 
     def choose(
         self, ts: TaskState, stock: WorkerState, *, may_wait: bool = True
     ) -> WorkerState | None:
-        """A worker; None if the task had better wait in the scheduler's queue, where it may."""
+        """Return a worker for a task; None if the task should wait in the scheduler's queue.
+
+        Parameters
+        ----------
+        stock
+            The worker that stock Dask would choose.
+        may_wait
+            Whether the task may stay in the scheduler's queue.
+        """
         is_queueing = math.isfinite(self._scheduler.WORKER_SATURATION)
         chosen = self._next_to_siblings(ts, stock, is_queueing=is_queueing)
-        home = self._contractions.home_of(ts)
-        if home is not None and (chosen is None or chosen.host != home):
-            chosen = self._free_at_home(home, is_queueing=is_queueing) or chosen
+        planned_host = self._contractions.planned_host_of(ts)
+        if planned_host is not None and (chosen is None or chosen.host != planned_host):
+            chosen = self._free_on_planned_host(planned_host, is_queueing=is_queueing) or chosen
         if chosen is None:
-            chosen = self._next_to_last(stock, is_queued=may_wait) if is_queueing else stock
+            chosen = self._on_last_host(stock, is_queued=may_wait) if is_queueing else stock
             if is_queueing and self._is_behind_slow_link(chosen):
-                found = self._where_it_can_leave(ts, chosen, may_wait=may_wait)
+                found = self._avoid_slow_link(ts, chosen, may_wait=may_wait)
                 if found is None:
                     return None
                 chosen = found
         if self._view.slowness(chosen) > 1:
-            quicker = self._where_it_is_done_sooner(ts, chosen, may_wait=may_wait and is_queueing)
+            quicker = self._avoid_slow_worker(ts, chosen, may_wait=may_wait and is_queueing)
             if quicker is None:
                 return None
             chosen = quicker
         self._last_host = chosen.host
-        self._held_back.placed(ts)
+        self._queue_hold.placed(ts)
         return chosen
 
     def remove_worker(self) -> None:
-        """A worker left."""
-        self._held_back.remove_worker()
+        """Note that a worker left."""
+        self._queue_hold.remove_worker()
 
     def close(self) -> None:
-        """Nobody is asked here any more."""
-        self._held_back.close()
+        """Stop: release the tasks that are held in the queue."""
+        self._queue_hold.close()
 
-    # ------------------------------------------------------------------ near what it belongs to
+    # ------------------------------------------------------------------ siblings
 
-    def _free_at_home(self, host: str, *, is_queueing: bool) -> WorkerState | None:
-        """The least busy worker of a host, if there is one that is not far too busy."""
+    def _free_on_planned_host(self, host: str, *, is_queueing: bool) -> WorkerState | None:
+        """Return the least busy worker of a host, of those that are not far too busy."""
         free = (
             ws
             for ws in self._view.running_on(host)
@@ -120,10 +132,10 @@ class RootPlaces:
         known_nbytes = view.sizes(ts)
         joins = view.joins(
             ts,
-            # Before anything of the group is done, all that is known is who belongs together.
+            # Before any task of the group has ended, only the graph says what belongs together.
             MIN_JOIN_NBYTES if known_nbytes else 0,
-            # Without queueing, stock deals out a group in even runs of neighbours, and nothing
-            # else keeps a group from following its first task to one worker.
+            # Without queueing, stock Dask assigns a group in even runs of neighbours. Nothing else
+            # keeps a group from following its first task to one worker.
             other_group=not is_queueing,
         )
         if not joins:
@@ -132,39 +144,69 @@ class RootPlaces:
         stocks_ahead = _ahead(stock)
         siblings = sorted({address for others in joins for address in others})
         if len(siblings) == 1:
-            # Most often. Nobody saves more than its own worker, if that costs nothing.
-            ws = state.workers.get(siblings[0])
-            if ws is not None and ws in state.running and _ahead(ws) <= stocks_ahead + to_come:
-                spare = ws.nthreads if known_nbytes else 0
-                if not is_queueing or self._n_free(ws) > -spare:
-                    return ws
+            # The most common case. No worker saves more than the sibling's own.
+            most_ahead = stocks_ahead + to_come
+            is_known = known_nbytes > 0
+            ws = self._with_room(siblings[0], most_ahead, is_queueing=is_queueing, extra=is_known)
+            if ws is not None:
+                return ws
+        chosen = best_candidate(
+            self._candidates(siblings, joins, known_nbytes, stock, is_queueing=is_queueing),
+            ahead=stocks_ahead,
+            duration_s=expected_duration_s(state, ts),
+            to_come=to_come,
+        )
+        return None if chosen is None else state.workers[chosen]
+
+    def _with_room(
+        self, address: str, most_ahead: float, *, is_queueing: bool, extra: bool
+    ) -> WorkerState | None:
+        """Return a sibling's worker if the task can join the sibling there at no cost.
+
+        Parameters
+        ----------
+        most_ahead
+            Tasks per thread that the worker may have.
+        extra
+            Whether a full worker may be given one more task per thread.
+        """
+        ws = self._scheduler.workers.get(address)
+        if ws is None or ws not in self._scheduler.running or _ahead(ws) > most_ahead:
+            return None
+        spare = ws.nthreads if extra else 0
+        return ws if not is_queueing or self._n_free(ws) > -spare else None
+
+    def _candidates(
+        self,
+        siblings: list[str],
+        joins: list[dict[str, float]],
+        known_nbytes: int,
+        stock: WorkerState,
+        *,
+        is_queueing: bool,
+    ) -> list[Candidate]:
+        """Return workers near siblings where joining costs less than on stock Dask's worker."""
         nbytes = known_nbytes or NOMINAL_NBYTES
         if not known_nbytes:
             joins = [dict.fromkeys(others, NOMINAL_NBYTES) for others in joins]
-        later = [Join(others, view.paths.places) for others in joins]
+        later = [Join(others, self._view.links.places) for others in joins]
 
         def joined_s(address: str) -> float:
             return sum(one.seconds(address, nbytes) for one in later)
 
         elsewhere_s = joined_s(stock.address)
-        duration_s = expected_duration_s(state, ts)
-
-        def seated(around: Iterable[WorkerState]) -> WorkerState | None:
-            seats = []
-            for ws in around:
-                saved_s = elsewhere_s - joined_s(ws.address)
-                if saved_s > 0 or ws is stock:
-                    n_free = self._n_free(ws) if is_queueing else math.inf
-                    is_certain = known_nbytes > 0
-                    terms = ws.address, ws.nthreads, n_free, _ahead(ws), saved_s, is_certain
-                    seats.append(Seat(*terms))
-            chosen = seat(seats, ahead=stocks_ahead, duration_s=duration_s, to_come=to_come)
-            return None if chosen is None else state.workers[chosen]
-
-        return seated(self._around(siblings, with_neighbours=is_queueing))
+        is_certain = known_nbytes > 0
+        found = []
+        for ws in self._around(siblings, with_neighbours=is_queueing):
+            saved_s = elsewhere_s - joined_s(ws.address)
+            if saved_s > 0 or ws is stock:
+                n_free = self._n_free(ws) if is_queueing else math.inf
+                terms = ws.address, ws.nthreads, n_free, _ahead(ws), saved_s, is_certain
+                found.append(Candidate(*terms))
+        return found
 
     def _around(self, addresses: list[str], *, with_neighbours: bool) -> Iterator[WorkerState]:
-        """Workers at these addresses, then those with places to spare on the same hosts."""
+        """Yield the workers at these addresses, then those with a free slot on the same hosts."""
         state = self._scheduler
         hosts: dict[str, None] = {}
         for address in addresses:
@@ -177,18 +219,18 @@ class RootPlaces:
                 yield from (ws for ws in self._free_on(host) if ws.address not in addresses)
 
     def _free_on(self, host: str) -> Iterator[WorkerState]:
-        """Workers of a host that stock might have chosen, in order of their addresses."""
+        """Yield the workers of a host that stock Dask might choose, in order of their addresses."""
         with_place = self._scheduler.idle_task_count
         here = self._view.on_host(host)
         if len(here) <= MAX_NEIGHBOURS:
             yield from (ws for ws in here if ws in with_place)
 
-    def _next_to_last(self, stock: WorkerState, *, is_queued: bool) -> WorkerState:
+    def _on_last_host(self, stock: WorkerState, *, is_queued: bool) -> WorkerState:
         if self._last_host is None or self._last_host == stock.host:
             return stock
 
         def load(ws: WorkerState) -> float:
-            # Without more of them in the queue nothing evens out who gets how many.
+            # Without queued tasks nothing evens out the load later.
             n_done = 0 if is_queued else len(ws.has_what)
             return (len(ws.processing) + n_done) / ws.nthreads
 
@@ -196,25 +238,27 @@ class RootPlaces:
         return next((ws for ws in self._free_on(self._last_host) if load(ws) <= most), stock)
 
     def _n_free(self, ws: WorkerState) -> int:
-        """Tasks that a worker can be given before the scheduler calls it full."""
+        """Return the number of tasks that a worker can take before the scheduler calls it full."""
         slots = max(math.ceil(self._scheduler.WORKER_SATURATION * ws.nthreads), 1)
         return slots - n_on_threads(ws)
 
     # ------------------------------------------------------------------ slow links
 
     def _is_behind_slow_link(self, ws: WorkerState) -> bool:
-        return self._view.paths.is_behind_slow_link(ws.address)
+        return self._view.links.is_behind_slow_link(ws.address)
 
     def _has_usual_link(self, ws: WorkerState) -> bool:
         return not self._is_behind_slow_link(ws)
 
-    def _where_it_can_leave(
+    def _avoid_slow_link(
         self, ts: TaskState, chosen: WorkerState, *, may_wait: bool
     ) -> WorkerState | None:
-        """Where to make what will be needed elsewhere: a host makes no more than it can send.
+        """Return a worker for a task that is about to go behind a slow link.
 
-        Another worker with a place to spare; the chosen one if what it made before is nearly gone,
-        so that it does not hold up anybody; None if one of the others should be free sooner.
+        If the output is needed elsewhere, a host makes no more than it can send. The result is
+        another worker with a free slot, if there is one. It is the chosen worker, if its earlier
+        results have nearly left, so that the task delays no other task. It is None if another
+        worker should be free sooner.
         """
         state, view = self._scheduler, self._view
         nbytes = self._leaving_nbytes(ts) if self._is_joined_elsewhere(ts) else 0.0
@@ -224,12 +268,12 @@ class RootPlaces:
         if others:
             return min(others, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address))
         now = self._clock()
-        leaving_s = nbytes / view.paths.outlet_nbytes_per_s(chosen.address)
+        leaving_s = nbytes / view.links.outlet_nbytes_per_s(chosen.address)
         until = max(now, self._leaving_until.get(chosen.host, now)) + leaving_s
-        usual_s = nbytes / view.paths.usual_outlet_nbytes_per_s()
+        usual_s = nbytes / view.links.usual_outlet_nbytes_per_s()
         duration_s = max(0.0, ts.prefix.duration_average)
         late_s = until - now - duration_s - usual_s
-        if may_wait and late_s > 0 and self._had_better_wait(ts, late_s, self._has_usual_link):
+        if may_wait and late_s > 0 and self._should_wait(ts, late_s, self._has_usual_link):
             return None
         self._leaving_until = {h: at for h, at in self._leaving_until.items() if at > now}
         self._leaving_until[chosen.host] = until
@@ -237,14 +281,14 @@ class RootPlaces:
 
     # ------------------------------------------------------------------ slow workers
 
-    def _where_it_is_done_sooner(
+    def _avoid_slow_worker(
         self, ts: TaskState, slow: WorkerState, *, may_wait: bool
     ) -> WorkerState | None:
-        """Where a task goes that is about to go to a slow worker.
+        """Return a worker for a task that is about to go to a slow worker.
 
-        Another worker with a place to spare; the slow one if it is done with it before the queue
-        has run dry, so that it does not hold up anybody; None if one of the others should be free
-        early enough to be done with it sooner.
+        The result is another worker with a free slot, if there is one. It is the slow worker, if
+        that one ends the task before the queue is empty, so that the task delays no other task. It
+        is None if another worker should be free early enough to end the task sooner.
         """
         state, view = self._scheduler, self._view
         others = list(filter(self._is_quick, state.idle_task_count))
@@ -255,7 +299,7 @@ class RootPlaces:
         if (
             may_wait
             and late_s > view.queue_lasts_s()
-            and self._had_better_wait(ts, late_s, self._is_quick)
+            and self._should_wait(ts, late_s, self._is_quick)
         ):
             return None
         return slow
@@ -263,31 +307,31 @@ class RootPlaces:
     def _is_quick(self, ws: WorkerState) -> bool:
         return self._view.slowness(ws) <= 1
 
-    # ------------------------------------------------------------------ held back
+    # ------------------------------------------------------------------ waiting in the queue
 
-    def _had_better_wait(
+    def _should_wait(
         self, ts: TaskState, late_s: float, is_better: Callable[[WorkerState], bool]
     ) -> bool:
-        """Whether a task is held back for a better worker that should be free within `late_s`.
+        """Return whether to hold a task for a better worker that should be free within `late_s`.
 
-        That may turn out otherwise: what runs there may wait for the outside. So after as long the
-        task goes where there is a place.
+        The estimate may be wrong: a task on that worker may wait for an external event. So after
+        that time the task goes to any worker with a free slot.
         """
         state, view = self._scheduler, self._view
         if state.validate:
-            # It checks that no task is in the queue while a worker has a place.
+            # The scheduler checks that no task is queued while a worker has a free slot.
             return False
         return any(
             len(ws.processing) > len(ws.long_running)
             and view.busy_s(ws) <= late_s * ws.nthreads
             and is_better(ws)
             for ws in state.running
-        ) and self._held_back.may_wait(ts, late_s)
+        ) and self._queue_hold.may_wait(ts, late_s)
 
-    # ------------------------------------------------------------------ what is joined later
+    # ------------------------------------------------------------------ later joins
 
     def _leaving_nbytes(self, ts: TaskState) -> float:
-        """Bytes of a result, or of what is cut out of it, that others will want elsewhere."""
+        """Return the bytes of a task's result, or of its parts, that other tasks need elsewhere."""
         total, level = 0.0, [(ts, self._view.sizes(ts) or NOMINAL_NBYTES)]
         for _ in range(MAX_CHAIN):
             passed_on = []
@@ -305,8 +349,8 @@ class RootPlaces:
 
     @staticmethod
     def _is_joined_elsewhere(ts: TaskState) -> bool:
-        """Whether a result will be joined with more than one place is likely to make."""
-        family, fresh = {ts}, [ts]
+        """Return whether a result is joined with more results than one host is likely to make."""
+        joined, fresh = {ts}, [ts]
         while fresh:
             one = fresh.pop()
             if len(one.dependents) > MAX_DEPENDENTS:
@@ -316,20 +360,21 @@ class RootPlaces:
                 if len(needed) > MAX_INPUTS:
                     return True
                 if len(needed) == 1:
-                    # Passed on: whoever needs that needs this.
+                    # The result is passed on: tasks that need the later result need this one.
                     members = [later]
                 else:
-                    # What very many need is sent to where it is needed, and holds nobody.
+                    # A result with very many dependents is sent to each of them and keeps no task
+                    # on its host.
                     members = [m for m in needed if len(m.dependents) <= MAX_DEPENDENTS]
                 for member in members:
-                    if member not in family:
-                        family.add(member)
+                    if member not in joined:
+                        joined.add(member)
                         fresh.append(member)
-                if len(family) > MAX_FAMILY:
+                if len(joined) > MAX_JOINED:
                     return True
         return False
 
 
 def _ahead(ws: WorkerState) -> float:
-    """Tasks for each thread of a worker."""
+    """Return the tasks per thread of a worker."""
     return n_on_threads(ws) / ws.nthreads

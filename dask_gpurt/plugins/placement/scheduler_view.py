@@ -1,8 +1,8 @@
-"""A live scheduler as placement sees it: tasks, workers. Decides nothing.
+"""A view of a live scheduler for placement: its tasks, its workers, their queues. Decides nothing.
 
-Not a copy: what is asked for is read when it is asked for, since a decision looks at a few
-workers out of very many. All of it runs in the scheduler's only thread, for every task. What is on
-its way to workers is in `dask_gpurt.plugins.placement.in_flight`.
+The view is not a copy: it reads the scheduler's state when asked, since a decision needs a few
+workers out of very many. All of it runs in the scheduler's only thread, for every task.
+`dask_gpurt.plugins.placement.in_flight` has the transfers in flight to workers.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from dask_gpurt.placement.cost import Input, Task, Worker
 from dask_gpurt.placement.policy import MAX_CANDIDATES
 from dask_gpurt.placement.speeds import Speeds
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
-from dask_gpurt.plugins.placement.cluster_links import WorkerPaths
-from dask_gpurt.plugins.placement.in_flight import Arrivals
-from dask_gpurt.plugins.placement.join_partners import MAX_PLACES, MIN_JOIN_NBYTES, LaterJoins
+from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
+from dask_gpurt.plugins.placement.in_flight import TransfersInFlight
+from dask_gpurt.plugins.placement.join_partners import MAX_PLACES, MIN_JOIN_NBYTES, JoinPartners
 from dask_gpurt.plugins.placement.output_sizes import ExpectedSizes
 
 if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskPrefix, TaskState, WorkerState
 
-#: Workers with little to do that are looked at, and holders of one input.
+#: Limit of idle workers offered as candidates, and of holders that are read of one input.
 MAX_IDLE = 2
 MAX_HOLDERS = 16
-#: Workers of a host that are looked at one by one.
+#: Limit of workers of a host that are read one by one.
 MAX_NEIGHBOURS = 16
-#: Tasks of a worker that are looked at to see what it could be at.
-MAX_LOOKED_AT = 32
-#: Share of a task's inputs that is as good as all of them.
+#: Limit of tasks of a worker whose groups are read.
+MAX_TASKS_READ = 32
+#: A worker with this share of a task's inputs counts as having all of them.
 NEARLY_ALL = 0.9
-#: Seconds that handling a task takes at the least, in a worker of Dask's.
+#: Least seconds that a Dask worker takes to handle a task.
 UNKNOWN_S = 0.001
-#: What one counts for where another is placed of whose kind none has ended, either; and what it may
-#: have to wait for where its inputs are. Stock's half a second has blocks sent over NVLink that are
-#: worked through in less, and a millisecond has all of them wait where they need the fewest bytes:
-#: either had some graphs take longer than with stock.
+#: Seconds assumed for a task in a queue of whose kind none has ended, when another task of such a
+#: kind is placed; and the longest wait for which such a task stays with its inputs. Two
+#: alternatives made some graphs slower than with stock Dask. Stock Dask's half a second has blocks
+#: sent over NVLink although it takes less to process them. A millisecond lets all tasks wait where
+#: they need the fewest bytes.
 NEW_S = 0.1
-#: Share of its memory limit at which a worker begins to spill, unless it is told otherwise.
+#: Share of its memory limit at which a worker begins to spill by default.
 SPILL_FROM = 0.6
 
 GPU = "gpu"
@@ -55,51 +56,51 @@ _ON_GPU = ("cudf.", "cupy.", "cuml.", "cugraph.", "cuspatial.", "pylibcudf.")
 
 
 class PlacementView:
-    """One a scheduler.
+    """The view of one scheduler.
 
     Parameters
     ----------
-    paths
-        Ways between workers.
+    links
+        Links between workers.
     clock
-        Seconds, for what is on its way.
+        Returns seconds, for transfers in flight.
     """
 
     def __init__(
-        self, scheduler: Scheduler, paths: WorkerPaths, clock: Callable[[], float]
+        self, scheduler: Scheduler, links: ClusterLinks, clock: Callable[[], float]
     ) -> None:
         self._scheduler = scheduler
-        self.paths = paths
+        self.links = links
         self._clock = clock
         self.sizes = ExpectedSizes()
-        self.joins = LaterJoins(self.sizes)
+        self.joins = JoinPartners(self.sizes)
         self.speeds = Speeds()
         self.with_gpu: set[str] = set()
-        #: By host, workers in order of their addresses, where somebody asked.
+        #: Workers in order of their addresses, by host, filled on demand.
         self._on_host: dict[str, list[WorkerState]] = {}
-        self.arrivals = Arrivals(scheduler, paths, clock)
+        self.in_flight = TransfersInFlight(scheduler, links, clock)
 
     def add_worker(self, ws: WorkerState) -> None:
-        """A worker came."""
+        """Add a worker that joined."""
         self._on_host.pop(ws.host, None)
-        self.paths.add(ws)
+        self.links.add(ws)
         self.speeds.add(ws.address)
-        described = self.paths.device_kind(ws.address)
+        described = self.links.device_kind(ws.address)
         if described == GPU or any(name.lower() == GPU for name in ws.resources):
             self.with_gpu.add(ws.address)
 
     def remove_worker(self, address: str) -> None:
-        """A worker left."""
+        """Remove a worker that left."""
         self._on_host.clear()
-        self.paths.remove(address)
+        self.links.remove(address)
         self.with_gpu.discard(address)
-        self.arrivals.remove_worker(address)
+        self.in_flight.remove_worker(address)
         self.speeds.forget(address)
 
     # ------------------------------------------------------------------ workers
 
     def takes_tasks(self) -> Callable[[str], bool] | None:
-        """Says of a worker whether it takes tasks; None if all of them do."""
+        """Return a test whether a worker takes tasks; None if all of them do."""
         state = self._scheduler
         if len(state.running) == len(state.workers):
             return None
@@ -111,20 +112,21 @@ class PlacementView:
         return takes
 
     def workers(self, addresses: Iterable[str], new_s: float = 0.0) -> list[Worker]:
-        """What is known of workers; nothing of those that are gone.
+        """Return the state of workers, without those that are gone.
 
-        While one is taken off, tasks that ran there are placed anew one by one, and what they will
-        be joined with may still be said to be there.
+        While the scheduler removes a worker, it places the worker's tasks again one by one. Their
+        join partners may then still be listed on that worker.
 
         Parameters
         ----------
         new_s
-            Seconds that a task counts for in a queue at the least if none of its kind has ended.
-            Given for a task of such a kind: there may be thousands of them before the first one
-            ends, and so they are dealt out rather than sent wherever they need the fewest bytes.
+            Least seconds assumed for a queued task of whose kind none has ended. Pass it for a task
+            of such a kind: thousands of them may be placed before the first one ends. Without it,
+            all of them would go to where they need the fewest bytes; with it, they spread over
+            workers.
         """
         state = self._scheduler
-        known, arrivals, with_gpu = state.workers, self.arrivals, self.with_gpu
+        known, in_flight, with_gpu = state.workers, self.in_flight, self.with_gpu
         learned = self.speeds.learned
         lasting_s = self.queue_lasts_s()
         found = []
@@ -147,62 +149,62 @@ class PlacementView:
                 # `room_nbytes`, without the call.
                 ws.memory_limit * SPILL_FROM - nbytes if ws.memory_limit else inf,
                 _WITH_GPU if address in with_gpu else (),
-                arrivals.receiving_s(ws) if address in arrivals.by_worker else 0.0,
+                in_flight.receiving_s(ws) if address in in_flight.by_worker else 0.0,
                 n_tasks,
                 slowness,
-                arrivals.inlet_s(address) if arrivals.by_inlet else 0.0,
+                in_flight.inlet_s(address) if in_flight.by_inlet else 0.0,
             )
-            # As `Worker(*terms)` does, in half the time.
+            # The same as `Worker(*terms)`, in half the time.
             found.append(_new(Worker, terms))
         return found
 
     def on_host(self, host: str) -> list[WorkerState]:
-        """Workers of a host in order of their addresses, some of which may be gone.
+        """Return the workers of a host in order of their addresses; some of them may be gone.
 
-        Tasks that ran on one that leaves are placed anew before we are told of it. Whoever takes
-        tasks, or has a place for one, is still there.
+        The scheduler places the tasks of a worker that leaves before it tells plugins. Workers that
+        take tasks, or have a free slot, are still there.
         """
         found = self._on_host.get(host)
         if found is None:
             state = self._scheduler
-            # The scheduler's own list is a set, whose order is another in each process.
+            # The scheduler keeps a set, whose order differs between processes.
             addresses = sorted(state.host_info.get(host, {}).get("addresses", ()))
             here = (state.workers.get(one) for one in addresses)
             found = self._on_host[host] = [ws for ws in here if ws is not None]
         return found
 
     def running_on(self, host: str) -> list[WorkerState]:
-        """Workers of a host that take tasks, in order of their addresses."""
+        """Return the workers of a host that take tasks, in order of their addresses."""
         running = self._scheduler.running
         return [ws for ws in self.on_host(host) if ws in running]
 
     def links_wait_s(self, ws: WorkerState, holders: Iterable[str]) -> float:
-        """Seconds until a worker can fetch what others have, if all of it is on other hosts."""
-        arrivals = self.arrivals
-        wait_s = arrivals.receiving_s(ws) if ws.address in arrivals.by_worker else 0.0
-        if arrivals.by_inlet:
-            wait_s = max(wait_s, arrivals.inlet_s(ws.address))
+        """Return seconds until a worker can fetch from some holders, if all are on other hosts."""
+        in_flight = self.in_flight
+        wait_s = in_flight.receiving_s(ws) if ws.address in in_flight.by_worker else 0.0
+        if in_flight.by_inlet:
+            wait_s = max(wait_s, in_flight.inlet_s(ws.address))
             for holder, outlet_s in zip(holders, self.outlets_s(holders), strict=True):
                 if outlet_s > wait_s and holder != ws.address:
                     wait_s = outlet_s
         return wait_s
 
     def outlets_s(self, holders: Iterable[str]) -> list[float]:
-        """Seconds until ways out of the hosts of some workers are free."""
-        arrivals = self.arrivals
-        if arrivals.by_outlet:
-            return [arrivals.outlet_s(one) for one in holders]
+        """Return seconds until the links out of the hosts of some workers are free."""
+        in_flight = self.in_flight
+        if in_flight.by_outlet:
+            return [in_flight.outlet_s(one) for one in holders]
         return [0.0 for _ in holders]
 
-    def keeps_waiting(self, ws: WorkerState) -> bool:
-        """Whether what a worker is given now has to wait for what it was given before."""
-        # Without a queue, whatever it has to do is in the way.
+    def would_wait(self, ws: WorkerState) -> bool:
+        """Return whether a task given to a worker now would wait for the worker's other tasks."""
+        # If the scheduler has no queued tasks, any task of the worker is in the way.
         return bool(ws.processing) and (
             not self._scheduler.queued or self.ahead_s(ws, self.queue_lasts_s()) > 0
         )
 
-    def is_as_quick_as_any(self, ws: WorkerState, allowed: Collection[WorkerState] | None) -> bool:
-        """Return whether a worker may run a task, and is no slower than others.
+    def is_suitable(self, ws: WorkerState, allowed: Collection[WorkerState] | None) -> bool:
+        """Return whether a worker may run a task and is no slower than others.
 
         Parameters
         ----------
@@ -217,15 +219,15 @@ class PlacementView:
         )
 
     def may_begin(self, ws: WorkerState) -> bool:
-        """Return whether a worker has a thread to spare, or no other worker has one for us."""
+        """Return whether a worker has a free thread, or no other worker has one for this task."""
         state = self._scheduler
-        # While tasks are queued, each free thread is about to get one of those.
+        # While tasks are queued, each free thread is about to get one of them.
         return len(ws.processing) < ws.nthreads or not state.idle or bool(state.queued)
 
     def wait_s(self, ws: WorkerState, new_s: float = 0.0) -> float:
-        """Seconds until a worker that is no slower than others begins with what it is given now.
+        """Return seconds until a worker of normal speed begins a task that it is given now.
 
-        As `Worker.queue_s`; of `new_s`, see `workers`.
+        This is `Worker.queue_s`. `workers` explains `new_s`.
         """
         if not ws.processing:
             return 0.0
@@ -233,42 +235,42 @@ class PlacementView:
 
     @staticmethod
     def room_nbytes(ws: WorkerState) -> float:
-        """Bytes that a worker has room for before it begins to spill."""
+        """Return the bytes that a worker can take before it begins to spill."""
         return ws.memory_limit * SPILL_FROM - ws.nbytes if ws.memory_limit else inf
 
     def slowness(self, ws: WorkerState) -> float:
-        """Seconds that a worker takes for what takes others one."""
+        """Return the slowness of a worker (`dask_gpurt.placement.speeds`)."""
         processing = ws.processing
         if not processing:
             return self.speeds.learned(ws.address)
         now_s = self._clock()
-        # One that has a thread to spare is not heard of because it has little to do: a task or two
-        # that take long, or that wait for others.
+        # A worker with a free thread may be silent because it has little to do: a task or two that
+        # take long or wait for others.
         if ws.needs_what or n_on_threads(ws) < ws.nthreads:
             return self.speeds.slowness(ws.address, now_s, None)
         if not self.speeds.is_overdue(ws.address, now_s):
             return self.speeds.learned(ws.address)
-        groups = map(_group, islice(processing, MAX_LOOKED_AT))
+        groups = map(_group, islice(processing, MAX_TASKS_READ))
         return self.speeds.slowness(ws.address, now_s, groups)
 
     def ended(self, ts: TaskState, ws: WorkerState, seconds: float) -> None:
-        """A worker ended a task that took it so long."""
+        """Record that a worker ended a task in so many seconds."""
         self.speeds.ended(ws.address, ts.group.name, seconds, self._clock(), not ws.processing)
 
     def ahead_s(
         self, ws: WorkerState, lasting_s: float, slowness: float = 1.0, new_s: float = 0.0
     ) -> float:
-        """Seconds of computing ahead of what a worker is given now, beyond what is made up for.
+        """Return seconds of computing ahead of a new task, beyond what balances out.
 
-        As long as the scheduler has tasks in its queue, a worker that has much to do is given
-        fewer of them, and a worker that has little is given more. Only what it has to do after
-        the queue has run dry, after `lasting_s`, keeps anybody waiting.
+        While the scheduler has queued tasks, a busy worker gets fewer of them and an idle worker
+        more. So only the work that is left when the queue is empty, after `lasting_s`, makes a task
+        wait.
         """
         busy_s = self.busy_s(ws, slowness, new_s)
         return max(0.0, busy_s - lasting_s * ws.nthreads) if lasting_s else busy_s
 
     def queue_lasts_s(self) -> float:
-        """Seconds until the scheduler's queue has run dry."""
+        """Return seconds until the scheduler's queue is empty."""
         queued = self._scheduler.queued
         if not queued:
             return 0.0
@@ -276,10 +278,10 @@ class PlacementView:
         return len(queued) * root_s / self._scheduler.total_nthreads
 
     def busy_s(self, ws: WorkerState, slowness: float = 1.0, new_s: float = 0.0) -> float:
-        """Seconds of computing that a worker has been given; of `new_s`, see `workers`.
+        """Return seconds of computing that a worker has been given; `workers` explains `new_s`.
 
-        Unlike stock's occupancy, without what it has to fetch: that is known better here, and it
-        fetches while it computes.
+        Unlike stock Dask's occupancy, this excludes transfers: placement has better figures for
+        those, and a worker fetches while it computes.
         """
         n_tasks = len(ws.processing)
         if not n_tasks:
@@ -290,15 +292,18 @@ class PlacementView:
             prefix = prefixes[name]
             duration_s = prefix.duration_average
             total_s += count * (duration_s if duration_s >= 0 else max(unknown_s(prefix), new_s))
-        # What runs is half done, on average.
+        # A running task is half done, on average.
         n_running = ws.nthreads if ws.nthreads < n_tasks else n_tasks
         return slowness * total_s * (1 - n_running / (2 * n_tasks))
 
     def idle_near(self, ts: TaskState) -> Iterator[str]:
-        """A few workers with a thread to spare: any, then of the host of the largest input."""
+        """Yield a few workers with a free thread.
+
+        Any of them come first, then some on the host of the task's largest input.
+        """
         idle: Any = self._scheduler.idle
-        # Stock also calls those idle that have less to do than others. Those do not wait for us.
-        # As they became idle, which is far cheaper to ask than their addresses' order.
+        # Stock Dask also lists workers as idle that have less work than others; those have no free
+        # thread. The order is the one in which workers became idle: far cheaper than by address.
         for address, ws in islice(dict.items(idle), MAX_IDLE):
             if len(ws.processing) < ws.nthreads:
                 yield address
@@ -313,7 +318,7 @@ class PlacementView:
                 if len(here) <= MAX_NEIGHBOURS:
                     yield from islice((ws.address for ws in here if ws.address in idle), MAX_IDLE)
                 else:
-                    # Sorted by address, so that those of a host follow one another.
+                    # Addresses are sorted, so those of a host are adjacent.
                     host, _, _ = first.address.rpartition(":")
                     yield from islice(idle.irange(f"{host}:", f"{host};", (True, False)), MAX_IDLE)
 
@@ -324,50 +329,51 @@ class PlacementView:
         ts: TaskState,
         sizes: Iterable[int],
         joins: Sequence[dict[str, float]],
-        asked: Collection[str],
+        candidates: Collection[str],
     ) -> Task:
-        """What is known of a task.
+        """Return what placement needs to know of a task.
 
         Parameters
         ----------
         sizes
-            Bytes of its inputs, as `self.sizes` took them in.
-        asked
-            Workers of which it has to be right whether they hold an input that very many hold.
+            Bytes of its inputs, as returned by `self.sizes.observe`.
+        candidates
+            Workers that must be listed as holders if they are, even of an input with very many
+            holders.
         """
         inputs = []
-        arrivals = self.arrivals
-        outlet_of, under_way = arrivals.outlet_s, arrivals.under_way(ts)
-        for dts, nbytes, arriving in zip(ts.dependencies, sizes, under_way, strict=True):
+        in_flight = self.in_flight
+        outlet_of, arrivals_s = in_flight.outlet_s, in_flight.arrivals_s(ts)
+        for dts, nbytes, arriving in zip(ts.dependencies, sizes, arrivals_s, strict=True):
             who = dts.who_has or ()
             holders: Sequence[str]
             if len(who) == 1:
                 (ws,) = who
                 holders = (ws.address,)
             else:
-                holders = self._some_holders(who, asked)
-            outlet_s = min(map(outlet_of, holders), default=0.0) if arrivals.by_outlet else 0.0
+                holders = self._some_holders(who, candidates)
+            outlet_s = min(map(outlet_of, holders), default=0.0) if in_flight.by_outlet else 0.0
             inputs.append(_new(Input, (dts.key, nbytes, holders, arriving, outlet_s)))
         device = GPU if self.with_gpu and any(map(_is_on_gpu, ts.dependencies)) else None
         duration_s = expected_duration_s(self._scheduler, ts)
         return _new(Task, (ts.key, inputs, duration_s, self.sizes(ts), joins, device))
 
-    def _some_holders(self, who: Collection[WorkerState], asked: Collection[str]) -> list[str]:
+    def _some_holders(self, who: Collection[WorkerState], candidates: Collection[str]) -> list[str]:
         holders = [ws.address for ws in islice(who, MAX_HOLDERS)]
         if len(who) > MAX_HOLDERS:
             known = self._scheduler.workers
-            for one in asked:
+            for one in candidates:
                 if one in known and known[one] in who and one not in holders:
                     holders.append(one)
         return holders
 
     @staticmethod
     def is_new(ts: TaskState) -> bool:
-        """Whether no task of a kind has ended yet, nor is it said how long they take."""
+        """Return whether no task of this kind has ended, and no duration is configured for it."""
         return bool(ts.prefix.duration_average < 0)
 
-    def weighs_nothing(self, ts: TaskState) -> bool:
-        """Whether neither a task's inputs nor its output take longer to move than to ask for."""
+    def is_small(self, ts: TaskState) -> bool:
+        """Return whether a task's inputs and output are so small that a transfer is all latency."""
         total_nbytes = 0
         for dts in ts.dependencies:
             nbytes = dts.nbytes
@@ -378,7 +384,7 @@ class PlacementView:
 
     @staticmethod
     def single_holders(ts: TaskState) -> list[str]:
-        """Address of the worker that has it, for each input; none if others have one, too."""
+        """Return the holder's address of each input; an empty list if an input has several."""
         found = []
         for dts in ts.dependencies:
             who = dts.who_has
@@ -390,7 +396,7 @@ class PlacementView:
 
     @staticmethod
     def with_nearly_all(ts: TaskState, sizes: Sequence[int]) -> WorkerState | None:
-        """The one worker that has nearly all of a task's inputs, if there is one."""
+        """Return the one worker that has nearly all of a task's inputs, if there is one."""
         held: dict[WorkerState, int] = {}
         for dts, nbytes in zip(ts.dependencies, sizes, strict=True):
             for ws in islice(dts.who_has or (), MAX_HOLDERS):
@@ -401,16 +407,16 @@ class PlacementView:
 
     @staticmethod
     def has_few_holders(ts: TaskState) -> bool:
-        """Whether stock, which looks at all holders of inputs, does not have many to look at."""
+        """Return whether stock Dask, which reads all holders of inputs, has few to read."""
         return all(len(dts.who_has or ()) <= MAX_HOLDERS for dts in ts.dependencies)
 
-    def company(self, ts: TaskState, joins: Sequence[dict[str, float]]) -> tuple[str, ...]:
-        """Workers with a thread to spare that are to be looked at whatever they have of a task.
+    def idle_candidates(self, ts: TaskState, joins: Sequence[dict[str, float]]) -> tuple[str, ...]:
+        """Return workers with a free thread that are candidates even if they have no inputs.
 
-        None while the scheduler has tasks in its queue: a worker with nothing to do is about to get
-        one of those, and nobody is done sooner for the bytes that are moved to it. While workers
-        that have an input could begin at once, and are no slower than others, those with most of
-        it, if there are so many others that they may be left out.
+        There are none while the scheduler has queued tasks: an idle worker is about to get one of
+        those, and moving bytes to it makes no task end sooner. There are none either while a holder
+        of inputs could begin at once and is no slower than others. But if candidates are so many
+        that some are left out, these free holders are returned, those with the most bytes first.
         """
         state = self._scheduler
         if not state.idle or state.queued:
@@ -432,21 +438,22 @@ class PlacementView:
 
 
 def n_on_threads(ws: WorkerState) -> int:
-    """Tasks that a worker has threads for, or will: all but those that have left theirs."""
+    """Return the number of tasks that occupy or wait for a thread: all but long-running ones."""
     return len(ws.processing) - len(ws.long_running)
 
 
 def unknown_s(prefix: TaskPrefix) -> float:
-    """Length of tasks of which none has ended: as little as a task takes.
+    """Return the assumed duration of tasks of which none has ended: the least a task takes.
 
-    Stock takes half a second, which has data moved away from workers that are in fact about to be
-    done. Here no large result is moved for a wait that nobody has seen; small ones may be.
+    Stock Dask assumes half a second. With that, data is moved away from workers that are about to
+    be done. With this figure no large result is moved for a wait that has not been observed; small
+    ones may be.
     """
     return max(2 * prefix.max_exec_time, UNKNOWN_S)
 
 
 def _n_places(ts: TaskState, joins: Sequence[dict[str, float]]) -> int:
-    """Workers that have something of a task or what it is joined with, some of them twice."""
+    """Return the number of workers with an input or a join partner, counting some twice."""
     return sum(len(dts.who_has or ()) for dts in ts.dependencies) + sum(map(len, joins))
 
 

@@ -21,7 +21,7 @@ from dask_gpurt.devices.occupancy.resident_blocks import (
     warps_of,
 )
 
-DOCS = pathlib.Path(__file__).parents[3] / "docs"
+DOCS = pathlib.Path(__file__).parents[3] / "docs" / "internals"
 PAGE = (DOCS / "occupancy.md").read_text()
 PICTURE = (DOCS / "occupancy.svg").read_text()
 

@@ -155,7 +155,7 @@ async def test_taking_it_back_leaves_stock(s, a, b):
     placement = Placement(s, "data-aware")
     assert all(name in vars(s) for name in REPLACED)
     assert {"_get_thief", "_combined_occupancy"} <= set(vars(s.extensions["stealing"]))
-    placement.remove()
+    placement.close()
     after = vars(s).copy(), dict(s.handlers), dict(vars(s.extensions["stealing"]))
     assert after == before
 
@@ -163,7 +163,7 @@ async def test_taking_it_back_leaves_stock(s, a, b):
 @gen_cluster(nthreads=[("", 1)] * 2, config={"distributed.scheduler.work-stealing": False})
 async def test_a_scheduler_that_does_not_steal(s, a, b):
     placement = Placement(s, "data-aware")
-    placement.remove()
+    placement.close()
     assert not any(name in vars(s) for name in REPLACED)
 
 
@@ -234,11 +234,11 @@ async def test_a_root_task_that_cannot_be_queued_gets_a_worker(c, s, a, b):
 async def test_rates_arrive_with_heartbeats(c, s, a, b):
     placement = Placement(s, "data-aware")
     a.bandwidth_workers[b.address] = (3e9, 3)
-    before = placement._paths(b.address, a.address).bandwidth_nbytes_per_s
+    before = placement._links(b.address, a.address).bandwidth_nbytes_per_s
     await a.heartbeat()
     for _ in range(10):
         placement.observe(a.address, {b.address: (1e9, 1)})
-    after = placement._paths(b.address, a.address).bandwidth_nbytes_per_s
+    after = placement._links(b.address, a.address).bandwidth_nbytes_per_s
     assert before < after == pytest.approx(1e9, rel=0.1)
 
 
@@ -266,7 +266,7 @@ async def test_stealing_asks_us(c, s, a, b):
     stealing.balance()
     assert asked
     assert not stealing.in_flight
-    placement.remove()
+    placement.close()
     stealing.balance()
     assert stealing.in_flight
     await gate.set()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dask_gpurt.plugins.placement import cluster_links
-from dask_gpurt.plugins.placement.cluster_links import WorkerPaths
+from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.topology import learned
 from dask_gpurt.topology.description import parse
@@ -30,10 +30,10 @@ EVERYBODY = [LEFT0, LEFT1, RIGHT0, NO_GPU, NO_GPU_EITHER, STRANGER]
 
 @pytest.fixture
 def described():
-    paths = WorkerPaths(load("two-hosts"))
+    links = ClusterLinks(load("two-hosts"))
     for one in EVERYBODY:
-        paths.add(one)
-    return paths
+        links.add(one)
+    return links
 
 
 def test_described_machines_are_believed(described):
@@ -70,7 +70,7 @@ def test_two_workers_in_one_place_still_have_to_send(described):
 def test_devices_are_as_described(described):
     assert described.device_kind(LEFT0.address) == "gpu"
     assert described.device_kind(NO_GPU.address) is None
-    assert WorkerPaths(None).device_kind(LEFT0.address) is None
+    assert ClusterLinks(None).device_kind(LEFT0.address) is None
 
 
 def test_a_worker_that_left_is_forgotten(described):
@@ -82,13 +82,13 @@ def test_a_worker_that_left_is_forgotten(described):
 
 
 def test_there_is_no_doubt_only_where_the_ways_between_hosts_are_described():
-    paths = WorkerPaths(load("two-hosts"))
+    links = ClusterLinks(load("two-hosts"))
     for one in (LEFT0, LEFT1, RIGHT0):
-        paths.add(one)
-    assert paths.doubt() == 1
-    paths.add(STRANGER)
-    assert paths.doubt() > 1
-    apart = WorkerPaths(parse("hosts: [" + ", ".join(map(_alone, "12")) + "]"))
+        links.add(one)
+    assert links.doubt() == 1
+    links.add(STRANGER)
+    assert links.doubt() > 1
+    apart = ClusterLinks(parse("hosts: [" + ", ".join(map(_alone, "12")) + "]"))
     apart.add(LEFT0)
     assert apart.doubt() == 1
     apart.add(RIGHT0)
@@ -112,68 +112,68 @@ def workers_of(topology):
 
 @pytest.mark.parametrize("topology", [NVLINK, SLOW_NIC], ids=["nvlink", "slow"])
 def test_what_is_shared_by_alike_places_is_the_way_to_each(topology):
-    paths = WorkerPaths(topology)
+    links = ClusterLinks(topology)
     ends = list(workers_of(topology))
     for one, _ in ends:
-        paths.add(one)
-    assert len({paths.places[one.address].kind for one, _ in ends}) < len(ends)
+        links.add(one)
+    assert len({links.places[one.address].kind for one, _ in ends}) < len(ends)
     for (one, node), (other, other_node) in itertools.permutations(ends, 2):
         described = topology.path(node, other_node)
-        found = paths(one.address, other.address)
+        found = links(one.address, other.address)
         assert found.latency_s == described.latency_s
         assert found.bandwidth_nbytes_per_s == described.bandwidth_nbytes_per_s
 
 
 def test_hosts_that_are_alike_share_the_ways_within_them():
-    paths = WorkerPaths(SLOW_NIC)
+    links = ClusterLinks(SLOW_NIC)
     ends = [one.address for one, _ in workers_of(SLOW_NIC)]
     for one, _ in workers_of(SLOW_NIC):
-        paths.add(one)
-    first, second, slow = (paths(*ends[n : n + 2]) for n in (0, 2, 4))
+        links.add(one)
+    first, second, slow = (links(*ends[n : n + 2]) for n in (0, 2, 4))
     assert first is second
     assert first is not slow
 
 
 def test_a_way_to_a_kind_is_looked_for_anew_when_there_is_another_host_of_it():
     (first, _), _, (second, _), *_ = workers_of(NVLINK)
-    paths = WorkerPaths(NVLINK)
-    paths.add(first)
-    far = paths.places[first.address].far
+    links = ClusterLinks(NVLINK)
+    links.add(first)
+    far = links.places[first.address].far
     assert far[first.address].kind == "network"
-    paths.add(second)
+    links.add(second)
     assert far[first.address].kind == "ethernet"
-    assert paths(first.address, second.address).kind == "ethernet"
+    assert links(first.address, second.address).kind == "ethernet"
 
 
 def test_with_a_stranger_no_places_are_alike():
-    paths = WorkerPaths(load("two-hosts"))
+    links = ClusterLinks(load("two-hosts"))
     for one in (LEFT0, LEFT1, RIGHT0):
-        paths.add(one)
-    assert paths.places[LEFT0.address].kind == paths.places[LEFT1.address].kind
-    paths.add(STRANGER)
-    assert paths.places[LEFT0.address].kind != paths.places[LEFT1.address].kind
-    paths.remove(STRANGER.address)
-    assert paths.places[LEFT0.address].kind == paths.places[LEFT1.address].kind
+        links.add(one)
+    assert links.places[LEFT0.address].kind == links.places[LEFT1.address].kind
+    links.add(STRANGER)
+    assert links.places[LEFT0.address].kind != links.places[LEFT1.address].kind
+    links.remove(STRANGER.address)
+    assert links.places[LEFT0.address].kind == links.places[LEFT1.address].kind
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(cluster_links, "_MAX_PATHS", 3)
-    paths = WorkerPaths(None)
+    links = ClusterLinks(None)
     for i in range(20):
-        paths(f"tcp://a:{i}", "tcp://b:1")
-    assert len(paths.places) <= 3
-    assert sum(len(one.near) for one in paths.places.values()) <= 3
+        links(f"tcp://a:{i}", "tcp://b:1")
+    assert len(links.places) <= 3
+    assert sum(len(one.near) for one in links.places.values()) <= 3
 
 
 def test_how_others_of_its_kind_reach_a_worker_is_worked_out_as_it_comes():
     """Of the first host nobody can say until there is another."""
-    paths = WorkerPaths(gpu_hosts(3, 0, nic_bandwidth=12e9, nvlink=False))
+    links = ClusterLinks(gpu_hosts(3, 0, nic_bandwidth=12e9, nvlink=False))
     addresses = []
     for host in range(3):
         one = worker(f"10.0.0.{host}", 4000)
-        paths.add(one)
+        links.add(one)
         addresses.append(one.address)
-    far = paths.places[addresses[0]].far
+    far = links.places[addresses[0]].far
     # Not by looking up, which would work it out now.
     assert far.keys() >= set(addresses[1:])
     assert far[addresses[0]] is far[addresses[1]] is far[addresses[2]]
@@ -206,52 +206,52 @@ links:
 
 
 def test_workers_that_get_data_from_outside_through_one_card_share_it():
-    paths = WorkerPaths(parse(TWO_CARDS))
+    links = ClusterLinks(parse(TWO_CARDS))
     for one in (LEFT0, LEFT1, RIGHT0, NO_GPU):
-        paths.add(one)
-    first, second, third = (paths.uplink(one.address) for one in (LEFT0, LEFT1, NO_GPU))
+        links.add(one)
+    first, second, third = (links.uplink(one.address) for one in (LEFT0, LEFT1, NO_GPU))
     assert first != second == third
     # Its own card, and not the slower one of who sends.
     assert second.nbytes_per_s == 10e9
-    assert paths.uplink(RIGHT0.address).nbytes_per_s == 5e9
+    assert links.uplink(RIGHT0.address).nbytes_per_s == 5e9
 
 
 def test_workers_of_a_host_that_is_not_described_share_what_it_has():
-    paths = WorkerPaths(None)
+    links = ClusterLinks(None)
     for one in (LEFT0, LEFT1, RIGHT0):
-        paths.add(one)
-    assert paths.uplink(LEFT0.address) == paths.uplink(LEFT1.address)
-    assert paths.uplink(LEFT0.address) != paths.uplink(RIGHT0.address)
-    assert paths.uplink(LEFT0.address).nbytes_per_s == math.inf
-    paths.remove(RIGHT0.address)
-    assert paths.uplink(RIGHT0.address).name == RIGHT0.address
+        links.add(one)
+    assert links.uplink(LEFT0.address) == links.uplink(LEFT1.address)
+    assert links.uplink(LEFT0.address) != links.uplink(RIGHT0.address)
+    assert links.uplink(LEFT0.address).nbytes_per_s == math.inf
+    links.remove(RIGHT0.address)
+    assert links.uplink(RIGHT0.address).name == RIGHT0.address
 
 
 def test_a_worker_that_was_alone_has_its_card_once_there_are_others():
-    paths = WorkerPaths(parse(TWO_CARDS))
-    paths.add(LEFT0)
-    assert paths.uplink(LEFT0.address).nbytes_per_s == math.inf
-    paths.add(RIGHT0)
-    assert paths.uplink(LEFT0.address).nbytes_per_s == 10e9
+    links = ClusterLinks(parse(TWO_CARDS))
+    links.add(LEFT0)
+    assert links.uplink(LEFT0.address).nbytes_per_s == math.inf
+    links.add(RIGHT0)
+    assert links.uplink(LEFT0.address).nbytes_per_s == 10e9
 
 
 def test_what_no_way_from_a_worker_exceeds_is_known_only_where_all_ways_are_described():
-    paths = WorkerPaths(load("two-hosts"))
+    links = ClusterLinks(load("two-hosts"))
     for one in (LEFT0, LEFT1, RIGHT0, NO_GPU):
-        paths.add(one)
+        links.add(one)
     ends = [one.address for one in (LEFT0, LEFT1, RIGHT0, NO_GPU)]
-    widest = {one: paths.widest_nbytes_per_s(one) for one in ends}
+    widest = {one: links.widest_nbytes_per_s(one) for one in ends}
     for one, other in itertools.permutations(ends, 2):
-        assert paths(one, other).bandwidth_nbytes_per_s <= widest[one] < math.inf
+        assert links(one, other).bandwidth_nbytes_per_s <= widest[one] < math.inf
     # Between two on one node it is learnt.
-    paths.add(NO_GPU_EITHER)
-    assert paths.widest_nbytes_per_s(NO_GPU.address) == math.inf
-    assert paths.widest_nbytes_per_s(LEFT0.address) == widest[LEFT0.address]
-    paths.remove(NO_GPU_EITHER.address)
-    assert paths.widest_nbytes_per_s(NO_GPU.address) == widest[NO_GPU.address]
+    links.add(NO_GPU_EITHER)
+    assert links.widest_nbytes_per_s(NO_GPU.address) == math.inf
+    assert links.widest_nbytes_per_s(LEFT0.address) == widest[LEFT0.address]
+    links.remove(NO_GPU_EITHER.address)
+    assert links.widest_nbytes_per_s(NO_GPU.address) == widest[NO_GPU.address]
     # It came again, and is no other.
-    paths.add(NO_GPU)
-    assert paths.widest_nbytes_per_s(NO_GPU.address) == widest[NO_GPU.address]
-    paths.add(STRANGER)
-    assert paths.widest_nbytes_per_s(LEFT0.address) == math.inf
-    assert WorkerPaths(None).widest_nbytes_per_s(LEFT0.address) == math.inf
+    links.add(NO_GPU)
+    assert links.widest_nbytes_per_s(NO_GPU.address) == widest[NO_GPU.address]
+    links.add(STRANGER)
+    assert links.widest_nbytes_per_s(LEFT0.address) == math.inf
+    assert ClusterLinks(None).widest_nbytes_per_s(LEFT0.address) == math.inf

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from dask_gpurt.placement.cost import Input, Task
-from dask_gpurt.plugins.placement.cluster_links import WorkerPaths
-from dask_gpurt.plugins.placement.in_flight import Arrivals
+from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
+from dask_gpurt.plugins.placement.in_flight import TransfersInFlight
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 
 #: Two GPUs each on NVLink, and a card of 1 GB/s; that of the third host carries a tenth.
@@ -38,81 +38,81 @@ def clock():
 
 
 @pytest.fixture
-def arrivals(clock):
-    paths = WorkerPaths(TOPOLOGY)
+def in_flight(clock):
+    links = ClusterLinks(TOPOLOGY)
     everybody = [one for of_host in WORKERS for one in of_host]
     for one in everybody:
-        paths.add(one)
+        links.add(one)
     scheduler = SimpleNamespace(workers={one.address: one for one in everybody})
-    return Arrivals(scheduler, paths, clock)
+    return TransfersInFlight(scheduler, links, clock)
 
 
-def fetches(arrivals, target, *sources, plain):
+def fetches(in_flight, target, *sources, plain):
     """A decision has a worker fetch a gigabyte from each of others, one way or the other."""
     holders = [one.address for one in sources]
     keys = [f"x-{number}-{target.address}" for number in range(len(sources))]
     if plain:
         needed = [SimpleNamespace(key=key) for key in keys]
         ts = SimpleNamespace(dependencies=needed)
-        arrivals.expect_from(holders, ts, [GB] * len(sources), target.address)
+        in_flight.expect_from(holders, ts, [GB] * len(sources), target.address)
     else:
         inputs = [Input(key, GB, (one,)) for key, one in zip(keys, holders, strict=True)]
-        arrivals.expect(target.address, Task("t", inputs))
+        in_flight.expect(target.address, Task("t", inputs))
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_all_of_a_host_wait_for_what_its_card_carries(arrivals, clock, plain):
+def test_all_of_a_host_wait_for_what_its_card_carries(in_flight, clock, plain):
     (here, neighbour), (there, _), _ = WORKERS
-    fetches(arrivals, here, there, plain=plain)
+    fetches(in_flight, here, there, plain=plain)
     for one in (here, neighbour):
-        assert arrivals.inlet_s(one.address) == pytest.approx(1)
-    assert arrivals.inlet_s(there.address) == 0
+        assert in_flight.inlet_s(one.address) == pytest.approx(1)
+    assert in_flight.inlet_s(there.address) == 0
     # Both ways are carried at once.
     for one in WORKERS[1]:
-        assert arrivals.outlet_s(one.address) == pytest.approx(1)
-    assert arrivals.outlet_s(here.address) == 0
+        assert in_flight.outlet_s(one.address) == pytest.approx(1)
+    assert in_flight.outlet_s(here.address) == 0
     # Nobody sends the neighbour anything yet.
-    assert arrivals.receiving_s(neighbour) == 0
-    fetches(arrivals, neighbour, there, plain=plain)
-    assert arrivals.inlet_s(here.address) == pytest.approx(2)
-    assert arrivals.receiving_s(here) == pytest.approx(1, rel=1e-3)
+    assert in_flight.receiving_s(neighbour) == 0
+    fetches(in_flight, neighbour, there, plain=plain)
+    assert in_flight.inlet_s(here.address) == pytest.approx(2)
+    assert in_flight.receiving_s(here) == pytest.approx(1, rel=1e-3)
     clock.now_s += 1.5
-    assert arrivals.inlet_s(here.address) == pytest.approx(0.5)
+    assert in_flight.inlet_s(here.address) == pytest.approx(0.5)
     clock.now_s += 1
-    assert arrivals.inlet_s(here.address) == 0
+    assert in_flight.inlet_s(here.address) == 0
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_what_stays_within_a_host_is_nothing_to_its_card(arrivals, plain):
+def test_what_stays_within_a_host_is_nothing_to_its_card(in_flight, plain):
     (here, neighbour), *_ = WORKERS
-    fetches(arrivals, here, neighbour, plain=plain)
-    assert arrivals.receiving_s(here) > 0
-    assert arrivals.inlet_s(here.address) == arrivals.outlet_s(neighbour.address) == 0
+    fetches(in_flight, here, neighbour, plain=plain)
+    assert in_flight.receiving_s(here) > 0
+    assert in_flight.inlet_s(here.address) == in_flight.outlet_s(neighbour.address) == 0
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_card_has_room_for_others_while_a_slow_one_sends(arrivals, plain):
+def test_a_card_has_room_for_others_while_a_slow_one_sends(in_flight, plain):
     (here, _), _, (slow, _) = WORKERS
-    fetches(arrivals, here, slow, plain=plain)
-    assert arrivals.receiving_s(here) == pytest.approx(10, rel=1e-3)
-    assert arrivals.inlet_s(here.address) == pytest.approx(1)
-    assert arrivals.outlet_s(slow.address) == pytest.approx(10, rel=1e-3)
+    fetches(in_flight, here, slow, plain=plain)
+    assert in_flight.receiving_s(here) == pytest.approx(10, rel=1e-3)
+    assert in_flight.inlet_s(here.address) == pytest.approx(1)
+    assert in_flight.outlet_s(slow.address) == pytest.approx(10, rel=1e-3)
 
 
-def test_of_several_that_have_it_each_sends_a_part(arrivals):
+def test_of_several_that_have_it_each_sends_a_part(in_flight):
     (here, _), others, (slow, _) = WORKERS
     holders = [one.address for one in (*others, slow)]
-    arrivals.expect(here.address, Task("t", [Input("x", 3 * GB, holders)]))
-    assert arrivals.inlet_s(here.address) == pytest.approx(3)
-    assert arrivals.outlet_s(others[0].address) == pytest.approx(2)
-    assert arrivals.outlet_s(slow.address) == pytest.approx(10)
+    in_flight.expect(here.address, Task("t", [Input("x", 3 * GB, holders)]))
+    assert in_flight.inlet_s(here.address) == pytest.approx(3)
+    assert in_flight.outlet_s(others[0].address) == pytest.approx(2)
+    assert in_flight.outlet_s(slow.address) == pytest.approx(10)
 
 
-def test_what_is_over_is_forgotten_when_a_worker_leaves(arrivals, clock):
+def test_what_is_over_is_forgotten_when_a_worker_leaves(in_flight, clock):
     (here, _), (there, _), _ = WORKERS
-    fetches(arrivals, here, there, plain=True)
-    arrivals.remove_worker(there.address)
-    assert arrivals.by_inlet and arrivals.by_outlet
+    fetches(in_flight, here, there, plain=True)
+    in_flight.remove_worker(there.address)
+    assert in_flight.by_inlet and in_flight.by_outlet
     clock.now_s += 2
-    arrivals.remove_worker(there.address)
-    assert not arrivals.by_inlet and not arrivals.by_outlet
+    in_flight.remove_worker(there.address)
+    assert not in_flight.by_inlet and not in_flight.by_outlet

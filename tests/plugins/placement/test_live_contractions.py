@@ -68,7 +68,7 @@ def asked(monkeypatch):
 
         return answer
 
-    for name in ("host_of", "home_of"):
+    for name in ("host_of", "planned_host_of"):
         monkeypatch.setattr(Contractions, name, noting(getattr(Contractions, name)))
     return answers
 

@@ -62,6 +62,6 @@ def test_what_is_needed_with_a_thin_edge_stays_where_the_block_is(placed):
     assert where["('load-0', 0)"] != where["('load-1', 0)"]
     assert {worker for key, worker in where.items() if "use" in key} == {where["('load-0', 0)"]}
     said = placement.explain("('use-0', 0)")
-    assert "nobody knows how long" in said["reason"]
+    assert "no task of this kind has ended" in said["reason"]
     assert said["stock_worker"] is None
     assert placement.summary()["decisions"]["new"] == FEW

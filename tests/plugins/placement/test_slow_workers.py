@@ -12,7 +12,7 @@ from distributed import Event
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_gpurt.placement.speeds import PAUSE_S
-from dask_gpurt.plugins.placement.early_stealing import INTERVAL_S, Relief
+from dask_gpurt.plugins.placement.early_stealing import INTERVAL_S, EarlyStealing
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.simulation.simulated_run import simulate
 from dask_gpurt.simulate.cluster_model import ChangesSpeed, Dies
@@ -79,7 +79,7 @@ def test_what_waits_behind_the_first_task_of_a_slow_worker_is_taken_from_it_at_o
     assert 1.4 < healthy < 1.5
     bad = HEALTHY.with_incidents(ChangesSpeed(address(0), 0.85, speed=0.2))
     relieved = simulate(model, bad, data_aware)
-    monkeypatch.setattr(Relief, "ended", lambda *args: None)
+    monkeypatch.setattr(EarlyStealing, "ended", lambda *args: None)
     left_alone = simulate(model, bad, data_aware)
     # A second each, and the first of them, which ends after 1.6 s, is not for anybody to take.
     assert relieved.makespan_s < 1.8 + PAUSE_S < 2.5 < left_alone.makespan_s
@@ -129,13 +129,13 @@ def test_workers_are_looked_through_while_somebody_waits_and_another_one_is_free
     stuck = SimpleNamespace(processing=[1, 2], nthreads=1)
     free = SimpleNamespace(processing=[], nthreads=1)
     state = SimpleNamespace(workers={1: stuck, 2: free}, queued=["t"], idle={2: free})
-    relief = Relief(state, lambda ws: slowness[0], lambda: balanced.append(1))
-    relief.ended(stuck)
-    relief.ended(free)
+    stealing_soon = EarlyStealing(state, lambda ws: slowness[0], lambda: balanced.append(1))
+    stealing_soon.ended(stuck)
+    stealing_soon.ended(free)
     assert not loop.due
     state.queued.clear()
-    relief.ended(free)
-    relief.ended(free)
+    stealing_soon.ended(free)
+    stealing_soon.ended(free)
     assert loop.step() == 0
     assert loop.step() == INTERVAL_S
     assert not balanced
@@ -147,11 +147,11 @@ def test_workers_are_looked_through_while_somebody_waits_and_another_one_is_free
     loop.step()
     assert balanced == [1]
     # Nobody waits any more: it is looked again when somebody else is free, and not at once.
-    relief.ended(free)
+    stealing_soon.ended(free)
     loop.step()
     assert not loop.due
-    relief.ended(free)
-    relief.close()
+    stealing_soon.ended(free)
+    stealing_soon.close()
     assert not loop.due
 
 
@@ -169,8 +169,8 @@ def test_looks_that_take_long_are_far_apart(monkeypatch, ends_well):
     stuck = SimpleNamespace(processing=[1, 2], nthreads=1)
     free = SimpleNamespace(processing=[], nthreads=1)
     state = SimpleNamespace(workers={1: stuck, 2: free}, queued=[], idle={2: free})
-    relief = Relief(state, lambda ws: 2.0, balance)
-    relief.ended(free)
+    stealing_soon = EarlyStealing(state, lambda ws: 2.0, balance)
+    stealing_soon.ended(free)
     with contextlib.nullcontext() if ends_well else pytest.raises(ZeroDivisionError):
         loop.step()
     ((seconds, _),) = loop.due

@@ -52,7 +52,7 @@ def test_it_is_all_of_a_task_that_weighs_nothing(inputs, output, is_small):
     class Task(str):
         dependencies = needed
 
-    assert PlacementView.weighs_nothing(view, Task("t")) is is_small
+    assert PlacementView.is_small(view, Task("t")) is is_small
 
 
 @pytest.mark.parametrize("nbytes", [8, MIN_JOIN_NBYTES])

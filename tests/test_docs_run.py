@@ -1,0 +1,188 @@
+"""The blocks of code in the quickstart and the guides do what they say, in processes of their own.
+
+Blocks of a page run in order, in one folder. A comment in the line before a block says otherwise:
+
+    <!-- not run: REASON -->          the block needs a cluster, a GPU or a network, for example
+    <!-- file: NAME -->               the block is a file that later blocks use
+    <!-- stays: TEXT -->              the command keeps running; go on once it has printed TEXT
+    <!-- output -->                   the block is what the last one prints on standard output
+    <!-- output: standard error -->   ... on standard error
+
+Numbers in an output may differ, and a line `...` stands for any lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import NamedTuple
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([ROOT / "docs" / "quickstart.md", *(ROOT / "docs" / "guides").glob("*.md")])
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[a-z ]+)(?:: (?P<said>[^\n]*?))? -->\n)?"
+    r"^```(?P<language>\w+)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+MARKS = {None, "not run", "file", "stays", "output"}
+LIMIT_S = 120
+
+
+class Block(NamedTuple):
+    """A block of code, and what the comment before it says."""
+
+    mark: str | None
+    said: str
+    language: str
+    code: str
+
+
+def blocks(page: pathlib.Path) -> list[Block]:
+    """Return the blocks of a page in order."""
+    return [
+        Block(one["mark"], one["said"] or "", one["language"], one["code"])
+        for one in BLOCK.finditer(page.read_text())
+    ]
+
+
+def runs(page: pathlib.Path) -> bool:
+    """Whether a page has anything to run."""
+    return any(
+        block.mark in (None, "stays") and block.language in ("bash", "python")
+        for block in blocks(page)
+    )
+
+
+def a_free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def pattern_of(expected: str) -> str:
+    """Return an expression for an output in which numbers, paths and gaps may differ."""
+    lines = []
+    for line in expected.splitlines():
+        if line == "...":
+            lines.append(r"(?:.*\n)*?")
+            continue
+        parts = re.split(r"(\d[\d,.]*|\s+)", line)
+        text = "".join(
+            r"[\d,.]+" if part[:1].isdigit() else r"\s+" if part.isspace() else re.escape(part)
+            for part in parts
+        )
+        lines.append(text.replace(r"\.venv/bin", r"\S+") + r"\s*\n")
+    return "".join(lines)
+
+
+class Shell:
+    """Runs the blocks of one page in a folder, and ends what they left running."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._port = str(a_free_port())
+        self._running: list[subprocess.Popen[str]] = []
+        scripts = str(pathlib.Path(sys.executable).parent)
+        self._environment = {
+            **{name: text for name, text in os.environ.items() if not name.startswith("DASK_")},
+            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+            "HOME": str(folder),
+            "COLUMNS": "200",
+        }
+
+    def _text(self, code: str) -> str:
+        return code.replace("8786", self._port)
+
+    def save(self, name: str, code: str) -> None:
+        """Write a block to a file of the folder."""
+        (self._folder / name).write_text(self._text(code))
+
+    def _start(self, block: Block, *, stderr: int) -> subprocess.Popen[str]:
+        path = self._folder / f"block.{block.language}"
+        path.write_text(self._text(block.code))
+        bash = ["bash", "-e", "-u", "-o", "pipefail"]
+        process = subprocess.Popen(
+            [*(bash if block.language == "bash" else [sys.executable]), str(path)],
+            cwd=self._folder,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        self._running.append(process)
+        return process
+
+    def run(self, block: Block) -> tuple[str, str]:
+        """Run a block, which has to exit with 0. Return its standard output and standard error."""
+        process = self._start(block, stderr=subprocess.PIPE)
+        output, errors = process.communicate(timeout=LIMIT_S)
+        said = f"{block.code}\nexits with {process.returncode}\n{output}\n{errors}"
+        assert process.returncode == 0, said
+        return output, errors
+
+    def start(self, block: Block) -> None:
+        """Start a block that keeps running, and wait until it has printed what it says."""
+        process = self._start(block, stderr=subprocess.STDOUT)
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if block.said in line:
+                break
+        else:
+            pytest.fail(f"{block.code}\nended without {block.said}\n{''.join(lines)}")
+        # It goes on printing, and would stand still if nobody read that.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+
+    def close(self) -> None:
+        """End every process that a block started, and what these started."""
+        for process in reversed(self._running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self._running:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_marks_are_known(page):
+    text = page.read_text()
+    assert {block.mark for block in blocks(page)} <= MARKS
+    assert len(re.findall(r"^ *```\w", text, re.MULTILINE)) == len(blocks(page))
+    for block in blocks(page):
+        assert block.said or block.mark in (None, "output"), f"{block.mark} says nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.stem)
+def test_a_page_does_what_it_says(page, tmp_path):
+    shell, output, errors = Shell(tmp_path), "", ""
+    try:
+        for block in blocks(page):
+            if block.mark == "file":
+                shell.save(block.said, block.code)
+            elif block.mark == "stays":
+                shell.start(block)
+            elif block.mark == "output":
+                printed = errors if block.said == "standard error" else output
+                assert re.fullmatch(pattern_of(block.code), printed), printed
+            elif block.mark is None and block.language in ("bash", "python"):
+                output, errors = shell.run(block)
+    finally:
+        shell.close()
