@@ -10,6 +10,7 @@ import dask
 import pytest
 from distributed.core import error_message
 from distributed.exceptions import Reschedule
+from distributed.protocol.pickle import loads
 from distributed.shuffle._core import id_from_key
 from distributed.shuffle._exceptions import ShuffleClosedError
 
@@ -178,7 +179,7 @@ def test_asking_for_a_run_while_the_shuffle_restarts(quiet_stage: Stage) -> None
         stage.cluster.sync(lose_run_and_ask)
         gate.open()
         assert_same_partitions(stage.results(outputs), expected())
-    errors = [type(answer["exception"].data) for answer in answers]
+    errors = [type(loads(answer["exception"].data)) for answer in answers]
     assert errors == [Reschedule, ShuffleClosedError]
     stage.let_go_of(outputs)
     assert_nothing_left(stage.client)
