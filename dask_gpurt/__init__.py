@@ -1,9 +1,9 @@
-"""dask_gpurt: the data-movement runtime for Dask.
+"""dask_gpurt: a data-movement runtime for Dask.
 
-Set `DASK_GPURT__ENABLED=true` and run a Dask program as it is. The functions here are for programs
-that want to switch the runtime on a client they already have, or look at what it does.
+Set `DASK_GPURT__ENABLED=true` and run a Dask program as it is. This module has the functions for
+programs that switch the runtime on or off on an existing client, or ask what it does.
 
-Importing this package loads nothing else of it.
+Importing this package imports nothing else of it, neither Dask nor distributed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,42 @@ __all__ = ["__version__", "disable", "enable", "explain", "status"]
 
 
 def enable(client: Client) -> Any:
-    """Switch the runtime on for the cluster of a client. Doing so twice changes nothing.
+    """Switch the runtime on for the cluster of a client.
 
-    The `gpurt.*` settings of this process hold for the cluster from now on, whatever the flag
-    says; where it is on already, those of `gpurt.memory` for workers that start from now on. With
-    an asynchronous client, await the result.
+    The `gpurt.*` settings of this process apply to the cluster from now on; `gpurt.enabled` is
+    ignored. If the runtime is already on, the new settings replace the old ones. Only
+    `gpurt.memory` is different: it applies to workers that start afterwards.
+
+    Parameters
+    ----------
+    client : distributed.Client
+        A connected client.
+
+    Returns
+    -------
+    None or awaitable
+        None. With an asynchronous client: an awaitable of None.
 
     Raises
     ------
     ActivationError
-        The runtime cannot be active there; says where and what to do. Stock Dask goes on.
+        The runtime cannot run on this cluster. The message names the process and the remedy.
+        Stock Dask continues to work.
+    ConfigError
+        A `gpurt.*` setting, or the file that describes the machines, is invalid.
+
+    See Also
+    --------
+    disable : Switch the runtime off.
+
+    Examples
+    --------
+    >>> import dask_gpurt
+    >>> from distributed import Client
+    >>> client = Client()
+    >>> dask_gpurt.enable(client)
+    >>> dask_gpurt.status(client)["active"]
+    True
     """
     from dask_gpurt.plugins import activation
 
@@ -35,9 +61,35 @@ def enable(client: Client) -> Any:
 
 
 def disable(client: Client) -> Any:
-    """Give a live cluster stock behaviour back. Shuffles that are under way end as they began.
+    """Switch the runtime off and restore stock Dask on a running cluster.
 
-    With an asynchronous client, await the result.
+    Shuffles in progress finish on the runtime. If the runtime is off already, nothing changes.
+
+    Parameters
+    ----------
+    client : distributed.Client
+        A connected client.
+
+    Returns
+    -------
+    None or awaitable
+        None. With an asynchronous client: an awaitable of None.
+
+    Raises
+    ------
+    ActivationError
+        The client is not connected to a scheduler.
+
+    See Also
+    --------
+    enable : Switch the runtime on.
+
+    Examples
+    --------
+    >>> dask_gpurt.enable(client)
+    >>> dask_gpurt.disable(client)
+    >>> dask_gpurt.status(client)["reason"]
+    'disabled by a client'
     """
     from dask_gpurt.plugins import activation
 
@@ -45,21 +97,53 @@ def disable(client: Client) -> Any:
 
 
 def status(client: Client) -> Any:
-    """What is active on a cluster, what fell back to stock Dask and why, and what was moved.
+    """Return what the runtime does on a cluster: activity, fallbacks, counters.
 
-    With an asynchronous client, await the result.
+    Parameters
+    ----------
+    client : distributed.Client
+        A connected client. The runtime may be on or off.
 
     Returns
     -------
-    dict
-        `active` and, if not, `reason`; `runs` on our data plane and on stock's; `fallbacks`, each
-        with `what`, `why` and `count`; `workers` with their counters and the path to each peer;
-        `placement`, how many tasks were placed and how many differently than by stock, None if
-        stock places; `totals` over all workers, those that left included (bytes, as
-        `dask_gpurt.metrics.MEANING` explains them), since the runtime was last switched on;
-        `departed`, how many `workers` left, and their `totals`;
-        `shuffles`, the last runs on our data plane, each with its rows, bytes, seconds by phase,
-        busiest link, skew and hot partitions (see `dask_gpurt.shuffle.figures.summarised`).
+    dict or awaitable
+        With an asynchronous client, an awaitable of the dict. Its most useful entries:
+
+        ``active`` : bool
+            Whether the runtime is on; if not, ``reason`` says why.
+        ``runs`` : dict
+            Number of shuffle runs on the runtime (``"gpurt"``) and on stock Dask (``"stock"``).
+        ``fallbacks`` : list of dict
+            Shuffles left to stock Dask, each with ``what``, ``why`` and ``count``.
+        ``workers`` : dict
+            Report of each worker by address: its counters and its transport to each peer.
+        ``placement`` : dict or None
+            Number of tasks placed, and of tasks placed on another worker than stock Dask would
+            choose. None if the runtime does not place tasks.
+        ``totals`` : dict
+            Counters summed over all workers, including workers that left, since the runtime was
+            last switched on. `dask_gpurt.metrics.MEANING` explains each counter.
+        ``departed`` : dict
+            Number of ``workers`` that left, and their ``totals``.
+        ``shuffles`` : list of dict
+            The last runs on the runtime, each with rows, bytes, seconds by phase, busiest link,
+            skew and hot partitions. See `dask_gpurt.shuffle.figures.summarised`.
+
+    Raises
+    ------
+    ActivationError
+        The client is not connected to a scheduler.
+
+    See Also
+    --------
+    explain : Ask about one task.
+
+    Examples
+    --------
+    >>> dask_gpurt.enable(client)
+    >>> shuffled = df.shuffle("name").compute()
+    >>> dask_gpurt.status(client)["runs"]
+    {'gpurt': 1, 'stock': 0}
     """
     from dask_gpurt.plugins import activation
 
@@ -67,24 +151,52 @@ def status(client: Client) -> Any:
 
 
 def explain(client: Client, key: Any) -> Any:
-    """Why a task ran where it did, and where its output is.
-
-    With an asynchronous client, await the result.
+    """Return why a task ran on its worker, and where its output is stored.
 
     Parameters
     ----------
-    key
-        Of the task, or its future.
+    client : distributed.Client
+        A connected client.
+    key : Key or Future
+        Key of the task, or its future.
 
     Returns
     -------
-    dict
-        `known`, and if that is false `reason` says why: only the last decisions are remembered.
-        Else `worker`, `reason`, `stock_worker` that stock Dask would have chosen, `saved_s` that
-        this is estimated to save, and `candidates`, each with the terms of its cost in seconds
-        (see `dask_gpurt.placement.cost.Cost`), the cheapest first. In both cases `memory` has for
-        each worker that holds the output and manages its memory: `levels` that it is in, with its
-        bytes in each, and a `reason` (see `dask_gpurt.memory.store_report.explained`).
+    dict or awaitable
+        With an asynchronous client, an awaitable of the dict. Its entries:
+
+        ``known`` : bool
+            Whether the placement decision is on record; if not, ``reason`` says why. The scheduler
+            keeps only its latest decisions.
+        ``worker``, ``reason`` : str
+            The chosen worker, and why.
+        ``stock_worker`` : str
+            The worker that stock Dask would have chosen.
+        ``saved_s`` : float
+            Estimated seconds saved compared to stock Dask's choice.
+        ``candidates`` : list of dict
+            Workers considered, cheapest first, each with the terms of its cost in seconds. See
+            `dask_gpurt.placement.cost.Cost`.
+        ``memory`` : dict
+            For each worker that holds the output and manages its memory: ``levels`` with the bytes
+            in each, and a ``reason``. Present even if ``known`` is false. See
+            `dask_gpurt.memory.store_report.explained`.
+
+    Raises
+    ------
+    ActivationError
+        The client is not connected to a scheduler.
+
+    See Also
+    --------
+    status : Ask about the whole cluster.
+
+    Examples
+    --------
+    >>> future = client.submit(sum, [1, 2, 3])
+    >>> explanation = dask_gpurt.explain(client, future)
+    >>> explanation["known"], explanation["worker"]
+    (True, 'tcp://127.0.0.1:36543')
     """
     from dask_gpurt.plugins import activation
 

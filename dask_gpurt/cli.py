@@ -1,7 +1,8 @@
-"""``dask gpurt``: run a script with the runtime on, look for what is wrong, see what it does.
+"""The ``dask gpurt`` command line: options, arguments and help texts.
 
-Parses command lines and nothing else. Dask loads this module for every ``dask --help``, so that
-everything but click is imported inside the commands; the work is done in `dask_gpurt.command`.
+This module parses command lines and nothing else; `dask_gpurt.command` and `dask_gpurt.demo` do the
+work. Dask imports this module for every ``dask --help``, so each command imports everything but
+click in its own function.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dask_gpurt import __version__
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 88}
 
-#: What a bad address, a missing file or a wrong option exits with.
+#: Exit status for an unusable address, a missing file or a wrong option.
 _BAD_USAGE = 2
 
 
@@ -27,7 +28,7 @@ def _fail(command: str, error: Exception) -> int:
 @click.group(context_settings=_CONTEXT)
 @click.version_option(__version__, prog_name="dask-gpurt")
 def gpurt() -> None:
-    """Faster shuffles for Dask, without changing a line of the program."""
+    """Speed up Dask's shuffles without changing the program."""
 
 
 @gpurt.command(context_settings={**_CONTEXT, "allow_interspersed_args": False})
@@ -37,16 +38,16 @@ def gpurt() -> None:
     "--progress/--no-progress",
     "progress",
     default=None,
-    help="Show progress on stderr; by default if that is a terminal.",
+    help="Show progress on stderr. Default: only on a terminal.",
 )
 @click.option(
     "--report",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the closing report to FILE as JSON, too.",
+    help="Also write the closing report to FILE as JSON.",
 )
-@click.option("--strict", is_flag=True, help="An error where stock Dask would do the work.")
-@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT names a module.")
+@click.option("--strict", is_flag=True, help="Raise an error instead of a fallback to stock Dask.")
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -59,11 +60,10 @@ def run(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT as it is, with the runtime on. Options after SCRIPT are the script's own.
+    """Run SCRIPT unchanged, with the runtime on. Options after SCRIPT belong to the script.
 
-    A script that starts a Dask client of its own keeps it. For one that does not, a cluster of
-    this machine's size is started when it first computes something; --n-workers and --threads
-    are for that one.
+    A script that starts its own Dask client keeps it. For any other script, the first computation
+    starts a cluster on this machine. --n-workers and --threads set the size of that cluster.
     """
     from dask_gpurt.command.run import Options, run_script
     from dask_gpurt.command.script import ScriptError
@@ -82,9 +82,11 @@ def run(
     sys.exit(code)
 
 
-_scheduler = click.option("--scheduler", metavar="ADDR", help="Such as tcp://10.0.0.1:8786.")
+_scheduler = click.option(
+    "--scheduler", metavar="ADDR", help="Address of the scheduler, such as tcp://10.0.0.1:8786."
+)
 _scheduler_file = click.option(
-    "--scheduler-file", type=click.Path(path_type=Path), metavar="FILE", help="Names the scheduler."
+    "--scheduler-file", type=click.Path(path_type=Path), metavar="FILE", help="Scheduler file."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -94,7 +96,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_scheduler_file
 @_json
 def doctor(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> None:
-    """Say what is installed, what is switched on, what is wrong, and what to do about it.
+    """Check the installation and a cluster: versions, settings, problems, and remedies.
 
     Exits with 0 if there is no problem, 1 if there is one, and 2 if the scheduler does not answer.
     """
@@ -107,7 +109,7 @@ def doctor(scheduler: str | None, scheduler_file: Path | None, as_json: bool) ->
 @_scheduler
 @_scheduler_file
 @_json
-@click.option("--placement", is_flag=True, help="Show where tasks were sent, and why, instead.")
+@click.option("--placement", is_flag=True, help="Show only where tasks were placed, and why.")
 def status(
     scheduler: str | None, scheduler_file: Path | None, as_json: bool, placement: bool
 ) -> None:
@@ -130,15 +132,15 @@ def status(
     "--check",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Say whether a description can be used, and what is in it, instead.",
+    help="Only check a description file, and print a summary of it.",
 )
 def topology(
     scheduler: str | None, scheduler_file: Path | None, probe: bool, check: Path | None
 ) -> None:
     """Write a description of the machines of a running cluster, as YAML, to standard output.
 
-    It is what workers find out about their hosts: GPUs, NUMA nodes, network cards, and the links
-    between them. Look at it, correct it, and name it in `gpurt.topology.file`.
+    Workers report the GPUs, NUMA nodes and network cards of their hosts, and the links between
+    them. Check the description, correct it, and name the file in `gpurt.topology.file`.
     """
     from dask_gpurt.command.topology import TopologyError, check_file, write
 
@@ -150,12 +152,14 @@ def topology(
 
 
 @gpurt.command(context_settings=_CONTEXT)
-@click.option("--gpu", required=True, metavar="NAME", help="Such as H200.")
-@click.option("--threads", required=True, type=click.IntRange(1), help="Threads of a block.")
-@click.option("--registers", required=True, type=click.IntRange(0), help="Registers of a thread.")
-@click.option("--static", type=click.IntRange(0), default=0, help="Bytes the kernel declares.")
-@click.option("--dynamic", type=click.IntRange(0), default=0, help="Bytes it is launched with.")
-@click.option("--leave", type=click.IntRange(1), metavar="K", help="Plan to leave K blocks.")
+@click.option("--gpu", required=True, metavar="NAME", help="Name of the GPU, such as H200.")
+@click.option("--threads", required=True, type=click.IntRange(1), help="Threads per block.")
+@click.option("--registers", required=True, type=click.IntRange(0), help="Registers per thread.")
+@click.option("--static", type=click.IntRange(0), default=0, help="Static shared memory per block.")
+@click.option(
+    "--dynamic", type=click.IntRange(0), default=0, help="Dynamic shared memory per block."
+)
+@click.option("--leave", type=click.IntRange(1), metavar="K", help="Plan for K resident blocks.")
 @_json
 def occupancy(
     gpu: str,
@@ -166,10 +170,10 @@ def occupancy(
     leave: int | None,
     as_json: bool,
 ) -> None:
-    """Say how many blocks of a kernel a multiprocessor of a GPU holds, and what limits them.
+    """Compute how many blocks of a kernel fit on a multiprocessor of a GPU, and what limits them.
 
-    With --leave, also with how much dynamic shared memory it would hold only K. Computed from a
-    table: no GPU is asked, and none is needed.
+    With --leave, also compute the dynamic shared memory at which only K blocks fit. The figures
+    come from a table; no GPU is needed.
     """
     from dask_gpurt.command.occupancy import UnknownGpuError, show
 
@@ -188,19 +192,21 @@ def occupancy(
     show_default=True,
     help="TPC-H scale factor; 1 is about a gigabyte of text.",
 )
-@click.option("--quick", is_flag=True, help="Less data, each query once: what a minute allows.")
+@click.option("--quick", is_flag=True, help="Less data, one run per query: about a minute.")
 @click.option(
     "--cache-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where the data is kept; the user's cache directory by default.",
+    help="Directory for the data. Default: the user's cache directory.",
 )
 @click.option(
     "--out-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
-    help="Where report.json and report.html go; the current directory by default.",
+    help="Directory for report.json and report.html. Default: the current directory.",
 )
-@click.option("--queries", metavar="LIST", help="Such as 1,3,9 or q3,weather; all by default.")
+@click.option(
+    "--queries", metavar="LIST", help="Queries, such as 1,3,9 or q3,weather. Default: all."
+)
 @_json
 def demo(
     scale: float,

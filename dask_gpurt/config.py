@@ -1,8 +1,9 @@
-"""The only reader of Dask's configuration: YAML and environment in, frozen `Settings` out.
+"""Settings of the package: Dask's configuration in, frozen `Settings` out.
 
-Defaults live in `gpurt.yaml`, which Dask finds under the environment's prefix once the package is
-installed; their types and meaning live in `gpurt-schema.yaml`. Settings are read once, where the
-flag was seen, and travel with the plugins from there.
+This is the only module that reads `gpurt.*` keys. Defaults are in `gpurt.yaml`, which Dask finds in
+the environment's prefix once the package is installed. Types and meanings are in
+`gpurt-schema.yaml`. Settings are read once, in the process with the flag, and travel with the
+plugins from there.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ _HERE = pathlib.Path(__file__).parent
 DEFAULTS_PATH = _HERE / "gpurt.yaml"
 SCHEMA_PATH = _HERE / "gpurt-schema.yaml"
 PRELOAD = "dask_gpurt.preload"
-#: Characters of a description of machines: those of some ten thousand hosts.
+#: Most characters in a description of machines: enough for about ten thousand hosts.
 MAX_TEXT = 2**24
 
-#: Value of a setting, by its key.
+#: A function that returns the value of a setting by its key.
 Get = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class ShuffleSettings:
-    """How the DataFrame shuffle behaves.
+    """Settings of the shuffle.
 
     Attributes
     ----------
     transport
-        `auto`, `ucx`, or `comm` for Dask's own connections alone.
+        `auto`, `ucx`, or `comm` (only Dask's own connections).
     compression
-        `auto` where it pays; or everywhere with one coder; or nowhere.
+        `auto` compresses where it pays, `lz4` and `zstd` everywhere, `none` nowhere.
     memory
         Share of the worker's memory limit (at most 1.0), or bytes.
     message_nbytes, in_flight_nbytes
-        Size of a message, and what may wait for one peer.
+        Size of a message, and most bytes queued for one peer.
     overlap
-        Whether tasks go on while what they handed in is encoded and sent.
+        Whether tasks continue while their output is encoded and sent.
     """
 
     transport: str
@@ -61,18 +62,19 @@ class ShuffleSettings:
     overlap: bool
 
     def memory_nbytes(self, worker_limit_nbytes: int) -> int:
-        """Bytes shards may take on a worker with this memory limit."""
+        """Return the bytes that shards may use on a worker with this memory limit."""
         return _of(self.memory, worker_limit_nbytes)
 
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """How devices are used.
+    """Settings of devices.
 
     Attributes
     ----------
     shape_launches
-        Whether compute kernels make room for communication: `devices.occupancy.shaping`.
+        Whether compute kernels leave room for communication kernels. See
+        `devices.occupancy.shaping`.
     """
 
     shape_launches: bool
@@ -80,20 +82,20 @@ class DeviceSettings:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """How workers keep task outputs.
+    """Settings of the store for task outputs.
 
     Attributes
     ----------
     policy
         Name of an eviction policy.
     directory
-        Where values are written; None for the worker's own.
+        Directory for spilled values. None uses the worker's local directory.
     disk_limit_nbytes
-        None for Dask's own limit.
+        None uses Dask's own limit.
     compression
-        Of what is written.
+        Coder for values on disk.
     compressed_nbytes
-        Memory for compressed values; None for no such tier.
+        Memory for compressed values. None disables that tier.
     device
         Share of a GPU's memory (at most 1.0), or bytes.
     """
@@ -108,20 +110,20 @@ class MemorySettings:
     replace_dask_cuda: bool
 
     def device_nbytes(self, total_nbytes: int) -> int:
-        """Bytes values may take on a GPU with so much memory."""
+        """Return the bytes that values may use on a GPU with this much memory."""
         return _of(self.device, total_nbytes)
 
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """Which worker a task is sent to.
+    """Settings of task placement.
 
     Attributes
     ----------
     enabled
-        Whether the runtime has a say at all.
+        Whether the runtime takes part in placement.
     policy
-        `data-aware`, or `stock`: stock's decisions, which can then be explained; or `auto`.
+        `data-aware`, `stock` (Dask's own decisions, with explanations), or `auto`.
     """
 
     enabled: bool
@@ -130,16 +132,16 @@ class PlacementSettings:
 
 @dataclass(frozen=True)
 class TopologySettings:
-    """What is known of the machines.
+    """Settings of the machine topology.
 
     Attributes
     ----------
     file
-        Where it was described; a name for messages.
+        Name of the description file, for messages.
     text
-        What was in the file, where the flag was seen: others may not have it.
+        Content of the file, read in the process with the flag. Other processes may lack the file.
     probe
-        Whether links are measured as workers come.
+        Whether to measure links as workers join.
     """
 
     file: str | None
@@ -149,7 +151,7 @@ class TopologySettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything under `gpurt.`, parsed and checked."""
+    """All settings under `gpurt.`, parsed and validated."""
 
     enabled: bool
     strict: bool
@@ -160,33 +162,34 @@ class Settings:
     topology: TopologySettings
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values, for a message."""
+        """Return the settings as plain values, for a message."""
         return asdict(self)
 
     @staticmethod
     def from_plain(plain: Any) -> Settings:
-        """Settings that came in a message, checked as those of the configuration are.
+        """Return settings that came in a message, validated like the configuration.
 
         Raises
         ------
         ConfigError
-            A value cannot be used, or one is missing or not known.
+            A value is invalid, missing or unknown.
         """
         if not _has_fields(plain, Settings) or not all(
             _has_fields(plain[name], kind) for name, kind in _SECTIONS.items()
         ):
-            raise ConfigError("settings came that are not those of this version of dask_gpurt")
+            raise ConfigError("the settings in the message are of another version of dask_gpurt")
         file, text = plain["topology"]["file"], plain["topology"]["text"]
         for value in (file, text):
             if value is not None and not (isinstance(value, str) and len(value) <= MAX_TEXT):
-                raise ConfigError("gpurt.topology.file came as something else than a text")
+                raise ConfigError("gpurt.topology.file in the message is not a text")
 
         def get(key: str) -> Any:
             found: Any = plain
             for name in _FIELDS.get(key, key.replace("-", "_")).split("."):
                 found = found[name]
             if isinstance(found, float) and 1 < found < math.inf:
-                # A size, once it was read. As a number it could be a share that is too large.
+                # A size that was parsed already. As a plain number it would be taken for a share
+                # above 1.
                 return f"{found:.0f} B"
             return found
 
@@ -200,7 +203,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "placement": PlacementSettings,
     "topology": TopologySettings,
 }
-#: Where settings are in `Settings`, if not under their own name.
+#: Attribute of `Settings` for each key that differs from its attribute's name.
 _FIELDS = {
     "shuffle.message-size": "shuffle.message_nbytes",
     "shuffle.in-flight": "shuffle.in_flight_nbytes",
@@ -215,25 +218,25 @@ def _has_fields(plain: Any, kind: type[Any]) -> bool:
 
 @lru_cache(1)
 def defaults() -> Mapping[str, Any]:
-    """The `gpurt` section of the defaults file."""
+    """Return the `gpurt` section of the defaults file."""
     section: Mapping[str, Any] = yaml.safe_load(DEFAULTS_PATH.read_text())["gpurt"]
     return section
 
 
 @lru_cache(1)
 def schema() -> Mapping[str, Any]:
-    """JSON schema of the `gpurt` section."""
+    """Return the JSON schema of the `gpurt` section."""
     section: Mapping[str, Any] = yaml.safe_load(SCHEMA_PATH.read_text())["properties"]["gpurt"]
     return section
 
 
 def read() -> Settings:
-    """Settings as Dask's configuration has them now.
+    """Return the settings in Dask's current configuration.
 
     Raises
     ------
     ConfigError
-        A value cannot be used. Names the key and what it may be.
+        A value is invalid. The message names the key and its valid values.
     """
     for key, suggestion in unknown_keys():
         hint = f"; did you mean gpurt.{suggestion}?" if suggestion else ""
@@ -273,14 +276,14 @@ def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
 
 
 def unknown_keys() -> list[tuple[str, str | None]]:
-    """Keys under `gpurt.` that nothing reads, each with the known key it resembles."""
+    """Return the unknown keys under `gpurt.`, each with the known key it resembles."""
     section = dask.config.get("gpurt", None)
     if not isinstance(section, Mapping | None):
-        raise ConfigError(f"gpurt is {section!r}; it may be a section of settings")
+        raise ConfigError(f"gpurt is {section!r}; it must be a section of settings")
     known = {_normal(key) for key in _flatten(defaults())}
     sections = {_normal(name) for name, value in defaults().items() if isinstance(value, Mapping)}
     given = {_normal(key) for key in _flatten(section or {})}
-    # A section whose settings are all commented out is `None`.
+    # YAML reads a section whose settings are all commented out as `None`.
     given -= {name for name in sections if (section or {}).get(name, 0) is None}
     found = []
     for key in sorted(given - known):
@@ -290,7 +293,7 @@ def unknown_keys() -> list[tuple[str, str | None]]:
 
 
 def is_strict() -> bool:
-    """Whether it is an error that the runtime is not on, also where settings cannot be read."""
+    """Return whether `gpurt.strict` is set. True if the setting is invalid."""
     try:
         return _flag(_get, "strict")
     except ConfigError:
@@ -298,13 +301,13 @@ def is_strict() -> bool:
 
 
 def preload_list(role: str) -> list[str]:
-    """Preloads of a client or a scheduler. Dask also takes a single name for a list of them."""
+    """Return the preloads of a client or a scheduler. Dask also accepts a single name."""
     value = dask.config.get(f"distributed.{role}.preload", None) or []
     return list(value) if isinstance(value, (list, tuple)) else [str(value)]
 
 
 def preloads() -> dict[str, bool]:
-    """Whether our preload is still in the list of each role: a user's own list replaces it."""
+    """Return whether each role's preload list has ours. A user's own list replaces ours."""
     return {role: PRELOAD in preload_list(role) for role in ("client", "scheduler")}
 
 
@@ -347,7 +350,7 @@ def _choice(get: Get, key: str) -> Any:
     for name in key.split("."):
         section = section["properties"][name]
     if value is None and "none" in section["enum"]:
-        # Dask makes that of the word in an environment variable.
+        # Dask parses the word "none" in an environment variable as None.
         return "none"
     if value not in section["enum"]:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be {' or '.join(section['enum'])}")
@@ -355,13 +358,13 @@ def _choice(get: Get, key: str) -> Any:
 
 
 def _switch(get: Get, key: str) -> Any:
-    """A choice of words of which some are truth values where YAML reads them without quotes."""
+    """Return a choice. YAML reads the unquoted words "on" and "off" as truth values."""
     value = get(key)
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else _choice(get, key)
 
 
 def _text(key: str) -> tuple[str | None, str | None]:
-    """A file's name and what is in it."""
+    """Return the name and the content of a file."""
     name = _get(key)
     if name is None or name == "":
         return None, None
@@ -379,7 +382,7 @@ def _text(key: str) -> tuple[str | None, str | None]:
 def _nbytes(get: Get, key: str) -> int:
     value = get(key)
     try:
-        # `parse_bytes` takes nothing for one byte, and true as well.
+        # `parse_bytes` accepts the empty string and True as one byte.
         blank = isinstance(value, bool) or value == ""
         nbytes = 0 if blank else parse_bytes(value)
     except (ValueError, TypeError, AttributeError, OverflowError):
@@ -400,7 +403,7 @@ def _path(get: Get, key: str) -> str | None:
     return value
 
 
-#: Numbers above 1 and below this are no size that anybody wants, but shares or percentages.
+#: Numbers between 1 and this are more likely shares or percentages than sizes.
 _LEAST_NBYTES = 1024
 
 
@@ -410,12 +413,12 @@ def _memory(get: Get, key: str) -> float:
         amount = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return float(_nbytes(get, key))
-    # A number of bytes is one. What is hardly more than all of it was meant as something else.
+    # Numbers from `_LEAST_NBYTES` are bytes. A number slightly above 1 is a mistaken share.
     if not (0 < amount <= 1 or _LEAST_NBYTES <= amount < math.inf):
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a share (0.3) or a size ('4 GiB')")
     return amount
 
 
 def _of(amount: float, total_nbytes: int) -> int:
-    """Bytes that a share, or a size, is."""
+    """Return the bytes that a share or a size amounts to."""
     return int(amount * total_nbytes) if amount <= 1.0 else int(amount)

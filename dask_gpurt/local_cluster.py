@@ -1,8 +1,8 @@
-"""Clusters that this package starts on the user's own machine, which nobody else may use.
+"""Local clusters that other users of the machine cannot connect to.
 
-Dask's workers run whatever code a connection sends, and every user of a machine can connect to its
-loopback. These clusters take encrypted connections alone, with a certificate that is made for each
-of them and kept in memory.
+Dask's workers run any code that a connection sends, and every user of a machine can connect to its
+loopback. Clusters started here accept only encrypted connections. Each has its own certificate,
+kept in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class InsecureClusterError(GpurtError, RuntimeError):
 
 
 def temporary_security() -> Security:
-    """A certificate for one cluster, and the settings that require it.
+    """Return the security settings of one cluster, with a new certificate.
 
     Raises
     ------
@@ -43,12 +43,12 @@ def temporary_security() -> Security:
 
 
 def start(n_workers: int | None, threads_per_worker: int | None) -> LocalCluster:
-    """Start a cluster of processes that only takes connections with its own certificate.
+    """Start a cluster of processes that only accepts connections with its own certificate.
 
     Parameters
     ----------
     n_workers, threads_per_worker
-        None leaves it to `LocalCluster`, which takes what this process may use of the machine.
+        None uses the default of `LocalCluster`: as much of the machine as this process may use.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def start(n_workers: int | None, threads_per_worker: int | None) -> LocalCluster
     import dask.config
     from distributed import LocalCluster
 
-    # Pages over HTTP are not encrypted. They tell of tasks and show logs to everybody.
+    # Pages over HTTP are not encrypted, and show tasks and logs to every user.
     pages: dict[str, list[str]] = {
         "distributed.scheduler.http.routes": [],
         "distributed.worker.http.routes": [],
@@ -71,11 +71,11 @@ def start(n_workers: int | None, threads_per_worker: int | None) -> LocalCluster
             processes=True,
             host="127.0.0.1",
             security=security,
-            # For workers that are started later, in place of others.
+            # Also applies to workers that start later to replace others.
             config=pages,
-            # With None the scheduler would still take port 8787, and say so if it cannot.
+            # With None, the scheduler would still open port 8787, and warn if it cannot.
             dashboard_address="127.0.0.1:0",
             scheduler_kwargs={"dashboard": False},
-            # Every shuffle is announced as a warning.
+            # distributed announces every shuffle with a warning.
             silence_logs=logging.ERROR,
         )

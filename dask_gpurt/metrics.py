@@ -1,7 +1,7 @@
-"""Counters of what was moved, kept, spilled and left to stock Dask.
+"""Counters of shuffle traffic and work on one worker process.
 
-One `Counters` a worker process; plain integers that only grow, so that whoever reads them twice
-gets the difference. No clock, no loop, nothing of Dask.
+Each worker process has one `Counters`. Its integers only grow, so the difference of two snapshots
+counts what happened between them. No clock, no event loop, nothing of Dask.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 
-#: What is counted, and what it means; `dask gpurt status` prints these sentences.
+#: Names of the counters and their meanings. `dask gpurt status` prints these texts.
 MEANING: dict[str, str] = {
     "sent_nbytes": "shuffle bytes sent to other workers",
     "received_nbytes": "shuffle bytes received from other workers",
@@ -17,21 +17,21 @@ MEANING: dict[str, str] = {
     "spilled_nbytes": "shuffle bytes written to disk",
     "unspilled_nbytes": "shuffle bytes read back from disk",
     "messages": "shuffle messages sent",
-    "partitions_in": "input partitions taken apart",
-    "partitions_out": "output partitions put together",
-    "shuffle_runs": "shuffle runs taken part in",
+    "partitions_in": "input partitions split",
+    "partitions_out": "output partitions assembled",
+    "shuffle_runs": "shuffle runs joined",
 }
 
 
 class Counters:
-    """Named integers that only grow. Safe to use from any thread."""
+    """Named integers that only grow. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values = dict.fromkeys(MEANING, 0)
 
     def add(self, **amounts: int) -> None:
-        """Add to several counters at once; an unknown name is a `KeyError`."""
+        """Add to several counters at once. Raises `KeyError` for an unknown name."""
         with self._lock:
             for name, amount in amounts.items():
                 self._values[name] += amount
@@ -42,12 +42,12 @@ class Counters:
 
 
 def since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """How far a snapshot is ahead of an earlier one, counter by counter."""
+    """Return the growth of each counter between two snapshots."""
     return {name: value - before.get(name, 0) for name, value in now.items()}
 
 
 def total(snapshots: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sum of several snapshots, counter by counter."""
+    """Return the sum of several snapshots, counter by counter."""
     sums = dict.fromkeys(MEANING, 0)
     for snapshot in snapshots:
         for name, value in snapshot.items():

@@ -1,8 +1,9 @@
-"""What Dask runs when a client or scheduler starts: reads the flag, and no more than that.
+"""Preload that switches the runtime on when a client or scheduler starts with the flag set.
 
-Listed under `distributed.*.preload` by `gpurt.yaml`. With the flag off it returns at once and has
-imported nothing; this module is what every Dask program on an environment with the package pays.
-Workers need no preload: their part comes from the scheduler, and one without the package stays up.
+`gpurt.yaml` lists this module under `distributed.*.preload`, so every Dask program in an
+environment with this package imports it. With the flag off, it returns at once and imports nothing.
+Workers need no preload: the scheduler sends them a plugin. A worker without this package keeps
+running.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ _said: set[str] = set()
 
 
 def _flag_is_set() -> bool:
-    """Whether it says anything but off: of what it cannot mean, the settings' reader complains."""
+    """Return whether the flag is anything but off. `config.read` rejects invalid values."""
     flag = dask.config.get("gpurt.enabled", None)
     return flag is not None and str(flag).strip().lower() not in ("false", "no", "off", "0")
 
 
 async def dask_setup(node: Any) -> None:
-    """Switch the runtime on if the flag is set where this client or scheduler runs."""
+    """Switch the runtime on if the flag is set in the process of this client or scheduler."""
     if not _flag_is_set():
         return
-    # By name: importing the classes to compare with would cost every worker a scheduler.
+    # Compare names: importing the classes would load the scheduler into every worker.
     role = {base.__name__ for base in type(node).__mro__}
     try:
         if "Client" in role:
@@ -41,7 +42,7 @@ async def dask_setup(node: Any) -> None:
 
         if not isinstance(error, (ConfigError, ImportError)):
             raise
-        # A scheduler and a client in one process would say the same twice.
+        # A scheduler and a client in one process would log the same error twice.
         if str(error) not in _said:
             _said.add(str(error))
             logging.getLogger("dask_gpurt").error("dask_gpurt is not active: %s", error)

@@ -1,8 +1,9 @@
-"""What Dask loads as it is imported, wherever this package is installed: keeps our preload quiet.
+"""A log filter that hides distributed's messages about this package's preload.
 
-distributed logs several lines about each preload, the first one before it imports it. A program
-that never asked for this package should not read about it. So Dask has this module loaded as one
-that could register sizes of objects. It imports nothing, since a failure here would be Dask's.
+distributed logs several lines about each preload, the first one before the import. A program that
+never asked for this package should not see them. Dask imports this module at start because its
+entry point claims to register object sizes. The module imports nothing of ours or Dask's: any
+failure here would break Dask itself.
 """
 
 from __future__ import annotations
@@ -20,4 +21,4 @@ logging.getLogger("distributed.preloading").addFilter(_is_worth_a_line)
 
 
 def register(sizeof: object) -> None:
-    """Entry point of the group `dask.sizeof`. There is nothing to register."""
+    """Do nothing. Entry point of the group `dask.sizeof`."""

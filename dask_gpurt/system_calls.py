@@ -1,8 +1,8 @@
-"""System calls that a Python may lack, and other means to the same end.
+"""System calls missing from some Python builds, with fallbacks.
 
-A Python that was built against an old C library (conda-forge, uv, manylinux) lacks functions of
-`os` although the system it runs on has them. Each of these is asked for here, in this order: the
-function of `os`, the C library at run time, the kernel by number, a plainer way.
+A Python built against an old C library (conda-forge, uv, manylinux) lacks functions of `os` that
+the running system supports. Each function here tries, in this order: the function of `os`, the C
+library at run time, the system call by number, a simpler equivalent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 _MFD_CLOEXEC = 1
 #: `fcntl.F_GET_SEALS`.
 _F_GET_SEALS = 1034
-#: Number of `memfd_create`. The numbers of old calls differ between processors.
+#: System call number of `memfd_create`. The numbers of old calls differ between processors.
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350, "riscv64": 279}
-#: Number of `pidfd_open`. The numbers of new calls are the same on all these processors.
+#: System call number of `pidfd_open`. New calls have the same number on all these processors.
 _PIDFD_OPEN = 434
-#: The kernel lacks a call, or a sandbox forbids it.
+#: Error codes: the kernel lacks a call, or a sandbox forbids it.
 _ABSENT = {errno.ENOSYS, errno.EPERM, errno.EACCES}
 
 
@@ -33,7 +33,7 @@ def _call(number: int | None, *arguments: int | bytes) -> int:
     Raises
     ------
     OSError
-        It failed. ENOSYS also where the number is unknown.
+        The call failed. ENOSYS if the number of the call is unknown on this processor.
     """
     try:
         syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -51,25 +51,25 @@ def _call(number: int | None, *arguments: int | bytes) -> int:
 
 
 def memory_file(name: str) -> int:
-    """Descriptor of a new file in memory that has no name, and that a child does not inherit.
+    """Create an anonymous file in memory and return its descriptor, which children do not inherit.
 
     Raises
     ------
     OSError
-        The system has no such files.
+        The system has no files in memory.
     """
-    # A file of /dev/shm is no substitute: that is often small, and to write past its end is fatal.
+    # Rejected: a file in /dev/shm. It is often small, and a write past its end kills the process.
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC)
     return _call(_MEMFD_CREATE.get(platform.machine()), name.encode() + b"\0", _MFD_CLOEXEC)
 
 
 def is_memory_file(fd: int) -> bool:
-    """Whether a descriptor is of a file in memory."""
+    """Return whether a descriptor refers to a file in memory."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return False
     try:
-        # Only files in memory know of seals.
+        # Only files in memory support seals.
         fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError:
         return False
@@ -77,7 +77,7 @@ def is_memory_file(fd: int) -> bool:
 
 
 def process_fd(pid: int) -> int | None:
-    """Descriptor that becomes readable when a process ends; None where there are none.
+    """Return a descriptor that becomes readable when a process ends; None if unsupported.
 
     Raises
     ------
@@ -95,16 +95,18 @@ def process_fd(pid: int) -> int | None:
 
 
 def process_start(pid: int) -> str:
-    """When a process started, in the kernel's own unit. Tells it from others of its number.
+    """Return the start time of a process, in the kernel's unit.
+
+    Together with the number of the process, it identifies the process even if numbers are reused.
 
     Raises
     ------
     OSError
-        There is no such process, or it has ended and waits for its parent.
+        There is no such process, or it is a zombie.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name of the program comes in brackets, and may hold brackets and spaces.
+            # The program's name is in brackets, and may itself contain brackets and spaces.
             fields = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         fields = []
@@ -114,12 +116,12 @@ def process_start(pid: int) -> str:
 
 
 def preadv(fd: int, buffers: Sequence[Any], position: int, system: Any = os) -> int:
-    """Read from a position of a file into buffers; returns how many bytes came.
+    """Read from a position of a file into buffers and return the number of bytes read.
 
     Parameters
     ----------
     system
-        Module `os`, or what stands for it.
+        The module `os`, or a substitute.
     """
     if hasattr(system, "preadv"):
         return int(system.preadv(fd, buffers, position))
@@ -134,12 +136,12 @@ def preadv(fd: int, buffers: Sequence[Any], position: int, system: Any = os) -> 
 
 
 class Wakeup:
-    """Wakes a thread that waits for `fd` to become readable.
+    """A flag with a descriptor `fd` that a thread can wait on to become readable.
 
     Raises
     ------
     OSError
-        The process may have no more files.
+        The process has no free file descriptors.
     """
 
     def __init__(self) -> None:
@@ -151,14 +153,14 @@ class Wakeup:
             os.set_blocking(self._end, False)
 
     def set(self) -> None:
-        """Make it readable; from any thread."""
+        """Make `fd` readable. Thread-safe."""
         try:
             os.write(self._end, (1).to_bytes(8, "little"))
         except BlockingIOError:
-            pass  # it is full, and so readable
+            pass  # the buffer is full, so `fd` is readable already
 
     def clear(self) -> None:
-        """Wait for the next `set`."""
+        """Reset `fd`, so that it waits for the next `set`."""
         try:
             while len(os.read(self.fd, 4096)) == 4096:
                 pass

@@ -1,7 +1,7 @@
-"""Writes docs/reference/configuration.md from the schema and the defaults of the package.
+"""Write docs/reference/configuration.md from the schema and the defaults of the package.
 
-    python docs/make_configuration.py            rewrites the page
-    python docs/make_configuration.py --check    exits with 1 if the page is not up to date
+    python docs/make_configuration.py            rewrite the page
+    python docs/make_configuration.py --check    exit with 1 if the page is out of date
 
 Reads `dask_gpurt/gpurt-schema.yaml` and `dask_gpurt/gpurt.yaml`; needs PyYAML and nothing else.
 """
@@ -27,9 +27,9 @@ BEFORE = """\
 
 <!-- Written by docs/make_configuration.py from the schema and the defaults. Do not edit. -->
 
-All settings are under `gpurt.` in [Dask's
-configuration](https://docs.dask.org/en/stable/configuration.html): a YAML file that Dask reads,
-an environment variable, or `dask.config.set` before the client is made.
+All settings are keys under `gpurt.` in [Dask's
+configuration](https://docs.dask.org/en/stable/configuration.html). Set them in a YAML file that
+Dask reads, in an environment variable, or with `dask.config.set` before the client is created.
 
 """
 
@@ -45,15 +45,15 @@ gpurt:
     memory: 0.4
 ```
 
-In the environment: `DASK_`, then the key in capitals, with two underscores for a dot and one for
-a hyphen:
+In the environment: `DASK_`, then the key in capitals, with two underscores for each dot and one for
+each hyphen:
 
 ```bash
 export DASK_GPURT__ENABLED=true
 export DASK_GPURT__SHUFFLE__MEMORY=0.4
 ```
 
-In the program, before the client is made:
+In the program, before the client is created:
 
 ```python
 import dask
@@ -63,37 +63,37 @@ dask.config.set({"gpurt.enabled": True, "gpurt.shuffle.memory": 0.4})
 
 ## Which process's settings count
 
-Settings are read once, where the flag was seen: by the client as it connects, or by
-`dask_gpurt.enable(client)`. They travel to the scheduler and govern the whole cluster, for
-shuffles that start afterwards. A later client with the flag brings its own settings, which then
-hold for everybody. Only those of `gpurt.memory` hold for workers that start afterwards: one that
-runs has its store already, and keeps it until it is restarted, as by `client.restart()`. A
-scheduler that has the flag in its own configuration starts with its own settings.
+One process reads the settings, once: the client with the flag when it connects, or the caller of
+`dask_gpurt.enable(client)`. The settings travel to the scheduler and apply to the whole cluster,
+for shuffles that start afterwards. A later client with the flag replaces them for everybody. A
+scheduler with the flag in its own configuration starts with its own settings.
 
-Where two programs with the flag share a cluster, the settings of the one that connected last hold
-for both. After `dask_gpurt.disable(client)`, the next program that connects with the flag switches
+`gpurt.memory` settings apply only to workers that start afterwards. A running worker keeps its
+store until it restarts, for example by `client.restart()`.
+
+If two programs with the flag share a cluster, the settings of the last one to connect apply to
+both. After `dask_gpurt.disable(client)`, the next program that connects with the flag switches
 the runtime on again.
 
-What `gpurt.*` says on a worker is not read. A task may make a client of its own: with `get_client`,
-with `worker_client`, with an address, in a thread or in a process. Such a client never switches the
-runtime on and never changes a setting, whatever its environment says. A task that really should do
-so calls `dask_gpurt.enable(client)`. A task that starts a cluster of its own is the program of that
-cluster. Where a program has the whole cluster in its own process, a thread that a task starts there
-counts as the program's.
+Workers do not read `gpurt.*` settings of their own. A task may create a client: with
+`get_client`, with `worker_client`, with an address, in a thread or in a process. Such a client
+never switches the runtime on and never changes a setting. To do so on purpose, the task calls
+`dask_gpurt.enable(client)`. If a task starts a cluster of its own, its clients set that cluster's
+settings. One exception: if a program runs the whole cluster in its own process, a client in a
+thread that a task started counts as the program's client.
 
-A key that nothing reads is named in a warning. A value that cannot be used is named in an error
-line, and stock Dask runs.
+Unknown keys are logged as a warning. An invalid value is logged as an error, and stock Dask runs.
 
 ## If you set a preload list of your own
 
-Dask finds us through lists of preloads, which the installed defaults set:
+Dask loads the runtime through lists of preloads, which the installed defaults set:
 
 ```yaml
 @PRELOADS@```
 
-Workers need none: a worker gets its part from the scheduler.
+Workers need no preload: the scheduler sends them a plugin.
 
-Dask does not join lists: the last file that sets one wins. Two consequences.
+Dask does not merge lists: the last file that sets one wins. This has two consequences.
 
 - A file of yours (in `~/.config/dask`, or wherever `DASK_CONFIG` points) or an environment
   variable that sets `distributed.client.preload` or `distributed.scheduler.preload` replaces our
@@ -106,9 +106,9 @@ Dask does not join lists: the last file that sets one wins. Two consequences.
       preload-argv: [[], []]
   ```
 
-  If `preload-argv` is a list of lists, it needs one for each preload.
-- A list in `/etc/dask` is replaced by ours, because Dask reads the environment's `etc/dask` after
-  it. Set the joined list in a file that Dask reads later, such as one in `~/.config/dask`.
+  If `preload-argv` is a list of lists, it needs one list for each preload.
+- Our list replaces a list in `/etc/dask`, because Dask reads the environment's `etc/dask` after
+  it. Set the merged list in a file that Dask reads later, such as one in `~/.config/dask`.
 
 `dask gpurt doctor` names the file or variable that replaced our entry. `dask gpurt run` adds the
 entry by itself. `dask_gpurt.enable(client)` does not need it.

@@ -159,8 +159,8 @@ OBJECTS = {"client", "scheduler", "state", "task", "ts", "worker", "ws"}
 PATCHES_ELSEWHERE = {
     # Its workers are `SimulatedWorker`, of this package.
     "plugins/simulation/simulated_run.py": {"worker.alive ="},
-    # Its state is `WorkerState`, of this package.
-    "plugins/worker.py": {"self.state.last_work ="},
+    # Its state is `WorkerRuntime`, of this package.
+    "plugins/worker.py": {"self.state.final_close ="},
 }
 
 
@@ -281,10 +281,11 @@ def test_a_private_name_is_noticed(source, expected):
     assert patches_in(source) == expected
 
 
-def test_only_config_reads_our_settings():
+def test_gpurt_settings_are_read_in_config_only():
+    """`gpurt.*` settings are read in config.py only; Dask's own settings, where they are used."""
     readers = {name_of(p) for p in MODULES if 'config.get("gpurt.' in p.read_text()}
-    # The preload reads the flag by itself, so that a program without it pays for nothing else; the
-    # doctor asks where it was set.
+    # Two exceptions: the preload reads the flag itself, so that a program without the flag imports
+    # nothing else. The doctor reports where the flag was set.
     assert readers == {"preload.py", "command/findings.py"}
 
 

@@ -1,5 +1,5 @@
-"""What stands behind ``dask gpurt ...``: one module a job, none of them imported before it is used.
+"""Implementation of the ``dask gpurt`` commands, one module per job, each imported on first use.
 
-`dask_gpurt.cli` parses the command line and calls into here. Nothing in the data plane imports
-this package.
+`dask_gpurt.cli` parses the command line and calls this package. Nothing in the data plane imports
+it.
 """

@@ -1,7 +1,7 @@
-"""A short look at a running cluster, from outside and without changing it.
+"""Read-only connections to a running cluster, for `dask gpurt doctor` and `dask gpurt status`.
 
-For `dask gpurt doctor` and `dask gpurt status`: connects with the flag off, so that asking does not
-switch anything on, and gives up soon, in one line.
+They connect with the flag off, so that a query does not switch anything on. On failure they give up
+soon, with a one-line error.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from distributed import Client
 
 CONNECT_TIMEOUT_S = 5.0
-#: How long an answer may take once connected: workers that are busy answer late.
+#: Longest wait for an answer after connecting. Busy workers answer late.
 ANSWER_TIMEOUT_S = 20.0
-#: How long workers may take to say what is installed there, of that.
+#: Part of that wait in which workers may report their installed versions.
 VERSIONS_TIMEOUT_S = 5.0
 
 
 class ConnectError(GpurtError, ValueError):
-    """No scheduler was named, or there is none where it should be.
+    """No scheduler was named, or none answers at the address.
 
     Parameters
     ----------
     problem
-        What is wrong.
+        The problem.
     remedy
-        What to do about it.
+        What the user can do about it.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -47,19 +47,19 @@ class ConnectError(GpurtError, ValueError):
         self.problem, self.remedy = problem, remedy
 
 
-#: The advice for a failure of which nothing more is known.
+#: Advice for a failure with an unknown cause.
 _CHECK = "check the address, and that the scheduler runs and can be reached from here"
-#: Dask's protocol begins with the size of a message, and the first one is much smaller than this.
+#: Dask's protocol begins with the size of a message. The first message is much smaller than this.
 _MAX_FIRST_NBYTES = 2**32
 
 
 def address_of(scheduler: str | None, scheduler_file: Path | None) -> str | None:
-    """Address that the options name, if they name one.
+    """Return the address that the options name, or None.
 
     Raises
     ------
     ConnectError
-        They name two, or the file does not hold one.
+        The options name two addresses, or the file has none.
     """
     if scheduler_file is None:
         return scheduler
@@ -75,7 +75,7 @@ def address_of(scheduler: str | None, scheduler_file: Path | None) -> str | None
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Client]:
-    """A client that is closed afterwards.
+    """Connect a client, and close it at the end of the `with` block.
 
     Raises
     ------
@@ -87,23 +87,23 @@ def connected(address: str) -> Iterator[Client]:
     quiet_preloads()
     settings = {
         "gpurt.enabled": False,
-        # Once connected, a scheduler that says no more must not hold us up either.
+        # Also bounds the connections that a stuck scheduler never answers after the first one.
         "distributed.comm.timeouts.connect": f"{CONNECT_TIMEOUT_S}s",
     }
-    # What else is to be said about a failure, distributed logs with a traceback.
+    # distributed logs more about a failure, with a traceback.
     with dask.config.set(settings), silent("distributed", "tornado", "asyncio"):
         try:
-            # distributed tries again and again where nobody listens, until its time is up.
-            _touch(address)
-            # First without a client: one that never connected cannot be closed in silence.
-            asyncio.run(_knock(address))
+            # distributed retries until its timeout if nothing listens.
+            _check_port(address)
+            # First without a client: a client that never connected logs errors at its close.
+            asyncio.run(_check_scheduler(address))
             client = Client(  # type: ignore[no-untyped-call]
                 address, timeout=CONNECT_TIMEOUT_S, set_as_default=False
             )
         except ConnectError:
             raise
         except Exception as error:
-            problem = f"no scheduler answers at {address}: {_brief(error)}"
+            problem = f"no scheduler answers at {address}: {_one_line(error)}"
             raise ConnectError(problem, _CHECK) from error
         try:
             yield client
@@ -112,13 +112,13 @@ def connected(address: str) -> Iterator[Client]:
                 client.close(timeout=CONNECT_TIMEOUT_S)  # type: ignore[no-untyped-call]
 
 
-def _touch(address: str) -> None:
-    """Find out soon who listens there, if it is an address with a port.
+def _check_port(address: str) -> None:
+    """Check quickly that something listens at an address with a port.
 
     Raises
     ------
     ConnectError
-        Nobody does, or it is no program of Dask.
+        Nothing listens there, or it is not a Dask program.
     """
     from distributed.comm import get_address_host_port, parse_address
 
@@ -142,19 +142,19 @@ def _touch(address: str) -> None:
         raise failure(f"no connection in {seconds}", _CHECK) from None
     with connection:
         if scheme == "tls":
-            return  # a server of TLS waits for its client to begin
+            return  # a TLS server waits for its client to begin
         try:
             first = connection.recv(8)
         except TimeoutError:
-            remedy = "check the port, and whether the scheduler is held up or wants tls://"
-            raise failure(f"it says nothing for {seconds}", remedy) from None
+            remedy = "check the port, and whether the scheduler is stuck or requires tls://"
+            raise failure(f"it sends nothing for {seconds}", remedy) from None
         except ConnectionResetError:
             first = b""
     if int.from_bytes(first.ljust(8, b"\xff"), "little") > _MAX_FIRST_NBYTES:
         raise failure("another program listens on that port", "correct the port")
 
 
-async def _knock(address: str) -> None:
+async def _check_scheduler(address: str) -> None:
     from distributed.core import rpc
 
     scheduler = rpc(address, timeout=CONNECT_TIMEOUT_S)  # type: ignore[no-untyped-call]
@@ -166,18 +166,19 @@ async def _knock(address: str) -> None:
 
 
 def ask(client: Client, *, versions: bool = False) -> dict[str, Any]:
-    """Status of a cluster.
+    """Return the status of a cluster.
 
     Parameters
     ----------
     versions
-        Whether to add what is installed: `client`, `scheduler`, and `workers` by address, without
-        those that were silent before; None if another one is now.
+        Whether to add installed versions: `client`, `scheduler`, and `workers` by address. Workers
+        that did not answer before are omitted. `workers` is None if another worker does not answer
+        now.
 
     Raises
     ------
     ConnectError
-        It does not answer in time.
+        The scheduler does not answer in time.
     """
 
     address = scheduler_address(client)
@@ -193,18 +194,18 @@ def ask(client: Client, *, versions: bool = False) -> dict[str, Any]:
             both, callback_timeout=ANSWER_TIMEOUT_S
         )
     except Exception as error:
-        problem = f"the scheduler at {address} does not answer: {_brief(error)}"
+        problem = f"the scheduler at {address} does not answer: {_one_line(error)}"
         raise ConnectError(problem, _CHECK) from error
     return {"scheduler": address, **status}
 
 
 async def _versions(client: Client, status: dict[str, Any]) -> dict[str, Any]:
-    """As `Client.get_versions`, which waits for workers that never answer."""
+    """Return versions like `Client.get_versions`, which would wait forever for a stuck worker."""
     from distributed.versions import get_versions
 
     scheduler: Any = client.scheduler
     silent = status.get("silent")
-    # Where the runtime is off, who is silent is not known: all of them are asked.
+    # If the runtime is off, it is unknown which workers are stuck. Ask all of them.
     workers = sorted(status["workers"].keys() - silent) if silent else None
     found = {"client": get_versions(), "scheduler": await scheduler.versions(packages=[])}
     asked = asyncio.ensure_future(
@@ -212,14 +213,14 @@ async def _versions(client: Client, status: dict[str, Any]) -> dict[str, Any]:
             msg={"op": "versions", "packages": []}, workers=workers, on_error="ignore"
         )
     )
-    # Not `asyncio.timeout`: what is cancelled as it connects may go on, and wait for ever.
+    # Not `asyncio.timeout`: a call cancelled while it connects may continue, and wait forever.
     await asyncio.wait({asked}, timeout=VERSIONS_TIMEOUT_S)
     found["workers"] = None if asked.cancel() else await asked
     return found
 
 
-def _brief(error: BaseException) -> str:
-    """The first line of what went wrong in the end, or what it is called."""
+def _one_line(error: BaseException) -> str:
+    """Return the first line of the root cause, or its type."""
     if isinstance(error, TimeoutError):
         return "it took too long"
     root = error
@@ -234,7 +235,7 @@ def _brief(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def silent(*names: str) -> Iterator[None]:
-    """Keep loggers from saying anything for a while."""
+    """Silence loggers in a `with` block."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:

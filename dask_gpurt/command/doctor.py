@@ -1,7 +1,7 @@
-"""``dask gpurt doctor``: what was found, here and on a cluster, and what to do about it.
+"""``dask gpurt doctor``: check the environment and a cluster, with a remedy for each problem.
 
-The local half is `dask_gpurt.command.findings`; the cluster is asked here, without switching
-anything on there.
+`dask_gpurt.command.findings` checks the local environment. This module checks the cluster, without
+switching anything on.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dask_gpurt.command.run_report import advice, device_note, times
 
 _BAD_USAGE = 2
 
-#: Packages whose versions matter between processes that send each other data.
+#: Packages whose versions must match between processes that exchange data.
 _COMPARED = ("python", "dask", "distributed", "pandas", "numpy")
 
 
 def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> int:
-    """Look at everything and print what was found.
+    """Run all checks and print the findings.
 
     Returns
     -------
     int
-        0 without problems, 1 with one, 2 if the scheduler that was asked for does not answer.
+        0 without problems, 1 with problems, 2 if the named scheduler does not answer.
     """
-    # A finding says what is wrong with a setting; the warning would say it again.
+    # A finding reports an invalid setting. The warning would repeat it.
     with silent("dask_gpurt"):
         findings = local_findings()
     failure: ConnectError | None = None
@@ -59,12 +59,12 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
 
 
 def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
-    """What a cluster's status says.
+    """Return the findings in a cluster's status.
 
     Parameters
     ----------
     found
-        Of `dask_gpurt.command.connect.ask`.
+        Result of `dask_gpurt.command.connect.ask`.
     """
     findings = [Finding("ok", "cluster", f"reachable at {found['scheduler']}")]
     if found["active"]:
@@ -73,9 +73,9 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
     else:
         never = "version" not in found
         remedy = (
-            "set DASK_GPURT__ENABLED=true where the program runs that connects to it"
+            "set DASK_GPURT__ENABLED=true in the environment of the program that connects to it"
             if never
-            else "dask_gpurt.enable(client), once the reason is gone"
+            else "remove the reason, then call dask_gpurt.enable(client)"
         )
         level: Level = "problem" if "not one this dask_gpurt" in str(found["reason"]) else "note"
         findings.append(Finding(level, "runtime", f"off: {found['reason']}", remedy))
@@ -89,9 +89,9 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
             findings += _device(worker, report)
         elif worker in found.get("silent", ()):
             text = f"{worker} does not answer"
-            findings.append(Finding("problem", "worker", text, _SILENT_REMEDY))
+            findings.append(Finding("problem", "worker", text, _STUCK_REMEDY))
         elif found["active"]:
-            text = f"{worker} has not said that it is ready"
+            text = f"{worker} has not reported that it is ready"
             findings.append(Finding("note", "worker", text, advice("no word from worker")))
     findings += _topology(found)
     findings += _links(found)
@@ -99,70 +99,71 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
         text = f"{one['what']} ran on stock Dask {times(one['count'])}: {one['why']}"
         findings.append(Finding("note", "fallback", text, advice(one["why"])))
     if found["active"] and not found["fallbacks"]:
-        findings.append(Finding("ok", "fallback", "nothing was left to stock Dask"))
+        findings.append(Finding("ok", "fallback", "no shuffle fell back to stock Dask"))
     return findings
 
 
-_SILENT_REMEDY = (
-    "something holds up its event loop: look for code that keeps the GIL, or restart it"
+_STUCK_REMEDY = (
+    "something blocks its event loop: look for code that holds the GIL, or restart the worker"
 )
-#: What can be done about a worker that keeps Dask's store, by a part of the reason.
+#: Remedies for a worker that uses Dask's store, by a part of the reason.
 _STORE_REMEDIES = {
     "gpurt.memory.enabled": "set gpurt.memory.enabled to true, if that was not on purpose",
-    "no memory limit": "start workers with --memory-limit, and leave Dask's spilling on",
-    "dask-cuda": "set gpurt.memory.replace-dask-cuda to true, to have its place taken",
-    "store of its own kind": "start workers without `data=`, to have their data managed",
+    "no memory limit": "start workers with --memory-limit, and keep Dask's spilling on",
+    "dask-cuda": "set gpurt.memory.replace-dask-cuda to true, to replace that store",
+    "store of its own kind": "start workers without `data=`, so that the runtime manages data",
 }
 
 
 def _memory(worker: str, report: Mapping[str, Any]) -> Finding:
-    """Whether a worker's task outputs are managed, where they go, and why not."""
+    """Return whether a worker's task outputs are managed, with their directory, or why not."""
     if report["memory"] is None:
         why = str(report["unmanaged"])
         remedies = (remedy for part, remedy in _STORE_REMEDIES.items() if part in why)
         text = f"{worker}: Dask's own store, because {why}"
         return Finding("note", "memory", text, next(remedies, ""))
     disk = report["memory"]["disk"]
-    text = f"{worker}: managed; what does not fit goes to {disk['directory']}"
+    text = f"{worker}: managed; values that do not fit spill to {disk['directory']}"
     if disk["problem"] is not None:
         remedy = "set gpurt.memory.directory, or Dask's temporary-directory, to a disk with room"
         problem = f"{text}, which cannot be written to: {disk['problem']}"
         return Finding("problem", "memory", problem, remedy)
     if not disk["is_direct"]:
         remedy = (
-            "set gpurt.memory.directory to a local disk; tmpfs and some network file systems do no"
+            "set gpurt.memory.directory to a local disk; tmpfs and some network file systems lack"
             " direct I/O"
         )
-        through = f"{text}, through the page cache, which takes memory"
+        through = f"{text}, through the page cache, which uses memory"
         return Finding("note", "memory", through, remedy)
     return Finding("ok", "memory", f"{text}, past the page cache")
 
 
 def _device(worker: str, report: Mapping[str, Any]) -> list[Finding]:
-    """Whether values of a GPU are managed, and who has others leave for want of room there."""
+    """Return whether GPU values are managed, and which libraries' allocations may evict them."""
     device = (report["memory"] or {}).get("device")
     if device is None:
         return []
     note = device_note(device)
     if note is not None:
-        remedy = "cudf.set_option('spill', False) on workers, to have its values managed here"
+        remedy = "call cudf.set_option('spill', False) on workers, so that the store manages them"
         return [Finding("note", "gpu", f"{worker}: {note}", remedy if "cuDF" in note else "")]
     if device["name"] is None:
         return [Finding("ok", "gpu", f"{worker}: not used yet")]
-    text = f"{worker}: {device['name']}, managed; values leave for {_listed(device['evicts_for'])}"
+    evicts_for = _listed(device["evicts_for"])
+    text = f"{worker}: {device['name']}, managed; values are evicted for {evicts_for}"
     return [Finding("ok", "gpu", text)]
 
 
 def _listed(names: Sequence[str]) -> str:
-    return " and ".join(names) if names else "nobody who finds no room"
+    return " and ".join(names) if names else "no failed allocation"
 
 
-#: Workers that a finding names, of those that it is about.
+#: Most workers that a finding names.
 _MAX_NAMED = 3
 
 
 def _topology(found: Mapping[str, Any]) -> list[Finding]:
-    """Whether placement knows the machines, and whether the probe of links worked."""
+    """Return whether the machines are described, and whether the probe of links succeeded."""
     topology = found.get("topology")
     if topology is None:
         return []
@@ -176,7 +177,7 @@ def _topology(found: Mapping[str, Any]) -> list[Finding]:
         findings = [Finding("ok", "topology", f"machines are described in {topology['file']}")]
     elif topology["hosts"] > 1:
         by_cost = (found.get("placement") or {}).get("policy") == "data-aware"
-        so = "what links carry is learnt" if by_cost else "stock Dask places tasks"
+        so = "bandwidths are learnt" if by_cost else "stock Dask places tasks"
         text = f"{topology['hosts']} hosts that are not described: {so}"
         remedy = (
             "write a description with `dask gpurt topology`, and name it in gpurt.topology.file"
@@ -194,7 +195,7 @@ def _topology(found: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
-#: What each way between two workers is, for `doctor`.
+#: Description of each transport between two workers.
 _PATHS = {
     "shared": "in shared memory",
     "ucx": "over UCX",
@@ -205,12 +206,12 @@ _UCX_REMEDY = "install the ucx extra (pip install '.[ucx]') on every worker, if 
 
 
 def _links(found: Mapping[str, Any]) -> list[Finding]:
-    """Ways that shuffled data took between workers, and why not better ones."""
+    """Return the transports between workers, and why faster ones were not used."""
     links = [
         link for report in found["workers"].values() if report for link in report["links"].values()
     ]
     if not links:
-        return _ways_there_are(found)
+        return _available_transports(found)
     findings = []
     for name, text in _PATHS.items():
         taken = [link for link in links if link["path"] == name]
@@ -226,15 +227,15 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
-def _ways_there_are(found: Mapping[str, Any]) -> list[Finding]:
-    """What workers lack for an exchange, as far as is known before any pair has tried."""
+def _available_transports(found: Mapping[str, Any]) -> list[Finding]:
+    """Return what workers lack for each transport, before any pair has connected."""
     reports = [report for report in found["workers"].values() if report]
     findings = []
     for name in ("shared", "ucx"):
         lacking = Counter(why for report in reports if (why := report["lacks"].get(name)))
         if not lacking and reports:
-            text = f"no worker lacks what it takes to exchange {_PATHS[name]}"
-            findings.append(Finding("ok", "links", f"{text}; pairs try when they have to"))
+            text = f"all workers can exchange {_PATHS[name]}"
+            findings.append(Finding("ok", "links", f"{text}; pairs connect on first use"))
         for why, count in lacking.most_common():
             text = f"{count} of {len(reports)} workers cannot exchange {_PATHS[name]}: {why}"
             remedy = _UCX_REMEDY if "without ucxx" in why else ""
@@ -243,7 +244,7 @@ def _ways_there_are(found: Mapping[str, Any]) -> list[Finding]:
 
 
 def _versions(found: Mapping[str, Any]) -> list[Finding]:
-    """Where another version runs than here."""
+    """Return where installed versions differ from those here."""
     findings = []
     ours = found.get("version")
     if ours is not None and ours != dask_gpurt.__version__:
@@ -253,8 +254,8 @@ def _versions(found: Mapping[str, Any]) -> list[Finding]:
     versions = found["versions"]
     here = _packages(versions["client"])
     if versions["workers"] is None:
-        text = "not all workers said in time what is installed there"
-        findings.append(Finding("problem", "versions", text, _SILENT_REMEDY))
+        text = "not all workers reported their versions in time"
+        findings.append(Finding("problem", "versions", text, _STUCK_REMEDY))
     others = {"the scheduler": versions["scheduler"], **(versions["workers"] or {})}
     for who, theirs in others.items():
         packages = _packages(theirs or {})
@@ -274,12 +275,12 @@ def _packages(one: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_text(findings: list[Finding], n_problems: int, columns: int | None = None) -> str:
-    """The findings for a terminal, of so many columns if that is given."""
+    """Return the findings as text, wrapped at `columns` if given."""
     width = max(len(finding.what) for finding in findings)
     lines = []
     for finding in findings:
         first = f"{finding.level:<7}  {finding.what:<{width}}  "
-        # In a narrow terminal, what goes on does so below the level.
+        # In a narrow terminal, indent continuation lines only a little.
         blank = " " * (len(first) if columns is None or columns >= 3 * len(first) else 4)
         lines += wrapped(finding.text, columns, first, blank)
         if finding.remedy:

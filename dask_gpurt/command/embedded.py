@@ -1,11 +1,11 @@
-"""A local cluster in a process of its own, for a script that starts none.
+"""A local cluster in a separate process, for a script that starts none.
 
-The scheduler and the nannies are not in the script's process for one reason above all: worker
-processes import the main module of the process that starts them, and a script without a client
-has no `if __name__ == "__main__":` to keep that from running it again. The rest comes with it:
-Ctrl-C does not reach the workers, and the scheduler has an interpreter lock of its own.
+Worker processes import the main module of the process that starts them. A script without a client
+has no `if __name__ == "__main__":` guard, so the workers would run it again. Therefore the
+scheduler and the nannies are not in the script's process. As a side effect, Ctrl-C does not reach
+the workers, and the scheduler has its own interpreter lock.
 
-Both sides are here: `EmbeddedCluster` in the script's process, `serve` in the other.
+`EmbeddedCluster` is the side in the script's process, `serve` the side in the other.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dask_gpurt.errors import GpurtError
 if TYPE_CHECKING:
     from distributed.security import Security
 
-#: How long tasks that still run hold up the end of the workers.
+#: How long running tasks may delay the end of the workers.
 GRACE_S = 2.0
-#: How much longer the process that kills them may take for it.
+#: How much longer the process that kills the workers may take.
 CLOSE_TIMEOUT_S = 5.0
 
-#: Of the cluster's security, what a client shows and believes.
+#: The part of the cluster's security settings that a client needs.
 _OF_CLIENTS = ("tls_ca_file", "tls_client_cert", "tls_client_key")
 
-# `-c` leaves the process without a main module for workers to import. The script's search path
-# comes first: with it, this package is found the way it was found there.
+# With `-c`, the process has no main module for workers to import. The script's search path comes
+# first, so that this package is found as in the script's process.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from dask_gpurt.command.embedded import serve; serve(int(sys.argv.pop(1)))"
@@ -49,22 +49,22 @@ class EmbeddedClusterError(GpurtError, RuntimeError):
 
 
 class EmbeddedCluster:
-    """A running cluster of worker processes on this machine. It ends with this process, too.
+    """A running cluster of worker processes on this machine, which ends with this process.
 
     Parameters
     ----------
     n_workers, threads_per_worker
-        None leaves it to `LocalCluster`, which takes what this process may use of the machine.
+        None uses the default of `LocalCluster`: as much of the machine as this process may use.
 
     Attributes
     ----------
     address
-        Of the scheduler.
+        Address of the scheduler.
 
     Raises
     ------
     EmbeddedClusterError
-        It did not start.
+        The cluster did not start.
     """
 
     def __init__(self, n_workers: int | None, threads_per_worker: int | None) -> None:
@@ -78,8 +78,9 @@ class EmbeddedCluster:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), str(their_fd)],
-                # The other side reads its order there, and then until this process is done or
-                # gone. Standard output stays the script's: what tasks print belongs there.
+                # The other process reads its arguments from this pipe, then waits for the end of
+                # the pipe, which comes when this process closes it or dies. Standard output stays
+                # the script's, because it gets what tasks print.
                 stdin=subprocess.PIPE,
                 pass_fds=(their_fd,),
                 start_new_session=True,
@@ -97,7 +98,7 @@ class EmbeddedCluster:
                     self._process.stdin.flush()
                 told: dict[str, Any] = json.loads(answer.read() or "{}")
             except BaseException:
-                # Ctrl-C while it starts.
+                # Ctrl-C during the start.
                 self._kill()
                 raise
         if "address" not in told:
@@ -109,13 +110,13 @@ class EmbeddedCluster:
 
     @property
     def security(self) -> Security:
-        """What a client needs to connect; nobody but this process has it."""
+        """The security settings for a client. Only this process has them."""
         from distributed.security import Security
 
         return Security(require_encryption=True, **self._certificate)
 
     def close(self) -> None:
-        """End the processes. Doing so twice changes nothing."""
+        """End the processes. Idempotent."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -127,14 +128,17 @@ class EmbeddedCluster:
                 raise
 
     def _kill(self) -> None:
-        # The session is its own, and holds all workers.
+        # The process group has all workers, and nothing else.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def serve(answer_fd: int) -> None:
-    """Be the other process: start the cluster, say where it is, and stay until told to go."""
+    """Start the cluster, report its address, and run until told to stop.
+
+    This is the main function of the other process.
+    """
     os.set_inheritable(answer_fd, False)
     settings, n_workers, threads_per_worker = pickle.load(sys.stdin.buffer)
     dask.config.update(dask.config.config, settings, priority="new")
@@ -143,7 +147,7 @@ def serve(answer_fd: int) -> None:
     with contextlib.ExitStack() as stack:
         try:
             cluster = stack.enter_context(local_cluster.start(n_workers, threads_per_worker))
-            # By the pipe alone: arguments and environments can be read by others.
+            # Send secrets only through the pipe: other users can read arguments and environments.
             told = {
                 "address": cluster.scheduler_address,
                 "security": {name: getattr(cluster.security, name) for name in _OF_CLIENTS},
@@ -156,7 +160,7 @@ def serve(answer_fd: int) -> None:
             json.dump(told, answer)
         if "address" in told:
             sys.stdin.buffer.read()
-            # A task that never ends must not keep its worker. The group is this session's own.
+            # A task that never ends must not keep its worker alive. The process group is our own.
             watchdog = threading.Timer(GRACE_S, os.killpg, (os.getpgrp(), signal.SIGKILL))
             watchdog.daemon = True
             watchdog.start()

@@ -1,7 +1,7 @@
-"""What can be said of this environment without talking to a cluster: the doctor's local half.
+"""Checks of the local environment for `dask gpurt doctor`, without a cluster.
 
-Each function looks at one thing and returns what it found. Packages are looked up, not imported;
-configuration files are read, not changed.
+Each function checks one thing and returns its findings. Packages are looked up, not imported.
+Configuration files are read, not changed.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from dask_gpurt.topology import description
 Level = Literal["ok", "note", "problem"]
 
 _NEEDED = ("dask", "distributed", "pandas", "pyarrow", "numpy", "dask-gpurt")
-#: What the GPU path will use; wheels are named after the CUDA version they are for.
+#: Packages of the GPU path. Wheels are named after their CUDA version.
 _OPTIONAL = ("cudf", "cupy", "rmm", "ucxx", "nvcomp")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes
     ----------
     what
-        What was looked at, in a word or two.
+        Name of the checked thing, in a word or two.
     text
-        What was found.
+        Result of the check.
     remedy
-        What to do about it; empty if nothing.
+        What the user can do; empty if nothing.
     """
 
     level: Level
@@ -50,7 +50,7 @@ class Finding:
 
 
 def local_findings() -> list[Finding]:
-    """Everything that can be found out here."""
+    """Run all local checks."""
     return [
         *packages(),
         support(),
@@ -71,7 +71,7 @@ def _version(name: str) -> str | None:
 
 
 def packages() -> list[Finding]:
-    """Versions of what this package needs, and of what it could use."""
+    """Check the versions of required and optional packages."""
     found = [Finding("ok", "python", f"{platform.python_version()} at {sys.executable}")]
     for name in _NEEDED:
         version = _version(name)
@@ -94,7 +94,7 @@ def packages() -> list[Finding]:
 
 
 def support() -> Finding:
-    """Whether this distributed is one the package was tested with."""
+    """Check whether the installed version of distributed is supported."""
     from dask_gpurt.plugins.patches import p2p
 
     reason = p2p.unsupported_reason()
@@ -107,7 +107,7 @@ def support() -> Finding:
 
 
 def flag() -> Finding:
-    """Whether the flag is set, and where."""
+    """Check whether the flag is set, and where."""
     value = dask.config.get("gpurt.enabled", None)
     name = _variable("gpurt.enabled")
     if name is not None:
@@ -126,18 +126,18 @@ def flag() -> Finding:
 
 
 def settings() -> Finding:
-    """Whether all settings have values that can be used, and the file that one names."""
+    """Check whether all settings are valid, and the description file, if one is set."""
     try:
         topology = config.read().topology
         if topology.text is not None:
             description.parse(topology.text, topology.file or "topology")
     except ConfigError as error:
-        return Finding("problem", "settings", str(error), "correct that")
-    return Finding("ok", "settings", "all values can be used")
+        return Finding("problem", "settings", str(error), "correct the setting")
+    return Finding("ok", "settings", "all values are valid")
 
 
 def preloads() -> list[Finding]:
-    """Whether Dask will load us where clients, schedulers and workers start."""
+    """Check whether Dask loads our preload for clients and schedulers."""
     found = []
     kept = config.preloads()
     missing = [role for role, is_there in kept.items() if not is_there]
@@ -163,12 +163,12 @@ def preloads() -> list[Finding]:
 
 
 def unknown_keys() -> list[Finding]:
-    """Settings that nothing reads."""
+    """Find settings that nothing reads."""
     found = []
     try:
         keys = config.unknown_keys()
     except ConfigError:
-        return []  # `settings` says so
+        return []  # `settings` reports it
     for key, suggestion in keys:
         hint = f"did you mean gpurt.{suggestion}?" if suggestion else "remove it"
         found.append(Finding("problem", "settings", f"nothing reads gpurt.{key}", hint))
@@ -176,28 +176,28 @@ def unknown_keys() -> list[Finding]:
 
 
 def huge_pages() -> Finding:
-    """What the kernel does for buffers that ask for huge pages."""
+    """Check what the kernel does for buffers that ask for huge pages."""
     from dask_gpurt.devices.host_memory import pages
 
     policy = pages.system_policy()
     if policy in ("always", "madvise"):
-        return Finding("ok", "huge pages", f"{policy}: shuffle buffers get them")
+        return Finding("ok", "huge pages", f"{policy}: shuffle buffers use them")
     path = "/sys/kernel/mm/transparent_hugepage/enabled"
     remedy = f"as root: echo madvise > {path}"
-    return Finding("note", "huge pages", f"{policy}: shuffles work, and take longer", remedy)
+    return Finding("note", "huge pages", f"{policy}: shuffles work, but take longer", remedy)
 
 
 def gpu() -> Finding:
-    """What the runtime does with GPUs, and how far that was tried."""
+    """Report how far the runtime was tested with GPUs."""
     text = (
-        "not yet run on one: shuffles of cuDF, rechunks of CuPy's arrays and task outputs on a GPU "
-        "were tested over emulated devices"
+        "not yet run on a GPU: cuDF shuffles, CuPy rechunks and task outputs on a GPU were tested "
+        "on emulated devices only"
     )
     return Finding("note", "gpu", text)
 
 
 def _variable(key: str) -> str | None:
-    """Environment variable that sets a key, as Dask reads them."""
+    """Return the environment variable that sets a key, by Dask's rules."""
     wanted = key.replace("-", "_").replace(".", "__")
     for name in os.environ:
         if name.startswith("DASK_") and name[5:].lower() == wanted:
@@ -206,17 +206,17 @@ def _variable(key: str) -> str | None:
 
 
 def _files_with(key: str) -> list[Path]:
-    """Configuration files that set a key; the last one counts."""
+    """Return the configuration files that set a key. The last one takes effect."""
     found: list[Path] = []
     for path in dask.config.paths:
-        # In one with nothing but comments, or a value, where a section should be, Dask stumbles.
+        # Dask raises for a file without keys, or with a value in place of a section.
         with contextlib.suppress(TypeError):
             found += dask.config.paths_containing_key(key, paths=[path])
     return found
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a configuration file is our defaults, wherever they were installed."""
+    """Return whether a configuration file is a copy of our defaults."""
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -1,4 +1,4 @@
-"""JSON as its standard has it, so that every parser takes what commands print."""
+"""Strictly standard JSON, so that every parser accepts the output of commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def to_json(value: Any) -> str:
-    """Plain values as text; numbers that are not finite, which JSON does not have, as null."""
+    """Return plain values as JSON. Non-finite numbers, which JSON lacks, become null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 

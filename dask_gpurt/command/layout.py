@@ -1,6 +1,6 @@
-"""Lines for a terminal of any width, with every word whole.
+"""Text layout for terminals of any width, without breaking words.
 
-Without a width, as in a file or a pipe, a line is as long as it has to be: programs read it.
+Without a width, for a file or a pipe, lines are never broken, because programs read them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that standard output is, or None if it is something else."""
+    """Return the columns of the terminal on standard output, or None if it is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def wrapped(
     text: str, width: int | None, indent: str = "", hanging: str | None = None
 ) -> list[str]:
-    """Lines of one paragraph, whose first one has `indent` and all others `hanging`."""
+    """Return the lines of a paragraph: the first with `indent`, the others with `hanging`."""
     if width is None or len(indent) + len(text) <= width:
         return [indent + text]
     lines = textwrap.wrap(
@@ -36,7 +36,7 @@ def wrapped(
 def aligned(
     rows: Sequence[tuple[str, str]], indent: str = "", width: int | None = None
 ) -> list[str]:
-    """Two columns. Where the second has no room beside the first, it begins a line of its own."""
+    """Return two columns. If the second does not fit beside the first, it starts a new line."""
     left_width = max((len(left) for left, _ in rows), default=0)
     lines = []
     for left, right in rows:
@@ -52,7 +52,7 @@ def aligned(
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None
 ) -> list[str]:
-    """Columns under their headings. Where they have no room, each row is a list of its cells."""
+    """Return columns under headings. If they do not fit, each row becomes a list of its cells."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     if width is not None and sum(widths) + 2 * len(widths) > width:
         lines = []

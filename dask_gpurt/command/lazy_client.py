@@ -1,9 +1,9 @@
-"""Stands in for a Dask client until something is computed; then there is one, with its cluster.
+"""A stand-in for a Dask client that starts a cluster on the first computation.
 
-`LazyClient` is put into Dask's configuration as `scheduler`. Dask asks it for its `get` when a
-computation starts, and takes the real client's from it. Some decisions come before that: what a
-shuffle is made of is decided by whether there is a default client, which `default_client` below
-therefore answers for. The cluster is `dask_gpurt.command.embedded`.
+`LazyClient` is the value of `scheduler` in Dask's configuration. Dask asks it for `get` when a
+computation starts, and receives that of the real client. Dask makes some decisions earlier: the
+kind of shuffle depends on whether there is a default client. So `default_client` is replaced too.
+The cluster is `dask_gpurt.command.embedded`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class LazyClient(str):
-    """Starts a cluster and a client for it on first use.
+    """A stand-in that starts a cluster and its client on first use.
 
-    It is an empty string to everyone but Dask's scheduler lookup, which goes by the name of the
-    class. Configuration is sent to other processes as JSON or as a pickle, and arrives there as a
-    setting that is not set.
+    It is an empty string for all code except Dask's scheduler lookup, which checks the name of the
+    class. Configuration travels to other processes as JSON or pickle, and there the setting must
+    look unset.
     """
 
     _start: Callable[[], EmbeddedCluster]
@@ -54,7 +54,7 @@ class LazyClient(str):
     def __reduce__(self) -> tuple[Any, ...]:
         return str, ("",)
 
-    # Equal only to itself: to compare with an empty string is not to ask for one.
+    # Equal only to itself: a comparison with an empty string must not start a cluster.
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -66,12 +66,12 @@ class LazyClient(str):
 
     @property
     def own(self) -> Client | None:
-        """The client that was started here, if one was and is still open."""
+        """The client started here, if it is open."""
         client = self._own
         return client if client is not None and client.status == "running" else None
 
     def client(self) -> Client:
-        """The client to compute with: the script's own if it has one that is current."""
+        """Return the client to compute with: the script's current one, or else our own."""
         from distributed import Client, get_client
 
         try:
@@ -80,7 +80,7 @@ class LazyClient(str):
         except ValueError:
             pass
         with self._lock:
-            # Another thread may have waited here for the same.
+            # Another thread may have started the client meanwhile.
             if (client := self.own) is not None:
                 return client
             self._close()
@@ -96,21 +96,21 @@ class LazyClient(str):
 
     @property
     def get(self) -> Any:
-        """The method that Dask computes with, bound to the real client."""
+        """The real client's method that Dask computes with."""
         return self.client().get
 
     @property
     def asynchronous(self) -> bool:
-        """Whether that is a client for coroutines. Dask asks before it takes `get`."""
+        """Whether the real client is asynchronous. Dask asks before it uses `get`."""
         return bool(self.client().asynchronous)
 
     def close(self, at_once: bool = False) -> None:
-        """End what was started here. A later computation starts it again.
+        """Close what was started here. A later computation starts it again.
 
         Parameters
         ----------
         at_once
-            Do not wait for tasks that run.
+            Do not wait for running tasks.
         """
         with self._lock:
             if at_once and self._cluster is not None:
@@ -118,10 +118,10 @@ class LazyClient(str):
             self._close()
 
     def forget(self) -> None:
-        """Be as new, in a process that was forked off: what was started is its parent's."""
+        """Reset in a forked process: what was started belongs to the parent."""
         self._lock = threading.Lock()
         if self._own is not None:
-            # Nobody runs its loop here: Dask would wait for it as the process ends.
+            # The client's loop does not run here, and Dask would wait for it at exit.
             self._own.status = "closed"
             if dask.config.get("scheduler", None) == "dask.distributed":
                 dask.config.set({"scheduler": self})
@@ -139,11 +139,11 @@ class LazyClient(str):
 
 
 def install(lazy: LazyClient) -> None:
-    """Make Dask compute with this client where the script names no other way.
+    """Make Dask compute with this client unless the script chooses a scheduler.
 
-    `distributed.default_client` is replaced: with the stock one a `persist`, a `sort_values` or a
-    rechunk that comes before the first computation would be planned for threads of one process,
-    and never become a shuffle between workers.
+    This replaces `distributed.default_client`. With the stock function, Dask would plan a
+    `persist`, `sort_values` or rechunk before the first computation for threads of one process. It
+    would then never become a shuffle between workers.
     """
     import distributed
 
@@ -154,14 +154,14 @@ def install(lazy: LazyClient) -> None:
             return c
         scheduler = _scheduler_argument() or dask.config.get("scheduler", None)
         if scheduler is lazy:
-            # Dask only wants to know whether there is one, and starting it can wait until
-            # something is computed. Whoever else asks is going to use it.
+            # Dask only asks whether there is a client, so the start can wait for a computation. Any
+            # other caller is going to use the client.
             asker = str(sys._getframe(1).f_globals.get("__name__"))
             return lazy if asker.split(".")[0] == "dask" else lazy.client()
         client = stock()  # type: ignore[no-untyped-call]
         if client is lazy.own and not _is_distributed(scheduler):
-            # The script chose threads or the like for a while. Without this runtime there would
-            # be no client at all, and what is planned now must run there.
+            # The script chose another scheduler, such as threads, for a while. Without this runtime
+            # there would be no client, and the plan must run on that scheduler.
             raise ValueError(f"the scheduler is {scheduler!r}")
         return client
 
@@ -176,10 +176,10 @@ def _is_distributed(scheduler: Any) -> bool:
 
 
 def _scheduler_argument() -> Any:
-    """The `scheduler=` of the computation that is being planned, if it has one.
+    """Return the `scheduler=` argument of the computation that Dask is planning, if any.
 
-    Nothing that Dask asks on the way to a plan is told about it, so that only the call itself
-    knows. A plan for workers would fail on the threads that the script asked for.
+    Dask does not pass the argument on during planning, so only the caller's frame has it. A plan
+    for workers would fail on the threads that the script asked for.
     """
     computing = {compute.__code__, persist.__code__}
     if (frames := sys.modules.get("dask.dataframe")) is not None:

@@ -1,10 +1,10 @@
-"""Keeps what the runtime counted, however the script ends its clients and clusters.
+"""Recorder of the runtime's counters while a script runs.
 
-A preload of clients, listed for one process by `dask_gpurt.command.run`: every client that the
-process makes is read at its start, every half second, and once more before it or its cluster
-closes. In any other process (workers inherit the list) there is no recorder, and nothing is done.
+This module is a client preload that `dask_gpurt.command.run` lists for one process. Every client of
+the process is read at its start, every half second, and once more before it or its cluster closes.
+Other processes, such as workers that inherit the list, have no recorder, and nothing happens there.
 
-Works from `dask_gpurt.status`; what comes of it is `dask_gpurt.command.run_report`'s.
+It reads `dask_gpurt.status`; `dask_gpurt.command.run_report` formats the result.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
 
 PRELOAD = "dask_gpurt.command.observe"
 
-#: How often a cluster is asked while the script goes on.
+#: How often a cluster is read while the script runs.
 INTERVAL_S = 0.5
-#: How long one answer may take: longer than the scheduler waits for workers that say nothing, or
-#: one of those would hide what all others said. A reading that comes too late is one less.
+#: Longest wait for one reading. It exceeds the scheduler's wait for stuck workers, so that one
+#: stuck worker does not hide the counts of the others. A late reading is dropped.
 READ_TIMEOUT_S = 8.0
 
 
 @dataclass
 class ClusterRecord:
-    """What is known of one cluster. Counts are as the cluster has them, from when it started."""
+    """Counts of one cluster since its start."""
 
     address: str
     is_active: bool = False
     reason: str | None = None
-    #: By activation, which each count from 0: the runtime may be switched off and on again, and a
-    #: second cluster be at the address of the first.
+    #: Keyed by activation, because each activation counts from 0. The runtime may be switched off
+    #: and on again, and a new cluster may reuse an address.
     runs_of: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     fallbacks_of: defaultdict[str, Counter[tuple[str, str]]] = field(
         default_factory=lambda: defaultdict(Counter)
     )
     not_ready: dict[str, str] = field(default_factory=dict)
-    #: By activation as well, and over all workers: one that is gone did move what it moved.
+    #: By activation too, summed over all workers, including workers that left.
     totals_of: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    #: Every worker there ever was and that had something to say.
+    #: Every worker that ever reported.
     workers: set[str] = field(default_factory=set)
     tasks_done: int = 0
     tasks_total: int = 0
 
     def absorb(self, status: dict[str, Any]) -> None:
-        """Take in a reading. They may come in any order: counters only grow."""
+        """Merge a reading. Order does not matter, since counters only grow."""
         self.is_active = self.is_active or status["active"]
         self.reason = status.get("reason")
         activation = status.get("activation") or ""
@@ -86,7 +86,7 @@ class ClusterRecord:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Sum over all clusters, of what happened since the script began to use them."""
+    """Sum over all clusters, since the script's first use of each."""
 
     totals: dict[str, int]
     runs: dict[str, int]
@@ -98,14 +98,14 @@ class Snapshot:
 
 
 class Recorder:
-    """Reads every cluster this process has a client of.
+    """Reads every cluster that this process has a client of.
 
     Parameters
     ----------
     on_first
-        Called once, when there is something to watch.
+        Called once, when the first client connects.
     with_tasks
-        Whether tasks are counted too, which progress needs and the report does not.
+        Whether to count tasks too, for progress.
     """
 
     def __init__(self, on_first: Callable[[], None], with_tasks: bool) -> None:
@@ -120,13 +120,13 @@ class Recorder:
         self._before: dict[str, ClusterRecord] = {}
 
     async def begin(self, client: Client) -> None:
-        """A client has connected. On its event loop."""
+        """Start to read a client that has connected. Runs on its event loop."""
         address = scheduler_address(client)
         with self._lock:
             is_first = not self._records
             is_known = address in self._records
             self._records.setdefault(address, ClusterRecord(address))
-            # What an older cluster did before it was met is not this script's.
+            # Counts from before the script's first client do not belong to the script.
             before = self._before.setdefault(address, ClusterRecord(address))
             self._clients.add(client)
         await self.read(client, None if is_known else before)
@@ -135,27 +135,27 @@ class Recorder:
             self._on_first()
 
     async def end(self, client: Client) -> None:
-        """A client is about to close. On its event loop."""
+        """Read a client for the last time before it closes. Runs on its event loop."""
         if (poll := self._polls.pop(client, None)) is not None:
             poll.cancel()
         if client in self._clients:
-            self.let_go(client)
+            self.drop(client)
             await self.read(client)
 
-    def let_go(self, client: Client) -> None:
-        """Ask this client no more: its cluster closes, or closed before it."""
+    def drop(self, client: Client) -> None:
+        """Stop reading this client: its cluster closes, or has closed."""
         with self._lock:
             self._clients.discard(client)
 
     def forget(self) -> None:
-        """Ask no client any more, in a process that was forked off: nobody runs their loops."""
+        """Drop all clients in a forked process, where their event loops do not run."""
         self._lock = threading.Lock()
         self._clients = weakref.WeakSet()
 
     async def read(self, client: Client, before: ClusterRecord | None = None) -> None:
-        """Take in what a client's cluster says now; nothing, if it does not answer."""
+        """Read the current status of a client's cluster. Does nothing if it does not answer."""
         try:
-            # Here, since it loads all of distributed.
+            # Imported here, because it loads all of distributed.
             from dask_gpurt.plugins.activation import scheduler_differs
 
             address = scheduler_address(client)
@@ -167,7 +167,7 @@ class Recorder:
                         count_tasks
                     )
         except Exception:
-            # Whatever it is: a script must not fail for being watched.
+            # Observation must never make a script fail.
             return
         with self._lock:
             record = self._records[address]
@@ -187,7 +187,7 @@ class Recorder:
             del client
 
     def clients_of(self, cluster: Any) -> list[Client]:
-        """Open clients of a cluster object."""
+        """Return the open clients of a cluster object."""
         with self._lock:
             clients = [client for client in self._clients if client.status == "running"]
         address = cluster.scheduler_address
@@ -201,8 +201,8 @@ class Recorder:
             self.read_from_outside(client)
 
     def read_from_outside(self, client: Client) -> None:
-        """Like `read`, from a thread that is not the client's event loop."""
-        # A client for coroutines whose loop has stopped, or runs in this thread, cannot be asked.
+        """Read a client from a thread other than its event loop's."""
+        # An asynchronous client whose loop has stopped, or runs in this thread, cannot be read.
         loop: Any = client.loop
         if client.asynchronous or loop is None or not loop.asyncio_loop.is_running():
             return
@@ -214,7 +214,7 @@ class Recorder:
             return
 
     def snapshot(self) -> Snapshot:
-        """What happened so far."""
+        """Return the counts so far."""
         with self._lock:
             pairs = [(record, self._before[address]) for address, record in self._records.items()]
             runs: Counter[str] = Counter()
@@ -249,13 +249,16 @@ class Recorder:
 
 
 def scheduler_address(client: Client) -> str:
-    """Address of the scheduler that a client is connected to."""
+    """Return the address of the scheduler that a client is connected to."""
     scheduler: Any = client.scheduler
     return str(scheduler.address)
 
 
 def count_tasks(dask_scheduler: Any) -> tuple[int, int]:
-    """Tasks that are done, and all of them. Runs on a scheduler, and is sent as a reference."""
+    """Return the numbers of done tasks and of all tasks on a scheduler.
+
+    Runs on the scheduler; only a reference to this function is sent.
+    """
     open_states = ("waiting", "processing", "queued", "no-worker")
     total = to_do = 0
     for prefix in dask_scheduler.task_prefixes.values():
@@ -268,10 +271,10 @@ _recorder: Recorder | None = None
 
 
 def install(recorder: Recorder) -> None:
-    """Have every client of this process recorded.
+    """Record every client of this process.
 
-    Closing a cluster, or shutting it down through a client, takes its counters along before any
-    client closes. These two methods of distributed are therefore wrapped, for this process.
+    The counters of a cluster are lost when the cluster closes, or when a client shuts it down,
+    before any client closes. So these two methods of distributed are wrapped in this process.
     """
     from distributed import Client
     from distributed.deploy.cluster import Cluster
@@ -282,7 +285,7 @@ def install(recorder: Recorder) -> None:
     preload, argv = "distributed.client.preload", "distributed.client.preload-argv"
     names = config.preload_list("client")
     given = list(dask.config.get(argv, None) or [])
-    # One list of arguments for all preloads, or one for each.
+    # The arguments are one list for all preloads, or one list for each.
     if len(given) == len(names) and not any(isinstance(one, str) for one in given):
         given.append([])
     dask.config.set({preload: [*names, PRELOAD], argv: given})
@@ -291,7 +294,7 @@ def install(recorder: Recorder) -> None:
 
 
 def quiet_preloads() -> None:
-    """Keep distributed from logging several lines about preloads whenever a client starts."""
+    """Keep distributed from logging several lines about preloads at each client's start."""
     logger = logging.getLogger("distributed.preloading")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.WARNING)
@@ -310,13 +313,13 @@ def _read_before(owner: Any, name: str, clients_of: Callable[[Any], list[Client]
         if not getattr(self, "asynchronous", False):
             for client in clients:
                 _recorder.read_from_outside(client)
-                _recorder.let_go(client)
+                _recorder.drop(client)
             return method(self, *args, **kwargs)
 
         async def read_and_close() -> Any:
             for client in clients:
                 await _recorder.read(client)
-                _recorder.let_go(client)
+                _recorder.drop(client)
             return await method(self, *args, **kwargs)
 
         return read_and_close() if clients else method(self, *args, **kwargs)
@@ -325,12 +328,12 @@ def _read_before(owner: Any, name: str, clients_of: Callable[[Any], list[Client]
 
 
 async def dask_setup(client: Client) -> None:
-    """Run by Dask when a client has connected."""
+    """Start to record a client. Dask calls this after a client has connected."""
     if _recorder is not None:
         await _recorder.begin(client)
 
 
 async def dask_teardown(client: Client) -> None:
-    """Run by Dask before a client closes."""
+    """Finish recording a client. Dask calls this before a client closes."""
     if _recorder is not None:
         await _recorder.end(client)

@@ -1,6 +1,6 @@
-"""``dask gpurt occupancy``: resident blocks of a launch, and what would leave fewer of them.
+"""``dask gpurt occupancy``: the resident blocks of a launch, and how to limit them.
 
-Computed from the table of `devices.occupancy.architectures`; no GPU is asked.
+All figures come from the table of `devices.occupancy.architectures`; no GPU is used.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def show(
     leave: int | None,
     as_json: bool,
 ) -> int:
-    """Print what is resident of a launch, and the plan to leave so many blocks.
+    """Print the resident blocks of a launch, and the plan to leave `leave` of them.
 
     Returns
     -------
     int
-        0, whether or not there is a plan.
+        Always 0, with or without a plan.
 
     Raises
     ------
     UnknownGpuError
-        Names the GPUs that are known.
+        The table does not have the GPU. The message lists those that it has.
     """
     gpu = gpu_named(gpu_name)
     if gpu is None:
-        raise UnknownGpuError(f"no limits of {gpu_name!r} are known, only of {', '.join(GPUS)}")
+        raise UnknownGpuError(f"unknown GPU {gpu_name!r}; known are {', '.join(GPUS)}")
     launch = Launch(threads, registers, static_nbytes, dynamic_nbytes)
     found = occupancy(gpu.architecture, launch)
     planned = None

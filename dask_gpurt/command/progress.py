@@ -1,7 +1,7 @@
-"""One line on stderr that says how far the computation is.
+"""A progress line on stderr.
 
-Drawn by a thread of its own from snapshots, only while tasks are waiting or running, and wiped
-afterwards. Nothing of the script's is redirected or wrapped: what it prints appears as it would.
+A separate thread draws it from snapshots while tasks wait or run, and wipes it afterwards. The
+script's own output is neither redirected nor wrapped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Progress:
     snapshot
         Called whenever the line is drawn.
     stream
-        Where it is drawn; standard error as it is now.
+        Output stream; by default the current standard error.
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot], stream: TextIO | None = None) -> None:
@@ -43,13 +43,13 @@ class Progress:
         self._is_drawn = False
 
     def start(self) -> None:
-        """Begin to draw."""
+        """Start to draw."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="gpurt-progress", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Wipe the line and draw no more."""
+        """Wipe the line and stop."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -67,7 +67,7 @@ class Progress:
     def _draw(self) -> None:
         now = self._snapshot()
         if now.tasks_done >= now.tasks_total:
-            # Idle: the script may be asking a question in this line.
+            # Idle: the script may be asking a question on this line.
             self._wipe()
             return
         width = shutil.get_terminal_size().columns - 1
@@ -103,7 +103,7 @@ def _bar(done: int, total: int) -> str:
     except ImportError:
         filled = _BAR_WIDTH * done // total
         return "#" * filled + "-" * (_BAR_WIDTH - filled)
-    # Only ever drawn where a terminal is, or where a caller insists on one.
+    # Only called for a terminal, or if the caller demands progress.
     console = Console(width=_BAR_WIDTH, force_terminal=True)
     with console.capture() as captured:
         console.print(ProgressBar(total=total, completed=done, width=_BAR_WIDTH), end="")

@@ -1,8 +1,7 @@
-"""``dask gpurt run``: a script as it is, with the runtime on, and a report at the end.
+"""``dask gpurt run``: run an unchanged script with the runtime on, and report at the end.
 
-Puts together what the other modules of this package do: the script is run by `script`, computes
-on the cluster of `lazy_client` if it has none, is watched by `observe` and shown by `progress`.
-All output of ours goes to stderr.
+`script` runs the script. If the script has no cluster, `lazy_client` starts one. `observe` records
+counters and `progress` shows them. All our output goes to stderr.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from dask_gpurt.command.script import (
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line said before the script.
+    """Options on the command line before the script.
 
     Attributes
     ----------
     n_workers, threads_per_worker
-        Of the cluster for a script that starts none; None is as many as fit.
+        Size of the cluster for a script without one. None fits the machine.
     progress
-        None is only on a terminal.
+        None shows progress only on a terminal.
     """
 
     n_workers: int | None = None
@@ -52,86 +51,121 @@ class Options:
     strict: bool = False
 
 
+class _Session:
+    """The recorder, the progress line and the lazy client around one script.
+
+    Parameters
+    ----------
+    report_path
+        File for the report as JSON, if wanted.
+    """
+
+    def __init__(self, options: Options, report_path: Path | None) -> None:
+        self._report_path = report_path
+        self._notes: list[str] = []
+        self._pid = os.getpid()
+        show = sys.stderr.isatty() if options.progress is None else options.progress
+        self._recorder = observe.Recorder(
+            lambda: self._progress.start() if show else None, with_tasks=show
+        )
+        self._progress = Progress(self._recorder.snapshot)
+        observe.install(self._recorder)
+        self._lazy = lazy_client.LazyClient(
+            lambda: EmbeddedCluster(options.n_workers, options.threads_per_worker)
+        )
+        if configured := dask.config.get("scheduler", None):
+            self._notes.append(f"no cluster is started: Dask is configured to use {configured!r}")
+        else:
+            lazy_client.install(self._lazy)
+        for one in (self._lazy, self._recorder):
+            os.register_at_fork(after_in_child=one.forget)
+
+    def end(self, status: int | str | None, start_s: float) -> None:
+        """Close the clusters and print the report.
+
+        Parameters
+        ----------
+        status
+            Exit status that the script asks for.
+        start_s
+            Time at the start of the script.
+        """
+        if os.getpid() != self._pid:
+            # In a child that the script forked: the parent closes and reports.
+            return
+        self._recorder.finish()
+        self._lazy.close(at_once=status == INTERRUPTED)
+        self._progress.stop()
+        wall_s = time.perf_counter() - start_s
+        report = run_report.as_dict(
+            self._recorder.snapshot(), wall_s, exit_code(status), self._notes
+        )
+        if self._report_path is not None:
+            try:
+                run_report.write(report, self._report_path)
+            except OSError as error:
+                report["notes"].append(f"the report was not written: {error}")
+        # The script may have closed or replaced stderr.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(run_report.as_text(report), file=sys.stderr, flush=True)
+
+
 def run_script(
     name: str, args: list[str], is_module: bool = False, options: Options | None = None
 ) -> int | str | None:
-    """Run a script or a module. The process is to end afterwards: it becomes the script's.
+    """Run a script or a module. The process must end afterwards, because it becomes the script's.
 
     Returns
     -------
     int or str or None
-        What the script wants the process to exit with, as `sys.exit` takes it. If threads of the
-        script go on after it, clusters are closed and the report is made when they have ended.
+        Exit status that the script asks for, in the form that `sys.exit` accepts. If threads of
+        the script continue, clusters are closed and the report is printed when they have ended.
 
     Raises
     ------
     ScriptError
-        Nothing was run: there is no such script, or the report could not be written.
+        Nothing was run: there is no such script, or the report's directory does not exist.
     """
     options = options or Options()
     script = (find_module if is_module else find_script)(name, args)
     if options.report_path is not None and not options.report_path.absolute().parent.is_dir():
         raise ScriptError(f"cannot write {options.report_path}: there is no such directory")
-    # Not from the script's directory on: that may have been changed by the end.
+    # Absolute, because the script may change the current directory.
     report_path = options.report_path.absolute() if options.report_path else None
-    notes: list[str] = []
     _switch_on(options.strict)
+    session = _Session(options, report_path)
 
-    show = sys.stderr.isatty() if options.progress is None else options.progress
-    recorder = observe.Recorder(lambda: progress.start() if show else None, with_tasks=show)
-    progress = Progress(recorder.snapshot)
-    observe.install(recorder)
-    lazy = lazy_client.LazyClient(
-        lambda: EmbeddedCluster(options.n_workers, options.threads_per_worker)
-    )
-    if configured := dask.config.get("scheduler", None):
-        notes.append(f"no cluster is started: Dask is configured to use {configured!r}")
-    else:
-        lazy_client.install(lazy)
-
-    pid = os.getpid()
-    for one in (lazy, recorder):
-        os.register_at_fork(after_in_child=one.forget)
-
-    # The module that runs until now keeps its globals only as long as somebody holds it.
-    ours = sys.modules["__main__"]
+    # A reference, or the current main module would lose its globals when it is replaced.
+    own_main = sys.modules["__main__"]
     module = script.enter()
     start_s = time.perf_counter()
-    asked = script.run(module)
-    del ours
-    if asked == INTERRUPTED:
-        # As clients close, asyncio would print a traceback for every task that was given up.
+    status = script.run(module)
+    del own_main
+    if status == INTERRUPTED:
+        # As clients close, asyncio would print a traceback for every abandoned task.
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     for stream in (sys.stdout, sys.stderr):
-        # What goes wrong there is said by the interpreter when it ends.
+        # The interpreter reports errors of these streams when it ends.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
-    def end() -> int | str | None:
-        if os.getpid() != pid:
-            # A child that the script forked: what there is to close and to report is its parent's.
-            return asked
-        recorder.finish()
-        lazy.close(at_once=asked == INTERRUPTED)
-        progress.stop()
-        return _conclude(recorder, time.perf_counter() - start_s, asked, notes, report_path)
-
-    if asked != INTERRUPTED and others_go_on():
-        # They may be computing. The interpreter waits for them, and then does what was registered
-        # last first: before Dask closes the script's own clients.
-        atexit.register(end)
-        return asked
+    if status != INTERRUPTED and threads_still_work():
+        # The threads may be computing. The interpreter waits for them, and then calls the last
+        # registered function first: before Dask closes the script's own clients.
+        atexit.register(session.end, status, start_s)
+        return status
     try:
-        return end()
+        session.end(status, start_s)
     except KeyboardInterrupt:
         return INTERRUPTED
+    return status
 
 
-def others_go_on() -> bool:
-    """Whether there are threads that the interpreter waits for, and that have something to do.
+def threads_still_work() -> bool:
+    """Return whether the interpreter will wait for other threads that still have work.
 
-    Where that cannot be told, as of a pool's thread that runs a function not written in Python,
-    they are taken for idle: Dask's pools have such threads in every script.
+    A pool's thread that runs a function not written in Python looks idle, and counts as idle:
+    Dask's pools have idle threads in every script.
     """
     frames = sys._current_frames()
     for thread in threading.enumerate():
@@ -151,27 +185,8 @@ def _switch_on(is_strict: bool) -> None:
     dask.config.set(settings)
     preload = "distributed.client.preload"
     if not config.preloads()["client"]:
-        # A list of the user's has replaced ours.
+        # A user's own list has replaced ours.
         dask.config.set({preload: [config.PRELOAD, *config.preload_list("client")]})
         argv = list(dask.config.get(f"{preload}-argv", None) or [])
         if argv and not any(isinstance(one, str) for one in argv):
             dask.config.set({f"{preload}-argv": [[], *argv]})
-
-
-def _conclude(
-    recorder: observe.Recorder,
-    wall_s: float,
-    asked: int | str | None,
-    notes: list[str],
-    path: Path | None,
-) -> int | str | None:
-    found = run_report.as_dict(recorder.snapshot(), wall_s, exit_code(asked), notes)
-    if path is not None:
-        try:
-            run_report.write(found, path)
-        except OSError as error:
-            found["notes"].append(f"the report was not written: {error}")
-    # The script may have closed stderr, or put something else in its place.
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(run_report.as_text(found), file=sys.stderr, flush=True)
-    return asked

@@ -1,7 +1,6 @@
-"""What `dask gpurt run` says at the end, for people and as JSON.
+"""The closing report of `dask gpurt run`, as text and as JSON.
 
-Turns a `Snapshot` into text; asks nobody anything. What other commands say in the same words is
-here as well.
+It formats a `Snapshot` and makes no calls. Phrases that other commands share are here too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dask_gpurt.command.observe import Snapshot
 
 
 def as_dict(snapshot: Snapshot, wall_s: float, exit_code: int, notes: list[str]) -> dict[str, Any]:
-    """The report, as `--report` writes it."""
+    """Return the report as `--report` writes it."""
     return {
         "dask_gpurt": dask_gpurt.__version__,
         "exit_code": exit_code,
@@ -41,7 +40,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report for a terminal."""
+    """Return the report as text for a terminal."""
     seconds = f"dask gpurt: {report['wall_s']:.1f} s"
     lines = []
     if not report["clusters"]:
@@ -58,7 +57,7 @@ def as_text(report: dict[str, Any]) -> str:
         ]
     for cluster in report["clusters"]:
         if not cluster["active"]:
-            why = cluster["reason"] or "it did not say why"
+            why = cluster["reason"] or "no reason was given"
             lines.append(f"  not active on {cluster['scheduler']}: {why}")
     for one in report["fallbacks"]:
         lines.append(f"  stock Dask: {one['what']} ({times(one['count'])}): {one['why']}")
@@ -69,27 +68,27 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def device_note(device: Mapping[str, Any] | None) -> str | None:
-    """What of a worker's GPU is left to others, and why; None if nothing is."""
+    """Return which GPU values are not managed, and why; None if all are."""
     if device is None:
         return None
     if device["problem"] is not None:
-        return f"values of the GPU are left to Dask: {device['problem']}"
+        return f"Dask manages the values on the GPU: {device['problem']}"
     if device["cudf_spills"]:
-        return "cuDF spills by itself: its values are left to it, and count"
+        return "cuDF spills its own values: the store counts them, but does not move them"
     return None
 
 
 def times(count: int) -> str:
-    """`once`, or how many times."""
+    """Return `once`, or the number of times."""
     return "once" if count == 1 else f"{count} times"
 
 
 def advice(why: str) -> str:
-    """What can be done about a fallback."""
+    """Return advice about a fallback."""
     if "pip install" in why:
-        return "do what it says, and start that worker again"
+        return "follow that advice, then restart the worker"
     if "no adapter" in why:
         return "use pandas DataFrames, or leave this one to stock Dask"
     if "no word from worker" in why:
-        return "look into the log of that worker, or start it again"
+        return "check the log of that worker, or restart it"
     return "see the logs of the scheduler and the workers"

@@ -1,8 +1,8 @@
-"""Runs a Python script or module as `__main__`, so that it cannot tell who started it.
+"""Run a Python script or module as `__main__`, as the interpreter would.
 
-What `python SCRIPT ARGS` and `python -m MODULE ARGS` set up before the first line, and what they
-do with an uncaught exception after the last. Knows nothing of Dask. `dask_gpurt.command.run` is
-the user.
+This module repeats what `python SCRIPT ARGS` and `python -m MODULE ARGS` do before the first line,
+and with an uncaught exception after the last. It knows nothing of Dask. `dask_gpurt.command.run`
+uses it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 
 from dask_gpurt.errors import GpurtError
 
-#: What a shell reports for a program that Ctrl-C ended.
+#: Exit status that a shell reports for a program ended by Ctrl-C.
 INTERRUPTED = 130
 
 
 class ScriptError(GpurtError, ValueError):
-    """There is no such script, or what to run it with makes no sense; says so in one line."""
+    """There is no such script, or it cannot be run. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """Something to run, found but not yet compiled."""
+    """A script that was found, but not compiled yet."""
 
     path: str
     argv: list[str]
@@ -63,17 +63,17 @@ class Script:
         return module
 
     def enter(self) -> ModuleType:
-        """Set sys.argv, sys.path and `__main__` as the interpreter would for this script."""
+        """Set sys.argv, sys.path and `__main__` as the interpreter does for this script."""
         sys.argv[:] = self.argv
         if not sys.flags.safe_path:
             sys.path[0] = self.directory
         module = self._module()
-        # For good: threads, exit handlers and child processes of the script look it up too.
+        # Permanent: threads, exit handlers and child processes of the script look it up too.
         sys.modules["__main__"] = module
         return module
 
     def run(self, module: ModuleType) -> int | str | None:
-        """Run to the end; return what the interpreter would be asked to exit with."""
+        """Run the script and return its exit status, in the form that `sys.exit` accepts."""
         try:
             exec(self._code(), vars(module))
         except SystemExit as stop:
@@ -88,7 +88,7 @@ class Script:
 
 
 def find_script(name: str, args: list[str]) -> Script:
-    """The script in a file.
+    """Return the script in a file.
 
     Raises
     ------
@@ -101,22 +101,22 @@ def find_script(name: str, args: list[str]) -> Script:
         raise ScriptError(f"cannot run {name}: {why}")
     if not os.access(path, os.R_OK):
         raise ScriptError(f"cannot run {name}: it cannot be read")
-    # As the interpreter has it: the script's path is absolute with links kept, the directory that
-    # imports look into is where a link leads.
+    # Like the interpreter: the script's path is absolute and keeps links, but imports use the
+    # directory that a link points to.
     return Script(os.path.abspath(name), [name, *args], os.path.dirname(os.path.realpath(name)))
 
 
 def find_module(name: str, args: list[str]) -> Script:
-    """The script that a module, or the `__main__` of a package, is.
+    """Return the script of a module, or of a package's `__main__`.
 
     Raises
     ------
     ScriptError
-        There is no such module, it is not Python code, or a package it is in cannot be imported.
+        There is no such module, it is not Python code, or its package cannot be imported.
     """
     directory = os.getcwd()
     if not sys.flags.safe_path:
-        # Modules of the current directory are found from here on, as with `python -m`.
+        # As with `python -m`, find modules in the current directory.
         sys.path[0] = directory
     spec = _spec(name)
     if spec is None:
@@ -125,7 +125,7 @@ def find_module(name: str, args: list[str]) -> Script:
         spec = _spec(f"{name}.__main__")
         if spec is None:
             raise ScriptError(f"cannot run {name}: it is a package, and has no __main__ to run")
-    # Extension modules have a loader that says it could inspect them.
+    # Loaders of extension modules claim to support inspection.
     is_code = isinstance(spec.loader, InspectLoader)
     if not is_code or isinstance(spec.loader, ExtensionFileLoader) or spec.origin is None:
         raise ScriptError(f"cannot run {name}: it is not a module of Python code")
@@ -133,12 +133,12 @@ def find_module(name: str, args: list[str]) -> Script:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where a module is, None if nowhere. Packages that it is in are imported for that."""
+    """Return the spec of a module, or None if there is none. Imports its parent packages."""
     try:
         return importlib.util.find_spec(name)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        # Something else may be missing than the module and its packages: what they import.
+        # Not the module itself may be missing, but something that its packages import.
         if missing and f"{name}.".startswith(f"{missing}."):
             return None
         said = f"{type(error).__name__}: {error}"
@@ -146,17 +146,17 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def exit_code(asked: int | str | None) -> int:
-    """Exit status that the interpreter makes of what `sys.exit` was given."""
+    """Return the exit status of a value passed to `sys.exit`."""
     if asked is None:
         return 0
     return asked if isinstance(asked, int) else 1
 
 
 def _show(error: BaseException) -> None:
-    """Print an uncaught exception as the interpreter does, without the frames of this module."""
+    """Print an uncaught exception like the interpreter, without frames of this module."""
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next
     error.__traceback__ = traceback
-    # The script may have put in a hook of its own.
+    # The script may have installed its own hook.
     sys.excepthook(type(error), error, traceback)

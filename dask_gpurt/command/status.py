@@ -1,4 +1,4 @@
-"""``dask gpurt status``: what `dask_gpurt.status` says of a running cluster, as a table or JSON."""
+"""``dask gpurt status``: print `dask_gpurt.status` of a running cluster as a table or JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show(
     Returns
     -------
     int
-        0, whether the runtime is on there or not.
+        Always 0, whether the runtime is on or off.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def show(
     """
     address = address_of(scheduler, scheduler_file)
     if address is None:
-        raise ConnectError("which cluster? give --scheduler or --scheduler-file")
+        raise ConnectError("no cluster is named; give --scheduler or --scheduler-file")
     with connected(address) as client:
         found = ask(client)
     shown: Any = found.get("placement") if placement else found
@@ -51,7 +51,7 @@ def show(
 
 
 def placement_as_text(placed: dict[str, Any] | None, width: int | None = None) -> str:
-    """How tasks were placed, for a terminal; None if stock Dask places them."""
+    """Return the placement statistics as text; `placed` is None if stock Dask places tasks."""
     if placed is None:
         return "stock Dask chooses workers"
     counts, steals = placed["decisions"], placed["steals"]
@@ -81,7 +81,7 @@ def placement_as_text(placed: dict[str, Any] | None, width: int | None = None) -
 
 
 def as_text(found: dict[str, Any], width: int | None = None) -> str:
-    """The table for a terminal, of a width if that is given."""
+    """Return the status as a table, wrapped at `width` if given."""
     state = "on" if found["active"] else f"off: {found['reason']}"
     rows = [("scheduler", found["scheduler"]), ("dask_gpurt", state)]
     if "version" in found:
@@ -100,10 +100,10 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
     workers = sorted(found["workers"].items())
     lines += aligned([_worker(address, said, found) for address, said in workers], "  ", width)
     if any(said and said.get("memory") for _, said in workers):
-        text = "task outputs, where they are, and what was moved since the worker started"
+        text = "task outputs: bytes in each tier, and bytes moved since the worker started"
         lines += ["", *wrapped(text, width), *_memory(workers, width)]
     if busy := _lanes(workers, width):
-        text = "what lanes did lately, and how much of what could be was done beside it"
+        text = "recent work of lanes, and how much of the possible overlap was reached"
         lines += ["", *wrapped(text, width), *busy]
     if found["shuffles"]:
         text = "last shuffles with dask_gpurt (seconds are summed over workers)"
@@ -117,13 +117,13 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
 
 
 def _topology(topology: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Whether machines are described, and what a probe found."""
+    """Return rows on the description of machines and on the probe."""
     if topology is None:
         return []
     probe = topology["probe"]
     known = topology["file"] or "not described, links are learnt"
     if undescribed := topology["undescribed"]:
-        known += f", on no host of which are {len(undescribed)} workers"
+        known += f", which lacks the hosts of {len(undescribed)} workers"
     rows = [("machines", f"{topology['hosts']} hosts, {known}")]
     text = probe["state"] + (f": {probe['reason']}" if probe["reason"] else "")
     if probe["pairs"]:
@@ -153,7 +153,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def _ratio(one: dict[str, Any]) -> str:
-    """What codecs are worth, of what left its host."""
+    """Return the compression ratio of bytes sent to other hosts."""
     return f"{one['raw_nbytes'] / one['wire_nbytes']:.2f}" if one["wire_nbytes"] else "-"
 
 
@@ -180,7 +180,7 @@ def _shuffles(shuffles: list[dict[str, Any]], width: int | None) -> list[str]:
 
 
 def _memory(workers: list[tuple[str, Any]], width: int | None) -> list[str]:
-    """A row a worker: what each tier holds, what was written and read, what waits for room."""
+    """Return a row per worker: bytes in each tier, bytes moved, tasks waiting for memory."""
     managed = [(address, said["memory"]) for address, said in workers if said and said["memory"]]
     names = list(dict.fromkeys(level["name"] for _, one in managed for level in one["levels"]))
     rows = []
@@ -201,12 +201,12 @@ def _memory(workers: list[tuple[str, Any]], width: int | None) -> list[str]:
     ]
 
 
-#: Heading to the counter in a worker's report.
+#: Counter in a worker's report for each heading.
 _MOVED = {"written": "disk-write", "read": "disk-read"}
 
 
 def _lanes(workers: list[tuple[str, Any]], width: int | None) -> list[str]:
-    """A row a worker: what its lanes did lately, and how much of it at the same time."""
+    """Return a row per worker: recent work of its lanes, and how much of it overlapped."""
     rows = []
     for address, said in workers:
         lanes = (said or {}).get("lanes")
@@ -239,7 +239,7 @@ def _worker(address: str, report: dict[str, Any] | None, found: dict[str, Any]) 
 
 
 def _paths(links: dict[str, Any]) -> str:
-    """How many peers are reached which way."""
+    """Return the number of peers by transport."""
     counted = Counter(link["path"] for link in links.values())
     return "".join(f", {times} by {path}" for path, times in sorted(counted.items()))
 

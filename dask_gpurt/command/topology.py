@@ -1,6 +1,7 @@
-"""``dask gpurt topology``: the machines of a cluster as a file, and whether such a file is right.
+"""``dask gpurt topology``: print the machines of a cluster as a description, or check one.
 
-Workers do the looking, the scheduler puts it together; here it is printed, for a person to edit.
+Workers examine their machines, the scheduler combines the reports, and this module prints the
+result for the user to edit.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 
 _HEAD = """\
 # Machines of the cluster at {address}, as {workers} of its workers report them.
-# Edit what is wrong; leave out links that are not to be relied on. To use it, set where the program
-# runs: DASK_GPURT__TOPOLOGY__FILE=FILE
+# Correct errors, and remove links that placement should not rely on. To use this file, set in the
+# program's environment: DASK_GPURT__TOPOLOGY__FILE=FILE
 """
 
 
-#: So many hosts are listed, and so many that cannot be reached.
+#: Most hosts that are listed, and most hosts without a path.
 MAX_LINES = 16
 
 
 class TopologyError(GpurtError, ValueError):
-    """There is no description to be had, or the one that was given is wrong."""
+    """There is no description to print, or the given one is invalid."""
 
 
 def write(scheduler: str | None, scheduler_file: Path | None, *, probe: bool) -> int:
@@ -43,18 +44,18 @@ def write(scheduler: str | None, scheduler_file: Path | None, *, probe: bool) ->
     Raises
     ------
     TopologyError
-        There is no such scheduler, or the runtime is not on there.
+        There is no such scheduler, or the runtime is off there.
     """
     try:
         address = address_of(scheduler, scheduler_file)
         if address is None:
-            raise TopologyError("which cluster? give --scheduler or --scheduler-file")
+            raise TopologyError("no cluster is named; give --scheduler or --scheduler-file")
         with connected(address) as client:
             found = _ask(client, probe)
     except ConnectError as error:
         raise TopologyError(str(error)) from error
     if not found["workers"]:
-        raise TopologyError(f"no worker of {address} has reported; ask again when there is one")
+        raise TopologyError(f"no worker of {address} has reported; try again later")
     print(_HEAD.format(address=address, workers=found["workers"]) + found["text"], end="")
     for about, problem in found["problems"].items():
         print(f"dask gpurt topology: {about}: {problem}", file=sys.stderr)
@@ -70,7 +71,7 @@ def _ask(client: Client, probe: bool) -> dict[str, Any]:
         )
     except GpurtError as error:
         raise TopologyError(
-            f"{error}; set DASK_GPURT__ENABLED=true where the program runs that connects to it"
+            f"{error}; set DASK_GPURT__ENABLED=true in the environment of the program that connects"
         ) from error
     except (OSError, TimeoutError) as error:
         raise TopologyError(f"the cluster does not answer: {error!r}") from error
@@ -78,12 +79,12 @@ def _ask(client: Client, probe: bool) -> dict[str, Any]:
 
 
 def check_file(path: Path) -> int:
-    """Say shortly what is in a description.
+    """Print a summary of a description.
 
     Raises
     ------
     TopologyError
-        It cannot be used. Says why, and where.
+        The description is invalid. The message says why, and where.
     """
     try:
         found = parse(path.read_text(encoding="utf-8"), str(path))
@@ -102,7 +103,7 @@ def check_file(path: Path) -> int:
     ]
     nodes = [host.node(host.numa[0].name) for host in found.hosts]
     apart = [
-        f"no way from {nodes[0]} to {other}: what links carry there is learnt"
+        f"no path from {nodes[0]} to {other}: the bandwidth between them is learnt"
         for other in nodes[1:]
         if found.path(nodes[0], other) is None
     ]

@@ -1,9 +1,8 @@
-"""The material of ``dask gpurt demo``: stock Dask against Dask with this runtime, on real data.
+"""The ``dask gpurt demo`` command: stock Dask against Dask with this runtime, on real data.
 
-The package makes TPC-H tables on the spot and takes the flights of 2013 out of New York from a
-PyPI package, runs ordinary :mod:`dask.dataframe` queries over both, and checks every answer
-against DuckDB. Nothing in here is imported by the runtime itself: a program which only uses
-``dask_gpurt`` never pays for it.
+The package generates TPC-H tables, and reads the 2013 flights out of New York from a PyPI package.
+It runs ordinary :mod:`dask.dataframe` queries over both, and checks every answer against DuckDB.
+The runtime itself imports nothing from here.
 
-Start reading at :mod:`dask_gpurt.demo.command`.
+:mod:`dask_gpurt.demo.command` is the entry point.
 """

@@ -1,8 +1,8 @@
-"""Compare two answers to one query, and name the first difference in one sentence.
+"""Comparison of two answers to one query, with the first difference as one sentence.
 
-Two engines add floats in different orders and give tied rows in any order, so equality here
-means: the same columns, the same rows as a multiset, numbers within a tolerance, and the sort
-columns in the same sequence. Running the queries is :mod:`dask_gpurt.demo.runner`'s matter.
+Two engines add floats in different orders and return tied rows in any order. So two answers are
+equal if they have the same columns, the same rows as a multiset, numbers within a tolerance, and
+the same sequence in the sort columns. :mod:`dask_gpurt.demo.runner` runs the queries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pandas as pd
 #: Sums of six million floats in another order differ by a few parts in 10**13.
 DEFAULT_RTOL = 1e-9
 
-#: Sums near zero, such as of profits and losses, differ by rounding of their large terms.
+#: Sums near zero, such as of profits and losses, have the rounding error of their large terms.
 DEFAULT_ATOL = 1e-6
 
 
@@ -39,18 +39,18 @@ def assert_same_answer(
     got, expected
         The answers. Their indexes are ignored.
     ordered_by
-        Columns whose sequence of values must be the same in both; rows which agree in all of
-        them may be in any order. None or empty if the whole answer may be in any order.
+        Columns whose sequence of values must be the same in both. Rows that agree in all of them
+        may be in any order. None or empty allows any order.
     exact_dtypes
-        Compare dtypes instead of kinds of dtypes. Right for two runs of Dask, too strict for
-        Dask and SQL.
+        Compare dtypes instead of kinds of dtypes. Right for two runs of Dask, too strict for Dask
+        and SQL.
     rtol, atol
         Tolerances for floats.
 
     Raises
     ------
     AnswersDiffer
-        With a sentence on the first difference found.
+        The answers differ. The message describes the first difference.
     """
     difference = first_difference(
         got, expected, ordered_by, exact_dtypes=exact_dtypes, rtol=rtol, atol=atol
@@ -68,7 +68,7 @@ def first_difference(
     rtol: float = DEFAULT_RTOL,
     atol: float = DEFAULT_ATOL,
 ) -> str | None:
-    """Return a sentence on the first difference of two answers, None if they are the same.
+    """Return a sentence on the first difference of two answers, or None if they are the same.
 
     Parameters
     ----------
@@ -83,8 +83,8 @@ def first_difference(
     if list(got.columns) != list(expected.columns):
         return f"columns are {list(got.columns)}, expected {list(expected.columns)}"
     for name in got.columns:
-        # An answer without rows has no values which a dtype could misrepresent, and engines
-        # differ in what they make of an empty column.
+        # An answer without rows has no values of a wrong dtype, and engines differ in the dtype of
+        # an empty column.
         if not len(got) and not len(expected) and not exact_dtypes:
             break
         left, right = _kind(got[name], exact_dtypes), _kind(expected[name], exact_dtypes)
@@ -105,12 +105,12 @@ def first_difference(
 
 
 def _kind(column: pd.Series, exact: bool) -> str:
-    """Return what a column holds: its dtype, or one word which pandas and SQL agree on."""
+    """Return the kind of a column: its dtype, or one word that pandas and SQL agree on."""
     if exact:
         return str(column.dtype)
     if pd.api.types.is_bool_dtype(column):
         return "booleans"
-    # DuckDB sums integers in 128 bits, which reach pandas as floats.
+    # DuckDB sums integers in 128 bits, which become floats in pandas.
     if pd.api.types.is_numeric_dtype(column):
         return "numbers"
     if pd.api.types.is_datetime64_any_dtype(column):
@@ -134,7 +134,7 @@ def _values(column: pd.Series) -> np.ndarray:
 
 
 def _first_unequal(left: pd.Series, right: pd.Series, rtol: float, atol: float) -> int | None:
-    """Return the position of the first pair of unequal values, None if there is none."""
+    """Return the position of the first pair of unequal values, or None."""
     a, b = _values(left), _values(right)
     if "f" in (a.dtype.kind, b.dtype.kind):
         equal = np.isclose(
@@ -150,9 +150,9 @@ def _first_unequal(left: pd.Series, right: pd.Series, rtol: float, atol: float) 
 
 
 def _canonical(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows in an order which depends on their values only.
+    """Return the rows in an order that depends only on their values.
 
-    Floats come last and rounded: two sums of the same terms must not swap rows.
+    Floats come last, and rounded: two sums of the same terms must not swap rows.
     """
     keys: dict[str, pd.Series] = {}
     floats: dict[str, pd.Series] = {}
@@ -171,7 +171,7 @@ def _canonical(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _is_whole(values: np.ndarray) -> bool:
-    """Return whether all floats are whole numbers, so that equal ones are equal exactly."""
+    """Return whether all floats are whole numbers, which compare exactly."""
     present = values[~np.isnan(values)]
     return bool(np.all(present == np.floor(present)))
 

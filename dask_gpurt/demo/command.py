@@ -1,9 +1,9 @@
 """``dask gpurt demo``: stock Dask against Dask with this runtime, on real data.
 
-Makes the data, starts the two clusters, has :mod:`dask_gpurt.demo.runner` run the queries and
-:mod:`dask_gpurt.demo.report` write what came out. Parsing of the command line is not done here.
-The packages which only the demo needs are imported inside the functions, so that importing this
-module costs nothing and a missing one is reported in one line.
+This module creates the data and starts the two clusters. :mod:`dask_gpurt.demo.runner` runs the
+queries, and :mod:`dask_gpurt.demo.report` writes the results. The command line is parsed elsewhere.
+Packages that only the demo needs are imported inside functions, so that importing this module is
+cheap, and a missing package is reported in one line.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
     from dask_gpurt.demo.runner import Workload
 
-#: The default demo is to end within five minutes, closing the clusters included.
+#: Time limit of the default demo: five minutes, including the close of the clusters.
 _BUDGET_S = 280.0
 
-#: A quick one is to end within a minute; some seconds go by before and after its queries.
+#: Time limit of the queries with `--quick`: one minute, minus some seconds before and after.
 _QUICK_S = 48.0
 
 _MAX_WORKERS = 4
 
-#: What a shell reports for a program ended by Ctrl-C.
+#: Exit status that a shell reports for a program ended by Ctrl-C.
 _INTERRUPTED = 130
-#: As of all commands that cannot do what they were asked for.
+#: Exit status of all commands that cannot do their work.
 _CANNOT_RUN = 2
 
 
 class DemoError(RuntimeError):
-    """The demo cannot run; the text says why in one line."""
+    """The demo cannot run. The message says why in one line."""
 
 
 def main(
@@ -61,17 +61,16 @@ def main(
     scale
         TPC-H scale factor; 1 is about a gigabyte of text.
     quick
-        Scale 0.1 and one timed run of each query that there is time for: an impression within a
-        minute.
+        Use scale 0.1 and time each query once, as far as one minute allows.
     cache_dir
-        Where the data is kept; None means the user's cache directory.
+        Directory of all data sets; None means the user's cache directory.
     out_dir
-        Where ``report.json`` and ``report.html`` are written.
+        Directory for ``report.json`` and ``report.html``.
     json_output
         Print the report as JSON on standard output, and the table on standard error.
     queries
-        Names of queries such as "q3" or "weather", or of a group, "tpch" or "flights". None
-        means all.
+        Names of queries such as "q3" or "weather", or of a group, "tpch" or "flights". None means
+        all.
 
     Returns
     -------
@@ -103,14 +102,10 @@ def _run(
     json_output: bool,
     queries: Sequence[str] | None,
 ) -> int:
-    """Do what :func:`main` says; raise :class:`DemoError` if the demo cannot run."""
+    """Run the demo like :func:`main`. Raise :class:`DemoError` if the demo cannot run."""
     start_s = time.perf_counter()
-    try:
-        # Minutes before there is something to write.
-        out_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out_dir).close()
-    except OSError as error:
-        raise DemoError(f"cannot write to {out_dir}: {error.strerror}") from error
+    # Check now, minutes before there is something to write.
+    _check_writable(out_dir)
     with _demo_packages():
         from rich.console import Console
 
@@ -119,11 +114,11 @@ def _run(
     notes = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         with notes.status("starting") as status:
-            # A line that is written over is not seen in a file or in a pipe.
+            # A status line is overwritten, and so invisible in a file or pipe.
             say = status.update if notes.is_terminal else notes.print
             workloads = _workloads(scale, cache_dir, queries, say, stack)
             if quick:
-                # Should time be up before the last of them, it is one of the other kind.
+                # Flights first: if time runs out, only TPC-H queries are left out.
                 workloads.sort(key=lambda workload: workload.group != "flights")
             with _children_ignore_ctrl_c():
                 say("starting the cluster without the runtime")
@@ -141,8 +136,8 @@ def _run(
             console=notes,
             read_totals=read_totals,
             deadline_s=max(0.0, _BUDGET_S * max(1.0, scale) - elapsed_s),
-            # Three queries are enough for workers to have imported and shuffled; the files are in
-            # memory anyway once DuckDB has read them. More warm-ups would cost timed runs.
+            # After three queries, all workers have imported their modules and shuffled. DuckDB
+            # has read the files into memory. More warm-ups would cost timed runs.
             n_warm_up=3,
             stop_s=_QUICK_S if quick else None,
             settings={
@@ -161,9 +156,18 @@ def _run(
     return 0 if report.agrees else 1
 
 
+def _check_writable(directory: Path) -> None:
+    """Create a directory if needed. Raise :class:`DemoError` if no file can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise DemoError(f"cannot write to {directory}: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def _demo_packages() -> Iterator[None]:
-    """Turn a failed import of a package which only the demo needs into one line."""
+    """Turn a failed import of a package that only the demo needs into a one-line error."""
     try:
         yield
     except ImportError as error:
@@ -178,7 +182,7 @@ def _workloads(
     progress: Callable[[str], None],
     stack: contextlib.ExitStack,
 ) -> list[Workload]:
-    """Make the data which the chosen queries need, and return them ready to run."""
+    """Create the data of the chosen queries, and return them as workloads."""
     with _demo_packages():
         from dask_gpurt.demo.material import MissingDemoPackage
         from dask_gpurt.demo.workloads import choose, flights_workloads, tpch_workloads
@@ -195,18 +199,19 @@ def _workloads(
 
 
 def _start_cluster(is_enabled: bool, stack: contextlib.ExitStack) -> tuple[Client, int]:
-    """Start a cluster of processes; it is closed with ``stack``. Return its client and size."""
+    """Start a cluster of processes that closes with ``stack``. Return its client and size."""
     import dask
     from dask.system import CPU_COUNT
     from distributed import Client
 
     n_workers = min(CPU_COUNT, _MAX_WORKERS)
-    # Around both, because workers take their settings from the process which starts them and
-    # the runtime is set up when a client connects.
+    # The setting covers both: workers inherit settings from the process that starts them, and the
+    # runtime is switched on when a client connects.
     with dask.config.set({"gpurt.enabled": is_enabled}):
-        # Both have encrypted connections, so that nobody else on this machine can use them.
+        # Both clusters have encrypted connections, so that other users of this machine cannot use
+        # them.
         cluster = stack.enter_context(local_cluster.start(n_workers, threads_per_worker=1))
-        # Neither client becomes the default one: the runner says whose turn it is.
+        # Neither client becomes the default one: the runner sets the current client.
         client = stack.enter_context(
             Client(cluster, set_as_default=False)  # type: ignore[no-untyped-call]
         )
@@ -215,13 +220,14 @@ def _start_cluster(is_enabled: bool, stack: contextlib.ExitStack) -> tuple[Clien
 
 @contextlib.contextmanager
 def _children_ignore_ctrl_c() -> Iterator[None]:
-    """Have processes which are started meanwhile ignore Ctrl-C, which a terminal sends to all.
+    """Make processes started in the `with` block ignore Ctrl-C, which a terminal sends to all.
 
-    Workers are ended by their cluster. Killed by a signal of their own they would be taken for
-    crashed ones and started again while the cluster closes, which then never ends.
+    The cluster ends its workers. A worker killed by its own signal would look crashed. The closing
+    cluster would restart it, and never end.
     """
     if threading.current_thread() is not threading.main_thread():
-        # Only the main thread may set how signals are handled; its Ctrl-C then is not ours.
+        # Only the main thread may set signal handlers. In another thread, Ctrl-C is not ours to
+        # handle.
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -232,13 +238,13 @@ def _children_ignore_ctrl_c() -> Iterator[None]:
 
 
 def _quiet_if_interrupted(kind: type[BaseException] | None, *_rest: object) -> None:
-    """Keep asyncio from logging, as the clusters close, every task which Ctrl-C abandoned."""
+    """Keep asyncio from logging every task that Ctrl-C abandoned when the clusters close."""
     if kind is KeyboardInterrupt:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def _check_active(enabled: Client) -> Callable[[Client], Mapping[str, int]]:
-    """Raise unless the runtime is active on its cluster; return how to read its counters."""
+    """Raise unless the runtime is active on its cluster. Return a function that reads counters."""
     from dask_gpurt import status
 
     found = status(enabled)

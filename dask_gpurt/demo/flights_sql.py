@@ -1,7 +1,7 @@
-"""The questions over the flights of 2013 as SQL: the independent check of the Dask answers.
+"""The queries over the 2013 flights in SQL, as an independent check of the Dask answers.
 
-The same questions for Dask are in :mod:`dask_gpurt.demo.flights_queries`; both read the same
-parquet files.
+The same queries for Dask are in :mod:`dask_gpurt.demo.flights_queries`. Both read the same parquet
+files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ORDERED_BY: dict[str, list[str]] = {
     "distinct": ["carrier"],
 }
 
-#: What each query asks, in a few words.
+#: A short title of each query.
 TITLES: dict[str, str] = {
     "planes": "delay by manufacturer",
     "weather": "delay by wind and visibility",
@@ -63,8 +63,8 @@ _TEXTS: dict[str, str] = {
         GROUP BY later.carrier
         ORDER BY later.carrier
     """,
-    # RANGE, not ROWS, would give tied flights one common sum; Dask adds them one after another.
-    # Which of the tied flights comes first changes no sum.
+    # RANGE would give tied flights one common sum, while Dask adds them one after another. The
+    # order of tied flights changes no sum.
     "sort": """
         WITH late AS (
             SELECT dep_delay,

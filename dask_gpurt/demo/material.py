@@ -1,9 +1,9 @@
-"""Where the demo's data is kept, and how a data set is put there exactly once.
+"""Storage of the demo's data sets, each created exactly once.
 
-A data set is one directory of parquet files, named by what it holds and by the version of its
-layout. It is built beside its final place and renamed into it, so a reader sees either the whole
-data set or none. What the files hold is decided by :mod:`dask_gpurt.demo.tpch_data` and
-:mod:`dask_gpurt.demo.flights_data`; this module never looks into them.
+A data set is a directory of parquet files, named after its content and the version of its layout.
+It is built beside its final place and renamed into it, so a reader sees the whole data set or none.
+:mod:`dask_gpurt.demo.tpch_data` and :mod:`dask_gpurt.demo.flights_data` decide the content; this
+module never reads it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import pyarrow.parquet as pq
 if TYPE_CHECKING:
     import duckdb
 
-#: Called with one short sentence whenever a build gets to its next step.
+#: Called with a short sentence at each step of a build.
 Progress = Callable[[str], None]
 
 INSTALL_HINT = "pip install 'dask-gpurt[demo]'"
 
 
 class MissingDemoPackage(RuntimeError):
-    """A package which only the demo needs is not installed.
+    """A package that only the demo needs is not installed.
 
     Parameters
     ----------
     package
-        Name of the package as pip knows it.
+        Name of the package for pip.
     """
 
     def __init__(self, package: str) -> None:
@@ -43,11 +43,11 @@ class MissingDemoPackage(RuntimeError):
 
 
 def silent(_step: str) -> None:
-    """Drop a progress sentence; the default where nobody watches."""
+    """Ignore a progress sentence. The default."""
 
 
 def default_cache_dir() -> Path:
-    """Return the directory which holds the demo's data sets unless the user names another.
+    """Return the default directory of the demo's data sets.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def default_cache_dir() -> Path:
         ``$XDG_CACHE_HOME/dask-gpurt``, or ``~/.cache/dask-gpurt``. It may not exist yet.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification tells programs to ignore a relative path here.
+    # The XDG specification requires that a relative path is ignored here.
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "dask-gpurt"
 
@@ -63,17 +63,17 @@ def default_cache_dir() -> Path:
 def build_once(
     cache_dir: str | os.PathLike[str] | None, name: str, build: Callable[[Path], None]
 ) -> Path:
-    """Return the data set called ``name``, building it first if it is not there.
+    """Return the data set called ``name``, building it first if needed.
 
     Parameters
     ----------
     cache_dir
-        Directory which holds the data sets; None means :func:`default_cache_dir`.
+        Directory of all data sets; None means :func:`default_cache_dir`.
     name
-        Directory name of the data set. It must say everything which changes the content.
+        Directory name of the data set. It must include everything that determines the content.
     build
-        Fills the empty directory it is given. Whatever it raises, a ``KeyboardInterrupt``
-        included, is passed on, and nothing called ``name`` is left behind.
+        Fills the empty directory that it is given. If it raises, even a ``KeyboardInterrupt``, the
+        error is passed on, and no data set is left behind.
 
     Returns
     -------
@@ -85,8 +85,7 @@ def build_once(
     if final.is_dir():
         return final
     root.mkdir(parents=True, exist_ok=True)
-    # In the same directory as the final place, because a rename is atomic only within one
-    # file system.
+    # In the same directory as the final place: a rename is atomic only within one file system.
     partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=root))
     try:
         build(partial)
@@ -95,7 +94,7 @@ def build_once(
         try:
             partial.rename(final)
         except OSError:
-            # Another process finished the same data set first; theirs holds the same bytes.
+            # Another process finished the same data set first. Its files have the same bytes.
             if not final.is_dir():
                 raise
     finally:
@@ -111,7 +110,7 @@ def write_parts(table: pa.Table, directory: Path, n_files: int) -> None:
     table
         Rows to write, in order.
     directory
-        Made if missing; the files are named so that sorting by name keeps the order.
+        Created if missing. Sorting the files by name keeps the order of the rows.
     n_files
         Number of files. Each becomes one partition of a Dask DataFrame.
     """
@@ -145,12 +144,12 @@ def connect_views(directory: Path, tables: Mapping[str, int]) -> duckdb.DuckDBPy
     directory
         A data set with one directory of parquet files per table.
     tables
-        The tables' names, as keys.
+        Names of the tables.
 
     Returns
     -------
     duckdb.DuckDBPyConnection
-        Reads the very files which Dask reads. The caller closes it.
+        Reads the same files as Dask. The caller closes it.
 
     Raises
     ------

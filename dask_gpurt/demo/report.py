@@ -1,8 +1,8 @@
-"""Write a :class:`~dask_gpurt.demo.results.Report` as JSON, or as one HTML page.
+"""Output of a :class:`~dask_gpurt.demo.results.Report` as JSON, or as one HTML page.
 
-The page holds its style and its chart, loads nothing, follows the reader's light or dark
-setting, and is well-formed XML too, so that any tool can read it. What is in it is decided by
-:mod:`dask_gpurt.demo.results`.
+The page includes its style and chart and loads nothing. It follows the reader's light or dark
+setting. It is well-formed XML too, so that any tool can read it. :mod:`dask_gpurt.demo.results`
+decides the content.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     Parameters
     ----------
     report
-        What :func:`dask_gpurt.demo.runner.run_demo` returned.
+        Result of :func:`dask_gpurt.demo.runner.run_demo`.
     path
         File to write; replaced if it exists.
     """
@@ -78,12 +78,12 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def write_html(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write a report as one HTML page which needs nothing else.
+    """Write a report as one self-contained HTML page.
 
     Parameters
     ----------
     report
-        What :func:`dask_gpurt.demo.runner.run_demo` returned.
+        Result of :func:`dask_gpurt.demo.runner.run_demo`.
     path
         File to write; replaced if it exists.
     """
@@ -91,12 +91,12 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def html_page(report: Report) -> str:
-    """Return the page which :func:`write_html` writes.
+    """Return the page that :func:`write_html` writes.
 
     Parameters
     ----------
     report
-        What :func:`dask_gpurt.demo.runner.run_demo` returned.
+        Result of :func:`dask_gpurt.demo.runner.run_demo`.
 
     Returns
     -------
@@ -183,13 +183,13 @@ def _chart(rows: list[Row]) -> str:
     for i, row in enumerate(rows):
         parts.append(_bar(row, _TOP + _STEP * i, scale))
     one = _LEFT + scale
-    # Drawn last: the line must be seen across the bars.
+    # Drawn last, to be visible across the bars.
     parts.append(f'<line class="one" x1="{one:.1f}" x2="{one:.1f}" y1="{_TOP}" y2="{bottom}"/>')
     return "".join([*parts, "</svg>"])
 
 
 def _tick(largest: float) -> float:
-    """Return the distance of grid lines: 1, 2, 2.5 or 5 times a power of ten, four to nine."""
+    """Return the distance of four to nine grid lines: 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(largest))
     steps = (factor * power for factor in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0))
     return next(step for step in steps if largest / step <= 8)
@@ -212,7 +212,7 @@ def _bar(row: Row, top: float, scale: float) -> str:
             f'<rect class="bar {row.verdict}" x="{_LEFT}" y="{middle - _BAR / 2:.1f}" '
             f'width="{width:.1f}" height="{_BAR}" rx="2"/>'
         )
-        # A figure just left of the line at 1.0 would be struck through by it.
+        # The line at 1.0 would strike through a figure just left of it.
         x = max(_LEFT + width, _LEFT + scale if width < scale else 0) + 7
         parts.append(f'<text x="{x:.1f}" y="{middle + 4.5:.1f}">{row.ratio:.2f}</text>')
     return "".join([*parts, "</g>"])
@@ -224,7 +224,7 @@ def _cut(text: str, limit: int = 27) -> str:
 
 
 def _table(report: Report) -> str:
-    """Return the table of all times, with counters where any were read."""
+    """Return the table of all times, with counters if any were read."""
     has_totals = any(row.enabled_totals for row in report.rows)
     headings = [("query", ""), ("", ""), ("rows", "n"), ("stock", "n"), ("gpurt", "n")]
     headings += [("ratio", "n"), ("runs", "n")]
@@ -269,7 +269,7 @@ def _table(report: Report) -> str:
 
 
 def _differences(rows: list[Row]) -> str:
-    """Return what was wrong with each answer which was."""
+    """Return the differences of all answers that differ."""
     items = [
         f"<li><b>{escape(row.group)} {escape(row.name)}</b>: {escape(row.difference)}</li>"
         for row in rows
@@ -279,7 +279,7 @@ def _differences(rows: list[Row]) -> str:
 
 
 def _warm_up_sentence(rows: list[Row]) -> str:
-    """Return which queries each cluster ran once untimed."""
+    """Return a sentence on the untimed warm-up runs."""
     n_warm = sum(row.warmed_up for row in rows)
     if n_warm == len(rows):
         return "after one untimed run on each cluster"
@@ -293,5 +293,5 @@ def _definitions(entries: dict[str, str]) -> str:
 
 
 def _number(value: float, unit: str) -> str:
-    """Return a figure with its unit, a dash for NaN."""
+    """Return a figure with its unit; a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:.2f}{unit}"

@@ -1,7 +1,7 @@
-"""What one run of the demo found: plain data, with the medians and ratios computed from it.
+"""Results of one run of the demo: plain data, with medians and ratios computed from it.
 
-:mod:`dask_gpurt.demo.runner` fills it, :mod:`dask_gpurt.demo.report` writes it to files. Nothing
-in here measures or draws.
+:mod:`dask_gpurt.demo.runner` fills it, and :mod:`dask_gpurt.demo.report` writes it to files. This
+module neither measures nor draws.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 from dask.system import CPU_COUNT
 from distributed.system import MEMORY_LIMIT
 
-#: Raised whenever a key of :meth:`Report.to_dict` changes its meaning or goes away.
+#: Must increase when a key of :meth:`Report.to_dict` changes its meaning or is removed.
 REPORT_VERSION = 1
 
-#: Ratios this close to 1 are within what medians of the same code differ by.
+#: Ratios this close to 1 are within the noise of medians of the same code.
 SAME_WITHIN = 0.05
 
-#: The same for queries which were timed only once on each side.
+#: The same for queries that were timed only once on each side.
 SAME_WITHIN_ONCE = 0.20
 
-#: Said wherever a reader might make too much of single runs.
+#: Warning against drawing conclusions from single runs.
 TIMED_ONCE = (
-    f"Where a query was timed only once, up to {SAME_WITHIN_ONCE:.0%} counts as no clear "
-    "difference, and more may still be chance."
+    f"For queries timed only once, up to {SAME_WITHIN_ONCE:.0%} counts as no clear difference, "
+    "and more may still be chance."
 )
 
 _PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "numpy", "duckdb", "dask-gpurt")
@@ -51,9 +51,9 @@ class Row:
     warmed_up
         Whether each cluster ran the query once before it was timed.
     difference
-        None if all answers agree, else one sentence on the first which does not.
+        None if all answers agree, else a sentence on the first difference.
     stock_totals, enabled_totals
-        By how much each of the runtime's counters grew during the first timed run.
+        Growth of each of the runtime's counters during the first timed run.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        """Whether every answer was the expected one."""
+        """Whether every answer was correct."""
         return self.difference is None
 
     @property
     def n_runs(self) -> int:
-        """How often both sides were timed."""
+        """Number of timed runs on both sides."""
         return min(len(self.stock_s), len(self.enabled_s))
 
     @property
@@ -89,16 +89,16 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Stock over enabled: above 1 the runtime was faster. NaN if a side has no time."""
+        """Stock time over enabled time; above 1, the runtime was faster. NaN without both times."""
         enabled = self.enabled_median_s
         return self.stock_median_s / enabled if enabled > 0 else math.nan
 
     @property
     def verdict(self) -> str:
-        """The ratio in one word: "faster", "slower", "same" or "none"; see :func:`verdict`."""
+        """The ratio in one word: "faster", "slower", "same" or "none". See :func:`verdict`."""
         if self.n_runs > 1:
-            # The typical run of the faster side must beat every run of the other; else the
-            # order of the medians may be chance.
+            # The median of the faster side must beat every run of the other. Otherwise the order of
+            # the medians may be chance.
             beats = (
                 self.enabled_median_s < min(self.stock_s),
                 self.stock_median_s < min(self.enabled_s),
@@ -108,7 +108,7 @@ class Row:
         return verdict(self.ratio, SAME_WITHIN if self.n_runs > 1 else SAME_WITHIN_ONCE)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as JSON data; what could not be measured is None."""
+        """Return the row as JSON data. Missing measurements are None."""
         return {
             "name": self.name,
             "title": self.title,
@@ -130,7 +130,7 @@ class Row:
 
 @dataclass
 class Report:
-    """All rows of one run, with what a reader needs to judge them.
+    """All rows of one run, with the context needed to judge them.
 
     Attributes
     ----------
@@ -139,15 +139,15 @@ class Report:
     machine
         See :func:`describe_machine`.
     settings
-        How it was measured: workers, scale, repeats and so on, as the caller wants them shown.
+        Conditions of the measurement, such as workers and scale, for display.
     started
         ISO 8601 time in UTC.
     duration_s
         Wall seconds of the whole run, warm-ups and checks included.
     repeats
-        How often each query was to be timed; a row may hold fewer when time ran out.
+        Planned number of timed runs per query. A row may have fewer if time ran out.
     left_out
-        Queries that were not run at all, because time ran out.
+        Queries that were not run, because time ran out.
     """
 
     rows: list[Row]
@@ -160,25 +160,25 @@ class Report:
 
     @property
     def left_out_sentence(self) -> str:
-        """Which queries were not run, and how they would be; empty if all were."""
+        """A sentence on the queries that were not run; empty if all were."""
         if not self.left_out:
             return ""
         n, names = len(self.left_out), ", ".join(self.left_out)
-        return f"Time was up before {n} of the queries, which `--queries` has run: {names}."
+        return f"Time ran out before {n} of the queries. Run them with `--queries`: {names}."
 
     @property
     def agrees(self) -> bool:
-        """Whether every answer of every query was the expected one."""
+        """Whether every answer of every query was correct."""
         return all(row.agrees for row in self.rows)
 
     @property
     def stock_total_s(self) -> float:
-        """Sum of the stock medians over the queries which have a time on both sides."""
+        """Sum of the stock medians over the queries with a time on both sides."""
         return sum(row.stock_median_s for row in self._timed)
 
     @property
     def enabled_total_s(self) -> float:
-        """Sum of the enabled medians over the queries which have a time on both sides."""
+        """Sum of the enabled medians over the queries with a time on both sides."""
         return sum(row.enabled_median_s for row in self._timed)
 
     @property
@@ -188,7 +188,7 @@ class Report:
 
     @property
     def mean_ratio(self) -> float:
-        """Geometric mean of the ratios, in which short queries count as much as long ones."""
+        """Geometric mean of the ratios, in which all queries have equal weight."""
         if not self._timed:
             return math.nan
         return statistics.geometric_mean(row.ratio for row in self._timed)
@@ -199,11 +199,11 @@ class Report:
 
     @property
     def min_runs(self) -> int:
-        """The fewest timed runs which any query has on a side, failed queries left out."""
+        """The smallest number of timed runs of any query on a side, without failed queries."""
         return min((row.n_runs for row in self._timed), default=0)
 
     def count(self, word: str) -> int:
-        """Return how many rows have the verdict ``word``."""
+        """Return the number of rows with the verdict ``word``."""
         return sum(row.verdict == word for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -233,9 +233,9 @@ def verdict(ratio: float, same_within: float = SAME_WITHIN) -> str:
     Parameters
     ----------
     ratio
-        Stock over enabled.
+        Stock time over enabled time.
     same_within
-        How far from 1 a ratio may be to mean no difference.
+        Largest distance from 1 that means no difference.
 
     Returns
     -------
@@ -250,12 +250,12 @@ def verdict(ratio: float, same_within: float = SAME_WITHIN) -> str:
 
 
 def describe_machine() -> dict[str, str]:
-    """Return what the results depend on: cores, memory, system and versions.
+    """Return facts about the machine that affect results: cores, memory, system and versions.
 
     Returns
     -------
     dict
-        Names and values to be shown as they are. Limits of a container count as the machine's.
+        Names and values for display. Limits of a container count as the machine's.
     """
     described = {
         "cores": str(CPU_COUNT),
@@ -273,7 +273,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the processor's model where the system says it, else an empty string."""
+    """Return the processor's model, or an empty string if unknown."""
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -283,7 +283,7 @@ def _processor() -> str:
 
 
 def growth(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return by how much each counter grew.
+    """Return the growth of each counter.
 
     Parameters
     ----------
@@ -320,5 +320,5 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def _or_none(value: float) -> float | None:
-    """Return None for NaN, which JSON cannot hold."""
+    """Return None for NaN, which JSON lacks."""
     return None if math.isnan(value) else value

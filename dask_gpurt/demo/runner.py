@@ -1,9 +1,9 @@
-"""Run the same queries on two clusters in turn, time them, and check every answer.
+"""Alternating, timed runs of the same queries on two clusters, with a check of every answer.
 
-The two sides alternate, and which goes first alternates too, so that a machine which slows down
-or speeds up meanwhile does so for both. Every answer is compared: enabled with stock, and each
-with DuckDB. The clusters and the queries are made by the caller,
-:mod:`dask_gpurt.demo.command`; files are written by :mod:`dask_gpurt.demo.report`.
+The two sides alternate, and so does the side that goes first, so that a change of the machine's
+speed affects both. Every answer is compared: enabled with stock, and each with DuckDB. The caller,
+:mod:`dask_gpurt.demo.command`, creates the clusters and the queries. :mod:`dask_gpurt.demo.report`
+writes files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import datetime
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import dask
 import pandas as pd
@@ -33,7 +33,7 @@ from dask_gpurt.demo.results import (
     verdict,
 )
 
-#: Reads the runtime's counters of one cluster; an empty mapping where there are none.
+#: Reads the runtime's counters of a cluster; empty for a cluster without counters.
 ReadTotals = Callable[[Client], Mapping[str, int]]
 
 
@@ -46,7 +46,7 @@ class Workload:
     name, title, group
         "Q3", "shipping priority", "TPC-H".
     run
-        Computes the answer with Dask, on whatever client is the current one.
+        Computes the answer with Dask on the current client.
     expected
         Computes the answer with another engine.
     ordered_by
@@ -70,6 +70,89 @@ class _Side:
     is_enabled: bool
 
 
+class _Trial:
+    """One workload, its row of the report, and its answers so far."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.row = Row(workload.name, workload.title, workload.group)
+        self._expected = pd.DataFrame()
+        self._first_answers: dict[str, pd.DataFrame] = {}
+
+    def compute_expected(self) -> None:
+        """Compute the expected answer, which the timed runs are compared with."""
+        self._expected = self.workload.expected()
+
+    def warm_up(self, turn: Sequence[_Side]) -> None:
+        """Run the workload once on each side, untimed."""
+        for side in turn:
+            _warm_up(side, self.workload, self.row)
+        self.row.warmed_up = True
+
+    def run(self, turn: Sequence[_Side], read_totals: ReadTotals | None) -> None:
+        """Time the workload once on each side, and check its answers."""
+        for side in turn:
+            answer = _timed_run(side, self.workload, self.row, read_totals)
+            if answer is not None:
+                first = self._first_answers.setdefault(side.label, answer)
+                _check(side, self.workload, self.row, answer, first, self._expected)
+        _check_sides(self.workload, self.row, self._first_answers)
+
+
+@dataclass
+class _Schedule:
+    """The order of all runs, and the time limits for them. See :func:`run_demo`."""
+
+    sides: tuple[_Side, _Side]
+    trials: list[_Trial]
+    read_totals: ReadTotals | None
+    n_warm_up: int | None
+    deadline_s: float | None
+    stop_s: float | None
+    start_s: float = field(default_factory=time.perf_counter)
+
+    def is_late(self, limit_s: float | None, next_s: float = 0.0) -> bool:
+        """Return whether a limit has passed, or will with the next ``next_s`` seconds."""
+        return limit_s is not None and time.perf_counter() - self.start_s + next_s > limit_s
+
+    def run(self, n_rounds: int, console: Console) -> None:
+        """Run all rounds. Without time for more, the remaining trials are removed."""
+        total = n_rounds * len(self.trials)
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(_progress_bar(console))
+            stack.callback(gc.unfreeze)
+            task = progress.add_task("", total=total)
+            for round_ in range(n_rounds):
+                for i, trial in enumerate(self.trials):
+                    row = trial.row
+                    progress.update(task, description=f"{row.group} {row.name}")
+                    # The first trial always runs, so that the report is not empty.
+                    if round_ == 0 and i and self.is_late(self.stop_s):
+                        del self.trials[i:]
+                        break
+                    has_run = self._run_trial(round_, i, trial)
+                    progress.advance(task)
+                    if has_run and not console.is_terminal:
+                        _log(console, f"{round_ * len(self.trials) + i + 1}/{total}", row)
+
+    def _run_trial(self, round_: int, i: int, trial: _Trial) -> bool:
+        """Run a trial for one round, and return whether it was not skipped."""
+        turn = self.sides if (i + round_) % 2 == 0 else self.sides[::-1]
+        row = trial.row
+        if round_ == 0:
+            trial.compute_expected()
+            is_warmed_up = self.n_warm_up is None or i < self.n_warm_up
+            if is_warmed_up and not self.is_late(self.deadline_s):
+                trial.warm_up(turn)
+        elif not row.agrees or self.is_late(
+            self.deadline_s, row.stock_median_s + row.enabled_median_s
+        ):
+            # A workload that failed once is not worth the time of a second failure.
+            return False
+        trial.run(turn, self.read_totals)
+        return True
+
+
 def run_demo(
     stock: Client,
     enabled: Client,
@@ -83,48 +166,54 @@ def run_demo(
     stop_s: float | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Report:
-    """Run every workload on both clusters and return what was found.
+    """Run every workload on both clusters and return the results.
 
     Parameters
     ----------
     stock, enabled
         Clients of the cluster without and of the cluster with the runtime.
     workloads
-        What to run, in this order.
+        Workloads to run, in this order.
     repeats
-        How often each workload is timed on each side, at least once.
+        Number of timed runs of each workload on each side, at least one.
     console
-        Where progress is shown; standard error if None.
+        Console for progress; standard error if None.
     read_totals
         Reads a cluster's counters; called around the first timed run of each side.
     deadline_s
         Seconds from now after which repeats and warm-ups are skipped. Every workload is still
-        timed once on each side and its answers are compared.
+        timed once on each side, and its answers are compared.
     n_warm_up
         How many of the workloads, from the first, each side runs once untimed; None for all.
     stop_s
-        Seconds from now after which no further workload is begun: the rest is left out.
+        Seconds from now after which the remaining workloads are left out.
     settings
-        Taken over into the report.
+        Added to the report.
 
     Returns
     -------
     Report
-        A workload which fails on a side, or gives a wrong answer, is a row which says so; only
+        A workload that fails, or gives a wrong answer, has a row with the difference. Only
         ``KeyboardInterrupt`` and the like are raised.
     """
-    console = console if console is not None else Console(stderr=True)
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    start_s = time.perf_counter()
     sides = (_Side("stock", stock, False), _Side("enabled", enabled, True))
-    rows = [Row(workload.name, workload.title, workload.group) for workload in workloads]
-    expected: list[pd.DataFrame] = []
-    first_answers: list[dict[str, pd.DataFrame]] = [{} for _ in workloads]
+    trials = [_Trial(workload) for workload in workloads]
+    schedule = _Schedule(sides, trials, read_totals, n_warm_up, deadline_s, stop_s)
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    schedule.run(max(1, repeats), console if console is not None else Console(stderr=True))
+    return Report(
+        rows=[trial.row for trial in trials],
+        machine=describe_machine(),
+        settings=dict(settings or {}),
+        started=started,
+        duration_s=time.perf_counter() - schedule.start_s,
+        repeats=max(1, repeats),
+        left_out=[f"{one.group} {one.name}" for one in workloads[len(trials) :]],
+    )
 
-    def late(limit_s: float | None, next_s: float = 0.0) -> bool:
-        return limit_s is not None and time.perf_counter() - start_s + next_s > limit_s
 
-    progress = Progress(
+def _progress_bar(console: Console) -> Progress:
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -132,51 +221,10 @@ def run_demo(
         console=console,
         transient=True,
     )
-    total = max(1, repeats) * len(workloads)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(progress)
-        stack.callback(gc.unfreeze)
-        task = progress.add_task("", total=total)
-        for round_ in range(max(1, repeats)):
-            for i, (workload, row) in enumerate(zip(workloads, rows, strict=False)):
-                turn = sides if (i + round_) % 2 == 0 else sides[::-1]
-                progress.update(task, description=f"{workload.group} {workload.name}")
-                if round_ == 0:
-                    # At least one: a report of nothing is none.
-                    if i and late(stop_s):
-                        del rows[i:]
-                        break
-                    expected.append(workload.expected())
-                    if (n_warm_up is None or i < n_warm_up) and not late(deadline_s):
-                        for side in turn:
-                            _warm_up(side, workload, row)
-                        row.warmed_up = True
-                elif not row.agrees or late(deadline_s, row.stock_median_s + row.enabled_median_s):
-                    # A workload which failed once is not worth the time of a second failure.
-                    progress.advance(task)
-                    continue
-                for side in turn:
-                    answer = _timed_run(side, workload, row, read_totals)
-                    if answer is not None:
-                        first = first_answers[i].setdefault(side.label, answer)
-                        _check(side, workload, row, answer, first, expected[i])
-                _check_sides(workload, row, first_answers[i])
-                progress.advance(task)
-                if not console.is_terminal:
-                    _log(console, f"{round_ * len(rows) + i + 1}/{total}", row)
-    return Report(
-        rows=rows,
-        machine=describe_machine(),
-        settings=dict(settings or {}),
-        started=started,
-        duration_s=time.perf_counter() - start_s,
-        repeats=max(1, repeats),
-        left_out=[f"{one.group} {one.name}" for one in workloads[len(rows) :]],
-    )
 
 
 def _log(console: Console, position: str, row: Row) -> None:
-    """Say what was just run, where a bar that moves is not seen: in a file, or in a pipe."""
+    """Print the last result as a line, for a file or pipe, which cannot show a progress bar."""
     sides = {"stock": row.stock_s, "enabled": row.enabled_s}
     times = ", ".join(f"{side} {taken[-1]:.2f} s" for side, taken in sides.items() if taken)
     line = f"{position} {row.group} {row.name}: {row.difference or times}"
@@ -184,15 +232,14 @@ def _log(console: Console, position: str, row: Row) -> None:
 
 
 def _run_on(side: _Side, workload: Workload) -> pd.DataFrame:
-    """Run a workload on one side, with that side's client and setting as the current ones."""
-    # The setting is read while a graph is built too, and that happens in this process, which
-    # both sides share.
+    """Run a workload with one side's client and setting as the current ones."""
+    # The setting is also read while a graph is built, in this process, which both sides share.
     with side.client.as_current(), dask.config.set({"gpurt.enabled": side.is_enabled}):
         return workload.run()
 
 
 def _warm_up(side: _Side, workload: Workload, row: Row) -> None:
-    """Run a workload untimed; a failure is noted like that of a timed run."""
+    """Run a workload untimed. A failure is recorded like that of a timed run."""
     try:
         _run_on(side, workload)
     except Exception as error:
@@ -202,12 +249,12 @@ def _warm_up(side: _Side, workload: Workload, row: Row) -> None:
 def _timed_run(
     side: _Side, workload: Workload, row: Row, read_totals: ReadTotals | None
 ) -> pd.DataFrame | None:
-    """Run a workload once, note its time and counters in ``row``, return its answer."""
+    """Run a workload once, record its time and counters in ``row``, and return its answer."""
     times = row.enabled_s if side.is_enabled else row.stock_s
     read = read_totals if read_totals is not None and not times else None
     before = dict(read(side.client)) if read else {}
-    # What the previous query left behind must not be collected in this query's time. What is still
-    # there stays: looking through it again before each run would take a sixth of a second.
+    # Collect the garbage of the previous query before the timed part. Freeze the rest: a full
+    # collection before each run would take a sixth of a second.
     gc.collect()
     gc.freeze()
     start_s = time.perf_counter()
@@ -254,7 +301,7 @@ def _check_sides(workload: Workload, row: Row, answers: Mapping[str, pd.DataFram
 
 
 def _failure(side: _Side, error: Exception) -> str:
-    """Return one sentence on a workload which raised."""
+    """Return one sentence on a workload that raised."""
     lines = str(error).strip().splitlines() or [""]
     return f"{side.label} failed: {type(error).__name__}: {lines[0][:200]}"
 
@@ -263,16 +310,16 @@ _STYLES = {"faster": "green", "slower": "red", "same": "", "none": "red"}
 
 
 def print_table(report: Report, console: Console) -> None:
-    """Print one line per query, the slower ones included, and the totals.
+    """Print one line per query, including slower ones, and the totals.
 
     Parameters
     ----------
     report
-        What :func:`run_demo` returned.
+        Result of :func:`run_demo`.
     console
-        Where to print.
+        Output console.
     """
-    # Everything fits into 80 columns, the width of a terminal which does not say its own.
+    # Everything fits into 80 columns, the default width of a terminal.
     table = Table(
         title="stock Dask against Dask with dask_gpurt",
         title_justify="left",

@@ -17,7 +17,7 @@ from dask_gpurt.demo.tpch_data import TpchTables
 
 Query = Callable[[TpchTables], pd.DataFrame]
 
-#: Each query takes the tables, computes, and returns the answer with the columns of the SQL.
+#: Each query computes its answer from the tables and returns it with the columns of the SQL.
 QUERIES: dict[int, Query] = {
     1: first.q1,
     2: first.q2,

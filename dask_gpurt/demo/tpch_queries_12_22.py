@@ -1,11 +1,10 @@
-"""TPC-H queries 12 to 22 as a user of :mod:`dask.dataframe` would write them.
+"""TPC-H queries 12 to 22, as a user of :mod:`dask.dataframe` would write them.
 
-The other half of :mod:`dask_gpurt.demo.tpch_queries_1_11`, under the same rules. ``split_out`` is
-given to a groupby where its groups are nearly as many as its rows, as Dask's documentation
-advises.
+The same rules apply as in :mod:`dask_gpurt.demo.tpch_queries_1_11`. A groupby has ``split_out`` if
+it has almost as many groups as rows, as Dask's documentation advises.
 """
 
-# Dask's frames have no type hints, and every line here is about them.
+# Dask's DataFrames have no type hints, and almost every line here uses them.
 # mypy: disable-error-code="no-untyped-call, no-any-return"
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def q15(tables: TpchTables) -> pd.DataFrame:
 
 
 def q16(tables: TpchTables) -> pd.DataFrame:
-    """Count the suppliers without complaints who sell certain parts, by kind of part."""
+    """Count the suppliers without complaints that sell certain parts, by kind of part."""
     part = tables.part
     part = part[
         (part.p_brand != "Brand#45")

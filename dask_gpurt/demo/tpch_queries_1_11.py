@@ -1,11 +1,11 @@
-"""TPC-H queries 1 to 11 as a user of :mod:`dask.dataframe` would write them.
+"""TPC-H queries 1 to 11, as a user of :mod:`dask.dataframe` would write them.
 
-Filters, merges and groupbys with Dask's defaults; nothing is persisted, repartitioned or tuned,
-and nothing refers to this runtime. Small final results are sorted in pandas. The other half is
-:mod:`dask_gpurt.demo.tpch_queries_12_22`; use both through :mod:`dask_gpurt.demo.tpch_queries`.
+They use filters, merges and groupbys with Dask's defaults. Nothing is persisted, repartitioned or
+tuned, and nothing refers to this runtime. Small final results are sorted in pandas. The other half
+is :mod:`dask_gpurt.demo.tpch_queries_12_22`; use both through :mod:`dask_gpurt.demo.tpch_queries`.
 """
 
-# Dask's frames have no type hints, and every line here is about them.
+# Dask's DataFrames have no type hints, and almost every line here uses them.
 # mypy: disable-error-code="no-untyped-call, no-any-return"
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def q1(tables: TpchTables) -> pd.DataFrame:
 
 
 def q2(tables: TpchTables) -> pd.DataFrame:
-    """Find the European suppliers which sell certain parts at the lowest cost."""
+    """Find the European suppliers that sell certain parts at the lowest cost."""
     part = tables.part
     part = part[(part.p_size == 15) & part.p_type.str.endswith("BRASS")]
     europe = tables.region[tables.region.r_name == "EUROPE"]
@@ -72,7 +72,7 @@ def q2(tables: TpchTables) -> pd.DataFrame:
 
 
 def q3(tables: TpchTables) -> pd.DataFrame:
-    """Find the ten unshipped orders of one market segment which are worth most."""
+    """Find the ten unshipped orders of one market segment with the highest value."""
     day = pd.Timestamp("1995-03-15")
     customer = tables.customer[tables.customer.c_mktsegment == "BUILDING"]
     orders = tables.orders[tables.orders.o_orderdate < day]
@@ -126,7 +126,7 @@ def q5(tables: TpchTables) -> pd.DataFrame:
 
 
 def q6(tables: TpchTables) -> pd.DataFrame:
-    """Sum up the discounts which a year could have done without."""
+    """Sum up the revenue lost to certain discounts in a year."""
     lines = tables.lineitem
     lines = lines[
         (lines.l_shipdate >= pd.Timestamp("1994-01-01"))
@@ -220,7 +220,7 @@ def q9(tables: TpchTables) -> pd.DataFrame:
 
 
 def q10(tables: TpchTables) -> pd.DataFrame:
-    """Find the twenty customers who sent back most in a quarter."""
+    """Find the twenty customers who returned most in a quarter."""
     orders = tables.orders
     orders = orders[
         (orders.o_orderdate >= pd.Timestamp("1993-10-01"))
@@ -252,7 +252,7 @@ def q10(tables: TpchTables) -> pd.DataFrame:
 
 
 def q11(tables: TpchTables) -> pd.DataFrame:
-    """Find the parts which make up a notable share of the stock in Germany."""
+    """Find the parts that make up a notable share of the stock in Germany."""
     nation = tables.nation[tables.nation.n_name == "GERMANY"]
     supplier = tables.supplier.merge(nation, left_on="s_nationkey", right_on="n_nationkey")
     stock = tables.partsupp.merge(supplier, left_on="ps_suppkey", right_on="s_suppkey")

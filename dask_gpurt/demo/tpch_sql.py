@@ -1,8 +1,8 @@
-"""The 22 TPC-H queries as SQL: the independent check of the Dask answers.
+"""The 22 TPC-H queries in SQL, as an independent check of the Dask answers.
 
-The text follows the definitions in the TPC-H specification with the parameters of its
-validation runs. Two things differ in form only: query 15 has a common table expression where the
-specification makes a view, and limits are written as ``LIMIT``. The same queries for Dask are in
+The text follows the definitions in the TPC-H specification, with the parameters of its validation
+runs. Two things differ only in form: query 15 has a common table expression in place of a view, and
+limits are written as ``LIMIT``. The same queries for Dask are in
 :mod:`dask_gpurt.demo.tpch_queries`.
 """
 
@@ -34,7 +34,7 @@ ORDERED_BY: dict[int, list[str]] = {
     22: ["cntrycode"],
 }
 
-#: What each query is called in the specification, shortened.
+#: Title of each query in the specification, shortened.
 TITLES: dict[int, str] = {
     1: "pricing summary",
     2: "minimum cost supplier",
@@ -224,8 +224,8 @@ _TEXTS: dict[int, str] = {
         WHERE l_partkey = p_partkey AND l_shipdate >= date '1995-09-01'
           AND l_shipdate < date '1995-09-01' + interval '1' month
     """,
-    # MATERIALIZED, because the total is compared with its own maximum: computed twice, the sums
-    # of floats could be added in two orders and no longer be equal.
+    # MATERIALIZED, because the total is compared with its own maximum. If computed twice, the float
+    # sums could be added in two orders and differ.
     15: """
         WITH revenue AS MATERIALIZED (
             SELECT l_suppkey AS supplier_no,
@@ -340,7 +340,7 @@ def tpch_sql(number: int, scale: float) -> str:
     number
         1 to 22.
     scale
-        Scale factor of the data; it sets the threshold of query 11.
+        Scale factor of the data, which determines the threshold of query 11.
 
     Returns
     -------

@@ -1,8 +1,8 @@
-"""Tie the data, the Dask queries and their SQL together into workloads the runner can run.
+"""Workloads for the runner: data, Dask queries and their SQL combined.
 
-Chooses queries by the names a user gives, makes the data they need, and leaves an open DuckDB
-connection with the caller's exit stack. Running and timing is
-:mod:`dask_gpurt.demo.runner`'s matter.
+This module selects queries by name and creates the data that they need. It opens a DuckDB
+connection, which the caller's exit stack closes. :mod:`dask_gpurt.demo.runner` runs and times the
+workloads.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def choose(queries: Sequence[str] | None) -> dict[str, list[str]]:
     Parameters
     ----------
     queries
-        "q1" to "q22" or the bare number, a name of a flights query, or "tpch" or "flights" for
-        a whole group; in any case. None or empty means all.
+        "q1" to "q22" or the bare number, a name of a flights query, or "tpch" or "flights" for a
+        whole group. Case does not matter. None or empty means all.
 
     Returns
     -------
@@ -44,7 +44,7 @@ def choose(queries: Sequence[str] | None) -> dict[str, list[str]]:
     Raises
     ------
     ValueError
-        A name is none of these.
+        A name is unknown.
     """
     groups = {
         "tpch": [f"q{number}" for number in tpch_queries.QUERIES],
@@ -73,7 +73,7 @@ def tpch_workloads(
     progress: Progress = silent,
     stack: contextlib.ExitStack | None = None,
 ) -> list[Workload]:
-    """Return TPC-H queries ready to run, making the tables first if needed.
+    """Return TPC-H queries as workloads, creating the tables first if needed.
 
     Parameters
     ----------
@@ -82,9 +82,9 @@ def tpch_workloads(
     names
         As :func:`choose` returns them.
     cache_dir
-        Where the data is kept; None means the user's cache directory.
+        Directory of all data sets; None means the user's cache directory.
     progress
-        Told what is being made.
+        Called with each step.
     stack
         Closes the DuckDB connection; None leaves that to the garbage collector.
 
@@ -120,7 +120,7 @@ def flights_workloads(
     progress: Progress = silent,
     stack: contextlib.ExitStack | None = None,
 ) -> list[Workload]:
-    """Return flights queries ready to run, making the tables first if needed.
+    """Return flights queries as workloads, creating the tables first if needed.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def flights_workloads(
 
 
 def _sql_answer(execute: Callable[..., Any], text: str) -> Callable[[], pd.DataFrame]:
-    """Return a function which runs one SQL text and returns its answer."""
+    """Return a function that runs one SQL text and returns its answer."""
 
     def answer() -> pd.DataFrame:
         frame: pd.DataFrame = execute(text).df()

@@ -22,7 +22,7 @@ from dask_gpurt.placement.policy import (
     unless_in_doubt,
 )
 from dask_gpurt.topology.model import Path
-from dask_gpurt.topology.places import Places, way
+from dask_gpurt.topology.places import Places, path_between
 
 #: A share that is larger than rounding errors of sums of seconds, and too small to matter.
 _ROUNDING = 2.0**-40
@@ -118,7 +118,7 @@ def _common_path(holders: Sequence[str], places: Places) -> Path | None:
     """Return the path between any two holders; None if there are several, or too many holders."""
     if len(holders) == 2:
         one, other = holders
-        there, back = way(places, one, other), way(places, other, one)
+        there, back = path_between(places, one, other), path_between(places, other, one)
         if there is back:
             return there
         alike = (

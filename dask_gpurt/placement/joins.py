@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import fsum
 
-from dask_gpurt.topology.places import Places, way
+from dask_gpurt.topology.places import Places, path_between
 
 
 class Join:
@@ -64,7 +64,7 @@ class Join:
                 # All later targets are worse too: moving the output comes on top.
                 break
             if target != address:
-                sent_s = way(places, address, target).transfer_s(sent_nbytes)
+                sent_s = path_between(places, address, target).transfer_s(sent_nbytes)
                 least_s = min(least_s, fsum({**of_each, address: sent_s}.values()))
         return least_s
 

@@ -1,1 +1,4 @@
-"""The only room that knows distributed: plugins, and the patches they need."""
+"""Scheduler, worker and client plugins, and the patches they need.
+
+This is the only package that uses distributed's plugins, handlers and internals.
+"""

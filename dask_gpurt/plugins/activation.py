@@ -1,7 +1,7 @@
-"""The client's side: switching the runtime on and off, and asking what it does.
+"""The client's side of the runtime: switch it on and off, and query it.
 
-Works on a cluster that is already running, whoever started it. Importing this module loads
-distributed; `dask_gpurt` itself does not until one of these functions is called.
+These functions work on any running cluster. Importing this module loads distributed; `dask_gpurt`
+imports this module only when one of its functions is called.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ logger = logging.getLogger("dask_gpurt")
 
 
 def _scheduler(client: Client) -> Any:
-    """The scheduler's handlers, as coroutine functions."""
+    """Return the scheduler's RPC, whose attributes are its handlers as coroutine functions."""
     if client.scheduler is None:
         raise ActivationError("this client is not connected to a scheduler")
     return client.scheduler
 
 
 def _sync(client: Client, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a coroutine function on a client's loop."""
-    # One that is closed is told so here: its loop may be closed too.
+    """Run a coroutine function on the client's event loop."""
+    # Raise for a closed client here: its event loop may be closed too.
     if not client.asynchronous:
         _scheduler(client)
     return client.sync(function, client, *args)
@@ -49,9 +49,9 @@ async def activate(client: Client, settings: config.Settings) -> None:
     Raises
     ------
     ActivationError
-        The scheduler cannot run it; says where and what to do.
+        The scheduler cannot run the runtime. The message says where, and the remedy.
     ConfigError
-        The description of the machines is wrong; says in which line.
+        The description of the machines is invalid. The message names the line.
     """
     if reason := p2p.unsupported_reason():
         raise ActivationError(f"{reason}; stock Dask runs")
@@ -67,7 +67,7 @@ async def activate(client: Client, settings: config.Settings) -> None:
         if status.get("unusable"):
             raise ActivationError(f"{status['unusable']}; stock Dask runs")
         await _register(client, settings)
-    # Another client may have been quicker, with other settings.
+    # Another client may have activated the runtime first, with other settings.
     problem = await _scheduler(client).gpurt_configure(
         settings=settings.to_plain(), version=dask_gpurt.__version__
     )
@@ -97,19 +97,19 @@ async def _register(client: Client, settings: config.Settings) -> None:
 
 
 async def on_connect(client: Client) -> None:
-    """Called by the preload when a client with the flag connects.
+    """Activate the runtime when a client with the flag connects. The preload calls this.
 
-    A client that a task made leaves the cluster as it is: the program's client speaks for it.
-    Dask logs and forgets what a preload raises. With `gpurt.strict` the error is therefore kept
-    for the first computation.
+    A client made by a task leaves the cluster's settings unchanged: only the program's client sets
+    them. Dask logs and drops any error of a preload. With `gpurt.strict`, the error is therefore
+    raised again at the first computation.
 
     Raises
     ------
     ConfigError
-        A setting, or the file that describes the machines, cannot be used.
+        A setting, or the file that describes the machines, is invalid.
     """
-    if (worker := await client_origin.worker_around(client)) is not None:
-        logger.info("a client of a task on worker %s leaves the settings as they are", worker)
+    if (worker := await client_origin.creating_worker(client)) is not None:
+        logger.info("a client of a task on worker %s does not change the settings", worker)
         return
     try:
         await activate(client, config.read())
@@ -117,7 +117,7 @@ async def on_connect(client: Client) -> None:
         if config.is_strict():
             p2p.refuse_work(client, StrictFallbackError(str(error)))
         if isinstance(error, ConfigError):
-            # The preload says so, once for a client and a scheduler in one process.
+            # The preload logs it, once for a client and a scheduler in one process.
             raise
         logger.error("dask_gpurt is not active: %s", error)
 
@@ -140,9 +140,10 @@ def disable(client: Client) -> Any:
 
 
 async def scheduler_differs(client: Client) -> str | None:
-    """Why nothing but plain values may be sent to the scheduler, and what to do; None if it may.
+    """Return how the scheduler's versions differ and the remedy; None if they match.
 
-    Pickles hold only for the same Python, Dask and dask_gpurt.
+    Pickles work only between equal versions of Python, Dask and dask_gpurt. Otherwise only plain
+    values may be sent.
     """
     scheduler = _scheduler(client)
     found = await scheduler.versions(packages=[bootstrap.PACKAGE])
@@ -151,9 +152,9 @@ async def scheduler_differs(client: Client) -> str | None:
 
 
 async def _scheduler_status(client: Client, ask_workers: bool) -> dict[str, Any] | None:
-    """What our plugin on the scheduler says; None if there was never one."""
-    # A handler that is not there would put a traceback into the scheduler's log. The last event
-    # says whether it is there: any scheduler answers that, in plain values.
+    """Return the status that our scheduler plugin reports; None if there never was a plugin."""
+    # A call of a missing handler would log a traceback on the scheduler. Any scheduler answers
+    # `events`, in plain values; our last event says whether the handlers exist.
     scheduler = _scheduler(client)
     events = await scheduler.events(topic=bootstrap.EVENTS)
     if not events or events[-1][1] != {"answers": True}:
@@ -195,7 +196,7 @@ def status(client: Client) -> Any:
 
 
 async def machines(client: Client, probe: bool) -> dict[str, Any]:
-    """The machines of a cluster as its workers report them: a description that can be edited.
+    """Return the machines of a cluster as its workers report them: an editable description.
 
     Parameters
     ----------
@@ -205,12 +206,12 @@ async def machines(client: Client, probe: bool) -> dict[str, Any]:
     Returns
     -------
     dict
-        `text`, number of `workers` in it, `problems` with single ones.
+        `text`, the number of `workers` in it, and `problems` by worker or pair.
 
     Raises
     ------
     ActivationError
-        The runtime is not on there; workers are asked by it.
+        The runtime is off on that cluster, so workers cannot be asked.
     """
     status = await _status(client, ask_workers=False)
     if not status["active"]:

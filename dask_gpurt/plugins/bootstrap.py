@@ -1,8 +1,9 @@
-"""The plugin that the scheduler sends to every worker: it attaches the runtime, or says why not.
+"""The worker plugin that the scheduler sends to every worker to attach the runtime.
 
-It crosses as the text of this module. Compiled code would kill a worker of another Python. A
-reference to this module would keep a worker without this package from starting. The module
-therefore imports nothing of ours before the plugin runs.
+The plugin reports a problem if the runtime cannot be attached. It is sent as the source text of
+this module: compiled code would kill a worker of another Python version. A pickle that refers to
+this module would keep a worker without this package from starting. The module therefore imports
+nothing of this package before the plugin runs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from distributed.protocol.pickle import dumps
 from packaging.version import InvalidVersion, Version
 
 PACKAGE = "dask-gpurt"
-#: Packages that a cluster and its clients have in the same version.
+#: Packages that the scheduler, its workers and its clients must have in the same version.
 SHARED = (PACKAGE, "dask", "distributed")
-#: Topic of events by which a scheduler tells clients whether it has our handlers.
+#: Topic of the events that tell clients whether a scheduler has our handlers.
 EVENTS = "dask-gpurt"
 
 
 def installed() -> dict[str, str | None]:
-    """Versions of Python and of the shared packages in this process."""
+    """Return the versions of Python and of the shared packages in this process."""
     ours: str | None = None
     try:
         import dask_gpurt
@@ -46,12 +47,12 @@ def installed() -> dict[str, str | None]:
 
 
 def untested(version: str, tested: tuple[str, str]) -> str | None:
-    """Why this version of distributed cannot be used, or None when it can.
+    """Return why this version of distributed is not supported, or None if it is.
 
     Parameters
     ----------
     tested
-        The first tested version, and the first later one that is not tested.
+        The first tested version, and the first later version that is not tested.
     """
     # A development build of a tested release counts as that release.
     if Version(tested[0]) <= _release(version) < Version(tested[1]):
@@ -63,14 +64,14 @@ def untested(version: str, tested: tuple[str, str]) -> str | None:
 
 
 def difference(found: Mapping[str, Any], wanted: Mapping[str, str | None]) -> str | None:
-    """How another process differs from what is wanted, and what to do; None if it does not.
+    """Return how another process's versions differ and the remedy, or None if they match.
 
     Parameters
     ----------
     found
         Versions by name, as the other process reports them.
     wanted
-        As `installed` returns them.
+        The result of `installed`.
     """
     problems, remedies = [], []
     python, wanted_python = _minor(found.get("python")), _minor(wanted["python"])
@@ -103,21 +104,21 @@ def _release(version: Any) -> Version:
     try:
         return Version(Version(str(version)).base_version)
     except InvalidVersion:
-        # Older than any.
+        # Lower than any real version.
         return Version("0")
 
 
 class GpurtWorker(WorkerPlugin):
-    """Attaches the runtime to a worker that is as the scheduler is.
+    """A worker plugin that attaches the runtime if versions match those of the scheduler.
 
     Parameters
     ----------
     wanted
-        Versions on the scheduler, as `installed` returns them.
+        Versions on the scheduler: the result of `installed` there.
     tested
         As for `untested`.
     settings
-        As plain values.
+        Plain values of `Settings`.
     """
 
     name = "gpurt"
@@ -129,7 +130,7 @@ class GpurtWorker(WorkerPlugin):
         self._attachment: Any = None
 
     async def setup(self, worker: Any) -> None:
-        # A joining worker sets its plugins up concurrently, and ours may come before stock's.
+        # A joining worker sets up its plugins concurrently. Ours may come before the shuffle's.
         for _ in range(1000):
             if "shuffle" in worker.plugins:
                 break
@@ -141,7 +142,7 @@ class GpurtWorker(WorkerPlugin):
         await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
 
     def _attach(self, worker: Any) -> str | None:
-        """Attach the runtime, or say why that cannot be and what to do."""
+        """Attach the runtime, or return the problem and its remedy."""
         found, version = installed(), self._wanted[PACKAGE]
         reason = untested(str(found["distributed"]), self._tested)
         differs = difference(found, self._wanted)
@@ -159,7 +160,7 @@ class GpurtWorker(WorkerPlugin):
             )
         except Exception as error:
             logging.getLogger("dask_gpurt").exception("the runtime cannot be attached")
-            # Another installation would not help.
+            # Reinstalling would not help.
             return (
                 f"{PACKAGE} {version} failed there ({repr(error)[:1000]}); "
                 "please report it with the traceback in that worker's log"
@@ -183,23 +184,23 @@ class GpurtWorker(WorkerPlugin):
             await self._attachment.detach()
 
 
-#: Makes the plugin where this package may be missing: names are those of `_Text.__reduce__`.
+#: Expression that makes the plugin without this package. `_Text.__reduce__` binds its names.
 _MAKE = "[made := {'__name__': name}, exec(text, made), made['GpurtWorker'](*arguments)][-1]"
 
 
 class _Text:
-    """Unpickles as a `GpurtWorker`, of the text of this module alone."""
+    """An object that unpickles as a `GpurtWorker`, built from this module's source text."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
         text = inspect.getsource(sys.modules[__name__])
-        # The builtin is the same in every Python.
+        # The pickle refers to the builtin `eval`, which every Python version has.
         return eval, (_MAKE, {"name": __name__, "text": text, "arguments": self._arguments})
 
 
 def pickled(tested: tuple[str, str], settings: dict[str, Any]) -> bytes:
-    """The plugin for workers of this scheduler; any worker can load it."""
+    """Return the plugin for this scheduler's workers, as a pickle that any worker can load."""
     found: bytes = dumps(_Text(installed(), tested, settings))
     return found

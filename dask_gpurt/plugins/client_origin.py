@@ -1,8 +1,9 @@
-"""Whether a client belongs to a task, and not to the program that the cluster works for.
+"""Tell clients made by tasks from clients of the program.
 
-Only the program's client speaks for the cluster. A task may make a client, too: by `get_client`,
-by `worker_client`, by an address, in a thread or in a process of its own. Such a client finds the
-flag where it is set in a worker's environment, and must not change what the program chose.
+Only the program's client sets the cluster's settings. A task may create a client too: by
+`get_client`, by `worker_client`, by an address, in a thread or in a process of its own. If a
+worker's environment sets the flag, such a client finds it, but must not change the program's
+settings.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
     from distributed import Client, Worker
 
 
-async def worker_around(client: Client) -> str | None:
-    """Address of the worker that a client was made on, or None for the client of a program.
+async def creating_worker(client: Client) -> str | None:
+    """Return the address of the worker that created a client; None for a program's client.
 
-    On the client's event loop, while the client connects. A worker of another cluster does not
-    count: a task may be the program of a cluster of its own.
+    Runs on the client's event loop, while the client connects. A worker of another cluster does not
+    count: a task may be the program of its own cluster.
     """
     scheduler: Any = client.scheduler
     worker = _worker_of_task()
     if worker is not None and client_patches.address_of_scheduler(worker) == scheduler.address:
-        # So it is with `get_client`. The identity is long where there are many workers.
+        # `get_client` takes this path. It avoids the identity, which is long with many workers.
         return client_patches.address_at_scheduler(worker)
     beside = client_patches.workers_here()
     ports = await asyncio.to_thread(_ports_of_ancestors)
@@ -39,34 +40,35 @@ async def worker_around(client: Client) -> str | None:
         return None
     identity = await scheduler.identity(n_workers=-1)
     around = [] if worker is None else [client_patches.address_at_scheduler(worker)]
-    # Where the program has the cluster in its own process, only the context tells a task.
+    # If the program runs the cluster in its own process, only the context identifies a task.
     if identity["id"] not in client_patches.scheduler_ids_here():
         around += [client_patches.address_at_scheduler(one) for one in beside]
-        around += descended_from(identity, ports, _addresses_here())
+        around += ancestor_workers(identity, ports, _addresses_here())
     return next((one for one in around if one in identity["workers"]), None)
 
 
 def _worker_of_task() -> Worker | None:
-    """Worker of the task that this runs for: a client takes the context of its maker along."""
+    """Return the worker whose task runs this code. A client inherits the context of its creator."""
     try:
         return get_worker()
     except ValueError:
         return None
 
 
-def descended_from(
+def ancestor_workers(
     identity: Mapping[str, Any], ports: Collection[int], hosts: Collection[str]
 ) -> list[str]:
-    """Workers of a cluster that started this process, directly or not.
+    """Return the workers of a cluster that are ancestors of this process.
 
-    None if the scheduler did so, too: then it is a program that has the cluster in its process.
+    The list is empty if the scheduler is an ancestor too: then a program runs the cluster in its
+    own process.
 
     Parameters
     ----------
     identity
-        Of the scheduler.
+        Identity of the scheduler.
     ports
-        That the processes listen on which started this one.
+        Ports on which ancestors of this process listen.
     hosts
         Addresses of this host.
     """
@@ -75,7 +77,7 @@ def descended_from(
         try:
             host, port = get_address_host_port(address)
         except ValueError:
-            return False  # `inproc` has no port
+            return False  # `inproc` addresses have no port
         return port in ports and host in hosts
 
     if is_ancestor(identity["address"]):
@@ -84,7 +86,7 @@ def descended_from(
 
 
 def _ports_of_ancestors() -> set[int]:
-    """Ports that Python programs listen on which started this one, as far as they can be seen."""
+    """Return the ports on which Python ancestors of this process listen, as far as visible."""
     found: set[int] = set()
     for process in psutil.Process().parents():
         try:
@@ -101,7 +103,7 @@ def _addresses_here() -> set[str]:
 
 
 def _connections(process: psutil.Process) -> list[Any]:
-    # The name that psutil had for it before version 6.
+    # psutil before version 6 has the function under its old name.
     find = getattr(process, "net_connections", None) or process.connections
     found: list[Any] = find("tcp")
     return found

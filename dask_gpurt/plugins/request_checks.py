@@ -1,6 +1,6 @@
-"""Checks of what others ask of our handlers: types, ranges and sizes, before anything changes.
+"""Checks of requests to our handlers: types, ranges and sizes, before anything changes.
 
-Anybody who reaches a scheduler or a worker can call a handler, with any values. Pure.
+Any process that reaches a scheduler or worker can call a handler with any values. Pure.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 
 from dask_gpurt.errors import ProtocolError
 
-#: Characters of an address, a version or the id of a shuffle.
+#: Most characters in an address, a version or the id of a shuffle.
 MAX_NAME = 1_000
-#: Characters of a worker's reason for not taking part.
+#: Most characters in a worker's reason for not taking part.
 MAX_PROBLEM = 10_000
-#: Keys in one question. A worker asks for fewer.
+#: Most keys in one request. A worker asks for fewer.
 MAX_KEYS = 100_000
-#: Nesting of the tuples that a key is made of.
+#: Deepest nesting of the tuples in a key.
 _MAX_DEPTH = 32
-#: Rows of a partition: more than any has, and few enough for sums of many to be exact.
+#: Most rows in a partition: above any real count, and low enough that sums stay exact.
 _MAX_ROWS = 2**48
 
 
 def name(what: str, value: Any) -> str:
-    """A short text, such as an address."""
+    """Check a short text, such as an address."""
     if not isinstance(value, str) or len(value) > MAX_NAME:
         raise _wrong(what, value, f"a text of at most {MAX_NAME} characters")
     return value
@@ -36,21 +36,21 @@ def flag(what: str, value: Any) -> bool:
 
 
 def problem(value: Any) -> str | None:
-    """Why a worker cannot take part, or None."""
+    """Check a worker's reason for not taking part, or None."""
     if value is not None and (not isinstance(value, str) or len(value) > MAX_PROBLEM):
         raise _wrong("problem", value, f"null, or a text of at most {MAX_PROBLEM} characters")
     return value
 
 
 def key(value: Any) -> Any:
-    """The key of a task."""
+    """Check the key of a task."""
     if not _is_key(value, _MAX_DEPTH):
         raise _wrong("key", value, "the key of a task")
     return value
 
 
 def keys(value: Any) -> Sequence[Any]:
-    """Keys of tasks."""
+    """Check a list of keys."""
     if not isinstance(value, (list, tuple)) or len(value) > MAX_KEYS:
         raise _wrong("keys", value, f"a list of at most {MAX_KEYS} keys")
     for one in value:
@@ -59,7 +59,7 @@ def keys(value: Any) -> Sequence[Any]:
 
 
 def rows(value: Any, n_partitions: int) -> list[int]:
-    """Rows of each output partition of a shuffle, without the last ones that are empty."""
+    """Check the rows of each output partition of a shuffle. Empty last partitions are omitted."""
     if not isinstance(value, (list, tuple)) or len(value) > n_partitions:
         raise _wrong("rows", value, f"a list of at most {n_partitions} numbers")
     for number in value:
@@ -76,4 +76,4 @@ def _is_key(value: Any, depth: int) -> bool:
 
 def _wrong(what: str, value: Any, wanted: str) -> ProtocolError:
     shown = f"of {len(value)} entries" if isinstance(value, (list, tuple, dict)) else repr(value)
-    return ProtocolError(f"{what} is a {type(value).__name__} {shown[:80]}; it has to be {wanted}")
+    return ProtocolError(f"{what} is a {type(value).__name__} {shown[:80]}; it must be {wanted}")

@@ -1,8 +1,8 @@
-"""The scheduler's side: who is ready, which data plane each new shuffle run gets, who places tasks.
+"""The scheduler's side of the runtime: worker readiness, choice of data plane, placement.
 
-The plugin is what activation registers; the scheduler then sends a bootstrap to every worker it
-has or will have. A run is put on our data plane if every worker is ready for it and there is an
-adapter for its kind of data. Otherwise stock Dask does that run, and why is kept and logged once.
+Activation registers this plugin. The scheduler then sends a bootstrap plugin to every present and
+future worker. A shuffle run uses our data plane if every worker is ready and there is an adapter
+for its kind of data. Otherwise stock Dask runs it; the plugin records the reason and logs it once.
 """
 
 from __future__ import annotations
@@ -34,42 +34,43 @@ from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.worker import NAME
-from dask_gpurt.plugins.worker_counters import Counted, take
+from dask_gpurt.plugins.worker_counters import CounterReceiver, take
 
 if TYPE_CHECKING:
     from distributed import Scheduler
 
 logger = logging.getLogger("dask_gpurt")
 
-#: How long a new run waits for workers that are just joining to say that they are ready.
+#: How long a new run waits for joining workers to report.
 JOIN_TIMEOUT_S = 10.0
-#: How long a worker may take to say what it has done, or where something is.
+#: Longest wait for a worker's report, or for its answer to `explain`.
 ANSWER_DEADLINE_S = 5.0
-#: Share of the scheduler's time in which it may tell workers when their values are needed.
-TELLING_SHARE = 0.1
-#: Shuffles whose skew is remembered, for when they start over.
+#: Share of the scheduler's time for telling workers when their values are needed next.
+NEXT_USES_SHARE = 0.1
+#: Most shuffles whose sketch is kept, in case they restart.
 MAX_SKETCHES = 256
 
-#: By scheduler: held while the runtime is switched on or off there, of which two at a time would
-#: each take the other's for stock's.
-_switching: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
+#: By scheduler: held while the runtime is switched on or off. Two concurrent activations would each
+#: save the other's functions as stock Dask's.
+_activation_locks: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
 
 
-def _switching_of(scheduler: Scheduler) -> asyncio.Lock:
-    return _switching.setdefault(scheduler, asyncio.Lock())
+def activation_lock(scheduler: Scheduler) -> asyncio.Lock:
+    """Return the lock that serialises activations on a scheduler."""
+    return _activation_locks.setdefault(scheduler, asyncio.Lock())
 
 
 class GpurtScheduler(SchedulerPlugin):
-    """Registered by activation, as idempotent; one a scheduler.
+    """The scheduler plugin that activation registers. Idempotent, one per scheduler.
 
-    Of those that are registered at the same time, the others leave it at the first.
+    If several are registered at once, the first one stays.
 
     Parameters
     ----------
     settings
-        Of the client, or of the scheduler's own configuration.
+        Settings of the client, or of the scheduler's own configuration.
     version
-        Of dask_gpurt where the settings come from.
+        Version of dask_gpurt in the process that the settings come from.
     """
 
     name = NAME
@@ -78,17 +79,17 @@ class GpurtScheduler(SchedulerPlugin):
     def __init__(self, settings: Settings, version: str) -> None:
         self.settings = settings
         self.version = version
-        self._telling_workers: asyncio.Future[Any] | None = None
+        self._registering_workers: asyncio.Future[Any] | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Called by the scheduler.
+        """Start the runtime. distributed calls this.
 
         Raises
         ------
         ActivationError
-            The client has another version. It leaves nothing here that would keep out others.
+            The client has another version. No state stays behind that would block other clients.
         ConfigError
-            The description of the machines is wrong.
+            The description of the machines is invalid.
         """
         if self.version != dask_gpurt.__version__:
             raise ActivationError(
@@ -96,19 +97,20 @@ class GpurtScheduler(SchedulerPlugin):
                 f"{dask_gpurt.__version__}, the client {self.version}; "
                 f"run `pip install dask-gpurt=={self.version}` there"
             )
-        async with _switching_of(scheduler):
-            # The scheduler, too, leaves it at the first: it looks before it calls this, and after.
+        async with activation_lock(scheduler):
+            # The scheduler keeps the first plugin too: it checks before and after this call.
             if NAME not in scheduler.plugins:
                 self._opened = asyncio.Event()
                 try:
                     await self._start(scheduler)
                 finally:
-                    # Also where that failed: clients that come wait to be told what is on here.
+                    # Also after a failure: connecting clients wait for this event before they get a
+                    # status.
                     self._opened.set()
 
     async def _start(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        #: What is counted here is of this activation; there may have been others before.
+        #: Identifies this activation, to which all counts here belong.
         self.activation = uuid4().hex
         self.is_active = False
         self.inactive_reason: str | None = self._unusable()
@@ -117,14 +119,14 @@ class GpurtScheduler(SchedulerPlugin):
         self.runs: Counter[str] = Counter()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self._sketches: OrderedDict[str, list[int]] = OrderedDict()
-        self._pace = Pace(TELLING_SHARE)
-        #: Is set, and another one takes its place, whenever a worker has reported or has left.
+        self._pace = Pace(NEXT_USES_SHARE)
+        #: Set and replaced whenever a worker reports or leaves.
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
-        self.tally = Counted.at(scheduler)
+        self.tally = CounterReceiver.at(scheduler)
         self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
-        # For clients, which cannot ask what handlers there are.
+        # Clients cannot list handlers, so an event tells them.
         scheduler.log_event(bootstrap.EVENTS, {"answers": True})
         try:
             await self.machines.configure(self.settings.topology)
@@ -135,7 +137,7 @@ class GpurtScheduler(SchedulerPlugin):
         if self.inactive_reason is not None:
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
-        self._place()
+        self._start_placement()
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_configure": self.configure,
             "gpurt_counted": self.counted,
@@ -148,40 +150,44 @@ class GpurtScheduler(SchedulerPlugin):
         }
         scheduler.handlers.update(self._handlers)
         self._swap = p2p.SpecSwap(
-            scheduler, self._choose, self._everyone_reported, self.ready.__contains__
+            scheduler, self._choose, self._wait_for_reports, self.ready.__contains__
         )
         self._restarts = Restarts(scheduler)
         self._lost_values = LostValues(scheduler)
         self._owners = OutputOwners(scheduler)
         self.is_active = True
-        # Not only once workers know, as the scheduler would: some may come or leave until then.
+        # Register now. The scheduler would register only after all workers know, and miss workers
+        # that join or leave until then.
         scheduler.add_plugin(self, name=NAME, idempotent=True)
         self._opened.set()
         telling = scheduler.register_worker_plugin(
             None, self._bootstrap(), name=NAME, idempotent=False
         )
-        self._telling_workers = asyncio.ensure_future(telling)
-        # A worker whose event loop is held up takes it in when it comes to; until then it is one
-        # that is not ready, and nobody waits for it any longer than for others.
-        self._telling_workers.add_done_callback(_worth_a_line)
-        await asyncio.wait({self._telling_workers}, timeout=JOIN_TIMEOUT_S)
+        self._registering_workers = asyncio.ensure_future(telling)
+        # A worker with a blocked event loop takes the plugin in later. Until then it is not ready,
+        # and runs wait for it no longer than for others.
+        self._registering_workers.add_done_callback(_log_failure)
+        await asyncio.wait({self._registering_workers}, timeout=JOIN_TIMEOUT_S)
 
     def _unusable(self) -> str | None:
         return p2p.unsupported_reason() or p2p.lacks_shuffles(self.scheduler)
 
     async def configure(self, settings: dict[str, Any], version: str) -> str | None:
-        """Handler: another client with the flag came; its settings hold for runs to come.
+        """Handler: apply the settings of another client with the flag to future runs.
 
-        And for workers to come, where they are about what a worker makes when it starts.
+        Settings about what a worker creates at its start apply to future workers.
 
-        Returns why not, if they cannot.
+        Returns
+        -------
+        str or None
+            Why the settings cannot be applied, if so.
 
         Raises
         ------
         ConfigError
-            A setting or the description of the machines is wrong; nothing has changed.
+            A setting or the description of the machines is invalid. Nothing has changed.
         ProtocolError
-            The version is none.
+            The version is not a version string.
         """
         if request_checks.name("version", version) != self.version:
             return (
@@ -194,45 +200,45 @@ class GpurtScheduler(SchedulerPlugin):
             return "another client switched the runtime off meanwhile"
         before, self.settings = self.settings, new
         if (new.placement, new.topology) != (before.placement, before.topology):
-            self._place()
+            self._start_placement()
         if new.memory != before.memory:
             self.scheduler.worker_plugins[NAME] = self._bootstrap()
             if self.scheduler.workers:
                 logger.warning(
-                    "new gpurt.memory settings hold for workers that start from now on; the %d"
-                    " that run keep theirs until they are restarted",
+                    "new gpurt.memory settings apply to workers that start from now on; the %d"
+                    " that run keep theirs until they restart",
                     len(self.scheduler.workers),
                 )
         return None
 
     def _bootstrap(self) -> bytes:
-        """What makes a worker one of ours."""
+        """Return the pickled plugin that attaches the runtime to workers."""
         return bootstrap.pickled(p2p.TESTED, self.settings.to_plain())
 
-    def _place(self) -> None:
-        """Choose workers as the settings say, or leave that to stock."""
-        self._leave_placing()
+    def _start_placement(self) -> None:
+        """Start placement as the settings say, or leave it to stock Dask."""
+        self._stop_placement()
         if self.settings.placement.enabled:
             policy = self.settings.placement.policy
             if policy == "auto":
                 policy = "data-aware" if self.machines.is_described else "stock"
             self.placement = Placement(self.scheduler, policy, self.machines.topology)
             if policy == "data-aware":
-                self.machines.inform(self.placement)
+                self.machines.set_learner(self.placement)
         self.machines.workers_changed()
 
-    def _leave_placing(self) -> None:
-        self.machines.inform(None)
+    def _stop_placement(self) -> None:
+        self.machines.set_learner(None)
         if self.placement is not None:
             self.placement.close()
             self.placement = None
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:
-        """Handler: the machines that workers report, and on demand what is between them."""
-        return await self.machines.found(request_checks.flag("probe", probe))
+        """Handler: return the machines that workers report; with `probe`, measure links first."""
+        return await self.machines.describe(request_checks.flag("probe", probe))
 
     async def explain(self, key: Any) -> dict[str, Any]:
-        """Handler: why a task ran where it did, and where its output is on those who have it."""
+        """Handler: return why a task ran on its worker, and how its holders store its output."""
         request_checks.key(key)
         if self.placement is None:
             reason = "gpurt.placement.enabled is false"
@@ -240,7 +246,7 @@ class GpurtScheduler(SchedulerPlugin):
         else:
             said = self.placement.explain(key)
         where = await self._where(key)
-        return {**said, "memory": where.said, "silent": where.silent}
+        return {**said, "memory": where.received, "silent": where.silent}
 
     async def _where(self, key: Any) -> Answers:
         task = self.scheduler.tasks.get(key)
@@ -251,16 +257,16 @@ class GpurtScheduler(SchedulerPlugin):
             sorted(holders & self.ready),
             ANSWER_DEADLINE_S,
         )
-        return answers._replace(said=_understood(answers))
+        return answers._replace(received=_reports_in(answers))
 
     async def disable(self) -> None:
-        """Handler: stock behaviour from here on. Runs that are under way end on our data plane."""
-        async with _switching_of(self.scheduler):
+        """Handler: restore stock behaviour. Runs in progress finish on our data plane."""
+        async with activation_lock(self.scheduler):
             if self.is_active:
                 await self._stop()
 
     async def _stop(self) -> None:
-        # Whoever switches it on again has another one, which waits for the end of this.
+        # A new activation uses a new plugin, which waits for the end of this method.
         if self.scheduler.plugins.get(NAME) is self:
             self.scheduler.remove_plugin(NAME)
         self.is_active = False
@@ -268,46 +274,46 @@ class GpurtScheduler(SchedulerPlugin):
         self._swap.uninstall()
         self._restarts.uninstall()
         self._owners.uninstall()
-        self._leave_placing()
-        # Shuffles that are about to begin need not wait for workers that are joining.
-        self._say_who_reported()
-        # `gpurt_status` stays: it can still say that, and why, the runtime is off. Others are asked
-        # until workers have given back the last of their values, have said what they counted, and
-        # those that are joining just now have said so.
+        self._stop_placement()
+        # Wake new shuffles that wait for joining workers.
+        self._wake_waiting_runs()
+        # `gpurt_status` stays, to report that and why the runtime is off. The three `lasting`
+        # handlers stay until workers have handed back their values, sent their final counters, and
+        # joining workers have reported.
         lasting = ("gpurt_counted", "gpurt_next_uses", "gpurt_worker_ready")
         for_workers = {name: self._handlers.pop(name) for name in lasting}
-        self._take_off(self._handlers)
-        # After that nobody has links probed again.
+        self._remove_handlers(self._handlers)
+        # From here on, no handler can start another probe of links.
         await self.machines.close()
         try:
-            # A worker that has yet to take the plugin in is not told to remove it before that.
-            if self._telling_workers is not None:
-                await asyncio.wait({self._telling_workers})
+            # Wait, or a worker could be told to remove a plugin before it has it.
+            if self._registering_workers is not None:
+                await asyncio.wait({self._registering_workers})
             await self.scheduler.unregister_worker_plugin(None, name=NAME)
         finally:
-            self._take_off(for_workers)
-            # Workers may lose values for as long as they give them back.
+            self._remove_handlers(for_workers)
+            # Workers may lose values until they have handed back all of them.
             self._lost_values.uninstall()
 
-    def _take_off(self, handlers: dict[str, Callable[..., Any]]) -> None:
+    def _remove_handlers(self, handlers: dict[str, Callable[..., Any]]) -> None:
         registered = self.scheduler.handlers
         for name, handler in handlers.items():
             if registered.get(name) == handler:
                 del registered[name]
 
     async def close(self) -> None:
-        if self._telling_workers is not None:
-            self._telling_workers.cancel()
+        if self._registering_workers is not None:
+            self._registering_workers.cancel()
         await self.machines.close()
 
     # ------------------------------------------------------------------ workers
 
     async def worker_ready(self, worker: str, problem: str | None) -> None:
-        """Handler: the bootstrap ran on a worker."""
+        """Handler: record that the bootstrap ran on a worker."""
         request_checks.name("worker", worker)
         request_checks.problem(problem)
         if not self.is_active or worker not in self.scheduler.workers:
-            # It left meanwhile, and nobody would take it off again.
+            # The worker left meanwhile. An entry would never be removed.
             return
         self.not_ready.pop(worker, None)
         if problem is None:
@@ -316,12 +322,12 @@ class GpurtScheduler(SchedulerPlugin):
         else:
             self.not_ready[worker] = problem
             logger.error("%s", problem)
-        if not self._silent():
+        if not self._unreported():
             self.machines.workers_changed()
-        self._say_who_reported()
+        self._wake_waiting_runs()
 
     async def counted(self, worker: str, said: Any) -> None:
-        """Handler: the last word of a worker, by its id, that closes or lets go of the runtime."""
+        """Handler: record the final counters of a worker (by its id) that closes or detaches."""
         take(self.tally, worker, said)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -329,43 +335,42 @@ class GpurtScheduler(SchedulerPlugin):
             self.placement.add_worker(scheduler.workers[worker])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        # Not a coroutine: the scheduler would wait for it, and log that it was cancelled as it
-        # closes.
+        # Not a coroutine: the scheduler would wait for it, and log its cancellation at its close.
         if self.placement is not None:
             self.placement.remove_worker(worker)
         self.machines.remove_worker(worker)
         self.tally.leave(worker)
         self.ready.discard(worker)
         self.not_ready.pop(worker, None)
-        # It may have been the last one that had not reported.
-        self._say_who_reported()
+        # It may have been the last worker that had not reported.
+        self._wake_waiting_runs()
 
-    def _say_who_reported(self) -> None:
+    def _wake_waiting_runs(self) -> None:
         self._reported.set()
         self._reported = asyncio.Event()
 
-    def _silent(self) -> set[str]:
+    def _unreported(self) -> set[str]:
         return set(self.scheduler.workers) - self.ready - set(self.not_ready)
 
-    async def _everyone_reported(self) -> None:
+    async def _wait_for_reports(self) -> None:
         def known() -> bool:
-            return not self.is_active or not self._silent()
+            return not self.is_active or not self._unreported()
 
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S):
                 while not known():
                     await self._reported.wait()
         except TimeoutError:
-            for worker in sorted(self._silent()):
+            for worker in sorted(self._unreported()):
                 self.not_ready[worker] = f"no word from worker {worker} in {JOIN_TIMEOUT_S:g} s"
                 logger.warning("%s", self.not_ready[worker])
 
     # ------------------------------------------------------------------ runs
 
     def _choose(self, stock: p2p.ShuffleSpec[Any]) -> p2p.ShuffleSpec[Any]:
-        """Spec to run: ours where everything is there for it, or the stock one."""
+        """Return the spec to run: ours if there is no obstacle, else the stock one."""
         if not self.is_active:
-            # Switched off while it waited for workers that were joining.
+            # Switched off while this run waited for joining workers.
             return stock
         what, why = self._obstacle(stock)
         if why is None:
@@ -389,10 +394,10 @@ class GpurtScheduler(SchedulerPlugin):
         return stock
 
     async def sketch(self, shuffle_id: str, rows: list[int] | None = None) -> Any:
-        """Handler: how full output partitions are in an input partition that is at hand.
+        """Handler: record the rows of each output partition in a sample input partition.
 
-        Asked without `rows`, answers with the label of the column that has their numbers, or None
-        if that is not wanted.
+        Without `rows`, return the label of the column with partition numbers, or None if no sketch
+        is wanted.
         """
         request_checks.name("shuffle_id", shuffle_id)
         if shuffle_id in p2p.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
@@ -408,9 +413,10 @@ class GpurtScheduler(SchedulerPlugin):
         return None
 
     async def next_uses(self, keys: list[Any], worker: str) -> tuple[list[Any], float]:
-        """Handler: when values are needed next, for a worker that runs short of memory.
+        """Handler: return when values are needed next, for a worker that is short of memory.
 
-        And for how many seconds it should not ask again: all may run short of it at a time.
+        Also return for how many seconds the worker should not ask again: all workers may be short
+        of memory at once.
         """
         request_checks.keys(keys)
         request_checks.name("worker", worker)
@@ -427,21 +433,21 @@ class GpurtScheduler(SchedulerPlugin):
             if (why := obstacle(stock.meta)) is not None:
                 return what, why
         else:
-            return f"shuffle of {type(stock).__name__}", "this kind of shuffle is not known"
+            return f"shuffle of {type(stock).__name__}", "this kind of shuffle is not supported"
         if self.not_ready:
             return what, next(iter(self.not_ready.values()))
-        if silent := self._silent():
+        if silent := self._unreported():
             return what, f"no word from worker {min(silent)}"
         return what, None
 
     async def status(self, reports: bool = True) -> dict[str, Any]:
-        """Handler: what is active here, what fell back and why, and each worker's report."""
+        """Handler: return activity, fallbacks with reasons, and each worker's report."""
         request_checks.flag("reports", reports)
-        # A client that comes while this one is being switched on must not do it again.
+        # A client that connects during activation must not activate again.
         await self._opened.wait()
         asked = sorted(self.ready) if reports and self.is_active else []
         answers = await ask(self.scheduler, {"op": "gpurt_report"}, asked, ANSWER_DEADLINE_S)
-        understood = _understood(answers)
+        understood = _reports_in(answers)
         for worker, report in understood.items():
             if (known := self.scheduler.workers.get(worker)) is not None:
                 take(self.tally, known.server_id, report)
@@ -470,12 +476,12 @@ class GpurtScheduler(SchedulerPlugin):
         }
 
 
-def _understood(answers: Answers) -> dict[str, Any]:
-    """Answers of those that could be asked."""
-    return {one: answer for one, answer in answers.said.items() if isinstance(answer, dict)}
+def _reports_in(answers: Answers) -> dict[str, Any]:
+    """Return the answers that are reports, without errors."""
+    return {one: answer for one, answer in answers.received.items() if isinstance(answer, dict)}
 
 
-def _worth_a_line(telling: asyncio.Future[Any]) -> None:
-    """A worker that left as it was told is none that has to have the runtime."""
+def _log_failure(telling: asyncio.Future[Any]) -> None:
+    """Log an error of telling workers. A worker that left meanwhile needs no runtime."""
     if not telling.cancelled() and (error := telling.exception()) is not None:
-        logger.warning("not every worker could be told of the runtime: %s", error)
+        logger.warning("the runtime could not be registered on every worker: %s", error)

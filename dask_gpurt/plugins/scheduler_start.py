@@ -1,4 +1,7 @@
-"""A scheduler with the flag in its own configuration: the runtime is on before any client comes."""
+"""Start of a scheduler with the flag in its own configuration.
+
+The runtime is then on before the first client connects.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,6 @@ logger = logging.getLogger("dask_gpurt")
 
 
 async def on_start(scheduler: Scheduler) -> None:
-    """Register the plugin on this scheduler; a client with the flag may bring other settings."""
+    """Register the plugin on this scheduler. A client with the flag may change the settings."""
     plugin = GpurtScheduler(config.read(), dask_gpurt.__version__)
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

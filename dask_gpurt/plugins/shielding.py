@@ -1,8 +1,8 @@
-"""Work that a worker has to bring to its end, whoever is cancelled meanwhile.
+"""Work at a worker's end that must finish despite cancellation.
 
-The end of an event loop cancels every task on it. A worker that is just closing then is cancelled
-as well, half way. What has to be done all the same goes through here: it is waited for up to a
-deadline, and a cancellation does not stop it.
+When an event loop ends, it cancels all its tasks. This may interrupt a worker's close half-way.
+Work that must still finish runs through these functions: they ignore cancellation and wait up to a
+deadline.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 
-#: Longest wait for one piece of work, such as the removal of files from a disk that hangs.
+#: Longest wait for one piece of work, such as removing files from a disk that hangs.
 DEADLINE_S = 10.0
 
 
 async def to_its_end(work: Callable[[], Awaitable[None]], deadline_s: float | None = None) -> bool:
-    """Await some work. A cancellation does not reach it, and is dropped.
+    """Await some work, and drop any cancellation of the caller.
 
     Parameters
     ----------
     work
-        Is called again if its own task is cancelled, so it goes on where it stopped.
+        A coroutine function. If its own task is cancelled, it is called again and must resume where
+        it stopped.
     deadline_s
-        The work is cancelled after so long; None is `DEADLINE_S`.
+        Cancel the work after this time. None means `DEADLINE_S`.
 
     Returns
     -------
     bool
-        Whether it ended in time.
+        Whether the work ended in time.
 
     Raises
     ------
@@ -49,7 +50,7 @@ async def to_its_end(work: Callable[[], Awaitable[None]], deadline_s: float | No
 
 
 async def _is_done(doing: asyncio.Future[None], until: float) -> bool:
-    """Whether it came to its end; False if it was cancelled, or takes longer."""
+    """Return whether a future ended. False if it was cancelled or the deadline passed."""
     loop = asyncio.get_running_loop()
     while not doing.done() and (left_s := until - loop.time()) > 0:
         with contextlib.suppress(asyncio.CancelledError):
@@ -58,15 +59,15 @@ async def _is_done(doing: asyncio.Future[None], until: float) -> bool:
 
 
 async def in_a_thread(function: Callable[[], None], deadline_s: float | None = None) -> bool:
-    """Call a function that blocks, beside the loop. A cancellation is dropped.
+    """Call a blocking function in a thread, and drop any cancellation of the caller.
 
-    The thread is a daemon: one that hangs in a disk does not keep the process. The deadline is as
-    in `to_its_end`.
+    The thread is a daemon, so a hanging disk does not keep the process alive. The deadline is as in
+    `to_its_end`.
 
     Returns
     -------
     bool
-        Whether it ended in time. The function goes on if not.
+        Whether the function ended in time. If not, it continues.
 
     Raises
     ------
@@ -89,14 +90,14 @@ async def in_a_thread(function: Callable[[], None], deadline_s: float | None = N
             function()
         except BaseException as raised:
             error = raised
-        # The loop may be closed by now, and then nobody waits.
+        # If the event loop is closed by now, nothing waits for the result.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(end, error)
 
     try:
         threading.Thread(target=call, name="gpurt closing", daemon=True).start()
     except RuntimeError:
-        # An interpreter that ends starts no threads.
+        # An interpreter at its end starts no threads.
         call()
     if not await _is_done(ended, until):
         return False

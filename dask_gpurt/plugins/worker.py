@@ -1,6 +1,6 @@
-"""What a worker has while the runtime is on: counters, the shard budget, and two hooks.
+"""The runtime on one worker: counters, the shard budget, and hooks into the worker.
 
-`dask_gpurt.plugins.bootstrap` has the plugin that brings it there.
+`dask_gpurt.plugins.bootstrap` has the plugin that attaches it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Set
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.codecs.rule import Mode
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.devices.host_memory.malloc import PageKeeper
-from dask_gpurt.devices.host_memory.pool import HostPool
+from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.metrics import Counters, since
@@ -39,34 +39,52 @@ from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.topology.host_report import MachineReport
-from dask_gpurt.plugins.worker_counters import Counting
+from dask_gpurt.plugins.worker_counters import CounterSender
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 from dask_gpurt.shuffle.tally import MAX_RUNS, brief
 
 if TYPE_CHECKING:
     from distributed import Worker
 
-    from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
-
 logger = logging.getLogger("dask_gpurt")
 
 NAME = "gpurt"
 
-#: Share of a worker's memory that may stay with the pool, and with the allocator, between uses.
+#: Share of a worker's memory that the pool and the allocator may keep between uses.
 KEEP_SHARE = 0.1
-#: How long warm memory is kept after the last run, in case another follows.
+#: How long pooled memory is kept after the last run, in case another run follows.
 IDLE_S = 60.0
-#: Input partitions with fewer rows are not worth a message ahead.
+#: Smallest input partition, in rows, that justifies a sketch message to the scheduler.
 SKETCHED_ROWS = 10_000
 
 
+class RunLike(Protocol):
+    """The part of an `ExchangeRun` that the worker's runtime and the messenger use.
+
+    A protocol, because `exchange_run` imports this module.
+    """
+
+    id: Any
+    run_id: int
+
+    def outgoing_memory(self, nbytes: int) -> Buffer: ...
+
+    def memory_for(self, nbytes: int, first_slot: int) -> Buffer: ...
+
+    def raise_if_closed(self) -> None: ...
+
+    def make_room(self) -> None: ...
+
+    def report(self) -> dict[str, Any]: ...
+
+
 class ShuffleLanes:
-    """Where runs do what touches every byte of what they send and receive.
+    """Threads in which runs encode and spill: all work that touches every byte.
 
     Parameters
     ----------
     n_threads
-        For codecs: as many as the worker has for tasks.
+        Threads for codecs: as many as the worker has for tasks.
     """
 
     def __init__(self, n_threads: int, ledger: Ledger) -> None:
@@ -78,8 +96,8 @@ class ShuffleLanes:
         self.spill.close()
 
 
-class WorkerState:
-    """Everything of ours on one worker. Outlives the plugin while runs need it."""
+class WorkerRuntime:
+    """The state of the runtime on one worker. Outlives the plugin while runs need it."""
 
     def __init__(self, worker: Worker) -> None:
         self.counters = Counters()
@@ -91,35 +109,35 @@ class WorkerState:
         self.links = Links(worker, int(KEEP_SHARE * memory_nbytes))
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._row_numbers = RowNumbers()
-        self._runs: set[ExchangeRun] = set()
-        #: Counters as they were when the runtime was last switched on here.
+        self._runs: set[RunLike] = set()
+        #: Counters at the time the runtime was last switched on here.
         self._counted_before: dict[str, int] = {}
         self._past_runs: deque[dict[str, Any]] = deque(maxlen=MAX_RUNS)
-        #: Ended runs that the scheduler has not been told of.
+        #: Reports of ended runs that the scheduler has not received yet.
         self._untold_runs: deque[dict[str, Any]] = deque(maxlen=MAX_RUNS)
         self._choosers: dict[tuple[Mode, Set[int]], Chooser] = {}
         self._lanes: ShuffleLanes | None = None
-        self._cooling: asyncio.TimerHandle | None = None
-        #: Closes links that runs made after the runtime was taken off.
-        self._unlinking: asyncio.Task[None] | None = None
-        #: Closes the rest of the runtime on a worker that closes. May be called twice.
-        self.last_work: Callable[[], Awaitable[None]] | None = None
-        #: The runtime is on here. Off, nothing is kept for a next run.
+        self._idle_timer: asyncio.TimerHandle | None = None
+        #: Closes links that runs opened after the runtime was detached.
+        self._closing_links: asyncio.Task[None] | None = None
+        #: Closes the rest of the runtime when the worker closes. May be called twice.
+        self.final_close: Callable[[], Awaitable[None]] | None = None
+        #: Whether the runtime is on here. If not, nothing is kept for a next run.
         self.is_attached = True
-        #: What an output task read, by its key, until its result is safe.
+        #: Shards that each output task read, by its key. Released once its result is in memory.
         self._to_release: dict[Any, list[tuple[ShardStore, int]]] = {}
-        #: Shuffles of which shards were damaged on this worker's disk.
+        #: Shuffles whose shards were damaged on this worker's disk.
         self.kept_off_disk: set[str] = set()
 
     def keep_off_disk(self, shuffle_id: str) -> None:
-        """Have later runs of a shuffle spill nothing here: its shards were damaged on the disk.
+        """Keep later runs of a shuffle in memory: its shards were damaged on this disk.
 
-        So a disk that stays broken has each shuffle start over once, and not for ever.
+        A disk that stays broken thus restarts each shuffle once, instead of forever.
         """
         if shuffle_id not in self.kept_off_disk:
             self.kept_off_disk.add(shuffle_id)
             logger.error(
-                "%s gave back damaged data of shuffle %s, which starts over and stays in memory "
+                "%s gave back damaged data of shuffle %s, which restarts and stays in memory "
                 "here. Check that disk, or point Dask's temporary-directory to another one.",
                 self._worker.local_directory,
                 shuffle_id,
@@ -130,16 +148,16 @@ class WorkerState:
         return self._budget.limit_nbytes if self._budget is not None else 0
 
     def budget(self, settings: ShuffleSettings) -> Budget:
-        """The budget that all runs of this worker share."""
+        """Return the budget shared by all runs of this worker."""
         if self._budget is None:
             self._budget = Budget(0)
         self._budget.most_nbytes = settings.memory_nbytes(self._memory_limit_nbytes())
         return self._budget
 
     def relieve(self, over_nbytes: int) -> None:
-        """The process takes so much too much. In a thread: spills.
+        """Release `over_nbytes`: trim the pools, then spill shards. Runs in a worker thread.
 
-        What is only kept warm goes first, then shards that are needed last.
+        Idle pooled memory goes first, then the shards that are needed last.
         """
         self.pool.trim()
         self.links.outgoing.trim()
@@ -149,12 +167,12 @@ class WorkerState:
                 run.make_room()
 
     def ease(self) -> None:
-        """The process has memory again."""
+        """Relax the budget by a step: the process has memory again."""
         if self._budget is not None:
             self._budget.ease(self._budget.most_nbytes // 20)
 
     def shards_nbytes(self) -> int:
-        """Memory that shards take on this worker now, with what is on its way out."""
+        """Return the memory of shards on this worker, outgoing messages included."""
         kept_nbytes = self._budget.used_nbytes if self._budget is not None else 0
         return kept_nbytes + self.links.outgoing.used_nbytes
 
@@ -167,12 +185,12 @@ class WorkerState:
         return int(MEMORY_LIMIT)
 
     def chooser(self, mode: Mode, device_codecs: Set[int] = frozenset()) -> Chooser:
-        """Chooses codecs; what it learnt in one run serves for the next.
+        """Return the chooser of codecs for a mode. Runs share what it has learnt.
 
         Parameters
         ----------
         device_codecs
-            Numbers of codecs of devices to choose from, besides those of the host.
+            Numbers of device codecs to offer, besides the host codecs.
         """
         found = self._choosers.get((mode, device_codecs))
         if found is None:
@@ -183,53 +201,56 @@ class WorkerState:
 
     @property
     def lanes(self) -> ShuffleLanes:
-        """Those of all runs of this worker; there are some from the first run to cooling down."""
+        """Lanes of all runs of this worker. They exist from the first run until `cool_down`."""
         assert self._lanes is not None, "no run, no lanes"
         return self._lanes
 
-    def begin_run(self, run: ExchangeRun) -> None:
-        """A shuffle run begins on this worker. On the event loop."""
+    def begin_run(self, run: RunLike) -> None:
+        """Register a shuffle run that begins on this worker. Runs on the event loop."""
         self.counters.add(shuffle_runs=1)
         self._runs.add(run)
-        if self._cooling is not None:
-            self._cooling.cancel()
-            self._cooling = None
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
         if self._lanes is None:
             self._lanes = ShuffleLanes(self._worker.state.nthreads, self.ledger)
             self._pages.acquire()
         self._row_numbers.install()
 
-    def end_run(self, run: ExchangeRun, report: dict[str, Any]) -> None:
-        """A run ended. Some time after the last one, warm memory is given back. On the loop."""
+    def end_run(self, run: RunLike, report: dict[str, Any]) -> None:
+        """Unregister a run that ended. Runs on the event loop.
+
+        `IDLE_S` after the last run, idle memory is released.
+        """
         self._runs.discard(run)
         self._past_runs.append(report)
         self._untold_runs.append(report)
         if not self._runs:
             if self.is_attached:
-                self._cooling = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
+                self._idle_timer = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
             else:
                 self.cool_down()
-                # Nobody else does: those that there were before are closed already.
-                self._unlinking = asyncio.create_task(self.links.disconnect())
+                # Links that existed before the runtime was detached are closed already.
+                self._closing_links = asyncio.create_task(self.links.disconnect())
 
     def attach(self) -> None:
-        """The runtime is switched on: what is reported is counted from here on. On the loop."""
+        """Start a new count: the runtime is switched on. Runs on the event loop."""
         self.is_attached = True
         self._counted_before = self.counters.snapshot()
         self._past_runs.clear()
         self._untold_runs.clear()
 
     def detach(self) -> None:
-        """The runtime is taken off: keep nothing for runs that will not come. On the loop."""
+        """Release what is kept for later runs: the runtime is detached. Runs on the event loop."""
         self.is_attached = False
         self._to_release.clear()
-        if self._cooling is not None:
-            self._cooling.cancel()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         self.cool_down()
 
     def cool_down(self) -> None:
-        """Give back memory that was only kept warm, and idle threads. Not while there are runs."""
-        self._cooling = None
+        """Release pooled memory and idle threads, unless there are runs."""
+        self._idle_timer = None
         if self._lanes is not None and not self._runs:
             self._lanes.close()
             self._lanes = None
@@ -239,22 +260,23 @@ class WorkerState:
             self._row_numbers.uninstall()
 
     def release_with(self, key: Any, store: ShardStore, slot: int) -> None:
-        """Let go of a partition's shards once the result of task `key` is in memory.
+        """Release a partition's shards once the result of task `key` is in memory.
 
-        With the end of the run where the runtime is off here: nobody would say that it is.
+        If the runtime is off here, nothing reports that the result is in memory. The shards are
+        then released at the end of the run.
         """
         if self.is_attached:
             self._to_release.setdefault(key, []).append((store, slot))
 
     def task_left(self, key: Any, state: str) -> None:
-        """A task went to another state: its result is safe in memory, or it will not come."""
+        """Handle a task's transition: its result is in memory, or will not come."""
         read = self._to_release.pop(key, ())
         if state == "memory":
             for store, slot in read:
                 store.release(slot, key)
 
     def _overlap(self) -> dict[str, Any]:
-        """What the newest work of each lane took, and how much of it went on at the same time."""
+        """Return the time of recent work in each lane, and how much of it overlapped."""
         entries = self.ledger.entries()
         found = overlap(entries)
         return {
@@ -265,35 +287,38 @@ class WorkerState:
         }
 
     async def close(self) -> None:
-        """The worker is closed. Dask calls this of what extends it.
+        """Close the runtime with its worker. distributed calls this for its extensions.
 
-        A cancellation is dropped, as everybody else waits for this. No error leaves it: the
-        worker would stop half way.
+        Drops a cancellation, because the rest of the worker's close waits for this. Never raises,
+        because an error would stop the worker's close half-way.
         """
-        for work in (self.last_work, self._unlink, self.links.disconnect):
+        for work in (self.final_close, self._links_closed, self.links.disconnect):
             try:
                 if work is not None and not await to_its_end(work):
-                    logger.warning("%s: closed without waiting any longer", self._worker.name)
+                    logger.warning(
+                        "%s: the runtime did not close in time; the worker closes without it",
+                        self._worker.name,
+                    )
             except Exception:
-                logger.exception("%s: closing failed", self._worker.name)
+                logger.exception("%s: the runtime failed to close", self._worker.name)
         self.links.close()
 
-    async def _unlink(self) -> None:
-        if self._unlinking is not None:
-            await asyncio.wait({self._unlinking})
+    async def _links_closed(self) -> None:
+        if self._closing_links is not None:
+            await asyncio.wait({self._closing_links})
 
     def counted(self) -> dict[str, int]:
-        """Counters since the runtime was switched on."""
+        """Return the counters since the runtime was switched on."""
         return since(self._counted_before, self.counters.snapshot())
 
-    def news(self) -> dict[str, Any]:
-        """Counters, and the runs that ended since this was asked last. On the loop."""
+    def heartbeat_data(self) -> dict[str, Any]:
+        """Return the counters, and the runs that ended since the last call. On the event loop."""
         runs = [brief(run) for run in self._untold_runs]
         self._untold_runs.clear()
         return {"counters": self.counted(), "runs": runs}
 
-    def last_word(self) -> dict[str, Any]:
-        """Counters, and all runs that are known here. On the loop."""
+    def final_counters(self) -> dict[str, Any]:
+        """Return the counters, and all runs known here. Runs on the event loop."""
         runs = [*self._past_runs, *(run.report() for run in self._runs)]
         return {"counters": self.counted(), "runs": [brief(run) for run in runs]}
 
@@ -313,28 +338,28 @@ class WorkerState:
         }
 
 
-def state_of(worker: Worker) -> WorkerState:
-    """State of a worker, made on first use.
+def state_of(worker: Worker) -> WorkerRuntime:
+    """Return the runtime of a worker, creating it on first use.
 
-    It is kept with the worker: as it refers to it, a table of ours would keep both for ever, weakly
-    keyed or not.
+    The worker holds it. A table in this module would keep both alive forever, even with weak keys,
+    because the runtime refers to its worker.
     """
-    state: WorkerState | None = worker.extensions.get(NAME)
+    state: WorkerRuntime | None = worker.extensions.get(NAME)
     if state is None:
-        state = worker.extensions[NAME] = WorkerState(worker)
+        state = worker.extensions[NAME] = WorkerRuntime(worker)
     return state
 
 
 def sketch(worker: Worker, shuffle_id: str, data: Any) -> None:
-    """Tell the scheduler how full output partitions will be, before it says who owns them.
+    """Send the scheduler the sizes of output partitions, before it assigns them to workers.
 
-    In a task thread, for the first input partition that is at hand here. Without an answer the
-    partitions are given out as stock does it.
+    Runs in a task thread, for the first input partition in memory on this worker. Without a sketch,
+    partitions are assigned as stock Dask does.
     """
     try:
         if len(data) < SKETCHED_ROWS:
             return
-        # Frames whose partition numbers are plain integers, on the host.
+        # Only for host frames whose partition numbers are plain integers.
         column = sync(worker.loop, worker.scheduler.gpurt_sketch, shuffle_id=shuffle_id)
         if column is None:
             return
@@ -348,7 +373,7 @@ def sketch(worker: Worker, shuffle_id: str, data: Any) -> None:
 
 
 class Attachment:
-    """The runtime on one worker, for as long as the plugin is registered."""
+    """The runtime's hooks on one worker, while the plugin is registered."""
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
         from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
@@ -366,7 +391,7 @@ class Attachment:
         if self._unmanaged_reason is None:
             self._memory = ManagedMemory(worker, settings.memory, state)
         else:
-            logger.info("Dask's own store stays: %s", self._unmanaged_reason)
+            logger.info("this worker keeps Dask's own store: %s", self._unmanaged_reason)
 
         async def gpurt_report() -> dict[str, Any]:
             memory = await self._memory.report() if self._memory is not None else None
@@ -388,8 +413,8 @@ class Attachment:
         self._shown = ShownShuffles(worker)
         self._whole_close = WholeClose(worker, state.close)
         self._detaching: asyncio.Task[None] | None = None
-        self._counting = Counting(worker, state)
-        # At the end: everything that the runtime needs is imported.
+        self._counter_sender = CounterSender(worker, state)
+        # Last, when everything that the runtime needs is imported.
         self._gc_freeze = GcFreeze(worker)
 
     def task_left(self, key: Any, state: str) -> None:
@@ -403,23 +428,23 @@ class Attachment:
                 self._memory.task_done(key)
 
     async def detach(self) -> None:
-        """Leave the worker as stock has it. Runs that are under way go on.
+        """Restore the worker to stock behaviour. Runs in progress continue.
 
-        It is done once, and goes on if whoever waits for it is cancelled. Nothing is waited for on
-        a worker that closes: Dask would stop half way if it were cancelled at that moment. The
-        state does the rest there, see `WorkerState.close`.
+        Runs once, and continues if its caller is cancelled. On a closing worker it does not wait:
+        Dask's close would stop half-way if it were cancelled at that moment. `WorkerRuntime.close`
+        does the rest there.
         """
         if self._detaching is None:
-            self._leave()
-            self.state.last_work = self._let_go
+            self._uninstall()
+            self.state.final_close = self._finish_close
             if is_closing(self._worker):
                 self.state.detach()
                 return
-            self._detaching = asyncio.create_task(self._give_back(), name="gpurt-detach")
+            self._detaching = asyncio.create_task(self._restore(), name="gpurt-detach")
         await asyncio.shield(self._detaching)
 
-    def _leave(self) -> None:
-        self._counting.leave()
+    def _uninstall(self) -> None:
+        self._counter_sender.leave()
         self._gc_freeze.close()
         self._reads.uninstall()
         self._turns.uninstall()
@@ -429,21 +454,21 @@ class Attachment:
         for name in self._handlers:
             self._worker.handlers.pop(name, None)
 
-    async def _give_back(self) -> None:
-        await self._counting.say_last()
+    async def _restore(self) -> None:
+        await self._counter_sender.send_final()
         if self._memory is not None:
             await self._memory.close()
         self.state.detach()
         await self.state.links.disconnect()
         if not is_closing(self._worker):
-            self.state.last_work = None
+            self.state.final_close = None
             self._whole_close.uninstall()
 
-    async def _let_go(self) -> None:
-        """The worker closes; what it would get back is of no use to it any more."""
+    async def _finish_close(self) -> None:
+        """Finish at the worker's close, when stock behaviour need not be restored."""
         if self._detaching is not None:
             await asyncio.wait({self._detaching}, timeout=DEADLINE_S / 2)
         else:
-            await self._counting.say_last()
+            await self._counter_sender.send_final()
         if self._memory is not None:
             await self._memory.close()

@@ -1,8 +1,8 @@
-"""How the scheduler learns what workers count, and keeps it when they are gone.
+"""Transport of workers' counters to the scheduler, which keeps those of departed workers.
 
-What a worker counted so far rides on its heartbeats, which distributed sends for its extensions. A
-worker that closes, or lets go of the runtime, says it once more. One that is killed is missed by
-what it did since its last heartbeat. `shuffle.tally` keeps it.
+Counters travel with heartbeats, as distributed's extension data. A worker that closes or detaches
+the runtime sends them once more. For a killed worker, the counts since its last heartbeat are lost.
+`shuffle.tally` stores the counters.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dask_gpurt.shuffle.tally import Tally
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
-    from dask_gpurt.plugins.worker import WorkerState
+    from dask_gpurt.plugins.worker import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
 
-#: Of the extension, at the scheduler and at workers: a heartbeat goes to that of the same name.
+#: Name of the extension on the scheduler and on workers. distributed matches heartbeat data by it.
 EXTENSION = "gpurt-counting"
-#: How long a worker that lets go may take to say its last word.
-LAST_WORD_S = 2.0
+#: Longest wait for the final counters of a detaching worker.
+FINAL_TIMEOUT_S = 2.0
 
 
-class Counted:
-    """The scheduler's extension. It stays: a heartbeat may come when the runtime is off.
+class CounterReceiver:
+    """The scheduler's extension, which receives counters with heartbeats.
 
-    distributed closes a worker whose heartbeat is for an extension that is not there, or that
-    raises.
+    It stays registered when the runtime is off. distributed closes a worker whose heartbeat has
+    data for a missing extension, or for one that raises.
     """
 
     def __init__(self, tally: Tally) -> None:
@@ -38,51 +38,55 @@ class Counted:
 
     @staticmethod
     def at(scheduler: Scheduler) -> Tally:
-        """A new tally for this scheduler, in place of one of an earlier activation."""
+        """Register a new tally on a scheduler, replacing that of an earlier activation."""
         tally = Tally()
-        scheduler.extensions[EXTENSION] = Counted(tally)
+        scheduler.extensions[EXTENSION] = CounterReceiver(tally)
         return tally
 
     def heartbeat(self, ws: Any, said: Any) -> None:
-        """A worker's heartbeat came."""
+        """Record the counters in a worker's heartbeat."""
         take(self.tally, ws.server_id, said)
 
 
 def take(tally: Tally, worker: str, said: Any) -> None:
-    """What a worker says; nothing where that makes no sense."""
+    """Record a worker's counters. Invalid data is ignored."""
     try:
         tally.take(worker, said)
     except ValueError as error:
         logger.debug("worker %s: %s", worker, error)
 
 
-class Counting:
-    """The worker's extension, while the runtime is on there."""
+class CounterSender:
+    """The worker's extension, while the runtime is on."""
 
-    def __init__(self, worker: Worker, state: WorkerState) -> None:
+    def __init__(self, worker: Worker, state: WorkerRuntime) -> None:
         self._worker, self._state = worker, state
         self._last: dict[str, Any] = {}
         worker.extensions[EXTENSION] = self
 
     def heartbeat(self) -> dict[str, Any]:
-        """What distributed sends with the next heartbeat."""
-        return self._state.news()
+        """Return the data for the next heartbeat. distributed calls this."""
+        return self._state.heartbeat_data()
 
     def leave(self) -> None:
-        """Send nothing more with heartbeats. Not to be called while the worker goes through its
-        extensions, as it does when it closes.
+        """Stop adding data to heartbeats.
+
+        Must not be called while the worker iterates over its extensions, as it does at its close.
         """
         self._worker.extensions.pop(EXTENSION, None)
-        self._last = self._state.last_word()
+        self._last = self._state.final_counters()
 
-    async def say_last(self) -> None:
-        """Say it for the last time. Bounded, and never an error: the scheduler may be gone."""
+    async def send_final(self) -> None:
+        """Send the final counters.
+
+        Bounded in time. Never raises: the scheduler may be gone.
+        """
         saying = asyncio.ensure_future(
             self._worker.scheduler.gpurt_counted(worker=self._worker.id, said=self._last)
         )
-        # Read here, so that nobody is told of an error that nobody waits for.
+        # Retrieve the error, or asyncio logs an error that was never retrieved.
         saying.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            await asyncio.wait({saying}, timeout=LAST_WORD_S)
+            await asyncio.wait({saying}, timeout=FINAL_TIMEOUT_S)
         finally:
             saying.cancel()

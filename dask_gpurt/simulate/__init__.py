@@ -1,5 +1,5 @@
-"""What a cluster would do: machines, workloads and time, modelled.
+"""Models of machines, workloads and time, for simulations of a cluster.
 
-Nothing here knows distributed. `dask_gpurt.plugins.simulation.simulated_run` lets distributed's own
-scheduler and worker state machines work on these models, in virtual time.
+Nothing here knows distributed. `dask_gpurt.plugins.simulation.simulated_run` runs distributed's own
+scheduler and worker state machines on these models, in virtual time.
 """

@@ -1,10 +1,10 @@
-"""Virtual time: a queue of things to do, in an order that is always the same.
+"""Virtual time: a deterministic queue of events.
 
-Time stands still while something is done and jumps to the next thing when it is done. Two things
-at the same time are done in the order in which they were asked for, whatever asked.
+Time stands still during an event, then jumps to the next one. Events at the same time run in the
+order in which they were scheduled.
 
-Nothing here waits, and nothing reads a real clock. `dask_gpurt.plugins.simulation.virtual_loop` is
-the asyncio face of this queue.
+Nothing here waits or reads a real clock. `dask_gpurt.plugins.simulation.virtual_loop` is the
+asyncio interface to this queue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 
 class Event:
-    """Something that will be done at a time, unless it is cancelled before."""
+    """A call scheduled for a time, which can be cancelled."""
 
     __slots__ = ("cancelled", "do", "when_s")
 
@@ -25,19 +25,19 @@ class Event:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Do nothing when the time comes; harmless afterwards."""
+        """Skip the call. Harmless after it."""
         self.cancelled = True
 
 
 class VirtualClock:
-    """The time of a simulation, and what is still to be done in it.
+    """The time of a simulation, and its queue of events.
 
     Attributes
     ----------
     now_s
         Seconds since the simulation began.
     done_count
-        How many events were done so far.
+        Number of events done so far.
     """
 
     def __init__(self) -> None:
@@ -47,17 +47,17 @@ class VirtualClock:
         self._sequence = itertools.count()
 
     def call_at(self, when_s: float, do: Callable[[], object]) -> Event:
-        """Have something done at a time; what is in the past is done next, at the present time."""
+        """Schedule a call for a time. A time in the past means now."""
         event = Event(max(when_s, self.now_s), do)
         heapq.heappush(self._queue, (event.when_s, next(self._sequence), event))
         return event
 
     def call_later(self, delay_s: float, do: Callable[[], object]) -> Event:
-        """Have something done after a delay; 0 means after what is already due now."""
+        """Schedule a call after a delay; 0 means after all calls that are already due."""
         return self.call_at(self.now_s + delay_s, do)
 
     def step(self) -> bool:
-        """Do the next thing; False if there is none, and then time stands still for ever."""
+        """Run the next event. Return False if there is none."""
         while self._queue:
             when_s, _, event = heapq.heappop(self._queue)
             if event.cancelled:

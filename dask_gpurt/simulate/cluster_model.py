@@ -1,11 +1,11 @@
-"""A machine as a simulation sees it: workers, and what lies between them.
+"""Models of clusters for simulations: workers, and the network between them.
 
-A worker has an address as Dask would give it one, threads, memory and a speed. Between two workers
-lies a `Route`: a latency and the links that a transfer fills, each shared with whatever else takes
-it. What a network looks like inside is its own affair: anything with `route` and `capacities` will
-do, and `TopologyNetwork` does it for a described topology.
+A worker has an address in Dask's form, threads, memory and a speed. Between two workers there is a
+`Route`: a latency, and the links that a transfer uses, which it shares with other transfers. A
+network is any object with `route` and `capacities`. `TopologyNetwork` implements it for a described
+topology.
 
-Incidents are what goes wrong with a machine while it works. Ready-made machines are in
+Incidents are failures during a simulation. Ready-made machines are in
 `dask_gpurt.simulate.example_clusters`.
 """
 
@@ -23,14 +23,14 @@ from dask_gpurt.topology.model import Device, Numa, Topology, is_pattern
 
 @dataclass(frozen=True)
 class Route:
-    """The way from one worker to another.
+    """The route from one worker to another.
 
     Attributes
     ----------
     latency_s
         Seconds until the first byte arrives.
     links
-        Names of the links that every byte goes through; none if the bytes stay where they are.
+        Names of the links that every byte passes; empty if the bytes stay in place.
     """
 
     latency_s: float
@@ -38,7 +38,7 @@ class Route:
 
 
 class Network(Protocol):
-    """What lies between workers."""
+    """The network between workers."""
 
     @property
     def capacities(self) -> Mapping[str, float]:
@@ -46,19 +46,19 @@ class Network(Protocol):
         ...
 
     def route(self, source: str, target: str) -> Route:
-        """The way of bytes from one address to another."""
+        """Return the route of bytes from one address to another."""
         ...
 
 
 class TopologyNetwork:
-    """The network of a described topology: each of its links is one either way.
+    """The network of a described topology. Each of its links becomes one link per direction.
 
     Parameters
     ----------
     topology
         Nodes and links.
     nodes
-        On which node the worker of each address is.
+        Node of the worker at each address.
     """
 
     def __init__(self, topology: Topology, nodes: Mapping[str, str]) -> None:
@@ -77,12 +77,12 @@ class TopologyNetwork:
         }
 
     def route(self, source: str, target: str) -> Route:
-        """The way that the topology's own paths take.
+        """Return the route along the topology's own path.
 
         Raises
         ------
         SimulationError
-            If there is none.
+            There is no path.
         """
         ends = self.nodes[source], self.nodes[target]
         found = self._routes.get(ends)
@@ -109,16 +109,16 @@ class WorkerModel:
     Attributes
     ----------
     address
-        Unique, in the form `tcp://<host>:<port>`, an IPv6 host in brackets; workers with equal
-        hosts are on one host.
+        Unique, in the form `tcp://<host>:<port>`, an IPv6 host in brackets. Workers with equal
+        hosts share a host.
     nthreads
-        Tasks that run at a time.
+        Tasks that run at the same time.
     memory_nbytes
-        What Dask is told of its memory.
+        Memory limit that Dask sees.
     speed
-        How many seconds of a task's duration pass in one second here.
+        Seconds of a task's duration that pass in one second.
     name
-        What Dask calls it; its address if empty.
+        Dask's name for the worker; its address if empty.
     """
 
     address: str
@@ -135,7 +135,7 @@ class WorkerModel:
 
 @dataclass(frozen=True)
 class Dies:
-    """A worker is gone from one moment to the next; what it held is lost."""
+    """A worker disappears without warning, and its data is lost."""
 
     address: str
     at_s: float
@@ -143,7 +143,7 @@ class Dies:
 
 @dataclass(frozen=True)
 class ChangesSpeed:
-    """A worker goes on at another speed, also with the tasks it is at."""
+    """A worker continues at another speed, including its running tasks."""
 
     address: str
     at_s: float
@@ -155,20 +155,20 @@ Incident = Dies | ChangesSpeed
 
 @dataclass(frozen=True)
 class Machine:
-    """Workers, the network between them, and the scheduler's distance from them.
+    """Workers, the network between them, and the latency to the scheduler.
 
     Attributes
     ----------
     control_latency_s
-        Seconds a message between the scheduler and a worker takes.
+        Seconds that a message between the scheduler and a worker takes.
     incidents
-        What goes wrong, and when.
+        Failures, with their times.
 
     Raises
     ------
     SimulationError
-        There is no worker, or there are two of one address or name; one stands still; something
-        happens to a worker that there is not.
+        There is no worker, two share an address or name, a speed is not positive, or an incident
+        names a worker that does not exist.
     """
 
     name: str
@@ -187,30 +187,32 @@ class Machine:
             addresses.add(worker.address)
         for name, times in Counter(one.name or one.address for one in self.workers).items():
             if times > 1:
-                raise SimulationError(f"{self.name} has two workers that are called {name}")
+                raise SimulationError(f"{self.name} has two workers with the name {name}")
         for incident in self.incidents:
             if incident.address not in addresses:
                 raise SimulationError(f"{self.name} has no worker {incident.address}: {incident}")
         for one in (*self.workers, *self.incidents):
             if not getattr(one, "speed", 1.0) > 0:
-                raise SimulationError(f"speeds are more than 0: {one}")
+                raise SimulationError(f"a speed must be above 0: {one}")
 
     def with_incidents(self, *incidents: Incident) -> Machine:
-        """The same machine on a bad day."""
+        """Return the same machine with these incidents."""
         return replace(self, incidents=incidents)
 
 
 def machine_of(
     name: str, topology: Topology, *, nthreads: int = 1, memory_nbytes: int = 64 * 2**30
 ) -> Machine:
-    """A worker on each device of a topology, and on each NUMA node of hosts that have no device.
+    """Return a machine with a worker on each device of a topology.
+
+    Hosts without devices get a worker on each NUMA node.
 
     Parameters
     ----------
     nthreads
-        Of each worker.
+        Threads of each worker.
     memory_nbytes
-        Of each worker whose device or NUMA node does not say.
+        Memory of each worker whose device or NUMA node does not specify it.
     """
     workers: list[WorkerModel] = []
     nodes: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Machines that are worth trying things on, without having them.
+"""Example machines for simulations.
 
-Bandwidths are what data gets, not what is sold: of 100 Gb/s Ethernet about 12 GB/s. They are not
-measured on any machine in particular; describe yours in a file and use
-`dask_gpurt.simulate.cluster_model.machine_of` where it matters.
+Bandwidths are net of overhead: 100 Gb/s Ethernet carries about 12 GB/s of data. They are not
+measured on any particular machine. For real predictions, describe your machine in a file and use
+`dask_gpurt.simulate.cluster_model.machine_of`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ def gpu_hosts(
     nvlink: bool,
     slow_nics: Mapping[int, float] | None = None,
 ) -> Topology:
-    """Hosts with GPUs on PCIe, perhaps on NVLink too, and one NIC each into a switch never full.
+    """Return hosts with GPUs on PCIe, each with one NIC to a switch of unlimited capacity.
 
     Parameters
     ----------
     nic_bandwidth
-        Bytes per second of each host's NIC, either way.
+        Bytes per second of each host's NIC, in each direction.
+    nvlink
+        Whether the GPUs of a host also share NVLink.
     slow_nics
-        Bytes per second of the NICs of some hosts, by number, where they differ.
+        Bytes per second of deviating NICs, by number of the host.
     """
     models: list[Host] = []
     links: list[Link] = []
@@ -69,7 +71,7 @@ def gpu_hosts(
 
 
 def nvlink_hosts(hosts: int = 8, gpus_per_host: int = 8) -> Machine:
-    """GPUs that share NVLink on each host, hosts on 100 Gb Ethernet."""
+    """Return GPU hosts with NVLink inside and 100 Gb Ethernet between them."""
     return machine_of(
         f"{hosts * gpus_per_host} GPUs on {hosts} NVLink hosts over 100 Gb Ethernet",
         gpu_hosts(hosts, gpus_per_host, nic_bandwidth=ETHERNET_100G, nvlink=True),
@@ -77,7 +79,7 @@ def nvlink_hosts(hosts: int = 8, gpus_per_host: int = 8) -> Machine:
 
 
 def pcie_gpus(hosts: int = 2, gpus_per_host: int = 8) -> Machine:
-    """GPUs without NVLink, hosts on 100 Gb Ethernet."""
+    """Return GPU hosts without NVLink, on 100 Gb Ethernet."""
     return machine_of(
         f"{hosts * gpus_per_host} PCIe GPUs on {hosts} hosts over 100 Gb Ethernet",
         gpu_hosts(hosts, gpus_per_host, nic_bandwidth=ETHERNET_100G, nvlink=False),
@@ -85,7 +87,7 @@ def pcie_gpus(hosts: int = 2, gpus_per_host: int = 8) -> Machine:
 
 
 def one_slow_nic(hosts: int = 8, workers_per_host: int = 4) -> Machine:
-    """Workers without GPUs on 10 Gb Ethernet; the NIC of one host came up at a tenth of that."""
+    """Return CPU workers on 10 Gb Ethernet, where one host's NIC runs at a tenth of that."""
     models: list[Host] = []
     links: list[Link] = []
     for number in range(hosts):

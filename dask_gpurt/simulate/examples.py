@@ -1,7 +1,7 @@
-"""Graphs on which placement matters, made by Dask itself.
+"""Example workloads on which placement matters, from graphs that Dask makes.
 
-Each is a function of a `Scale`; `EXAMPLES` has them all. Sources are tasks of their own, not fused
-into what uses them: they stand for files, or for collections that were persisted.
+Each is a function of a `Scale`; `EXAMPLES` has them all. Sources are separate tasks, not fused into
+their dependents: they represent files or persisted collections.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from dask_gpurt.simulate.workload import Workload
 
 @dataclass(frozen=True)
 class Scale:
-    """How large examples are, and how fast a worker works through them.
+    """The size of examples, and the speed of tasks.
 
     Attributes
     ----------
     side
-        Blocks along an edge of a matrix; tables have as many partitions as a matrix blocks.
+        Blocks along an edge of a matrix. A table has as many partitions as a matrix has blocks.
     block_nbytes
-        Of one block or partition, about.
+        Approximate size of a block or partition.
     load_rate
         Bytes per second that a source yields.
     rate
-        Bytes per second that a task works through.
+        Bytes per second that a task processes.
     """
 
     side: int
@@ -48,32 +48,32 @@ class Scale:
         return max(1, int((self.block_nbytes / 8) ** 0.5))
 
     def work(self, **options: Any) -> Cost:
-        """Cost of an ordinary task."""
+        """Return the cost of an ordinary task."""
         return Cost(rate=self.rate, **options)
 
     def load(self, **options: Any) -> Cost:
-        """Cost of a task that makes data out of nothing."""
+        """Return the cost of a task without inputs."""
         return Cost(of="nothing", nbytes=self.block_nbytes, rate=self.load_rate, **options)
 
     def matrix(self, fill: Callable[..., Any] = da.ones) -> Any:
-        """A square matrix of `side` times `side` blocks."""
+        """Return a square matrix of `side` times `side` blocks."""
         length = self.side * self.edge
         return fill((length, length), chunks=(self.edge, self.edge))
 
     def table(self, column: str, partitions: int) -> Any:
-        """A table with a key and a column; its rows are few, its cost is not."""
+        """Return a table with a key and a column. It has few rows; the cost model sets its size."""
         rows = pd.DataFrame({"key": range(4 * partitions), column: 1.0})
         return dd.from_pandas(rows, npartitions=partitions, sort=False)
 
 
 def uneven_tree_sum(scale: Scale) -> Workload:
-    """A sum of many images by pairs; every fourth source has three of them instead of one."""
+    """Sum many images by pairs. Every fourth source has three images instead of one."""
     edge = scale.edge
     lengths = tuple(3 if number % 4 == 0 else 1 for number in range(scale.side**2))
     x = da.ones((sum(lengths), edge, edge), chunks=(lengths, edge, edge))
     costs = {
         "ones_like": Cost(rate=scale.load_rate),
-        # A sum of images is as large as one, however many came in.
+        # A sum of images has the size of one image.
         "": Cost(of="nothing", nbytes=8 * edge * edge, rate=scale.rate),
     }
     summed = x.sum(axis=0, split_every=2)
@@ -81,21 +81,21 @@ def uneven_tree_sum(scale: Scale) -> Workload:
 
 
 def add(scale: Scale) -> Workload:
-    """`a + b` of two collections that know nothing of each other."""
+    """`a + b` of two independent collections."""
     a, b = scale.matrix(da.ones), scale.matrix(da.zeros)
     costs = {"ones_like": scale.load(), "zeros_like": scale.load(), "add": scale.work()}
     return workload_of("a + b", a + b, costs)
 
 
 def transpose_add(scale: Scale) -> Workload:
-    """`x.T + x`: blocks meet that were made far apart."""
+    """`x.T + x`, which combines blocks created far apart."""
     x = scale.matrix()
     costs = {"ones_like": scale.load(), "": scale.work()}
     return workload_of("x.T + x", x.T + x, costs)
 
 
 def matmul(scale: Scale) -> Workload:
-    """A product of two matrices: each block is needed in a whole row or column."""
+    """A product of two matrices. A whole row or column of tasks needs each block."""
     small = Scale(max(2, scale.side // 2), scale.block_nbytes, scale.load_rate, scale.rate)
     a, b = small.matrix(da.ones), small.matrix(da.zeros)
     costs = {
@@ -108,7 +108,7 @@ def matmul(scale: Scale) -> Workload:
 
 
 def merge_small(scale: Scale) -> Workload:
-    """A large table merged with one of a single partition."""
+    """A merge of a large table with a table of one partition."""
     left = scale.table("left", scale.side**2)
     right = scale.table("right", 1)
     merged = left.merge(right, on="key").optimize()
@@ -120,7 +120,7 @@ def merge_small(scale: Scale) -> Workload:
 
 
 def stencil(scale: Scale) -> Workload:
-    """Two steps of a stencil: each block needs the edges of its neighbours."""
+    """Two steps of a stencil, in which each block needs the edges of its neighbours."""
     x = scale.matrix()
     for _ in range(2):
         x = x.map_overlap(_same, depth=1, boundary="none")
@@ -129,7 +129,7 @@ def stencil(scale: Scale) -> Workload:
         "getitem": Cost(ratio=1 / scale.edge),
         "": scale.work(),
     }
-    # Pieces of neighbours have fractions in their keys; those without are the block itself.
+    # Keys of neighbours' edges contain fractions. Keys without fractions are whole blocks.
     whole = {
         key: scale.block_nbytes
         for key in x.__dask_graph__()
@@ -139,7 +139,7 @@ def stencil(scale: Scale) -> Workload:
 
 
 def joins(scale: Scale) -> Workload:
-    """Two joins and an aggregation, by shuffles that are tasks, as in TPC-H's third query."""
+    """Two joins and an aggregation with task shuffles, as in TPC-H's third query."""
     partitions = max(4, scale.side**2 // 2)
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
         orders = scale.table("orders", partitions)

@@ -1,8 +1,8 @@
-"""Workloads of Dask graphs: the real tasks, with sizes and durations by rule.
+"""Conversion of Dask graphs to workloads: real tasks, with modelled sizes and durations.
 
-A graph says what needs what; a `Cost` for each prefix of keys says how large results are and how
-long tasks take. Tasks come out sorted by Dask's own order on keys whose hashes are stable, and the
-tokens in their names are numbers that follow from the graph, so the same graph gives the same
+The graph gives the dependencies. A `Cost` for each key prefix gives the sizes of results and the
+durations of tasks. Tasks are sorted by Dask's own order, on keys with stable hashes. The tokens in
+their names are replaced by numbers that depend only on the graph. So the same graph gives the same
 workload in every process and environment.
 """
 
@@ -12,8 +12,10 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Collection, Hashable, Mapping
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from dask.core import flatten, get_dependencies
@@ -28,21 +30,21 @@ _TOKEN = re.compile(r"-[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a task of some prefix makes of its inputs, and how fast.
+    """The rule for result size and duration of tasks with one prefix.
 
     Attributes
     ----------
     of
-        What the size of the result follows from: the largest input, the sum of all, an equal
-        share of each input for everybody who needs it (a split), or nothing.
+        Input size from which the result's size is computed: the largest input, the sum of all
+        inputs, an equal share of each input among its dependents (a split), or nothing.
     ratio
-        Of that which becomes the result.
+        Factor from that size to the result's size.
     nbytes
-        Added to it: the size of what comes out of nothing.
+        Added to the result's size. For tasks without inputs, it is the whole size.
     rate
-        Bytes per second, of inputs and result together.
+        Bytes per second, inputs and result together.
     seconds
-        Added to what follows from the rate.
+        Added to the duration that follows from the rate.
     """
 
     of: Literal["nothing", "largest", "sum", "share"] = "largest"
@@ -50,6 +52,31 @@ class Cost:
     nbytes: int = 0
     rate: float = float("inf")
     seconds: float = 0.0
+
+    def apply(
+        self, inputs: Sequence[int], shares: Sequence[int], known_nbytes: int | None
+    ) -> tuple[int, float]:
+        """Return the bytes of a task's result, and its duration in seconds.
+
+        Parameters
+        ----------
+        inputs
+            Bytes of each input.
+        shares
+            Bytes of each input, divided by the number of its dependents.
+        known_nbytes
+            Bytes of the result, if they are known.
+        """
+        base = {
+            "nothing": 0,
+            "largest": max(inputs, default=0),
+            "sum": sum(inputs),
+            "share": sum(shares),
+        }[self.of]
+        nbytes = int(base * self.ratio) + self.nbytes if known_nbytes is None else known_nbytes
+        # A task that needs a share of an input reads only that share.
+        read = sum(shares) if self.of == "share" else sum(inputs)
+        return nbytes, self.seconds + (read + nbytes) / self.rate
 
 
 def workload_of(
@@ -59,75 +86,80 @@ def workload_of(
     *,
     sizes: Mapping[Hashable, int] | None = None,
 ) -> Workload:
-    """The workload that computing a collection would be.
+    """Return the workload of computing a collection.
 
     Parameters
     ----------
     collection
-        Any Dask collection. Its graph is taken as it is: optimize it first, as `compute` would.
+        Any Dask collection. Its graph is used as it is: optimize it first, as `compute` would.
     costs
-        By prefix of keys, as `dask.utils.key_split` gives it; `""` is for prefixes not named.
+        Cost by key prefix, as `dask.utils.key_split` gives it; `""` is the default.
     sizes
-        Bytes of results that are known, by key, such as `chunk_nbytes` gives them.
+        Known bytes of results by key, such as from `chunk_nbytes`.
 
     Raises
     ------
     KeyError
-        If a prefix has no cost and there is no default.
+        A prefix has no cost and there is no default.
     """
     graph = dict(collection.__dask_graph__())
     needs = {key: get_dependencies(graph, key) for key in graph}
-    names = _names(needs)
+    names = _stable_names(needs)
     known = {names[key]: nbytes for key, nbytes in (sizes or {}).items() if key in names}
     producers = {names[key] for key in graph if getattr(graph[key], "data_producer", False)}
-    # Sorted, since graphs come in the order of sets that somebody iterated over.
+    # Sorted, because the order of a graph may come from iteration over a set.
     dependencies = {
         names[key]: sorted(names[dependency] for dependency in needs[key])
         for key in sorted(graph, key=names.__getitem__)
     }
-    ranks = order({key: (len, *needed) for key, needed in dependencies.items()})
-    ordered = sorted(dependencies, key=ranks.__getitem__)
-    position = {key: rank for rank, key in enumerate(ordered)}
-    dependents = dict.fromkeys(ordered, 0)
-    for needed in dependencies.values():
-        for key in needed:
-            dependents[key] += 1
+    position = {key: rank for rank, key in enumerate(_ordered(dependencies))}
+    models = _models(position, dependencies, costs, known, producers)
+    wanted = sorted({position[names[key]] for key in flatten(collection.__dask_keys__())})
+    return Workload(name, tuple(models[key] for key in position), tuple(wanted))
 
-    models: dict[str, TaskModel] = {}
+
+def _ordered(dependencies: Mapping[StableStr, Sequence[StableStr]]) -> list[StableStr]:
+    """Return the keys in Dask's order of priority."""
+    ranks = order({key: (len, *needed) for key, needed in dependencies.items()})
+    return sorted(dependencies, key=ranks.__getitem__)
+
+
+def _models(
+    position: Mapping[StableStr, int],
+    dependencies: Mapping[StableStr, Sequence[StableStr]],
+    costs: Mapping[str, Cost],
+    known_nbytes: Mapping[StableStr, int],
+    producers: Collection[StableStr],
+) -> dict[StableStr, TaskModel]:
+    """Return the model of each task, computed after those of its inputs.
+
+    Parameters
+    ----------
+    position
+        Positions of tasks in the workload, in that order.
+    """
+    ordered = list(position)
+    n_dependents = Counter(chain.from_iterable(dependencies.values()))
+    models: dict[StableStr, TaskModel] = {}
     for rank in inputs_first([[position[one] for one in dependencies[key]] for key in ordered]):
         key = ordered[rank]
         prefix = key_split(str(key))
         cost = costs[prefix] if prefix in costs else costs[""]
         inputs = [models[needed].nbytes for needed in dependencies[key]]
-        shares = [models[needed].nbytes // dependents[needed] for needed in dependencies[key]]
-        base = {
-            "nothing": 0,
-            "largest": max(inputs, default=0),
-            "sum": sum(inputs),
-            "share": sum(shares),
-        }[cost.of]
-        nbytes = known.get(key, int(base * cost.ratio) + cost.nbytes)
-        # Of an input that is split, only the own share is read.
-        read = sum(shares) if cost.of == "share" else sum(inputs)
-        models[key] = TaskModel(
-            key,
-            tuple(position[needed] for needed in dependencies[key]),
-            cost.seconds + (read + nbytes) / cost.rate,
-            nbytes,
-            key in producers,
-        )
-    wanted = sorted({position[names[key]] for key in flatten(collection.__dask_keys__())})
-    return Workload(name, tuple(models[key] for key in ordered), tuple(wanted))
+        shares = [models[needed].nbytes // n_dependents[needed] for needed in dependencies[key]]
+        nbytes, duration_s = cost.apply(inputs, shares, known_nbytes.get(key))
+        needed_at = tuple(position[needed] for needed in dependencies[key])
+        models[key] = TaskModel(key, needed_at, duration_s, nbytes, key in producers)
+    return models
 
 
-def _names(needs: Mapping[Key, Collection[Key]]) -> dict[Key, StableStr]:
-    """Keys as text, with numbers for tokens; prefixes and groups stay what they are.
+def _stable_names(needs: Mapping[Key, Collection[Key]]) -> dict[Key, StableStr]:
+    """Return the keys as text, with numbers for tokens. Prefixes and groups do not change.
 
-    Numbers are in the order of what tells groups apart besides tokens: what they are made of, and
-    what is made of them. Some tokens have the path of a module in them, and so are others in
-    another environment.
+    Numbers follow the order of the groups' digests, which cover their inputs and dependents but not
+    their tokens. Some tokens contain the path of a module, and so differ between environments.
     """
-    shapes = _shapes(needs)
+    shapes = _digests(needs)
     groups: dict[str, dict[str, str]] = {}
     for key, shape in shapes.items():
         name = _name(key)
@@ -148,8 +180,8 @@ def _names(needs: Mapping[Key, Collection[Key]]) -> dict[Key, StableStr]:
     }
 
 
-def _shapes(needs: Mapping[Key, Collection[Key]]) -> dict[Key, str]:
-    """A digest for each key of all that it follows from and all that follows from it."""
+def _digests(needs: Mapping[Key, Collection[Key]]) -> dict[Key, str]:
+    """Return a digest for each key of all its direct and indirect inputs and dependents."""
     keys = list(needs)
     position = {key: i for i, key in enumerate(keys)}
     dependents: dict[Key, list[Key]] = {key: [] for key in keys}
@@ -182,7 +214,7 @@ def _name(key: Key) -> str:
 
 
 def chunk_nbytes(*arrays: Any) -> dict[Hashable, int]:
-    """Bytes of each chunk of Dask arrays, by key; chunks of unknown length are left out."""
+    """Return the bytes of each chunk of Dask arrays, by key, without chunks of unknown length."""
     found: dict[Hashable, int] = {}
     for array in arrays:
         shapes = itertools.product(*array.chunks)

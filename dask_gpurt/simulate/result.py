@@ -1,7 +1,7 @@
-"""What came of a simulation: when, where, and over which links.
+"""The result of a simulation: times, places and links.
 
-A result compares equal to another exactly if every task and every transfer took place at the same
-time in the same place. What the scheduler cost, in processor time, is kept beside and not compared.
+Two results are equal if all tasks and transfers took place at the same times and places. The
+processor time of the scheduler is stored too, but not compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One execution of a task that came to its end."""
+    """One completed execution of a task."""
 
     key: str
     worker: str
@@ -34,16 +34,16 @@ class TransferRun:
 
 @dataclass
 class SchedulerCost:
-    """Processor time that the scheduler took; not a part of what is simulated.
+    """Processor time of the scheduler, which is not part of the simulation.
 
     Attributes
     ----------
     graph_s
-        Taking in the graph and assigning its first tasks.
+        Adding the graph and assigning its first tasks.
     messages_s
-        Handling what workers said, and what followed from it.
+        Handling workers' messages and their consequences.
     periodic_s
-        Work stealing and whatever else happens by the clock.
+        Work stealing and other periodic callbacks.
     """
 
     graph_s: float = 0.0
@@ -59,17 +59,17 @@ class Result:
     Attributes
     ----------
     makespan_s
-        Seconds from handing in the graph until the client knew of the last result it wanted.
+        Seconds from the submission of the graph until the client knows of the last result.
     tasks
-        Executions in the order in which they ended.
+        Executions, in the order of their ends.
     transfers
-        Transfers in the order in which they ended.
+        Transfers, in the order of their ends.
     link_nbytes
         Bytes over each link that was used.
     peak_nbytes
-        The most bytes of results each worker held at a time.
+        Peak bytes of results on each worker.
     steals
-        Tasks that were moved to another worker after they had been sent to one.
+        Number of tasks moved to another worker after they were sent to one.
     """
 
     makespan_s: float
@@ -82,7 +82,7 @@ class Result:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes from worker to worker."""
+        """Bytes sent between workers."""
         return sum(transfer.nbytes for transfer in self.transfers)
 
     @property
@@ -95,12 +95,12 @@ class Result:
 
     @property
     def scheduler_s_per_task(self) -> float:
-        """Processor seconds of the scheduler for each task that ran."""
+        """Processor seconds of the scheduler per task."""
         cost = self.cost
         return (cost.graph_s + cost.messages_s + cost.periodic_s) / max(len(self.tasks), 1)
 
     def timeline(self) -> list[tuple[float, float, str, str]]:
-        """Tasks and transfers as (start, stop, worker, what), by start."""
+        """Return tasks and transfers as (start, stop, worker, description), sorted by start."""
         rows: Iterable[tuple[float, float, str, str]] = (
             *((task.start_s, task.stop_s, task.worker, task.key) for task in self.tasks),
             *(

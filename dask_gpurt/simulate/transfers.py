@@ -1,13 +1,13 @@
 """Transfers that share links, each at its fair rate.
 
-Rates are max-min fair: no transfer can get more without taking it from one that has as little or
-less. They are worked out again whenever a transfer starts or ends. All that happens at one instant
-is settled at once, and only where a change can reach: not through a link that its transfers could
-not fill even if each went as fast as the rest of its way allows, and not through one whose
-transfers all go through a narrower one as well.
+Rates are max-min fair: no transfer can get more without taking from one that has as little or less.
+They are recomputed when a transfer starts or ends, once for all changes at one instant. The
+recomputation covers only the transfers that a change can affect. It does not spread through a link
+that its transfers cannot fill, even if each runs at the speed of its other links. Nor does it
+spread through a link whose transfers all share a narrower one.
 
-Not modelled: the slow start of TCP, protocol overhead, loss. A link has one capacity, either way
-has a link of its own.
+Not modelled: TCP slow start, protocol overhead, loss. A link has one capacity; the opposite
+direction is another link.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def fair_rates(
     capacities: Mapping[str, float],
     counts: Mapping[int, int] | None = None,
 ) -> dict[int, float]:
-    """Max-min fair rates, by filling all flows alike and freezing those whose link is full.
+    """Return max-min fair rates: raise all flows equally, and freeze those on a full link.
 
     Parameters
     ----------
     flows
-        The links on the way of each flow, at least one.
+        The links of each flow, at least one.
     capacities
         Bytes per second of each of those links.
     counts
-        How many flows one stands for; one each if not given.
+        Number of flows that each entry represents; 1 by default.
 
     Returns
     -------
     dict
-        Bytes per second of each flow, or of each of those that one stands for.
+        Bytes per second of each flow, or of each of the flows that an entry represents.
     """
     members: dict[str, list[int]] = {}
     for flow, links in flows.items():
@@ -50,8 +50,9 @@ def fair_rates(
     left = {link: capacities[link] for link in members}
     weights = counts if counts is not None else dict.fromkeys(flows, 1)
     unfrozen = {link: sum(weights[flow] for flow in on) for link, on in members.items()}
-    # Shares only grow while flows are frozen, so an outdated entry of the heap is too low, and is
-    # put back with what became of it. The number of the link breaks ties, so that names do not.
+    # A link's share only grows while flows freeze. So an outdated heap entry is too low, and is
+    # pushed again with the current share. The link's number breaks ties, so that names do not
+    # matter.
     numbers = {link: number for number, link in enumerate(members)}
     heap = [(left[link] / unfrozen[link], numbers[link], link) for link in members]
     heapq.heapify(heap)
@@ -80,21 +81,21 @@ class _Transfer:
     links: Sequence[str]
     left_nbytes: float  # at `since_s`
     narrowest: str
-    fastest: float  # what the narrowest link carries
+    fastest: float  # capacity of the narrowest link
     on_done: Callable[[], object]
     since_s: float
     rate: float = 0.0
-    #: Those of its links that matter: its narrowest, and what is contended.
-    matter: tuple[str, ...] = ()
+    #: Links that limit this transfer: its narrowest one, and contended ones.
+    limiting: tuple[str, ...] = ()
 
 
 class Transfers:
-    """The transfers that are under way.
+    """All transfers in progress.
 
     Parameters
     ----------
     clock
-        The time in which they take place.
+        The clock of the simulation.
     capacities
         Bytes per second of each link.
     """
@@ -103,30 +104,31 @@ class Transfers:
         self._clock = clock
         self._capacities = capacities
         self._transfers: dict[int, _Transfer] = {}
-        #: When each ends if nothing changes. One event is in the clock's queue, for the first.
+        #: End of each transfer if nothing changes. The clock's queue has one event, for the first
+        #: end.
         self._ends: dict[int, float] = {}
         self._next_end: Event | None = None
         self._on_link: dict[str, dict[int, None]] = {}
-        #: What the transfers on a link could take of it if it had no bound.
+        #: Rate that the transfers on a link would use if the link had no limit.
         self._demand: dict[str, float] = {}
-        #: How many transfers of a link go through another one too.
+        #: Number of transfers that a link has in common with each other link.
         self._common: dict[str, Counter[str]] = {}
-        #: Links that may hold back some of their transfers more than the rest of their way does.
+        #: Links that may limit some of their transfers more than the transfers' other links do.
         self._contended: set[str] = set()
         self._numbers = itertools.count()
         self._changed: dict[str, None] = {}
-        #: Something changed at this instant, and rates are not worked out yet.
+        #: Whether something changed at this instant and rates are outdated.
         self.settling = False
 
     def start(self, links: Sequence[str], nbytes: float, on_done: Callable[[], object]) -> int:
-        """Begin a transfer; `on_done` is called when its last byte is through.
+        """Start a transfer; `on_done` is called when its last byte has passed.
 
-        With no link on its way, or nothing to carry, that is at once (but not before this returns).
+        Without links or bytes, `on_done` is called immediately after this method returns.
 
         Returns
         -------
         int
-            What `abort` wants.
+            A number for `abort`.
         """
         number = next(self._numbers)
         now_s = self._clock.now_s
@@ -146,16 +148,16 @@ class Transfers:
         return number
 
     def abort(self, number: int) -> None:
-        """End a transfer that will not get through; `on_done` is not called. Harmless if over."""
+        """Stop a transfer without calling `on_done`. Harmless if the transfer has ended."""
         if number in self._transfers:
-            self._leave(number)
+            self._remove(number)
             self._settle_later()
 
     def rates(self) -> dict[int, float]:
-        """Bytes per second of each transfer under way."""
+        """Return the bytes per second of each transfer in progress."""
         return {number: transfer.rate for number, transfer in self._transfers.items()}
 
-    def _leave(self, number: int) -> _Transfer:
+    def _remove(self, number: int) -> _Transfer:
         transfer = self._transfers.pop(number)
         self._ends.pop(number, None)
         for link in transfer.links:
@@ -183,7 +185,7 @@ class Transfers:
         now_s = self._clock.now_s
         for number, rate in self._rates_after(changed).items():
             transfer = self._transfers[number]
-            # What keeps its rate keeps its end too, to the last bit.
+            # An unchanged rate keeps its end exactly, without rounding.
             if rate == transfer.rate:
                 continue
             transfer.left_nbytes -= transfer.rate * (now_s - transfer.since_s)
@@ -199,36 +201,38 @@ class Transfers:
         self._next_end = None
         now_s = self._clock.now_s
         over = [number for number, end_s in self._ends.items() if end_s <= now_s]
-        ended = [self._leave(number) for number in sorted(over)]
+        ended = [self._remove(number) for number in sorted(over)]
         self._settle_later()
         for transfer in ended:
             transfer.on_done()
 
     def _rates_after(self, changed: Iterable[str]) -> dict[int, float]:
         links = [link for link in changed if link in self._on_link]
-        self._note_contention(links)
-        # Those that share all links that matter are worked out as one.
-        alike: dict[tuple[str, ...], list[int]] = {}
-        for number in self._reach(links):
-            alike.setdefault(self._transfers[number].matter, []).append(number)
-        counts = {way: len(numbers) for way, numbers in enumerate(alike.values())}
-        rates = fair_rates(dict(enumerate(alike)), self._capacities, counts)
+        self._update_contention(links)
+        # Transfers with the same limiting links share one computation.
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for number in self._affected(links):
+            groups.setdefault(self._transfers[number].limiting, []).append(number)
+        counts = {group: len(numbers) for group, numbers in enumerate(groups.values())}
+        rates = fair_rates(dict(enumerate(groups)), self._capacities, counts)
         return {
-            number: rates[way] for way, numbers in enumerate(alike.values()) for number in numbers
+            number: rates[group]
+            for group, numbers in enumerate(groups.values())
+            for number in numbers
         }
 
-    def _note_contention(self, links: Iterable[str]) -> None:
-        # Whether a link is contended follows from the transfers on it and nothing else.
+    def _update_contention(self, links: Iterable[str]) -> None:
+        # Contention of a link depends only on the transfers on it.
         outdated: set[int] = set()
         for link in links:
             is_contended = self._is_contended(link)
             if is_contended != (link in self._contended):
                 (self._contended.add if is_contended else self._contended.discard)(link)
                 outdated.update(self._on_link[link])
-            outdated.update(n for n in self._on_link[link] if not self._transfers[n].matter)
+            outdated.update(n for n in self._on_link[link] if not self._transfers[n].limiting)
         for number in outdated:
             transfer = self._transfers[number]
-            transfer.matter = tuple(
+            transfer.limiting = tuple(
                 link
                 for link in transfer.links
                 if link == transfer.narrowest or link in self._contended
@@ -245,8 +249,8 @@ class Transfers:
             for other, count in common.items()
         )
 
-    def _reach(self, changed: Iterable[str]) -> list[int]:
-        """Transfers whose rates may change with those of the links."""
+    def _affected(self, changed: Iterable[str]) -> list[int]:
+        """Return the transfers whose rates may change with those of the links."""
         reached: set[int] = set()
         links = list(changed)
         seen = set(links)
@@ -255,7 +259,7 @@ class Transfers:
                 if number in reached:
                     continue
                 reached.add(number)
-                for other in self._transfers[number].matter:
+                for other in self._transfers[number].limiting:
                     if other not in seen:
                         seen.add(other)
                         links.append(other)

@@ -1,18 +1,16 @@
-"""A workload: tasks in order of priority, what each needs, how long it takes, how much it makes.
+"""Workloads and their trace format: tasks with priorities, dependencies, durations and sizes.
 
-This is also the trace format: `Workload.to_json` and `Workload.from_json` are exact opposites, so a
-recorded workload replays to the last bit. `dask_gpurt.simulate.graphs` makes workloads of Dask
-graphs.
+`Workload.to_json` and `Workload.from_json` are exact inverses, so a recorded workload replays
+exactly. `dask_gpurt.simulate.graphs` makes workloads from Dask graphs.
 
-The format is JSON, version 1, with each task a row of a list to keep files small::
+The format is JSON, version 1. Each task is a row of a list, to keep files small::
 
     {"format": "gpurt-trace", "version": 1, "name": "...",
-     "columns": ["key", "dependencies", "duration_s", "nbytes", "produces_data"],
-     "tasks": [["('sum-1', 0)", [], 0.5, 8000000, true], ...],
-     "wanted": [12, 13]}
+     "columns": ["key", "dependencies", "duration_s", "nbytes", "produces_data"], "tasks":
+     [["('sum-1', 0)", [], 0.5, 8000000, true], ...], "wanted": [12, 13]}
 
-Tasks are in order of priority. Dependencies and wanted tasks are positions in that list, and a task
-may come before what it needs. Durations are seconds at speed 1, sizes bytes of the result.
+Tasks are in order of priority. Dependencies and wanted tasks are positions in that list. A task may
+come before its dependencies. Durations are seconds at speed 1; sizes are bytes of the result.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ COLUMNS = ("key", "dependencies", "duration_s", "nbytes", "produces_data")
 
 
 class StableStr(str):
-    """Text whose hash is the same in every process.
+    """A string whose hash is the same in every process.
 
-    Schedulers keep keys and addresses in sets, and the order of a set follows from hashes, which
-    Python draws anew for text in each process. With these a simulation does not depend on it.
-    It equals the plain text but has another hash, so never mix both in one set or dict.
+    Schedulers keep keys and addresses in sets. The order of a set depends on hashes, which Python
+    randomises for strings in each process. With this class, a simulation does not depend on them. A
+    `StableStr` equals the plain string but has another hash, so never mix both in one set or dict.
     """
 
     __slots__ = ("_hash",)
@@ -62,15 +60,15 @@ class TaskModel:
     Attributes
     ----------
     key
-        Its name; Dask reads groups and prefixes off it, so keep the form that Dask gives it.
+        Key of the task. Dask parses groups and prefixes from it, so keep Dask's form.
     dependencies
         Positions in the workload of the tasks whose results it needs.
     duration_s
-        Seconds it runs on a worker of speed 1, its inputs in memory.
+        Seconds on a worker of speed 1, with the inputs in memory.
     nbytes
-        Size of its result.
+        Size of the result.
     produces_data
-        It reads or makes data rather than computing on some; Dask spreads such tasks.
+        Whether the task reads or creates data. Dask spreads such tasks over workers.
     """
 
     key: StableStr
@@ -82,13 +80,13 @@ class TaskModel:
 
 @dataclass(frozen=True)
 class Workload:
-    """Tasks in order of priority, the most urgent first, and which of them somebody wants.
+    """Tasks in order of priority, the most urgent first, and the positions of wanted results.
 
     Raises
     ------
     TraceError
-        If a position is out of range, a key occurs twice, a number is negative or not finite, or
-        tasks need one another in a circle.
+        A position is out of range, a key occurs twice, a number is negative or not finite, or
+        dependencies form a cycle.
     """
 
     name: str
@@ -101,16 +99,16 @@ class Workload:
             raise TraceError(f"{self.name}: two tasks have the same key")
         for task in self.tasks:
             if not all(0 <= position < count for position in task.dependencies):
-                raise TraceError(f"{task.key}: needs a task that is not there")
+                raise TraceError(f"{task.key}: depends on a task that does not exist")
             if not (math.isfinite(task.duration_s) and task.duration_s >= 0 and task.nbytes >= 0):
-                raise TraceError(f"{task.key}: durations and sizes are finite and not negative")
+                raise TraceError(f"{task.key}: a duration or size is negative or not finite")
         if not self.wanted or not all(0 <= position < count for position in self.wanted):
-            raise TraceError(f"{self.name}: at least one task is wanted, and each is in the list")
+            raise TraceError(f"{self.name}: no task is wanted, or a wanted task does not exist")
         if sum(1 for _ in inputs_first([task.dependencies for task in self.tasks])) < count:
-            raise TraceError(f"{self.name}: tasks need one another in a circle")
+            raise TraceError(f"{self.name}: dependencies form a cycle")
 
     def to_json(self) -> str:
-        """The workload as a trace."""
+        """Return the workload as a trace."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -127,12 +125,12 @@ class Workload:
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
-        """Read a trace.
+        """Return the workload in a trace.
 
         Raises
         ------
         TraceError
-            If it is not a trace of this version.
+            The text is not a trace of this version.
         """
         try:
             trace = json.loads(text)
@@ -154,7 +152,7 @@ class Workload:
 
 
 def inputs_first(dependencies: Sequence[Sequence[int]]) -> Iterator[int]:
-    """Positions of tasks, none before what it needs, and none that is in a circle."""
+    """Yield positions of tasks after all their dependencies. Tasks in a cycle are omitted."""
     missing = [len(set(needed)) for needed in dependencies]
     dependents: list[list[int]] = [[] for _ in dependencies]
     for position, needed in enumerate(dependencies):
@@ -171,7 +169,7 @@ def inputs_first(dependencies: Sequence[Sequence[int]]) -> Iterator[int]:
 
 
 def task_of(row: Sequence[Any]) -> TaskModel:
-    """A row of a trace as a task."""
+    """Return the task in a row of a trace."""
     key, dependencies, duration_s, nbytes, produces_data = row
     return TaskModel(
         StableStr(str(key)),
@@ -183,7 +181,7 @@ def task_of(row: Sequence[Any]) -> TaskModel:
 
 
 def positions(values: Sequence[Any]) -> tuple[int, ...]:
-    """Positions as they stand in a trace."""
+    """Return positions from a trace, after checking their type."""
     if not all(type(value) is int for value in values):
-        raise TraceError(f"positions are whole numbers, not {list(values)!r}"[:200])
+        raise TraceError(f"positions must be whole numbers, not {list(values)!r}"[:200])
     return tuple(values)

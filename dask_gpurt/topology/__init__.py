@@ -1,1 +1,1 @@
-"""Machines and the links between them: the model, its description as a file, what is learnt."""
+"""Models of machines and of the links between them."""

@@ -1,23 +1,19 @@
-"""The file in which a user describes machines: YAML to `Topology`, and back.
+"""The description file of machines: YAML to `Topology`, and back.
 
 ::
 
     hosts:
       - name: box
-        addresses: [10.0.0.1]
-        numa: [{name: numa0, memory: 512 GiB}]
-        devices: [{name: gpu0, kind: gpu, numa: numa0, memory: 80 GiB, workers: ["box-0"]}]
-        nics: [{name: mlx0, numa: numa0}]
-        switches: [pcie0]
-        links:
+        addresses: [10.0.0.1] numa: [{name: numa0, memory: 512 GiB}] devices: [{name: gpu0, kind:
+        gpu, numa: numa0, memory: 80 GiB, workers: ["box-0"]}] nics: [{name: mlx0, numa: numa0}]
+        switches: [pcie0] links:
           - {between: [gpu*, pcie0], kind: pcie, bandwidth: 55 GB/s, latency: 2 us}
-    switches: [fabric]
-    links:
+    switches: [fabric] links:
       - {between: [box/mlx0, fabric], kind: ethernet, bandwidth: 100 Gb/s, latency: 5 us}
 
-Ends of links may be patterns: each node that fits the first is joined to each that fits the
-second. `GB/s` are bytes, `Gb/s` bits, both of powers of ten. Everything is checked, and an error
-names the line and the key. Reads text, not files.
+Ends of links may be patterns: each node that matches the first is linked to each that matches the
+second. `GB/s` are bytes, `Gb/s` bits, both powers of ten. Everything is validated; errors name the
+line and the key. This module reads text, not files.
 """
 
 from __future__ import annotations
@@ -46,9 +42,9 @@ from dask_gpurt.topology.model import (
 )
 from dask_gpurt.topology.yaml_tree import Section
 
-#: A file longer than this describes no machines.
+#: Most characters in a description; real ones are shorter.
 MAX_NCHARS = 4_000_000
-#: Links that patterns may stand for.
+#: Most links that patterns may expand to.
 MAX_LINKS = 100_000
 
 _SHORT = reprlib.Repr()
@@ -62,14 +58,14 @@ _SIZES = {f"{p}B": n for p, n in (_PREFIXES | _BINARY).items()}
 _RATES = {f"{unit}/s": n for unit, n in _SIZES.items()}
 _RATES |= {f"{p}{bit}/s": n / 8 for p, n in _PREFIXES.items() for bit in ("b", "bit")}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-#: What `dump` writes, the first that fits.
+#: Units that `dump` writes; the first exact one is used.
 _BINARY_SIZES = {unit: _SIZES[unit] for unit in ("TiB", "GiB", "MiB", "KiB")}
 _SHORT_RATES = {unit: _RATES[unit] for unit in ("GB/s", "MB/s")}
 _SHORT_TIMES = {unit: _TIMES[unit] for unit in ("ms", "us", "ns")}
 
 
 def parse(text: str, source: str = "topology") -> Topology:
-    """The topology a text describes.
+    """Return the topology that a text describes.
 
     Parameters
     ----------
@@ -79,14 +75,15 @@ def parse(text: str, source: str = "topology") -> Topology:
     Raises
     ------
     ConfigError
-        The text is not YAML, or describes no topology. Names the line and the key.
+        The text is not YAML, or does not describe a topology. The message names the line and the
+        key.
     """
     if len(text) > MAX_NCHARS:
         raise ConfigError(f"{source} has more than {MAX_NCHARS:,} characters")
     try:
         tree = yaml_tree.load(text)
     except yaml.YAMLError as error:
-        # Several lines, with pieces of the file.
+        # PyYAML's text has several lines, with pieces of the file.
         what = getattr(error, "problem", None) or " ".join(str(error).split())
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -95,19 +92,19 @@ def parse(text: str, source: str = "topology") -> Topology:
 
 
 def _shown(value: object) -> str:
-    """A value for an error: it may be all of a long file."""
+    """Return a short form of a value for an error: the value may be a whole long file."""
     return _SHORT.repr(value)
 
 
 def dump(topology: Topology) -> str:
-    """The YAML that describes a topology; `parse` makes an equal one of it."""
+    """Return the YAML of a topology. `parse` turns it into an equal topology."""
     hosts = []
     outer: list[Link] = []
     inner: dict[str, list[Link]] = {host.name: [] for host in topology.hosts}
     for link in topology.links:
-        homes = {end.partition("/")[0] if "/" in end else None for end in link.ends}
-        home = homes.pop() if len(homes) == 1 else None
-        (inner[home] if home is not None else outer).append(link)
+        owners = {end.partition("/")[0] if "/" in end else None for end in link.ends}
+        owner = owners.pop() if len(owners) == 1 else None
+        (inner[owner] if owner is not None else outer).append(link)
     for host in topology.hosts:
         hosts.append(
             _filled(
@@ -144,7 +141,7 @@ class _Line(dict[str, Any]):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe, and one line for a part or a link."""
+    """A safe dumper that writes each part or link on one line."""
 
     def one_line(self, data: _Line) -> yaml.Node:
         return self.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
@@ -180,7 +177,7 @@ def _default_name(one: str, other: str) -> str:
 
 
 def _short(amount: float, units: Mapping[str, float], plain: str) -> str:
-    """An amount for people, in the first unit that says it exactly, or else in the plain one."""
+    """Return an amount in the first unit that is exact, or else in the plain unit."""
     for unit, size in units.items():
         text = f"{amount / size:.6g}"
         if amount >= size / 2 and "e" not in text and float(text) * size == amount:
@@ -189,10 +186,10 @@ def _short(amount: float, units: Mapping[str, float], plain: str) -> str:
 
 
 class _Named:
-    """Nodes by what a description calls them.
+    """Nodes of a topology, found by pattern.
 
-    Of a thousand hosts each has a link of its own to a switch; going through all nodes for each
-    end of a link took most of the time.
+    Each of a thousand hosts has its own link to a switch. Comparing all nodes with each end of each
+    link took most of the parsing time.
     """
 
     def __init__(self, nodes: Iterable[str]) -> None:
@@ -202,18 +199,18 @@ class _Named:
             self._of_host.setdefault(node.partition("/")[0], []).append(node)
 
     def fitting(self, pattern: str) -> list[str]:
-        """Nodes that fit, in their order."""
+        """Return the nodes that match, in their order."""
         host = pattern.partition("/")[0]
         nodes = self._nodes if _WILD.search(host) else self._of_host.get(host, [])
         return [node for node in nodes if fnmatchcase(node, pattern)]
 
 
 class _Reader:
-    """Turns the tree of a file into a topology, and knows where it is when something is wrong."""
+    """Converts the tree of a file to a topology, and reports errors with their lines."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        #: Which host is called so, and which device such a worker is on.
+        #: The host with each name or address, and the device with each worker.
         self._called: dict[str, str] = {}
         self._workers: dict[str, str] = {}
 
@@ -228,7 +225,7 @@ class _Reader:
         switches = self._names(section, "switches", "")
         found = Topology(tuple(hosts), (), switches)
         links += self._links(section, "", found.nodes, "")
-        self._unique(section, "links", [link.name for link in links])
+        self._check_unique(section, "links", [link.name for link in links])
         return Topology(tuple(hosts), tuple(links), switches)
 
     def _host(self, section: Any, where: str) -> tuple[Host, list[Link]]:
@@ -250,7 +247,7 @@ class _Reader:
             near = self._near(one, numa, at)
             workers = self._names(one, "workers", f"{at}.", patterns=True)
             words = [word for word in workers if not is_pattern(word)]
-            self._alone(one, "workers", at, words, self._workers)
+            self._check_not_taken(one, "workers", at, words, self._workers)
             memory = self._memory(one, at)
             devices.append(Device(self._name(one, at), one["kind"], near, memory, workers))
         nics = tuple(
@@ -265,10 +262,10 @@ class _Reader:
             self._names(section, "switches", f"{where}."),
             self._names(section, "addresses", f"{where}.", patterns=True),
         )
-        self._alone(section, "name", where, [host.name], self._called)
-        self._alone(section, "addresses", where, host.addresses, self._called)
+        self._check_not_taken(section, "name", where, [host.name], self._called)
+        self._check_not_taken(section, "addresses", where, host.addresses, self._called)
         nodes = Topology((host,), ()).nodes
-        self._unique(section, "numa", list(nodes))
+        self._check_unique(section, "numa", list(nodes))
         return host, self._links(section, f"{where}.", nodes, host.name + "/")
 
     def _links(self, section: Section, where: str, nodes: Iterable[str], prefix: str) -> list[Link]:
@@ -389,12 +386,12 @@ class _Reader:
             )
         return amount
 
-    def _unique(self, section: Section, key: str, names: list[str]) -> None:
+    def _check_unique(self, section: Section, key: str, names: list[str]) -> None:
         for name, times in Counter(names).items():
             if times > 1:
-                self._fail(section, key, f"{_shown(name)} is there twice")
+                self._fail(section, key, f"{_shown(name)} occurs twice")
 
-    def _alone(
+    def _check_not_taken(
         self, section: Section, key: str, where: str, words: Iterable[str], taken: dict[str, str]
     ) -> None:
         for word in words:

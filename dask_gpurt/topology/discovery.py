@@ -1,11 +1,11 @@
-"""A topology of what workers say of their machines, and of what was measured between them. Pure.
+"""Discovery of a topology from workers' reports on their machines and from measurements. Pure.
 
-What machines do not say is assumed, or left out where a wrong figure would do harm: a host of whose
-network nothing is known is described without it, and its ways to others are learnt. Each such thing
-is a note for whoever reads the description.
+Missing facts are assumed, or left out if a wrong figure would do harm. For example, a host with
+unknown network speed is described without its network, and its paths to others are learnt. Each
+assumption is a note in the description.
 
-Only the interfaces that workers listen on connect hosts. A machine may have faster cards; bytes
-that Dask sends do not take them.
+Only interfaces that workers listen on connect hosts. A machine may have faster cards, but Dask's
+traffic does not use them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from dask_gpurt.topology.description import dump
 from dask_gpurt.topology.machine import Gpu, Place, Report
 from dask_gpurt.topology.model import Device, Host, Link, Nic, Numa, Topology
 
-#: Share of what a link can carry that copies have been seen to get, over PCIe and over NVLink.
+#: Share of a link's nominal bandwidth that copies reach in measurements, over PCIe and NVLink.
 EFFICIENCY = 0.88
-#: Of a device whose link is not known: a fourth generation's, eight lanes.
+#: Bandwidth of a device whose link is unknown: PCIe generation 4, eight lanes.
 PCIE_NBYTES_PER_S = 14e9
-#: Between NUMA nodes, in each direction. No machine says; a little less than older ones have.
+#: Bandwidth between NUMA nodes, in each direction. No machine reports it; older ones have a little
+#: more.
 NUMA_NBYTES_PER_S = 20e9
-#: Of one link, by its kind.
+#: Latency of one link, by its kind.
 _LATENCY_S = {"nvlink": 2e-6, "pcie": 1e-6, "numa": 5e-7, "ethernet": 2e-5, "infiniband": 5e-6}
 _NVSWITCH = "nvswitch"
 
 
-class Seen(NamedTuple):
-    """A worker and what it reported; `host` is the one in its address."""
+class WorkerReport(NamedTuple):
+    """A worker and its report. `host` is the host in its address."""
 
     address: str
     name: object
@@ -41,35 +42,35 @@ class Seen(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a probe found between two hosts."""
+    """Rate and latency that a probe measured between two hosts."""
 
     nbytes_per_s: float
     latency_s: float
 
 
 @dataclass(frozen=True)
-class Found:
-    """A topology, and what a reader of it should know: sentences."""
+class Discovery:
+    """A topology, and notes for its reader, each a sentence."""
 
     topology: Topology
     notes: tuple[str, ...]
 
     def as_text(self) -> str:
-        """The description as a file that can be read back, with the notes on top."""
+        """Return the notes and the description as a file that `description.parse` reads."""
         return "".join(f"# {note}\n" for note in self.notes) + dump(self.topology)
 
 
 def discover(
-    workers: Iterable[Seen], measured: Mapping[tuple[str, str], Measured] | None = None
-) -> Found:
-    """The machines that workers are on.
+    workers: Iterable[WorkerReport], measured: Mapping[tuple[str, str], Measured] | None = None
+) -> Discovery:
+    """Return the topology of the machines that workers are on.
 
     Parameters
     ----------
     measured
-        By the two hosts, as they are in workers' addresses: from the first to the second.
+        Measurements from the first to the second of two hosts, named as in workers' addresses.
     """
-    by_machine: dict[tuple[str, str], list[Seen]] = {}
+    by_machine: dict[tuple[str, str], list[WorkerReport]] = {}
     for seen in sorted(workers, key=lambda one: one.address):
         by_machine.setdefault((seen.report.machine.name, seen.report.machine.boot), []).append(seen)
     parts = []
@@ -88,13 +89,13 @@ def discover(
         tuple(link for part in parts for link in part.links.values()),
         tuple(sorted(switches)),
     )
-    return Found(topology, tuple(note for part in parts for note in part.notes))
+    return Discovery(topology, tuple(note for part in parts for note in part.notes))
 
 
 class _Part:
-    """One host of the topology, as it comes together."""
+    """One host of the topology, under construction."""
 
-    def __init__(self, name: str, workers: Sequence[Seen]) -> None:
+    def __init__(self, name: str, workers: Sequence[WorkerReport]) -> None:
         self.name = name
         self.links: dict[str, Link] = {}
         self.notes: list[str] = []
@@ -119,16 +120,16 @@ class _Part:
         ]
 
     def read(self) -> None:
-        """What is within the host."""
+        """Add the links within the host."""
         is_known = True
         for gpu in self._machine.gpus:
-            is_known &= self._plug(self._gpus[gpu.place.address], gpu.place)
+            is_known &= self._connect_device(self._gpus[gpu.place.address], gpu.place)
         for card in self._machine.cards:
-            is_known &= self._plug(self._cards[card.name], card.place)
+            is_known &= self._connect_device(self._cards[card.name], card.place)
         if not is_known:
             assumed = f"{PCIE_NBYTES_PER_S / 1e9:g} GB/s"
             self._note(f"PCIe links whose speed is not known are assumed to carry {assumed}")
-        self._bond()
+        self._add_nvlinks()
         for one, other in combinations(self._numa, 2):
             self._link(one.name, other.name, "numa", NUMA_NBYTES_PER_S)
         if len(self._numa) > 1:
@@ -136,19 +137,19 @@ class _Part:
             self._note(f"links between NUMA nodes are assumed to carry {assumed}")
         if any(not gpu.uuid for gpu in self._machine.gpus):
             self._note(
-                "NVML could not be asked (pip install nvidia-ml-py): the memory of GPUs and their"
-                " NVLinks are missing, and which worker has which GPU"
+                "NVML could not be asked (pip install nvidia-ml-py): this description lacks the"
+                " memory of GPUs, their NVLinks, and the GPU of each worker"
             )
 
-    def host(self, called: set[str], users: set[str]) -> Host:
-        """The host; its links are in `links`.
+    def host(self, taken_names: set[str], users: set[str]) -> Host:
+        """Return the host. Its links are in `links`.
 
         Parameters
         ----------
-        called
-            Names of all hosts, and addresses of others: they are not this one's. Gets its own.
+        taken_names
+            Names of all hosts, and addresses of other hosts. This host's addresses are added.
         users
-            Likewise, workers of devices.
+            Likewise, words for workers on devices.
         """
         devices = tuple(
             Device(
@@ -156,7 +157,7 @@ class _Part:
                 "gpu",
                 self._near(gpu.place),
                 gpu.memory_nbytes >> 20 << 20,
-                self._users(i, gpu, users),
+                self._patterns(i, gpu, users),
             )
             for i, gpu in enumerate(self._machine.gpus)
         )
@@ -164,10 +165,12 @@ class _Part:
         if any(bond.peer is None for gpu in self._machine.gpus for bond in gpu.bonds):
             switches.insert(0, _NVSWITCH)
         own = {seen.host for seen in self._workers} - {self.name}
-        for address in sorted(own & called):
-            self._note(f"another host is called {address}, too: its workers are taken to be there")
-        addresses = sorted(own - called)
-        called.update(addresses)
+        for address in sorted(own & taken_names):
+            self._note(
+                f"another host has the name or address {address} too; that host gets its workers"
+            )
+        addresses = sorted(own - taken_names)
+        taken_names.update(addresses)
         return Host(
             self.name,
             tuple(self._numa),
@@ -178,39 +181,49 @@ class _Part:
         )
 
     def join_network(self, measured: Mapping[tuple[str, str], Measured]) -> set[str]:
-        """Connect the host to others, where that is known; returns what it is connected to."""
+        """Connect the host to the networks with known speed; return their names."""
+        own = {one.host for one in self._workers}
         joined = set()
-        own = {seen.host for seen in self._workers}
         for address in sorted(own):
-            card = next((one for one in self._machine.cards if address in one.addresses), None)
-            # Between workers of this host nothing went over its network.
+            # Workers of one host communicate without its network.
             rates = [
                 found
                 for pair, found in measured.items()
                 if address in pair and not own.issuperset(pair)
             ]
-            if not rates and (card is None or not card.nbytes_per_s):
-                self._note(
-                    f"the speed of the network at {address} is not known and was not measured; its"
-                    " link is left out"
-                )
-                continue
-            kind = card.kind if card is not None else "ethernet"
-            nic = self._cards[card.name] if card is not None else self._nameless_card()
-            if rates:
-                self._note(f"the network at {address} is described as it was measured")
-                rate = max(one.nbytes_per_s for one in rates)
-                # Each way crosses the link of either host.
-                latency_s = min(one.latency_s for one in rates) / 2
-            else:
-                assert card is not None
-                rate, latency_s = card.nbytes_per_s, _LATENCY_S[kind]
-            self._link(nic, None, kind, rate, latency_s)
-            joined.add(kind)
+            if kind := self._join_at(address, rates):
+                joined.add(kind)
         return joined
 
+    def _join_at(self, address: str, rates: Sequence[Measured]) -> str | None:
+        """Connect one address to a network, and return the network; None if its speed is unknown.
+
+        Parameters
+        ----------
+        rates
+            Measurements between this address and other hosts.
+        """
+        card = next((one for one in self._machine.cards if address in one.addresses), None)
+        kind = card.kind if card is not None else "ethernet"
+        if rates:
+            self._note(f"the network at {address} is described as it was measured")
+            rate = max(one.nbytes_per_s for one in rates)
+            # Each path crosses the links of both hosts.
+            latency_s = min(one.latency_s for one in rates) / 2
+        elif card is not None and card.nbytes_per_s:
+            rate, latency_s = card.nbytes_per_s, _LATENCY_S[kind]
+        else:
+            self._note(
+                f"the speed of the network at {address} is not known and was not measured; its"
+                " link is left out"
+            )
+            return None
+        nic = self._cards[card.name] if card is not None else self._nameless_card()
+        self._link(nic, None, kind, rate, latency_s)
+        return kind
+
     def _nameless_card(self) -> str:
-        """A card for an address that no hardware of this machine is seen to have."""
+        """Add a card for an address that belongs to no visible hardware of this machine."""
         name = _unique("net0", self._taken)
         self._nics.append(Nic(name, self._numa[0].name))
         self._link(self._numa[0].name, name, "pcie", PCIE_NBYTES_PER_S)
@@ -223,8 +236,8 @@ class _Part:
         at = numbers.index(place.numa) if place.numa in numbers else 0
         return self._numa[at].name
 
-    def _users(self, index: int, gpu: Gpu, taken: set[str]) -> tuple[str, ...]:
-        """Patterns that fit the workers on a GPU, but for those on others before."""
+    def _patterns(self, index: int, gpu: Gpu, taken: set[str]) -> tuple[str, ...]:
+        """Return patterns for the workers on a GPU, without those that are taken."""
         found = [
             str(seen.name) if str(seen.name).strip() and seen.name != seen.address else seen.address
             for seen in self._workers
@@ -235,8 +248,8 @@ class _Part:
         taken.update(own)
         return own
 
-    def _plug(self, name: str, place: Place) -> bool:
-        """Link a device with its processor; returns whether all speeds are known."""
+    def _connect_device(self, name: str, place: Place) -> bool:
+        """Link a device with its processor, and return whether all speeds are known."""
         nodes = [
             self._near(place),
             *(self._switches[address] for address in _switches(place)),
@@ -248,8 +261,8 @@ class _Part:
             self._link(one, other, "pcie", EFFICIENCY * rate or PCIE_NBYTES_PER_S)
         return is_known
 
-    def _bond(self) -> None:
-        """NVLinks."""
+    def _add_nvlinks(self) -> None:
+        """Add the NVLinks."""
         for gpu in self._machine.gpus:
             one = self._gpus[gpu.place.address]
             for bond in gpu.bonds:
@@ -265,9 +278,9 @@ class _Part:
         nbytes_per_s: float,
         latency_s: float | None = None,
     ) -> None:
-        """Add a link; with the network of its kind if there is no other end in the host."""
+        """Add a link. Without `other`, it leads to the network of its kind."""
         ends = f"{self.name}/{one}", kind if other is None else f"{self.name}/{other}"
-        # Either end of a pair of GPUs reports it.
+        # Both GPUs of a pair report their link.
         ends = (min(ends), max(ends)) if kind == "nvlink" else ends
         name = " - ".join(ends)
         if latency_s is None:
@@ -280,26 +293,26 @@ class _Part:
 
 
 def _names(visible: str | None, index: int, gpu: Gpu) -> bool:
-    """Whether `CUDA_VISIBLE_DEVICES` means a GPU: by its number, or the beginning of its UUID."""
+    """Return whether `CUDA_VISIBLE_DEVICES` names a GPU, by number or by the start of its UUID."""
     if not visible:
         return False
     return visible == str(index) or (visible.startswith("GPU-") and gpu.uuid.startswith(visible))
 
 
 def _switches(place: Place) -> Iterator[str]:
-    """Switches above a device, the uppermost first.
+    """Yield the switches above a device, the uppermost first.
 
-    The bridges above a device are a root port, and then for each switch the port that leads up
-    and the one that leads down.
+    The bridges above a device are a root port, and then two ports for each switch: one upstream,
+    one downstream.
     """
     for hop in place.hops[1:-1:2]:
         yield hop.address
 
 
 def _rates(place: Place) -> Iterator[float]:
-    """What each link from the processor to a device carries; 0 if not known.
+    """Yield the bandwidth of each link from the processor to a device; 0 if unknown.
 
-    A link is as fast as the slower one of its ends.
+    A link is as fast as its slower end.
     """
     *bridges, device = place.hops
     downward = bridges[0::2]
@@ -309,7 +322,7 @@ def _rates(place: Place) -> Iterator[float]:
 
 
 def _rounded(amount: float) -> float:
-    """To three digits: more are not known, and somebody is going to read them."""
+    """Round to three digits, for readers: the inputs are no more precise."""
     return float(f"{amount:.3g}")
 
 

@@ -1,13 +1,13 @@
-"""What links carry, learnt from the transfers that Dask reports anyway. Pure: fed from outside.
+"""Bandwidths of links, learnt from the transfers that Dask's workers report. Pure.
 
-Every worker tells the scheduler at what rate it received data from each peer. Those figures are
-of whole transfers, with serialisation and busy processes at both ends in them, which is what
-placing a task has to reckon with; they scatter accordingly. So a rate is a mean of logarithms,
-and a report that is far from many before it moves it by a bounded step.
+Every worker reports to the scheduler at what rate it received data from each peer. These rates are
+of whole transfers: they include serialisation and busy processes at both ends. Placement needs
+exactly that, but the rates scatter. So an estimate is a mean of logarithms, and a report far from
+many earlier ones moves it by a bounded step.
 
-Rates are kept for pairs of workers, for pairs of hosts, and for the two kinds of pairs (on one
-host, between hosts). Each stands in for the one before while that has few reports, so that what
-is known of some links of a cluster is believed of the others until they are seen.
+There are estimates for pairs of workers, for pairs of hosts, and for the two kinds of pairs (same
+host, different hosts). Each is the prior of the one before while that one has few reports. So rates
+seen on some links are assumed for the others until these are seen.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from typing import NamedTuple
 
 from dask_gpurt.topology.model import LOCAL, Path
 
-#: Before anything was transferred: what processes of one host manage through Dask's own
-#: connections, and between hosts what stock Dask assumes.
+#: Rates before any report. Same host: what two processes reach through Dask's own connections.
+#: Different hosts: what stock Dask assumes.
 SAME_HOST_NBYTES_PER_S = 400e6
 OTHER_HOST_NBYTES_PER_S = 100e6
-#: Of asking for data and being answered, by Dask's own connections.
+#: Latency of a request and its answer over Dask's own connections.
 LATENCY_S = 0.001
 
-#: Reports that the stand-in counts for, and the most that the past does.
+#: Weight of the prior in reports, and the largest weight of all past reports.
 _PRIOR_WEIGHT = 0.5
 _MAX_WEIGHT = 20.0
-#: From so many reports on, one moves a rate no further than by this factor times its weight.
+#: From this weight on, a report moves a rate at most by this factor times the report's weight.
 _SETTLED = 3.0
 _STEP = math.log(4)
-#: Standard deviation of the logarithm of what one report says.
+#: Standard deviation of the logarithm of one report.
 _SCATTER = 1.0
 _NO_IDEA = 1e3
-#: Rates beyond these are not of this world, whoever reports them.
+#: Rates beyond these are errors.
 _SLOWEST, _FASTEST = 1e3, 1e13
 _KINDS = {True: "same host", False: "network"}
-#: Pairs that are remembered. At 1,000 workers, a sixteenth of all there are.
+#: Most pairs that are kept: at 1,000 workers, a sixteenth of all pairs.
 MAX_PAIRS = 65_536
 
 
 class End(NamedTuple):
-    """A worker: its address, and the host that is in it."""
+    """A worker: its address, and the host in the address."""
 
     address: str
     host: str
 
 
 class _Mean:
-    """Mean of the logarithms of what was reported, older reports counting less and less."""
+    """Mean of the logarithms of reported rates, in which older reports weigh less and less."""
 
     __slots__ = ("log_rate", "weight")
 
@@ -70,7 +70,7 @@ class _Mean:
 
 
 class LearnedLinks:
-    """Paths between workers on machines that nobody described."""
+    """Paths between workers on machines that are not described."""
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[str, str], _Mean] = {}
@@ -79,19 +79,19 @@ class LearnedLinks:
         self._usual_paths: dict[bool, Path] = {}
 
     def observe(self, source: End, target: End, nbytes_per_s: float, count: int = 1) -> bool:
-        """Take in a report.
+        """Add a report.
 
         Parameters
         ----------
         source, target
-            Who sent and who received.
+            The sender and the receiver.
         nbytes_per_s
             Mean rate of `count` transfers.
 
         Returns
         -------
         bool
-            Whether it was one that can be believed.
+            Whether the report is plausible. Other reports are ignored.
         """
         try:
             if not (_SLOWEST <= nbytes_per_s <= _FASTEST and count >= 1) or source == target:
@@ -107,7 +107,7 @@ class LearnedLinks:
         return True
 
     def path(self, source: End, target: End) -> Path:
-        """The way between two workers, as far as is known."""
+        """Return the path between two workers, from reports or priors."""
         if source.address == target.address:
             return LOCAL
         is_near = source.host == target.host
@@ -121,7 +121,7 @@ class LearnedLinks:
         return Path(LATENCY_S, math.exp(log_rate), _KINDS[is_near])
 
     def _usual(self, is_near: bool) -> Path:
-        """The way between two hosts, or workers of one, of which nothing is known. Most are."""
+        """Return the path for a pair of hosts without reports. Most pairs are of this kind."""
         found = self._usual_paths.get(is_near)
         if found is None:
             rate = math.exp(self._log_rate(is_near))
@@ -133,15 +133,15 @@ class LearnedLinks:
         return self._kinds[is_near].with_prior(math.log(prior))
 
     def doubt(self) -> float:
-        """By what factor rates may be off, either way: two standard deviations of their mean.
+        """Return the factor by which rates may be wrong, up or down: two standard deviations.
 
-        Very much before anything was reported: what is assumed then is of some network or other.
+        The factor is very large before any report, because the priors are of an arbitrary network.
         """
         weight = max(mean.weight for mean in self._kinds.values())
         return math.exp(2 * _SCATTER / math.sqrt(weight)) if weight else _NO_IDEA
 
     def forget(self, address: str) -> None:
-        """A worker left; its host may have others."""
+        """Forget the pairs of a worker that left. Its host may have others."""
         for pair in [pair for pair in self._pairs if address in pair]:
             del self._pairs[pair]
 

@@ -1,8 +1,8 @@
-"""What one machine says of itself: its NUMA nodes, GPUs and network cards, and where each is.
+"""Facts about one machine: its NUMA nodes, GPUs and network cards, and their places.
 
-Facts only, nothing concluded: `topology.discovery` makes a topology of them. Read from `/sys` by
-`topology.sysfs` and from NVML by `topology.nvml`, on a worker; they travel to the scheduler as
-plain values and are checked there, since a machine that reports nonsense must not become one.
+`topology.sysfs` reads them from `/sys`, and `topology.nvml` from NVML, on a worker. They travel to
+the scheduler as plain values and are validated there, so that a faulty report does not become a
+machine. `topology.discovery` derives a topology from them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, TypeVar
 
 from dask_gpurt.errors import ProtocolError
 
-#: Of one kind on one machine. The largest there are have a few dozen.
+#: Most parts of one kind on one machine. The largest machines have a few dozen.
 MAX_PARTS = 256
-#: Bridges between a processor and a device: three levels of switches are seven.
+#: Most bridges between a processor and a device. Three levels of switches have seven.
 MAX_HOPS = 32
-#: Characters of a name or an address.
+#: Most characters in a name or an address.
 MAX_NCHARS = 256
-#: No memory and no link of this decade is larger.
+#: Above any real memory size or bandwidth.
 MAX_AMOUNT = 1e18
 
-#: How the kernel names a device of PCI: domain, bus, device, function.
+#: A PCI device in the kernel's notation: domain, bus, device, function.
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 T = TypeVar("T")
@@ -37,9 +37,9 @@ class NumaNode:
     Attributes
     ----------
     number
-        As the kernel counts.
+        The kernel's number.
     memory_nbytes
-        0 if not known.
+        0 if unknown.
     """
 
     number: int
@@ -48,15 +48,15 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class Hop:
-    """A bridge or a device on the way from a processor.
+    """A bridge or a device on the path from a processor.
 
     Attributes
     ----------
     address
-        Of PCI, such as `0000:07:00.0`.
+        PCI address, such as `0000:07:00.0`.
     nbytes_per_s
-        What its own link carries in each direction; 0 if not known. That of a root port, and of a
-        port of a switch that devices are below, leads down; all others lead up.
+        Bandwidth of its own link in each direction; 0 if unknown. The link of a root port, or of a
+        switch's downstream port, leads down. All others lead up.
     """
 
     address: str
@@ -65,14 +65,14 @@ class Hop:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a device is plugged in.
+    """The position of a device on the PCI bus.
 
     Attributes
     ----------
     hops
-        From the root port on; the device itself is the last.
+        From the root port to the device itself.
     numa
-        Of the processor there; None if there is only one, or it was not said.
+        NUMA node of the processor; None if there is only one, or it is unknown.
     """
 
     hops: tuple[Hop, ...]
@@ -80,7 +80,7 @@ class Place:
 
     @property
     def address(self) -> str:
-        """Of the device."""
+        """PCI address of the device."""
         return self.hops[-1].address
 
 
@@ -91,9 +91,9 @@ class Bond:
     Attributes
     ----------
     peer
-        PCI address of a GPU; None for the NVSwitches, all together.
+        PCI address of a GPU; None for all NVSwitches together.
     nbytes_per_s
-        In each direction.
+        Bandwidth in each direction.
     """
 
     peer: str | None
@@ -102,7 +102,7 @@ class Bond:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. `uuid` is empty and `memory_nbytes` is 0 where NVML could not be asked."""
+    """A GPU. Without NVML, `uuid` is empty and `memory_nbytes` is 0."""
 
     place: Place
     uuid: str
@@ -119,11 +119,11 @@ class Card:
     kind
         `ethernet` or `infiniband`.
     nbytes_per_s
-        What it carries in each direction; 0 if the driver does not say.
+        Bandwidth in each direction; 0 if the driver does not report it.
     addresses
         IP addresses.
     place
-        Where its hardware is plugged in; of a bond, that of the first part.
+        Position of its hardware; for a bond, that of the first part.
     """
 
     name: str
@@ -135,14 +135,14 @@ class Card:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine, or what a container sees of it.
+    """One machine, or the part that a container sees.
 
     Attributes
     ----------
     name
         Host name.
     boot
-        Drawn by the kernel when it started; containers on one machine have the same.
+        Random id of the kernel's boot. Containers on one machine have the same.
     gpus
         In NVML's order.
     """
@@ -156,30 +156,30 @@ class Machine:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says of where it is.
+    """A worker's report on its machine.
 
     Attributes
     ----------
     gpu
-        The first device that CUDA shows to it, as `CUDA_VISIBLE_DEVICES` names it: a number or the
-        beginning of a UUID. None if that is not set.
+        The first device that CUDA shows to the worker, as in `CUDA_VISIBLE_DEVICES`: a number or
+        the start of a UUID. None if the variable is not set.
     """
 
     machine: Machine
     gpu: str | None
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values, for a message."""
+        """Return plain values, for a message."""
         return asdict(self)
 
     @staticmethod
     def from_plain(plain: Any) -> Report:
-        """Of a message; everything in it is checked.
+        """Return the report in a message, after validating all of it.
 
         Raises
         ------
         ProtocolError
-            It is not a report. Says what is wrong with it.
+            The message is not a valid report.
         """
         fields = _fields(plain, Report)
         gpu = None if fields["gpu"] is None else _text(fields["gpu"])
@@ -194,13 +194,13 @@ def _machine(plain: Any) -> Machine:
     found = Machine(
         _text(fields["name"]),
         _text(fields["boot"]),
-        _many(fields["numa"], _numa),
-        _many(fields["gpus"], _gpu),
-        _many(fields["cards"], _card),
+        _list_of(fields["numa"], _numa),
+        _list_of(fields["gpus"], _gpu),
+        _list_of(fields["cards"], _card),
     )
-    _different([one.number for one in found.numa])
-    _different([one.place.address for one in found.gpus])
-    _different([one.name for one in found.cards])
+    _check_unique([one.number for one in found.numa])
+    _check_unique([one.place.address for one in found.gpus])
+    _check_unique([one.name for one in found.cards])
     return found
 
 
@@ -215,7 +215,7 @@ def _gpu(plain: Any) -> Gpu:
         _place(fields["place"]),
         _text(fields["uuid"]),
         _count(fields["memory_nbytes"]),
-        _many(fields["bonds"], _bond),
+        _list_of(fields["bonds"], _bond),
     )
 
 
@@ -229,19 +229,19 @@ def _card(plain: Any) -> Card:
     fields = _fields(plain, Card)
     kind = _text(fields["kind"])
     if kind not in ("ethernet", "infiniband"):
-        raise ProtocolError(f"no kind of network: {kind!r}")
+        raise ProtocolError(f"unknown kind of network: {kind!r}")
     return Card(
         _text(fields["name"]),
         kind,
         _rate(fields["nbytes_per_s"]),
-        _many(fields["addresses"], _text),
+        _list_of(fields["addresses"], _text),
         _place(fields["place"]),
     )
 
 
 def _place(plain: Any) -> Place:
     fields = _fields(plain, Place)
-    hops = _many(fields["hops"], _hop)
+    hops = _list_of(fields["hops"], _hop)
     if not 1 <= len(hops) <= MAX_HOPS:
         raise ProtocolError(f"a device behind {len(hops) - 1} bridges")
     numa = None if fields["numa"] is None else _count(fields["numa"])
@@ -256,19 +256,19 @@ def _hop(plain: Any) -> Hop:
 def _fields(plain: Any, kind: Any) -> Mapping[str, Any]:
     names = set(kind.__dataclass_fields__)
     if not isinstance(plain, Mapping) or set(plain) != names:
-        raise ProtocolError(f"{kind.__name__} has to have {', '.join(sorted(names))}")
+        raise ProtocolError(f"{kind.__name__} must have the fields {', '.join(sorted(names))}")
     return plain
 
 
-def _many(plain: Any, one: Callable[[Any], T]) -> tuple[T, ...]:
+def _list_of(plain: Any, one: Callable[[Any], T]) -> tuple[T, ...]:
     if not isinstance(plain, list | tuple) or len(plain) > MAX_PARTS:
         raise ProtocolError(f"not a list of at most {MAX_PARTS}: {type(plain).__name__}")
     return tuple(map(one, plain))
 
 
-def _different(names: list[Any]) -> None:
+def _check_unique(names: list[Any]) -> None:
     if len(set(names)) < len(names):
-        raise ProtocolError("something is there twice")
+        raise ProtocolError("a number, an address or a name occurs twice")
 
 
 def _text(plain: Any) -> str:
@@ -279,7 +279,7 @@ def _text(plain: Any) -> str:
 
 def _pci(plain: Any) -> str:
     if not isinstance(plain, str) or not PCI_ADDRESS.fullmatch(plain):
-        raise ProtocolError("not an address of PCI")
+        raise ProtocolError("not a PCI address")
     return plain
 
 
@@ -293,5 +293,5 @@ def _rate(plain: Any) -> float:
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise ProtocolError(f"not a rate: {type(plain).__name__}")
     if not (math.isfinite(plain) and 0 <= plain <= MAX_AMOUNT):
-        raise ProtocolError("a rate that no link has")
+        raise ProtocolError("not a plausible rate")
     return float(plain)

@@ -1,13 +1,13 @@
-"""Machines and the links between them, and which way bytes take from one place to another.
+"""Machines, the links between them, and the paths of bytes from one place to another.
 
-A topology is a graph. Its *nodes* are where bytes can be (NUMA nodes, devices), what they pass
-through (switches, network cards), and its edges are links, each with a bandwidth in each
-direction and a latency. A node of a host is named `host/node`; a switch between hosts has a name
-without a slash. Nothing here measures, reads files or knows Dask: a worker is put on a node by its
-name, address or host (`Topology.node_of`), and that is all there is to workers.
+A topology is a graph. Its *nodes* are places that hold bytes (NUMA nodes, devices) or pass them on
+(switches, network cards). Its edges are links, each with a bandwidth in each direction and a
+latency. A node of a host is named `host/node`; a switch between hosts has a name without a slash.
+`Topology.node_of` assigns a worker to a node by its name, address or host. This module measures
+nothing, reads no files and knows nothing of Dask.
 
-Descriptions of machines are in `dask_gpurt.topology.description`; what transfers were measured to
-take, where nobody described the machines, in `dask_gpurt.topology.learned`.
+`dask_gpurt.topology.description` parses descriptions of machines. `dask_gpurt.topology.learned` has
+the measured links of machines that are not described.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from functools import cached_property
 
 from dask_gpurt.topology.routes import Routes
 
-#: Kinds of devices a worker may compute on.
+#: Kinds of devices that a worker may compute on.
 DEVICE_KINDS = ("gpu",)
 
 
 @dataclass(frozen=True)
 class Link:
-    """One edge of the graph. Several pairs of nodes may have it on their paths, and then share it.
+    """An edge of the graph. Paths between several pairs of nodes may share it.
 
     Attributes
     ----------
     name
         Unique in a topology.
     ends
-        The two nodes it joins.
+        The two nodes that it connects.
     kind
         Such as `nvlink`, `pcie`, `ethernet`; not interpreted.
     bandwidth_nbytes_per_s
-        In each direction.
+        Bandwidth in each direction.
     latency_s
-        Of one message.
+        Latency of one message.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Numa:
-    """Processors and the memory next to them: where workers without a device are.
+    """Processors and the memory next to them. Workers without a device are on such a node.
 
     Attributes
     ----------
     memory_nbytes
-        0 where it was not said.
+        0 if unknown.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Numa:
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator with memory of its own.
+    """An accelerator with its own memory.
 
     Attributes
     ----------
     workers
-        Names or addresses of the workers that compute on it, or patterns (`*`, `?`) of them.
+        Names or addresses of the workers that compute on it, or patterns (`*`, `?`).
     """
 
     name: str
@@ -82,7 +82,7 @@ class Device:
 
 
 def is_pattern(word: str) -> bool:
-    """Whether several workers may fit a word of a device's; IPv6 addresses are in brackets, too."""
+    """Return whether a word for workers is a pattern. IPv6 addresses have brackets too."""
     return any(char in word.replace("://[", "") for char in "*?[")
 
 
@@ -101,9 +101,9 @@ class Host:
     Attributes
     ----------
     addresses
-        Names and IP addresses it has in Dask's worker addresses, besides its own name.
+        Names and IP addresses of the host in Dask's worker addresses, besides its own name.
     switches
-        Nodes that bytes only pass through: PCIe switches and root complexes, NVSwitch.
+        Nodes that only pass bytes on: PCIe switches and root complexes, NVSwitch.
     """
 
     name: str
@@ -114,24 +114,24 @@ class Host:
     addresses: tuple[str, ...] = ()
 
     def node(self, name: str) -> str:
-        """Name of one of its nodes in the whole topology."""
+        """Return the name of one of the host's nodes in the whole topology."""
         return f"{self.name}/{name}"
 
 
 @dataclass(frozen=True)
 class Path:
-    """The way bytes take between two nodes.
+    """The path of bytes between two nodes.
 
     Attributes
     ----------
     latency_s
         Sum over its links.
     bandwidth_nbytes_per_s
-        Of its narrowest link; infinite between a node and itself.
+        Bandwidth of its narrowest link; infinite between a node and itself.
     kind
         Kind of the narrowest link, or `local`.
     links
-        Names of its links, from the source on.
+        Names of its links, starting at the source.
     """
 
     latency_s: float
@@ -140,11 +140,11 @@ class Path:
     links: tuple[str, ...] = ()
 
     def transfer_s(self, nbytes: float) -> float:
-        """Seconds that so many bytes take, with the path to themselves."""
+        """Return the seconds of a transfer that has the path to itself."""
         return self.latency_s + nbytes / self.bandwidth_nbytes_per_s
 
 
-#: Between a place and itself.
+#: The path between a place and itself.
 LOCAL = Path(0.0, math.inf, "local")
 
 
@@ -152,7 +152,7 @@ LOCAL = Path(0.0, math.inf, "local")
 class Topology:
     """Hosts, the switches between them, and all links.
 
-    Whoever makes one checks the names; `dask_gpurt.topology.description` does.
+    The creator validates the names, as `dask_gpurt.topology.description` does.
     """
 
     hosts: tuple[Host, ...]
@@ -161,7 +161,7 @@ class Topology:
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
-        """Names of all nodes, hosts' in the order of the hosts."""
+        """Names of all nodes, those of hosts in the order of the hosts."""
         found = []
         for host in self.hosts:
             for parts in (host.numa, host.devices, host.nics):
@@ -170,22 +170,22 @@ class Topology:
         return (*found, *self.switches)
 
     def node_of(self, *, address: str, name: object, host: str) -> str | None:
-        """Where a worker is.
+        """Return the node of a worker.
 
         Parameters
         ----------
         address
-            Of the worker.
+            Address of the worker.
         name
-            Its name, of any type.
+            Name of the worker, of any type.
         host
             Name or IP address of the machine in `address`.
 
         Returns
         -------
         str or None
-            The first device of which a pattern has its name or address, else the first NUMA node
-            of its machine; None if the machine is not described.
+            The first device with a pattern that matches the worker's name or address. If there is
+            none, the first NUMA node of the worker's machine. None if the machine is not described.
         """
         words, patterns = self._workers
         found = [words[one] for one in (str(name), address) if one in words]
@@ -193,14 +193,14 @@ class Topology:
             if fnmatchcase(str(name), pattern) or fnmatchcase(address, pattern):
                 found.append((number, node))
                 break
-        return min(found)[1] if found else self._homes.get(host)
+        return min(found)[1] if found else self._first_numa.get(host)
 
     @cached_property
     def _workers(self) -> tuple[dict[str, tuple[int, str]], list[tuple[int, str, str]]]:
-        """Devices, numbered, by the words that workers are called; and those that are patterns.
+        """Numbered devices by exact word for a worker, and those with patterns.
 
-        A description that a cluster wrote has a word for each worker, which would be a million
-        comparisons for a thousand of them.
+        A description written by a cluster has a word for each worker. Comparing each word with each
+        of a thousand workers would take a million comparisons.
         """
         words: dict[str, tuple[int, str]] = {}
         patterns = []
@@ -209,15 +209,15 @@ class Topology:
         )
         for number, (node, workers) in enumerate(users):
             for word in workers:
-                # An IPv6 address is one that looks like a pattern, and would not fit itself.
+                # An IPv6 address looks like a pattern, and would not match itself.
                 words.setdefault(word, (number, node))
                 if any(char in word for char in "*?["):
                     patterns.append((number, word, node))
         return words, patterns
 
     @cached_property
-    def _homes(self) -> dict[str, str]:
-        """The first NUMA node of each host, by its name and addresses."""
+    def _first_numa(self) -> dict[str, str]:
+        """The first NUMA node of each host, by the host's name and addresses."""
         found: dict[str, str] = {}
         for one in self.hosts:
             for called in (one.name, *one.addresses):
@@ -225,7 +225,7 @@ class Topology:
         return found
 
     def device(self, node: str) -> Device | None:
-        """The device at a node, None if something else is there."""
+        """Return the device at a node, or None if the node is not a device."""
         return self._devices.get(node)
 
     @cached_property
@@ -233,24 +233,24 @@ class Topology:
         return {host.node(one.name): one for host in self.hosts for one in host.devices}
 
     def path(self, source: str, target: str) -> Path | None:
-        """The widest way from a node to another, the fastest of those; None if there is none.
+        """Return the widest path between two nodes, or None if there is none.
 
-        Widest and not the quickest for some size: large transfers are what placement is about.
-        Ways that are equally wide are told apart by latency, then by the number of links, then
-        by name, so that the answer is always the same.
+        Among equally wide paths, the one with the lowest latency wins, then the fewest links, then
+        the first by names, so the result is deterministic. Rejected: the fastest path for some
+        size, since placement is about large transfers.
         """
         if source == target:
             return LOCAL
-        way = self._routes.way(source, target)
-        if way is None:
+        found = self._routes.path(source, target)
+        if found is None:
             return None
         narrowest = min(
-            (self._links[name] for name in way.links), key=lambda one: one.bandwidth_nbytes_per_s
+            (self._links[name] for name in found.links), key=lambda one: one.bandwidth_nbytes_per_s
         )
-        return Path(way.latency_s, narrowest.bandwidth_nbytes_per_s, narrowest.kind, way.links)
+        return Path(found.latency_s, narrowest.bandwidth_nbytes_per_s, narrowest.kind, found.links)
 
     def widest_nbytes_per_s(self, node: str) -> float:
-        """What no way from or to a node exceeds: its widest link; 0 if it has none."""
+        """Return the bandwidth of a node's widest link, which no path exceeds; 0 without links."""
         return self._widest.get(node, 0.0)
 
     @cached_property
@@ -262,10 +262,10 @@ class Topology:
         return found
 
     def entrance(self, source: str, target: str) -> Link | None:
-        """The narrowest link of a node's host on the way from a node of another host.
+        """Return the narrowest link of the target's host on the path from a node of another host.
 
-        Whatever comes from outside through the same one shares what it carries. None if there is no
-        way, or it has no link of that host.
+        All transfers into the host through this link share its bandwidth. None if there is no path,
+        or no link of that host on it.
         """
         path = self.path(source, target)
         host = target.partition("/")[0] + "/"
@@ -277,16 +277,16 @@ class Topology:
         return min(own, key=lambda one: one.bandwidth_nbytes_per_s, default=None)
 
     def outside(self, node: str) -> int:
-        """A number, the same for nodes of whatever host from which others are reached alike.
+        """Return a class number, equal for nodes that are reached alike from other hosts.
 
-        Paths between such nodes of different hosts have the same bandwidth and latency.
+        Paths from such nodes to nodes of another host have the same bandwidth and latency.
         """
         return self._routes.outside(node)
 
     def inside(self, host: str) -> int:
-        """A number, the same for hosts that differ in their name only.
+        """Return a class number, equal for hosts that differ only in their names.
 
-        Nodes that are called alike there have the same links, to one another and to switches.
+        Nodes with the same name on such hosts have the same links, to each other and to switches.
         """
         return self._insides.get(host, -1)
 

@@ -1,7 +1,7 @@
-"""GPUs and their NVLinks, as NVIDIA's management library (NVML) knows them.
+"""GPUs and their NVLinks, as NVIDIA's management library (NVML) reports them.
 
-Asks whatever has the functions of `Nvml`, of which the module `pynvml` is one. Loading and
-starting the library is its caller's. What a driver does not answer is left out.
+The functions here query any object with the interface of `Nvml`, such as the module `pynvml`. The
+caller loads and starts the library. Facts that a driver does not report are left out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol
 
 from dask_gpurt.topology.machine import Bond
 
-#: More than any GPU has.
+#: Above the number of links of any GPU.
 _MAX_LINKS = 36
-#: Of one NVLink in each direction, where the driver does not say: that of versions 2 to 4.
+#: Bandwidth of one NVLink in each direction if the driver does not report it: versions 2 to 4.
 _LINK_NBYTES_PER_S = 25e9
-#: NVML's names for these: "common speed of the active links", and kinds of what a link leads to.
+#: NVML's constants for "common speed of the active links", and for kinds of remote devices.
 _SPEED_MBPS = 90
 _TO_GPU, _UNKNOWN = 0x00, 0xFF
 
@@ -24,7 +24,7 @@ _BUS_ID = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
 
 
 class Nvml(Protocol):
-    """The functions of `pynvml` that are called here, by their names there."""
+    """The functions of `pynvml` used here, under their names there."""
 
     NVMLError: type[Exception]
 
@@ -40,7 +40,7 @@ class Nvml(Protocol):
 
 
 class NvmlGpu(NamedTuple):
-    """What NVML says of a GPU; where it is plugged in, `/sys` says."""
+    """NVML's facts about a GPU. `/sys` has its position on the PCI bus."""
 
     address: str
     uuid: str
@@ -49,7 +49,7 @@ class NvmlGpu(NamedTuple):
 
 
 def gpus(nvml: Nvml) -> tuple[NvmlGpu, ...]:
-    """All GPUs, in NVML's order, which is that of their PCI addresses."""
+    """Return all GPUs in NVML's order, which is the order of their PCI addresses."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     addresses = [pci_address(nvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]
     found = []
@@ -57,14 +57,14 @@ def gpus(nvml: Nvml) -> tuple[NvmlGpu, ...]:
         try:
             memory_nbytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
         except nvml.NVMLError:
-            memory_nbytes = 0  # of a chip whose memory is the host's
+            memory_nbytes = 0  # a chip that shares the host's memory
         uuid = _text(nvml.nvmlDeviceGetUUID(handle))
         found.append(NvmlGpu(address, uuid, memory_nbytes, _bonds(nvml, handle, set(addresses))))
     return tuple(found)
 
 
 def pci_address(bus_id: str | bytes) -> str:
-    """NVML's bus id as `/sys` writes it: `00000000:07:00.0` is `0000:07:00.0`."""
+    """Return an NVML bus id in the notation of `/sys`: `00000000:07:00.0` is `0000:07:00.0`."""
     text = _text(bus_id).lower()
     found = _BUS_ID.fullmatch(text)
     return f"{int(found[1], 16):04x}:{found[2]}" if found else text
@@ -77,13 +77,13 @@ def _bonds(nvml: Nvml, handle: Any, known: set[str]) -> tuple[Bond, ...]:
             if not nvml.nvmlDeviceGetNvLinkState(handle, link):
                 continue
         except nvml.NVMLError:
-            break  # it has no more links, or none at all
+            break  # the GPU has no more links, or none at all
         kind, peer = _end(nvml, handle, link)
         if peer in known:
             counts[peer] += 1
         elif kind != _TO_GPU:
-            # In a virtual machine a link leads to something that is not in view: a switch of the
-            # host's. A GPU that is not in view is another container's.
+            # In a virtual machine, a link leads to an invisible device: a switch of the host. An
+            # invisible GPU belongs to another container.
             counts[None] += 1
     if not counts:
         return ()
@@ -92,7 +92,7 @@ def _bonds(nvml: Nvml, handle: Any, known: set[str]) -> tuple[Bond, ...]:
 
 
 def _end(nvml: Nvml, handle: Any, link: int) -> tuple[int, str]:
-    """What a link leads to: its kind, and its PCI address if it has one."""
+    """Return the kind of a link's remote device, and its PCI address if it has one."""
     try:
         kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
     except nvml.NVMLError:

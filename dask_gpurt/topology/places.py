@@ -1,11 +1,11 @@
-"""Where workers are, such that ways between very many of them can be weighed quickly. Pure.
+"""Places of workers, grouped so that paths between very many workers are cheap to look up. Pure.
 
-A decision about a task with many inputs asks for the way from each holder to each candidate. But
-candidates on alike hosts are reached alike from all other hosts: a *place* says which way it is
-from the workers of its own host, and shares with all places of its *kind* the ways from elsewhere.
-So what is worked out for one candidate holds for the next one of that kind.
+A decision about a task with many inputs asks for the path from each holder to each candidate.
+Candidates on similar hosts have the same paths from all other hosts. So a *place* has its own paths
+from workers of its host, and shares the paths from elsewhere with all places of its *kind*. A
+result computed for one candidate is valid for the next one of that kind.
 
-Made from a topology, or from what was measured, by `dask_gpurt.plugins.placement.cluster_links`.
+`dask_gpurt.plugins.placement.cluster_links` makes places from a topology or from measurements.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dask_gpurt.topology.model import Path
 
 
 class Place(NamedTuple):
-    """Of a worker: where it is, and the ways to it, by the addresses they come from.
+    """The place of a worker, and the paths to it, by source address.
 
     Attributes
     ----------
     kind
-        `far` is the same for all places of a kind.
+        Places of one kind share `far`.
     near, far
-        Ways from workers of the same host, and of others.
+        Paths from workers of the same host, and from those of other hosts.
     """
 
     host: str
@@ -33,11 +33,11 @@ class Place(NamedTuple):
     far: Mapping[str, Path]
 
 
-#: By the address of a worker.
+#: Places by worker address.
 Places = Mapping[str, Place]
 
 
-def way(places: Places, source: str, target: str) -> Path:
-    """The way from one worker to another, by address."""
+def path_between(places: Places, source: str, target: str) -> Path:
+    """Return the path from one worker to another, by address."""
     host, _, near, far = places[target]
     return (near if places[source].host == host else far)[source]

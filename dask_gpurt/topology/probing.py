@@ -1,8 +1,8 @@
-"""Which transfers a probe makes, and what follows from them. Pure: it sends nothing itself.
+"""Plans of probe transfers between workers, and conclusions from them. Pure: sends nothing.
 
-A probe fetches a few short messages over the connections that Dask uses, one pair of workers after
-the other, so that it costs little and no transfer disturbs another. Between hosts one worker
-stands for all of its host.
+A probe fetches a few short messages over Dask's own connections, one pair of workers at a time.
+This is cheap, and transfers do not disturb each other. Between hosts, one worker represents each
+host.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dask_gpurt.errors import ProtocolError
 from dask_gpurt.topology.discovery import Measured
 from dask_gpurt.topology.learned import End
 
-#: A probe stops at whichever of these comes first.
+#: Limits of a whole probe. It stops at the first one that it reaches.
 MAX_PAIRS = 64
 MAX_S = 5.0
-#: Of one pair.
+#: Limits of one pair.
 MAX_PAIR_S = 0.5
 MAX_PAIR_NBYTES = 32 * 2**20
-#: Messages of a pair: each four times the one before, and the last size twice.
+#: Message sizes of a pair: each is four times the one before, and the last one repeats.
 SMALLEST_NBYTES = 128 * 2**10
 LARGEST_NBYTES = 8 * 2**20
 _GROWTH = 4
 _REPEATS = 2
-#: Hosts up to which a cluster is probed without being asked to.
+#: Most hosts of a cluster that is probed in mode `auto`.
 AUTOMATIC_HOSTS = 16
 
 
@@ -40,32 +40,32 @@ class Transfer(NamedTuple):
 def why_not(
     mode: str, *, n_hosts: int, is_described: bool, is_used: bool, is_busy: bool
 ) -> str | None:
-    """Why a cluster is not probed now, None if it is.
+    """Return why a cluster is not probed now, or None if it is.
 
     Parameters
     ----------
     mode
         `on`, `off`, or `auto`.
     is_described
-        Whether somebody wrote down what they carry.
+        Whether a description of the links is used.
     is_used
-        Whether anything is decided by what links were measured to carry.
+        Whether any decision uses measured rates.
     is_busy
-        Whether tasks run, which a probe would hold up, and which would spoil its figures.
+        Whether tasks run. A probe would delay them, and they would spoil its figures.
     """
     if mode == "off":
         return "gpurt.topology.probe is off"
     if mode == "auto" and is_described:
         return "machines are described"
     if mode == "auto" and not is_used:
-        return "placement does not go by measured links"
+        return "placement does not use measured links"
     if mode == "auto" and n_hosts > AUTOMATIC_HOSTS:
         return f"there are more than {AUTOMATIC_HOSTS} hosts"
     return "tasks were running" if is_busy else None
 
 
 def pairs(ends: Iterable[End], done: Collection[tuple[str, str]] = ()) -> list[tuple[End, End]]:
-    """Pairs of workers to probe, source first: the most telling ones first.
+    """Return the pairs of workers to probe, source first, the most informative ones first.
 
     Parameters
     ----------
@@ -75,8 +75,8 @@ def pairs(ends: Iterable[End], done: Collection[tuple[str, str]] = ()) -> list[t
     Returns
     -------
     list
-        Every host with the next one and back, then within each host, then hosts that are further
-        apart, as far as `MAX_PAIRS` goes.
+        At most `MAX_PAIRS` pairs: every host with the next one, both ways; then pairs within each
+        host; then hosts that are further apart.
     """
     by_host: dict[str, list[End]] = {}
     for end in sorted(ends):
@@ -96,7 +96,7 @@ def _all_pairs(hosts: Sequence[Sequence[End]]) -> Iterator[tuple[End, End]]:
         for i, (one, *_) in enumerate(hosts):
             other = hosts[(i + distance) % n_hosts][0]
             yield one, other
-            # Half-way round, the pair comes a second time from the other side.
+            # Half-way round, each pair would come a second time from the other side.
             if 2 * distance != n_hosts:
                 yield other, one
         if distance == 1:
@@ -112,10 +112,10 @@ def _within(hosts: Sequence[Sequence[End]]) -> Iterator[tuple[End, End]]:
 
 
 def next_nbytes(transfers: Sequence[Transfer]) -> int:
-    """Size of the next message; 0 if there had better be none.
+    """Return the size of the next message; 0 to stop.
 
-    A busy process may hold up a message that the link would have carried at once. So a size that
-    seems too slow for a larger one to follow is tried again first.
+    A busy process may delay a message that the link carried at once. So a size that seems too slow
+    for a larger one is tried again first.
     """
     if not transfers:
         return SMALLEST_NBYTES
@@ -132,15 +132,15 @@ def next_nbytes(transfers: Sequence[Transfer]) -> int:
 
 
 def conclude(answer: Any) -> Measured:
-    """What a worker's answer to a probe says of the link: `latency_s`, and `transfers`.
+    """Return the rate and latency of a link from a worker's answer to a probe.
 
-    The quickest one of the largest messages counts: what each message takes, whatever its size,
-    weighs least there, and what happens to hold up one of them says nothing of the link.
+    The fastest of the largest messages counts. Its fixed costs weigh least, and chance delays of
+    other messages say nothing about the link.
 
     Raises
     ------
     ProtocolError
-        It says nothing that can be believed.
+        The answer is malformed or implausible.
     """
     if not isinstance(answer, Mapping) or not isinstance(answer.get("transfers"), list | tuple):
         raise ProtocolError("not an answer to a probe")
@@ -150,7 +150,7 @@ def conclude(answer: Any) -> Measured:
         latency_s = float(answer["latency_s"])
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not an answer to a probe: {error!r}") from None
-    # A message cannot have come in no time, whatever was measured of the latency.
+    # Keep the time positive, whatever the measured latency.
     taken_s = max(seconds - latency_s, seconds / 10)
     if not (0 < taken_s < math.inf and 0 <= latency_s < math.inf and 0 < nbytes < math.inf):
         raise ProtocolError(f"{nbytes:g} bytes in {seconds:g} s")

@@ -1,29 +1,39 @@
-"""Ways through a topology, worked out per node and put together per pair. Pure.
+"""Search for paths through a topology, computed per node and combined per pair. Pure.
 
-A scheduler asks for the way between any two of a thousand workers, in the middle of a decision. So
-what is worked out is, once for each node, how it gets out of its host to the switches between
-hosts; two such halves that meet at a switch make a way. A search through the whole topology for
-each pair took milliseconds at that size.
+During a decision, a scheduler asks for paths between any two of a thousand workers. So this module
+computes once, for each node, its paths to the switches between hosts. Two such halves that meet at
+a switch form a path. A search of the whole topology for each pair took milliseconds at that size.
 
 Bytes do not pass through a host that is neither their source nor their target, unless there is no
-other way; then the whole topology is searched after all.
+other path. Only then is the whole topology searched.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from dask_gpurt.topology.model import Link
+
+class Edge(Protocol):
+    """The part of a `Link` that the search uses; `model`, which has `Link`, imports this module."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bandwidth_nbytes_per_s(self) -> float: ...
+
+    @property
+    def latency_s(self) -> float: ...
+
 
 #: By node: its neighbours, and the links to them.
-Neighbours = Mapping[str, Sequence[tuple[str, "Link"]]]
+Neighbours = Mapping[str, Sequence[tuple[str, Edge]]]
 
 
-class Way(NamedTuple):
-    """Compared by latency, then by the number of links, then by their names."""
+class RankedPath(NamedTuple):
+    """A path, ordered by latency, then by the number of links, then by their names."""
 
     latency_s: float
     n_links: int
@@ -31,16 +41,16 @@ class Way(NamedTuple):
 
 
 class Routes:
-    """The ways of one topology.
+    """The paths of one topology.
 
     Parameters
     ----------
     neighbours
         The graph.
     host_of
-        Host of a node, None of a switch between hosts.
+        Host of a node; None for a switch between hosts.
     is_end
-        Whether bytes begin and end at a node and do not pass through.
+        Whether bytes only begin or end at a node, and never pass through it.
     """
 
     def __init__(
@@ -52,11 +62,11 @@ class Routes:
         self._neighbours = neighbours
         self._host_of = host_of
         self._is_end = is_end
-        #: By node, by switch: ways that are narrower and quicker than those before.
-        self._halves: dict[str, dict[str, list[tuple[float, Way]]]] = {}
-        #: By node, by node of the same host: the widest way.
-        self._within_host: dict[str, dict[str, Way]] = {}
-        #: Hosts with links of their own to one another, of which halves know nothing.
+        #: By node, then by switch: paths in the order of falling width and falling latency.
+        self._halves: dict[str, dict[str, list[tuple[float, RankedPath]]]] = {}
+        #: By node, then by node of the same host: the widest path.
+        self._within_host: dict[str, dict[str, RankedPath]] = {}
+        #: Pairs of hosts with direct links to each other, which the halves do not cover.
         self._cabled = {
             (here, there)
             for node, onward in neighbours.items()
@@ -67,8 +77,8 @@ class Routes:
         self._numbers: dict[Hashable, int] = {}
         self._part_of = _parts(neighbours)
 
-    def way(self, source: str, target: str) -> Way | None:
-        """The widest way, the first of those in their order; None if there is none."""
+    def path(self, source: str, target: str) -> RankedPath | None:
+        """Return the first of the widest paths in their order, or None if there is none."""
         if self._part_of[source] != self._part_of[target]:
             return None
         here, there = self._host_of[source], self._host_of[target]
@@ -82,24 +92,23 @@ class Routes:
         return found or self._best(None, source, target)
 
     def outside(self, node: str) -> int:
-        """A number, the same for nodes that other hosts are reached from alike: as wide, as quick.
+        """Return a class number, equal for nodes with similar paths to other hosts.
 
-        So it does not matter to the width and the latency of a way between hosts which of such
-        nodes it begins or ends at.
+        The width and latency of a path between hosts are the same for all nodes of a class.
         """
         found = self._outside.get(node)
         if found is None:
             half = tuple(
-                (switch, tuple((width, way.latency_s) for width, way in ways))
-                for switch, ways in sorted(self._half(node).items())
+                (switch, tuple((width, path.latency_s) for width, path in paths))
+                for switch, paths in sorted(self._half(node).items())
             )
-            # Where hosts have links of their own to one another, a node is like no other.
+            # If hosts have direct links to each other, each node is a class of its own.
             alike = node if self._cabled else half
             found = self._numbers.setdefault(alike, len(self._numbers))
             self._outside[node] = found
         return found
 
-    def _joined(self, source: str, target: str) -> Way | None:
+    def _joined(self, source: str, target: str) -> RankedPath | None:
         one, other = self._half(source), self._half(target)
         meeting = [switch for switch in one if switch in other]
         width = max((min(one[s][0][0], other[s][0][0]) for s in meeting), default=0.0)
@@ -109,19 +118,19 @@ class Routes:
                 continue
             out = _first_as_wide(one[switch], width)
             into = _first_as_wide(other[switch], width)
-            way = Way(
+            path = RankedPath(
                 out.latency_s + into.latency_s,
                 out.n_links + into.n_links,
                 out.links + into.links[::-1],
             )
-            if found is None or way < found:
-                found = way
+            if found is None or path < found:
+                found = path
         return found
 
-    def _half(self, node: str) -> dict[str, list[tuple[float, Way]]]:
-        """How a node gets to each switch between hosts: the widest way, then quicker ones.
+    def _half(self, node: str) -> dict[str, list[tuple[float, RankedPath]]]:
+        """Return a node's paths to each switch between hosts: the widest path, then faster ones.
 
-        On the way there, how it gets to the other nodes of its host.
+        As a side effect, compute the node's paths to the other nodes of its host.
         """
         found = self._halves.get(node)
         if found is None:
@@ -130,26 +139,27 @@ class Routes:
             within = {self._host_of[node], None}
             widths = self._widths(within, node)
             switches = [one for one in widths if self._host_of[one] is None]
-            # Of whatever link: where the other half is the narrower one, this may be the quicker.
+            # Try the width of every link: if the other half is narrower, a narrower path here may
+            # be faster.
             links = (link for one in widths for _, link in self._onward(within, node, one))
             for width in sorted({link.bandwidth_nbytes_per_s for link in links}, reverse=True):
-                ways = self._quickest(within, node, width)
-                for other in ways:
+                paths = self._quickest(within, node, width)
+                for other in paths:
                     if widths[other] == width and self._host_of[other] is not None:
-                        neighbours[other] = ways[other]
+                        neighbours[other] = paths[other]
                 for switch in switches:
-                    way = ways.get(switch)
+                    path = paths.get(switch)
                     known = found.get(switch)
-                    if way is not None and (known is None or way < known[-1][1]):
-                        found.setdefault(switch, []).append((width, way))
+                    if path is not None and (known is None or path < known[-1][1]):
+                        found.setdefault(switch, []).append((width, path))
         return found
 
-    def _best(self, within: set[str | None] | None, source: str, target: str) -> Way | None:
+    def _best(self, within: set[str | None] | None, source: str, target: str) -> RankedPath | None:
         width = self._widths(within, source).get(target)
         return None if width is None else self._quickest(within, source, width)[target]
 
     def _widths(self, within: set[str | None] | None, source: str) -> dict[str, float]:
-        """Width of the widest way to each node of these hosts; of any, if None."""
+        """Return the width of the widest path to each node of these hosts (None: all hosts)."""
         widths: dict[str, float] = {}
         queue = [(-float("inf"), source)]
         while queue:
@@ -164,28 +174,28 @@ class Routes:
 
     def _quickest(
         self, within: set[str | None] | None, source: str, width: float
-    ) -> dict[str, Way]:
-        """The first way, in their order, of those that are so wide, to each node."""
-        ways: dict[str, Way] = {}
-        queue: list[tuple[Way, str]] = [(Way(0.0, 0, ()), source)]
+    ) -> dict[str, RankedPath]:
+        """Return to each node the first path, in their order, that has at least this width."""
+        paths: dict[str, RankedPath] = {}
+        queue: list[tuple[RankedPath, str]] = [(RankedPath(0.0, 0, ()), source)]
         while queue:
-            way, node = heapq.heappop(queue)
-            if node in ways:
+            path, node = heapq.heappop(queue)
+            if node in paths:
                 continue
-            ways[node] = way
+            paths[node] = path
             for neighbour, link in self._onward(within, source, node):
-                if neighbour not in ways and link.bandwidth_nbytes_per_s >= width:
-                    longer = Way(
-                        way.latency_s + link.latency_s, way.n_links + 1, (*way.links, link.name)
+                if neighbour not in paths and link.bandwidth_nbytes_per_s >= width:
+                    longer = RankedPath(
+                        path.latency_s + link.latency_s, path.n_links + 1, (*path.links, link.name)
                     )
                     heapq.heappush(queue, (longer, neighbour))
-        return ways
+        return paths
 
     def _onward(
         self, within: set[str | None] | None, source: str, node: str
-    ) -> Sequence[tuple[str, Link]]:
-        # Bytes pass through memory, cards and switches, but not through a device on their way
-        # from another: that would take its memory, and a process to move them on.
+    ) -> Sequence[tuple[str, Edge]]:
+        # Bytes pass through memory, cards and switches, but not through a device between two
+        # others. That would use its memory, and a process to forward the bytes.
         if node != source and self._is_end(node):
             return ()
         onward = self._neighbours[node]
@@ -194,12 +204,12 @@ class Routes:
         return [one for one in onward if self._host_of[one[0]] in within]
 
 
-def _first_as_wide(half: Sequence[tuple[float, Way]], width: float) -> Way:
-    return min(way for one, way in half if one >= width)
+def _first_as_wide(half: Sequence[tuple[float, RankedPath]], width: float) -> RankedPath:
+    return min(path for one, path in half if one >= width)
 
 
 def _parts(neighbours: Neighbours) -> dict[str, int]:
-    """A number for each node, the same for those that links connect."""
+    """Return a number for each node, equal for connected nodes."""
     found: dict[str, int] = {}
     for number, start in enumerate(neighbours):
         stack = [start]

@@ -1,8 +1,8 @@
-"""A machine as the kernel shows it under `/sys`: NUMA nodes, PCI, network interfaces.
+"""Reader of a machine's NUMA nodes, PCI devices and network interfaces from `/sys`.
 
-Reads the tree it is given, which tests make up of what is known of real machines. Whatever is not
-there, or not what it should be, is left out: containers see little of it. What only holds for a
-moment is not asked for: a link's rate is what its ends can do, since idle GPUs slow theirs down.
+Tests pass trees that imitate real machines. Missing or invalid entries are left out: containers see
+little of `/sys`. Momentary values are ignored. For example, a link's bandwidth is the maximum of
+its ends, because idle GPUs slow their links down.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dask_gpurt.topology.machine import (
 )
 from dask_gpurt.topology.nvml import NvmlGpu
 
-#: A file of `/sys` that is longer holds nothing that is asked for here.
+#: Longer files of `/sys` have nothing that is needed here.
 _MAX_NBYTES = 4096
-#: Entries of a directory that are looked at.
+#: Most entries of a directory that are read.
 _MAX_ENTRIES = 4096
-#: Interfaces on top of one another: a VLAN of a bond of cards.
+#: Deepest stack of interfaces: a VLAN on a bond of cards.
 _MAX_LOWER = 3
 
-#: A lane's bytes a second in each direction, by its transfers a second: what coding leaves.
+#: Bytes per second of a lane in each direction, by its transfers per second, net of encoding.
 _LANE_NBYTES_PER_S = {
     2.5: 0.25e9,
     5.0: 0.5e9,
@@ -41,9 +41,9 @@ _LANE_NBYTES_PER_S = {
     64.0: 7.563e9,
 }
 _NVIDIA = "0x10de"
-#: Classes of PCI: VGA and 3D controllers.
+#: PCI classes of VGA and 3D controllers.
 _GPU_CLASSES = ("0x0300", "0x0302")
-#: Kinds of `net/*/type`.
+#: Interface kinds by the number in `net/*/type`.
 _KINDS = {"1": "ethernet", "32": "infiniband"}
 
 
@@ -55,16 +55,16 @@ def read(
     addresses: Mapping[str, Sequence[str]],
     gpus: Sequence[NvmlGpu] | None,
 ) -> Machine:
-    """The machine under a directory that is made like `/sys`.
+    """Return the machine under a directory with the structure of `/sys`.
 
     Parameters
     ----------
     name, boot
         Of the machine; see `Machine`.
     addresses
-        By interface, which `/sys` does not know.
+        IP addresses by interface, which `/sys` lacks.
     gpus
-        Of NVML; None if it could not be asked.
+        GPUs from NVML; None if NVML is unavailable.
     """
     places = _gpu_places(root)
     if gpus is None:
@@ -88,7 +88,7 @@ def _numa(root: Path) -> tuple[NumaNode, ...]:
         if number := re.fullmatch(r"node(\d+)", path.name):
             total = re.search(r"MemTotal:\s*(\d+) kB", _text(path / "meminfo"))
             memory_nbytes = int(total[1]) * 1024 if total else 0
-            # Those without processors are memory of devices: no worker is there.
+            # Nodes without processors are memory of devices. No worker is there.
             if _text(path / "cpulist"):
                 found.append(NumaNode(int(number[1]), memory_nbytes))
     return tuple(sorted(found, key=lambda one: one.number))[:MAX_PARTS]
@@ -105,7 +105,7 @@ def _gpu_places(root: Path) -> dict[str, Place]:
 
 
 def _place(device: Path) -> Place | None:
-    """Where a device is: the kernel's directories lie in one another as bridges and devices do."""
+    """Return the position of a device, from its path: the kernel nests directories like bridges."""
     try:
         real = device.resolve()
     except (OSError, RuntimeError):
@@ -141,9 +141,9 @@ def _cards(root: Path, addresses: Mapping[str, Sequence[str]]) -> tuple[Card, ..
 
 
 def _place_of_interface(interface: Path, depth: int) -> Place | None:
-    """Of its hardware. An interface without any, as those of containers, has none.
+    """Return the position of an interface's hardware.
 
-    What such an interface says of its speed is made up.
+    A virtual interface, such as a container's, has none, and its reported speed is meaningless.
     """
     place = _place(interface / "device")
     if place is None and depth:

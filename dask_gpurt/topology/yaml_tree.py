@@ -1,8 +1,7 @@
-"""YAML as sections that know the line of each key. Text comes from users: depth is bounded.
+"""YAML loader that records the line of each key. Nesting is bounded, since users write the text.
 
-libyaml does the parsing where PyYAML was built with it; in plain Python a description of 200 hosts
-takes several seconds. What a section may hold is the business of
-`dask_gpurt.topology.description`.
+It uses libyaml if PyYAML was built with it: in pure Python, a description of 200 hosts takes
+several seconds. `dask_gpurt.topology.description` validates the content.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from typing import Any
 
 import yaml
 
-#: Sections and lists in one another. Descriptions have six; libyaml's composer calls itself for
-#: each, without looking whether there is stack left.
+#: Deepest nesting. Descriptions have six levels. libyaml's composer recurses for each level without
+#: checking the stack.
 MAX_DEPTH = 64
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-#: What PyYAML's constructors raise for values that are not of the kind they look like, or claim.
-_NOT_OF_ITS_KIND = (ValueError, KeyError, TypeError, OverflowError, AttributeError)
+#: Errors of PyYAML's constructors for values that do not match their tag.
+_BAD_VALUE = (ValueError, KeyError, TypeError, OverflowError, AttributeError)
 
 
 class Section(dict[str, Any]):
@@ -28,21 +27,21 @@ class Section(dict[str, Any]):
 
 
 class SectionLoader(_Loader):  # type: ignore[misc]
-    """Safe, and refuses keys that are given twice."""
+    """A safe loader that rejects duplicate keys."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except _NOT_OF_ITS_KIND:
+        except _BAD_VALUE:
             value = f"{node.value!r:.100}" if isinstance(node, yaml.ScalarNode) else "this"
-            problem = f"{value} is no {node.tag.rpartition(':')[2]}"
+            problem = f"{value} is not a valid {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def section(self, node: yaml.MappingNode) -> Section:
         own = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value in own:
-                problem = f"the key {key.value!r} is given twice, or is no word"
+                problem = f"the key {key.value!r} occurs twice, or is not a word"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             own.add(key.value)
         self.flatten_mapping(node)
@@ -58,12 +57,12 @@ SectionLoader.add_constructor("tag:yaml.org,2002:map", SectionLoader.section)
 
 
 def load(text: str) -> Any:
-    """What a text says, with a `Section` for each mapping.
+    """Parse a text, with a `Section` for each mapping.
 
     Raises
     ------
     yaml.YAMLError
-        It is not YAML, or nested deeper than `MAX_DEPTH`.
+        The text is not YAML, or is nested deeper than `MAX_DEPTH`.
     """
     depth = 0
     for event in yaml.parse(text, _Loader):

@@ -31,7 +31,7 @@ def test_doctor_finds_nothing_wrong_in_a_good_setup(shell: Shell) -> None:
         assert found(outcome, name)[0]["level"] == "ok"
     for name in ("cudf", "cupy", "rmm", "ucxx", "nvcomp"):
         assert found(outcome, name)[0]["level"] == "ok"
-    assert "not yet run on one" in found(outcome, "gpu")[0]["text"]
+    assert "not yet run on a GPU" in found(outcome, "gpu")[0]["text"]
     assert found(outcome, "huge pages")
     assert found(outcome, "support")[0]["level"] == "ok"
     text = shell.gpurt("doctor").out
@@ -203,7 +203,7 @@ def test_silent_scheduler_is_reported(
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         assert examine(address, None, as_json=False) == 2
     printed = capsys.readouterr()
-    problem = f"no scheduler answers at {address}: it says nothing for 0.3 s"
+    problem = f"no scheduler answers at {address}: it sends nothing for 0.3 s"
     assert printed.err.startswith(f"dask gpurt doctor: {problem}; check the port")
     assert len(printed.err.splitlines()) == 1
     # What was found here is said all the same.

@@ -84,7 +84,7 @@ def test_doctor_reports_an_enabled_cluster(shell: Shell, sides: Sides) -> None:
     workers = dask_gpurt.status(sides.enabled)["workers"]
     for one, (address, worker) in zip(memory, sorted(workers.items()), strict=True):
         disk = worker["memory"]["disk"]
-        assert one["text"].startswith(f"{address}: managed; what does not fit goes to ")
+        assert one["text"].startswith(f"{address}: managed; values that do not fit spill to ")
         assert disk["directory"] in one["text"]
         assert ("past the page cache" in one["text"]) == disk["is_direct"]
 
@@ -158,7 +158,7 @@ def test_versions_come_from_all_workers_that_answer_in_time(
     assert set(in_time["versions"]["workers"]) == set(sides.stock.scheduler_info()["workers"])
     assert late["versions"]["workers"] is None
     problems = [one.text for one in cluster_findings(late) if one.level == "problem"]
-    assert problems == ["not all workers said in time what is installed there"]
+    assert problems == ["not all workers reported their versions in time"]
 
 
 def test_every_remedy_of_a_cluster_in_trouble() -> None:
@@ -217,7 +217,7 @@ def test_doctor_lists_available_transports_before_a_shuffle() -> None:
     report: dict[str, Any] = {"memory": None, "unmanaged": "it"}
     lacks = {"shared": "no files in memory", "ucx": "without ucxx"}
     assert said_of(report, "links") == [
-        ("ok", f"no worker lacks what it takes to exchange {way}; pairs try when they have to", "")
+        ("ok", f"all workers can exchange {way}; pairs connect on first use", "")
         for way in ("in shared memory", "over UCX")
     ]
     (level, text, remedy), *rest = said_of({**report, "lacks": lacks}, "links")
@@ -266,8 +266,8 @@ def test_worker_with_dasks_store_says_why(why: str, remedy: str) -> None:
 @pytest.mark.parametrize(
     ("disk", "level", "said"),
     [
-        ({"is_direct": True, "problem": None}, "ok", "goes to /x, past the page cache"),
-        ({"is_direct": False, "problem": None}, "note", "goes to /x, through the page cache"),
+        ({"is_direct": True, "problem": None}, "ok", "spill to /x, past the page cache"),
+        ({"is_direct": False, "problem": None}, "note", "spill to /x, through the page cache"),
         ({"is_direct": None, "problem": "Read-only file system"}, "problem", "Read-only"),
     ],
 )
@@ -282,11 +282,11 @@ def test_doctor_says_where_a_worker_spills(disk: dict[str, Any], level: str, sai
 @pytest.mark.parametrize(
     ("device", "level", "said"),
     [
-        ({}, "ok", "tcp://a: H200, managed; values leave for rmm and cupy"),
-        ({"evicts_for": []}, "ok", "values leave for nobody who finds no room"),
+        ({}, "ok", "tcp://a: H200, managed; values are evicted for rmm and cupy"),
+        ({"evicts_for": []}, "ok", "values are evicted for no failed allocation"),
         ({"name": None}, "ok", "tcp://a: not used yet"),
-        ({"cudf_spills": True}, "note", "cuDF spills by itself: its values are left to it"),
-        ({"problem": "no driver"}, "note", "values of the GPU are left to Dask: no driver"),
+        ({"cudf_spills": True}, "note", "cuDF spills its own values: the store counts them"),
+        ({"problem": "no driver"}, "note", "Dask manages the values on the GPU: no driver"),
     ],
 )
 def test_doctor_says_how_gpu_values_are_managed(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dask_gpurt.command.lazy_client import LazyClient
-from dask_gpurt.command.run import others_go_on
+from dask_gpurt.command.run import threads_still_work
 from tests.command.conftest import TIMEOUT_S, Shell
 from tests.integration.processes import WITHOUT_HEARTBEATS
 
@@ -197,13 +197,13 @@ def test_run_waits_for_a_pool_until_it_is_idle() -> None:
         return go_on.wait(TIMEOUT_S)
 
     with ThreadPoolExecutor(1) as pool:
-        before = others_go_on()
+        before = threads_still_work()
         busy = pool.submit(work)
         assert began.wait(TIMEOUT_S)
-        assert others_go_on()
+        assert threads_still_work()
         go_on.set()
         assert busy.result()
-        while others_go_on() != before:
+        while threads_still_work() != before:
             pass
 
 

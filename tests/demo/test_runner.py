@@ -91,7 +91,7 @@ def test_workloads_skipped_for_lack_of_time_are_named(client: Client, console: C
     assert report.to_dict()["left_out"] == report.left_out == ["group b", "group c"]
     print_table(report, console)
     told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "2 of the queries, which `--queries` has run: group b, group c" in told
+    assert "2 of the queries. Run them with `--queries`: group b, group c" in told
     assert report.left_out_sentence in html_page(report)
     whole = run_demo(client, client, workloads, repeats=1, console=console)
     assert whole.left_out == [] and whole.left_out_sentence == ""

@@ -96,7 +96,7 @@ async def test_malformed_counters_of_a_worker_are_ignored(c, s, a, b):
         said.append({"counters": {"sent_nbytes": "many"}, "runs": None})
         return said[-1]
 
-    a.extensions["gpurt"].news = nonsense
+    a.extensions["gpurt"].heartbeat_data = nonsense
     # The next one is sent when the one before it was answered.
     await async_poll_for(lambda: len(said) > 1, timeout=20)
     assert await c.scheduler.gpurt_counted(worker=a.id, said=[1]) is None

@@ -195,7 +195,7 @@ def test_cudf_that_spills_by_itself_keeps_its_values(gpu, monkeypatch, caplog):
         until(lambda: store.residency.values[columns[0].key].refused)
         assert not any(store.is_spilled(one.key) for one in columns)
         found = ask(client, versions=True)
-        assert "cuDF spills by itself" in as_text(found)
+        assert "cuDF spills its own values" in as_text(found)
         (finding,) = [one for one in cluster_findings(found) if "cuDF" in one.text]
         assert finding.level == "note"
         assert all(client.gather(client.map(is_right, values, range(8), pure=False)))

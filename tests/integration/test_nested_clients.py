@@ -198,4 +198,4 @@ IDENTITY = {
     ],
 )
 def test_process_descends_from_a_worker(ports, hosts, found):
-    assert client_origin.descended_from(IDENTITY, ports, hosts) == found
+    assert client_origin.ancestor_workers(IDENTITY, ports, hosts) == found

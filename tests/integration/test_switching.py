@@ -17,7 +17,7 @@ from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 import dask_gpurt
 from dask_gpurt import config
 from dask_gpurt.errors import ActivationError, ConfigError
-from dask_gpurt.plugins.scheduler import GpurtScheduler, _switching_of
+from dask_gpurt.plugins.scheduler import GpurtScheduler, activation_lock
 from tests.conftest import stock_client
 from tests.integration.comparing import collection
 from tests.integration.flagged_programs import flagged
@@ -120,7 +120,7 @@ async def test_departed_worker_does_not_delay_enabling(c, s, a, b):
     await async_poll_for(lambda: "gpurt_status" in s.handlers, timeout=5)
     plugin = s.handlers["gpurt_status"].__self__
     await async_poll_for(lambda: plugin.ready == {a.address}, timeout=5)
-    waits = asyncio.ensure_future(plugin._everyone_reported())
+    waits = asyncio.ensure_future(plugin._wait_for_reports())
     await async_poll_for(lambda: plugin._reported._waiters, timeout=5)
     await b.close()
     await waits
@@ -248,7 +248,7 @@ async def test_runtime_can_be_enabled_during_disable(c, s, a, b):
         await async_poll_for(lambda: "gpurt" not in s.worker_plugins, timeout=10)
         on = asyncio.ensure_future(dask_gpurt.enable(d))
         # It came as far as it can.
-        await async_poll_for(lambda: _switching_of(s)._waiters, timeout=10)
+        await async_poll_for(lambda: activation_lock(s)._waiters, timeout=10)
         lets_go.set()
         await asyncio.gather(off, on)
         assert (await dask_gpurt.status(d))["active"]

@@ -16,13 +16,15 @@ from dask_gpurt.placement.policy import (
     MAX_RESTRICTED,
     MIN_JOINED_SHARE,
 )
-from dask_gpurt.topology.places import Place, way
+from dask_gpurt.topology.places import Place, path_between
 from tests.placement.machines import Lazy
 
 
 def fetch_s(one, address, places):
     """Return the time of the best path from any holder."""
-    return min(way(places, holder, address).transfer_s(one.nbytes) for holder in one.holders)
+    return min(
+        path_between(places, holder, address).transfer_s(one.nbytes) for holder in one.holders
+    )
 
 
 def join_s(address, nbytes, others, places):
@@ -32,7 +34,9 @@ def join_s(address, nbytes, others, places):
 
     def gathered_s(target):
         sources = set(placed) - {target}
-        return math.fsum(way(places, one, target).transfer_s(placed[one]) for one in sources)
+        return math.fsum(
+            path_between(places, one, target).transfer_s(placed[one]) for one in sources
+        )
 
     return min(map(gathered_s, placed))
 
@@ -153,7 +157,7 @@ def scaled(places, factor):
     """Return places on the same hosts with scaled bandwidths."""
 
     def path(source, target):
-        found = way(places, source, target)
+        found = path_between(places, source, target)
         rate = factor * found.bandwidth_nbytes_per_s
         return dataclasses.replace(found, bandwidth_nbytes_per_s=rate)
 

@@ -14,7 +14,7 @@ from dask_gpurt.placement.fast_paths import (
 )
 from dask_gpurt.placement.policy import DataAware
 from dask_gpurt.topology.model import LOCAL, Path
-from dask_gpurt.topology.places import way
+from dask_gpurt.topology.places import path_between
 from tests.placement.machines import (
     NAMES,
     by_host,
@@ -217,7 +217,7 @@ def test_holder_fast_path_agrees_for_waits_below_any_transfer(task, workers, pla
     joined_with = st.dictionaries(st.sampled_from(NAMES), sizes, min_size=1)
     joins = data.draw(st.lists(joined_with, max_size=2))
     output_nbytes = int(2 * share * needed_nbytes / max(1, len(joins)))
-    ways_from = [way(places, holder.address, one.address) for one in others]
+    ways_from = [path_between(places, holder.address, one.address) for one in others]
     widest = max(one.bandwidth_nbytes_per_s for one in ways_from)
     wait_s = data.draw(st.floats(0, 2)) * needed_nbytes / widest
     holder = holder._replace(occupancy_s=wait_s * holder.nthreads)

@@ -114,12 +114,12 @@ def called(*names):
     ("make", "said"),
     [
         (lambda: flat(2).with_incidents(Dies(address(2), 1.0)), "has no worker tcp://10.0.0.2"),
-        (lambda: flat(2).with_incidents(ChangesSpeed(address(0), 1.0, 0.0)), "more than 0"),
-        (lambda: flat(2, speeds=[-1.0]), "more than 0"),
+        (lambda: flat(2).with_incidents(ChangesSpeed(address(0), 1.0, 0.0)), "above 0"),
+        (lambda: flat(2, speeds=[-1.0]), "above 0"),
         (lambda: flat(0), "has no workers"),
         (lambda: replace(flat(1), workers=flat(1).workers * 2), "two workers at tcp://10.0.0.0"),
-        (lambda: called("w", "w"), "two workers that are called w"),
-        (lambda: called("", address(0)), "two workers that are called tcp://10.0.0.0"),
+        (lambda: called("w", "w"), "two workers with the name w"),
+        (lambda: called("", address(0)), "two workers with the name tcp://10.0.0.0"),
     ],
 )
 def test_impossible_machines_are_refused_before_the_run(make, said):

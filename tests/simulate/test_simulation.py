@@ -202,7 +202,7 @@ def test_sender_has_bandwidth_again_after_its_receiver_died():
 
 def test_simulation_ends_without_workers():
     machine = flat(1).with_incidents(Dies(address(0), 0.1))
-    with pytest.raises(SimulationError, match="nothing is left"):
+    with pytest.raises(SimulationError, match="is not done"):
         simulate(chain(2), machine)
 
 

@@ -67,10 +67,10 @@ hosts:
         ("between", "name: x, between: ['numa*', 'numa*'], x", 5, "has no key 'x'"),
         ("[numa0, numa1]", "['numa*', 'numa*'], name: x", 5, "would name 2 links"),
         ("name: box", "name: a/b", 2, "hosts[0].name is 'a/b'"),
-        ("{name: numa1}", "{name: numa0}", 3, "'box/numa0' is there twice"),
+        ("{name: numa1}", "{name: numa0}", 3, "'box/numa0' occurs twice"),
         ("[{name: numa0}, {name: numa1}]", "[]", 3, "at least one NUMA node"),
         ("    links:", "    addresses: here\n    links:", 4, "hosts[0].addresses is 'here'"),
-        ("    links:", "    name: other\n    links:", 4, "given twice"),
+        ("    links:", "    name: other\n    links:", 4, "occurs twice"),
         ("hosts:", "host:", 1, "no key 'host'"),
         (
             "    links:",
@@ -167,7 +167,7 @@ def test_misleading_value_is_named_with_its_line(value, kind):
     text = HOST.replace("numa0}", f"numa0, memory: {value}}}", 1)
     with pytest.raises(ConfigError, match=r"machines\.yaml") as caught:
         description.parse(text, "machines.yaml")
-    assert f"is no {kind}, line" in str(caught.value)
+    assert f"is not a valid {kind}, line" in str(caught.value)
     assert "line 3, column 34" in str(caught.value)
 
 

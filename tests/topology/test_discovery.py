@@ -14,7 +14,7 @@ from dask_gpurt.topology.discovery import (
     NUMA_NBYTES_PER_S,
     PCIE_NBYTES_PER_S,
     Measured,
-    Seen,
+    WorkerReport,
     discover,
 )
 from dask_gpurt.topology.machine import Machine, Report
@@ -24,8 +24,8 @@ from tests.topology.trees import NAMES, machine
 def workers(found, ip):
     """One a GPU, and one without."""
     n = len(found.gpus)
-    seen = [Seen(f"tcp://{ip}:{i}", str(i), ip, Report(found, str(i))) for i in range(n)]
-    return [*seen, Seen(f"tcp://{ip}:{n}", f"tcp://{ip}:{n}", ip, Report(found, None))]
+    seen = [WorkerReport(f"tcp://{ip}:{i}", str(i), ip, Report(found, str(i))) for i in range(n)]
+    return [*seen, WorkerReport(f"tcp://{ip}:{n}", f"tcp://{ip}:{n}", ip, Report(found, None))]
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_workers_are_on_their_visible_gpu(seen, visible):
 @pytest.mark.parametrize("visible", [None, "7", "GPU-no", "MIG-GPU-0000", "G"])
 def test_worker_with_an_unknown_gpu_is_on_its_host(tmp_path, visible):
     report = Report(machine("pcie-box", tmp_path), visible)
-    one = Seen("tcp://[::1]:1", "tcp://[::1]:1", "::1", report)
+    one = WorkerReport("tcp://[::1]:1", "tcp://[::1]:1", "::1", report)
     topology = discover([one]).topology
     assert topology.node_of(address=one.address, name=one.name, host=one.host) == "box/numa0"
 
@@ -141,8 +141,8 @@ def test_names_with_pattern_characters_are_escaped(tmp_path):
     report = Report(machine("pcie-box", tmp_path), "0")
     other = Report(report.machine, "1")
     seen = [
-        Seen("tcp://[::1]:1", "tcp://[::1]:1", "::1", report),
-        Seen("tcp://[::1]:2", "w*[2]?", "::1", other),
+        WorkerReport("tcp://[::1]:1", "tcp://[::1]:1", "::1", report),
+        WorkerReport("tcp://[::1]:2", "w*[2]?", "::1", other),
     ]
     topology = discover(seen).topology
     for one, gpu in zip(seen, ("gpu0", "gpu1"), strict=True):
@@ -208,7 +208,7 @@ def test_machines_of_the_same_name_are_separate_hosts(tmp_path):
     one = Machine("node", "boot 1", (), (), ())
     other = dataclasses.replace(one, boot="boot 2")
     seen = [
-        Seen(f"tcp://10.0.0.{i}:1", i, f"10.0.0.{i}", Report(of, None))
+        WorkerReport(f"tcp://10.0.0.{i}:1", i, f"10.0.0.{i}", Report(of, None))
         for i, of in enumerate([one, other, one])
     ]
     hosts = discover(seen).topology.hosts
@@ -221,9 +221,9 @@ def test_shared_addresses_and_uuids_belong_to_the_first(tmp_path):
     report = Report(machine("pcie-box", tmp_path, host="box"), "GPU-")
     inside = Report(dataclasses.replace(report.machine, name="inside"), "1")
     seen = [
-        Seen("tcp://10.0.0.1:1", 0, "10.0.0.1", report),
-        Seen("tcp://10.0.0.1:2", "0", "10.0.0.1", inside),
-        Seen("tcp://box:3", "3", "box", inside),
+        WorkerReport("tcp://10.0.0.1:1", 0, "10.0.0.1", report),
+        WorkerReport("tcp://10.0.0.1:2", "0", "10.0.0.1", inside),
+        WorkerReport("tcp://box:3", "3", "box", inside),
     ]
     found = discover(seen)
     assert description.parse(found.as_text()).hosts == found.topology.hosts
@@ -231,18 +231,18 @@ def test_shared_addresses_and_uuids_belong_to_the_first(tmp_path):
     users = [device.workers for host in found.topology.hosts for device in host.devices]
     assert [one for one in users if one] == [("0",), ("3",)]
     assert [one.split(",")[0] for one in found.notes if "another host" in one] == [
-        "inside: another host is called 10.0.0.1",
-        "inside: another host is called box",
+        "inside: another host has the name or address 10.0.0.1 too; that host gets its workers",
+        "inside: another host has the name or address box too; that host gets its workers",
     ]
 
 
 def test_machine_names_become_words(tmp_path):
     odd = Machine("my *host* / [1]", "1", (), (), ())
-    found = discover([Seen("tcp://a:1", 1, "a", Report(odd, None))])
+    found = discover([WorkerReport("tcp://a:1", 1, "a", Report(odd, None))])
     assert description.parse(found.as_text()).hosts == found.topology.hosts
     nameless = dataclasses.replace(odd, name="")
     assert (
-        discover([Seen("tcp://a:1", 1, "a", Report(nameless, None))]).topology.hosts[0].name
+        discover([WorkerReport("tcp://a:1", 1, "a", Report(nameless, None))]).topology.hosts[0].name
         == "nameless"
     )
 

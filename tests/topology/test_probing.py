@@ -128,7 +128,7 @@ def test_empty_probe_answers_are_refused(answer):
         ("auto", 2, "used", None),
         ("auto", probing.AUTOMATIC_HOSTS, "used", None),
         ("auto", probing.AUTOMATIC_HOSTS + 1, "used", "more than"),
-        ("auto", 2, "", "does not go by"),
+        ("auto", 2, "", "does not use"),
         ("auto", 2, "used described", "are described"),
         ("auto", 2, "used busy", "running"),
         ("on", 1000, "described", None),

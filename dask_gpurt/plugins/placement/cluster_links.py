@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dask_gpurt.topology.learned import End, LearnedLinks
 from dask_gpurt.topology.model import Path, Topology
-from dask_gpurt.topology.places import Place, Places, way
+from dask_gpurt.topology.places import Place, Places, path_between
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
@@ -301,7 +301,7 @@ class ClusterLinks:
 
     def __call__(self, source: str, target: str) -> Path:
         """Return the path from one worker to another, by address."""
-        return way(self._places, source, target)
+        return path_between(self._places, source, target)
 
     @property
     def places(self) -> Places:

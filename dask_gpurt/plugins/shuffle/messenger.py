@@ -31,7 +31,7 @@ from dask_gpurt.plugins.patches.p2p import (
 )
 from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, is_inline
 from dask_gpurt.plugins.shuffle.transports import Transport
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import RunLike, state_of
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shards import Shard
@@ -40,8 +40,6 @@ from dask_gpurt.transport.ucx_protocol import LEAST_DEVICE_NBYTES
 
 if TYPE_CHECKING:
     from distributed import Worker
-
-    from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
 T = TypeVar("T")
 
@@ -61,7 +59,7 @@ class Messenger:
 
     def __init__(
         self,
-        run: ExchangeRun,
+        run: RunLike,
         worker: Worker,
         settings: ShuffleSettings,
         adapter: BodyAdapter,

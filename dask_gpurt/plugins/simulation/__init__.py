@@ -1,1 +1,1 @@
-"""Simulated clusters: distributed's own scheduler, on virtual time and modelled workers."""
+"""Simulations of distributed's own scheduler and worker state machines in virtual time."""

@@ -1,7 +1,7 @@
-"""Run a workload on a modelled machine, scheduled by distributed's own scheduler.
+"""Simulation of a workload on a modelled machine, with distributed's own scheduler.
 
-No socket, no process, no thread. The scheduler takes no virtual time of its own; the processor time
-it took is in `Result.cost`. See `docs/simulator.md` for what is modelled and what is not.
+There are no sockets, processes or threads. The scheduler itself takes no virtual time; its
+processor time is in `Result.cost`. `docs/simulator.md` lists what is modelled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distributed.scheduler import heartbeat_interval
 
 from dask_gpurt.errors import SimulationError
 from dask_gpurt.plugins.patches.simulator import SimulatedScheduler, graph_message, virtual_time
-from dask_gpurt.plugins.simulation.simulated_worker import Limits, ModelledWorker, Surroundings
+from dask_gpurt.plugins.simulation.simulated_worker import Limits, ModelledWorker, SharedState
 from dask_gpurt.plugins.simulation.virtual_loop import VirtualIOLoop, VirtualLoop
 from dask_gpurt.simulate.clock import VirtualClock
 from dask_gpurt.simulate.cluster_model import ChangesSpeed, Incident, Machine, WorkerModel
@@ -27,10 +27,10 @@ from dask_gpurt.simulate.transfers import Transfers
 from dask_gpurt.simulate.workload import StableStr, Workload
 
 CLIENT = StableStr("simulated-client")
-#: States of a task on a worker in which it gives it up to a thief.
-STOLEN = ("ready", "constrained", "waiting")
-#: Virtual seconds without a message, a task or a transfer after which nothing is expected any more.
-#: Longer than any timeout of distributed's that brings a computation back to life.
+#: States of a task on a worker in which the worker gives it up to a thief.
+STEALABLE = ("ready", "constrained", "waiting")
+#: Virtual seconds without a message, a task or a transfer after which a simulation is stuck. Longer
+#: than any timeout of distributed that revives a computation.
 STUCK_S = 600.0
 
 Install = Callable[[Scheduler], Awaitable[object] | object]
@@ -43,29 +43,29 @@ def simulate(
     *,
     validate: bool = False,
 ) -> Result:
-    """Compute a workload on a machine that need not exist.
+    """Compute a workload on a modelled machine.
 
     Parameters
     ----------
     workload
-        What a client hands in, all at once.
+        Tasks that a client submits at once.
     machine
-        Where it runs.
+        Machine on which the workload runs.
     install
-        Called with the scheduler when its workers are there, before the graph is; this is where a
-        placement policy or any other scheduler plugin is put in. May be a coroutine function.
+        Called with the scheduler after its workers have joined and before the graph is submitted.
+        Installs a placement policy or another scheduler plugin. May be a coroutine function.
     validate
-        Have distributed check its own state after every message; slow.
+        Let distributed check its own state after every message. Slow.
 
     Returns
     -------
     Result
-        The same for the same arguments and configuration of Dask, to the last bit.
+        Exactly reproducible for the same arguments and Dask configuration.
 
     Raises
     ------
     SimulationError
-        If the computation fails, or cannot end.
+        The computation fails, or cannot end.
     """
     loop = VirtualLoop(VirtualClock())  # type: ignore[abstract]
     with virtual_time():
@@ -89,14 +89,14 @@ class _ConnectionToWorker:
 
 
 class _Registration:
-    """The connection on which a worker joins; nobody reads what the scheduler answers."""
+    """The connection on which a worker joins. The scheduler's answer is discarded."""
 
     async def write(self, message: object) -> None:
-        """Take an answer."""
+        """Discard an answer."""
 
 
 class _Client:
-    """Knows what is wanted, and hears from the scheduler what is in memory."""
+    """A client that waits for the wanted results."""
 
     def __init__(self, wanted: list[StableStr], clock: VirtualClock, latency_s: float) -> None:
         self._missing: dict[str, None] = dict.fromkeys(wanted)
@@ -136,7 +136,7 @@ class _Simulation:
         self._validate = validate
         self._cost = SchedulerCost()
         self._steals = 0
-        self._around = Surroundings(
+        self._shared = SharedState(
             clock=loop.clock,
             machine=machine,
             transfers=Transfers(loop.clock, machine.network.capacities),
@@ -158,10 +158,10 @@ class _Simulation:
                 if inspect.isawaitable(outcome):
                     await outcome
             self._time_periodic_callbacks()
-            clock.call_later(STUCK_S, partial(self._look_for_life, ()))
+            clock.call_later(STUCK_S, partial(self._check_for_stall, ()))
             started_s = clock.now_s
             for incident in self._machine.incidents:
-                clock.call_at(started_s + incident.at_s, partial(self._happen, incident))
+                clock.call_at(started_s + incident.at_s, partial(self._apply_incident, incident))
             wanted = [self._workload.tasks[position].key for position in self._workload.wanted]
             client = _Client(wanted, clock, self._machine.control_latency_s)
             message = graph_message(self._workload, wanted)
@@ -171,32 +171,32 @@ class _Simulation:
             await client.done
             return self._result(clock.now_s - started_s)
         finally:
-            for worker in self._around.workers.values():
+            for worker in self._shared.workers.values():
                 worker.alive = False
             scheduler.stop_simulated()
 
     def _result(self, makespan_s: float) -> Result:
-        around = self._around
+        shared = self._shared
         return Result(
             makespan_s=makespan_s,
-            tasks=tuple(around.tasks),
-            transfers=tuple(around.moved),
-            link_nbytes=dict(sorted(around.link_nbytes.items())),
-            peak_nbytes={a: worker.peak_nbytes for a, worker in around.workers.items()},
+            tasks=tuple(shared.tasks),
+            transfers=tuple(shared.moved),
+            link_nbytes=dict(sorted(shared.link_nbytes.items())),
+            peak_nbytes={a: worker.peak_nbytes for a, worker in shared.workers.items()},
             steals=self._steals,
             cost=self._cost,
         )
 
-    # Workers join, beat, and leave.
+    # Workers join, send heartbeats, and leave.
 
     async def _add_worker(self, model: WorkerModel, turn: float) -> None:
-        worker = ModelledWorker(model, self._around, validate=self._validate)
-        self._around.workers[model.address] = worker
+        worker = ModelledWorker(model, self._shared, validate=self._validate)
+        self._shared.workers[model.address] = worker
         await self._scheduler.add_worker(
             comm=_Registration(),  # type: ignore[arg-type]
             address=model.address,
             status="running",
-            # The scheduler's hash of a worker is the one of this.
+            # The scheduler hashes a worker by this id.
             server_id=worker.stable_address,
             nthreads=model.nthreads,
             name=model.name or model.address,
@@ -212,35 +212,35 @@ class _Simulation:
             extra={},
             stimulus_id="add-worker-simulated",
         )
-        # Workers that joined one after the other do not beat at the same time.
+        # Stagger the heartbeats, like those of workers that joined one after the other.
         interval_s = heartbeat_interval(len(self._machine.workers))
-        self._clock.call_later(interval_s * turn, partial(self._beat, worker, interval_s))
+        self._clock.call_later(interval_s * turn, partial(self._heartbeat, worker, interval_s))
 
-    def _beat(self, worker: ModelledWorker, interval_s: float) -> None:
+    def _heartbeat(self, worker: ModelledWorker, interval_s: float) -> None:
         if not worker.alive:
             return
-        worker.beat()
-        beat: dict[str, Any] = {
+        worker.heartbeat()
+        heartbeat: dict[str, Any] = {
             "address": worker.address,
             "resolve_address": False,
             "now": self._loop.wall_time(),
             "metrics": worker.metrics(self._bandwidth),
             "executing": worker.executing(),
         }
-        # Looked up when it arrives, since plugins put themselves in front of handlers.
+        # Look the handler up on arrival, since plugins wrap handlers.
         self._clock.call_later(
             self._machine.control_latency_s,
-            lambda: self._scheduler.handlers["heartbeat_worker"](**beat),
+            lambda: self._scheduler.handlers["heartbeat_worker"](**heartbeat),
         )
-        self._clock.call_later(interval_s, partial(self._beat, worker, interval_s))
+        self._clock.call_later(interval_s, partial(self._heartbeat, worker, interval_s))
 
-    def _happen(self, incident: Incident) -> None:
-        worker = self._around.workers[incident.address]
+    def _apply_incident(self, incident: Incident) -> None:
+        worker = self._shared.workers[incident.address]
         if isinstance(incident, ChangesSpeed):
             worker.change_speed(incident.speed)
             return
         worker.die()
-        # The scheduler sees the connection break.
+        # The scheduler notices the broken connection.
         self._clock.call_later(
             self._machine.control_latency_s,
             lambda: self._loop.create_task(
@@ -250,10 +250,10 @@ class _Simulation:
             ),
         )
 
-    # Messages, either way.
+    # Messages in both directions.
 
     def _connect(self, address: str) -> _ConnectionToWorker:
-        worker = self._around.workers[address]
+        worker = self._shared.workers[address]
 
         def deliver(messages: list[dict[str, Any]]) -> None:
             for message in messages:
@@ -269,21 +269,21 @@ class _Simulation:
         )
 
     def _arrive(self, address: str, message: dict[str, Any]) -> None:
-        if message["op"] == "steal-response" and message["state"] in STOLEN:
+        if message["op"] == "steal-response" and message["state"] in STEALABLE:
             self._steals += 1
         began = thread_time()
         self._scheduler.receive(message, worker=address)
         self._cost.messages_s += thread_time() - began
         self._cost.messages += 1
 
-    def _look_for_life(self, before: tuple[int, ...]) -> None:
-        """End a computation that will never end, though stealing and heartbeats go on for ever."""
-        around = self._around
-        now = self._cost.messages, len(around.tasks), len(around.moved)
-        busy = around.transfers.rates() or any(w.executing() for w in around.workers.values())
+    def _check_for_stall(self, before: tuple[int, ...]) -> None:
+        """Fail a computation that is stuck. Stealing and heartbeats would go on forever."""
+        shared = self._shared
+        now = self._cost.messages, len(shared.tasks), len(shared.moved)
+        busy = shared.transfers.rates() or any(w.executing() for w in shared.workers.values())
         if now == before and not busy:
-            raise SimulationError("nothing is left to happen, and it is not done")
-        self._clock.call_later(STUCK_S, partial(self._look_for_life, now))
+            raise SimulationError("the simulation is stuck: nothing happens, but it is not done")
+        self._clock.call_later(STUCK_S, partial(self._check_for_stall, now))
 
     def _time_periodic_callbacks(self) -> None:
         def timed(callback: Callable[[], Any]) -> Callable[[], Any]:

@@ -1,11 +1,12 @@
-"""A worker whose decisions are distributed's own and whose work is modelled.
+"""A simulated worker with distributed's own state machine and modelled work.
 
-`WorkerState` says what to fetch from whom and what to run next, as it does in a worker process, and
-answers the scheduler. Here the instructions it gives take the time they would take: a task its
-duration at this worker's speed, a transfer the way of its request and its bytes through the links.
+`WorkerState` decides what to fetch from which peer and what to run next, as in a worker process,
+and answers the scheduler. This module executes its instructions in virtual time. A task takes its
+duration at this worker's speed; a transfer takes its request's latency plus the time of its bytes
+on the links.
 
-Not modelled: spilling and pausing (memory is counted, not limited), plugins of the worker, threads
-that slow one another, the time of the worker's own event loop.
+Not modelled: spilling and pausing (memory is counted, not limited), worker plugins, threads that
+slow each other down, the time of the worker's own event loop.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ from dask_gpurt.simulate.result import TaskRun, TransferRun
 from dask_gpurt.simulate.transfers import Transfers
 from dask_gpurt.simulate.workload import StableStr, TaskModel
 
-#: Messages smaller than this tell a worker nothing about bandwidth; distributed's own number.
+#: Smallest transfer that counts in measured bandwidths, as in distributed.
 MEASURED_NBYTES = 1_000_000
-#: No task takes no time: distributed's stealing asserts that it never hears of one.
+#: Shortest duration of a task: distributed's stealing asserts that durations are positive.
 LEAST_TASK_S = 1e-6
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a worker process takes from the configuration of Dask.
+    """Limits that a worker process reads from Dask's configuration.
 
     Attributes
     ----------
     incoming_count, outgoing_count
-        Transfers at a time.
+        Concurrent transfers.
     message_nbytes
-        Of one transfer, unless it is of a single result.
+        Size of one transfer, unless it has a single result.
     memory_fraction
-        Of a worker's memory that may be on its way to it.
+        Share of a worker's memory that may be in flight to it.
     """
 
     incoming_count: int
@@ -70,7 +71,7 @@ class Limits:
 
     @classmethod
     def from_config(cls) -> Limits:
-        """The limits that workers started now would have."""
+        """Return the limits of a worker that starts now."""
         setting = dask.config.get
         return cls(
             incoming_count=setting("distributed.worker.connections.incoming"),
@@ -81,15 +82,15 @@ class Limits:
 
 
 @dataclass
-class Surroundings:
-    """What the workers of one simulation share.
+class SharedState:
+    """State shared by the workers of one simulation.
 
     Attributes
     ----------
     send
-        Puts a message from a worker (its address) on its way to the scheduler.
+        Sends a message from a worker (by address) to the scheduler.
     models
-        What each task takes and makes.
+        Duration and size of each task.
     """
 
     clock: VirtualClock
@@ -115,12 +116,12 @@ class _Execution:
 
 @dataclass
 class _Fetch:
-    """A request of this worker to a peer, until it is answered or known to have failed."""
+    """A request of this worker to a peer, until it is answered or has failed."""
 
     source: str
     instruction: GatherDep
     start_s: float
-    transfer: int | None = None  # while bytes are on their way
+    transfer: int | None = None  # while bytes are in flight
 
 
 class ModelledWorker:
@@ -129,23 +130,23 @@ class ModelledWorker:
     Parameters
     ----------
     model
-        What it is.
-    around
-        What it shares with the others.
+        Properties of the worker.
+    shared
+        State shared with the other workers.
     validate
-        Let the state machine check itself after every event; slow.
+        Let the state machine check itself after every event. Slow.
     """
 
-    def __init__(self, model: WorkerModel, around: Surroundings, *, validate: bool) -> None:
+    def __init__(self, model: WorkerModel, shared: SharedState, *, validate: bool) -> None:
         self.address = model.address
-        #: Its address for state machines, which keep addresses in sets.
+        #: The address for state machines, which keep addresses in sets.
         self.stable_address = StableStr(model.address)
         self.alive = True
         self.speed = model.speed
         self.peak_nbytes = 0
-        self._around = around
+        self._shared = shared
         self._host = model.host
-        limits = around.limits
+        limits = shared.limits
         self._state = WorkerState(
             nthreads=model.nthreads,
             address=self.stable_address,
@@ -161,10 +162,10 @@ class ModelledWorker:
         self._bandwidth: float | None = None
         self._bandwidth_workers: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
 
-    # From the scheduler.
+    # Messages from the scheduler.
 
     def receive(self, message: dict[str, Any]) -> None:
-        """Take a message from the scheduler."""
+        """Handle a message from the scheduler."""
         if not self.alive:
             return
         op = message["op"]
@@ -177,11 +178,11 @@ class ModelledWorker:
         content = {name: value for name, value in message.items() if name != "op"}
         if "who_has" in content:
             content["who_has"] = {
-                key: [self._around.workers[address].stable_address for address in holders]
+                key: [self._shared.workers[address].stable_address for address in holders]
                 for key, holders in content["who_has"].items()
             }
         if op == "remove-worker":
-            content["worker"] = self._around.workers[content["worker"]].stable_address
+            content["worker"] = self._shared.workers[content["worker"]].stable_address
         self._handle(event(**content))
 
     def _handle(self, event: StateMachineEvent) -> None:
@@ -191,14 +192,14 @@ class ModelledWorker:
 
     def _follow(self, instruction: Instruction) -> None:
         if isinstance(instruction, SendMessageToScheduler):
-            self._around.send(self.address, instruction.to_dict())
+            self._shared.send(self.address, instruction.to_dict())
         elif isinstance(instruction, Execute):
             self._execute(instruction)
         elif isinstance(instruction, GatherDep):
             self._request(instruction)
         elif isinstance(instruction, RetryBusyWorkerLater):
             event = RetryBusyWorkerEvent(worker=instruction.worker, stimulus_id="retry-busy")
-            # As long as a worker of distributed waits.
+            # The delay that distributed's worker uses.
             self._later(0.15, lambda: self._handle(event))
 
     def _later(self, delay_s: float, do: Callable[[], object]) -> Event:
@@ -206,14 +207,14 @@ class ModelledWorker:
             if self.alive:
                 do()
 
-        return self._around.clock.call_later(delay_s, if_alive)
+        return self._shared.clock.call_later(delay_s, if_alive)
 
-    # Running tasks.
+    # Execution of tasks.
 
     def _execute(self, instruction: Execute) -> None:
         key = instruction.key
-        duration_s = max(self._around.models[key].duration_s, LEAST_TASK_S)
-        now_s = self._around.clock.now_s
+        duration_s = max(self._shared.models[key].duration_s, LEAST_TASK_S)
+        now_s = self._shared.clock.now_s
         self._executions[key] = _Execution(
             run_id=self._state.tasks[key].run_id,
             start_s=now_s,
@@ -224,9 +225,9 @@ class ModelledWorker:
 
     def _executed(self, key: Key) -> None:
         execution = self._executions.pop(key)
-        around = self._around
-        now_s, nbytes = around.clock.now_s, around.models[key].nbytes
-        around.tasks.append(TaskRun(str(key), self.address, execution.start_s, now_s))
+        shared = self._shared
+        now_s, nbytes = shared.clock.now_s, shared.models[key].nbytes
+        shared.tasks.append(TaskRun(str(key), self.address, execution.start_s, now_s))
         self._handle(
             ExecuteSuccessEvent(
                 key=key,
@@ -241,8 +242,8 @@ class ModelledWorker:
         )
 
     def change_speed(self, speed: float) -> None:
-        """Go on at another speed."""
-        now_s = self._around.clock.now_s
+        """Continue at another speed."""
+        now_s = self._shared.clock.now_s
         for key, execution in self._executions.items():
             execution.end.cancel()
             execution.left_s -= (now_s - execution.since_s) * self.speed
@@ -253,34 +254,34 @@ class ModelledWorker:
         self.speed = speed
 
     def executing(self) -> dict[Key, float]:
-        """For how many seconds each task that runs has been running."""
-        now_s = self._around.clock.now_s
+        """Return the seconds since the start of each running task."""
+        now_s = self._shared.clock.now_s
         return {key: now_s - one.start_s for key, one in self._executions.items()}
 
-    # Fetching results from peers: the request goes there, the answer comes back.
+    # Fetching results from peers.
 
     def _request(self, instruction: GatherDep) -> None:
-        around = self._around
-        source = around.workers[str(instruction.worker)]
+        shared = self._shared
+        source = shared.workers[str(instruction.worker)]
         number = self._fetch_count
         self._fetch_count += 1
-        self._fetches[number] = _Fetch(source.address, instruction, around.clock.now_s)
-        latency_s = around.machine.network.route(self.address, source.address).latency_s
+        self._fetches[number] = _Fetch(source.address, instruction, shared.clock.now_s)
+        latency_s = shared.machine.network.route(self.address, source.address).latency_s
         self._later(latency_s, lambda: source.serve(self, number))
 
     def serve(self, target: ModelledWorker, number: int) -> None:
-        """Answer a request of a peer: send what is here, or say that too many are asking."""
+        """Answer a peer's request: send the results, or report that too many peers ask."""
         fetch = target._fetches.get(number)
         if fetch is None or not target.alive:
             return
-        around = self._around
-        route = around.machine.network.route(self.address, target.address)
+        shared = self._shared
+        route = shared.machine.network.route(self.address, target.address)
         instruction = fetch.instruction
         if not self.alive:
             target._later(route.latency_s, lambda: target._failed(number))
             return
-        # Peers on the same host may be twice as many; distributed's own rule.
-        limit = around.limits.outgoing_count * (2 if self._host == target._host else 1)
+        # distributed allows twice as many transfers to peers on the same host.
+        limit = shared.limits.outgoing_count * (2 if self._host == target._host else 1)
         if self._outgoing >= limit:
             target._later(route.latency_s, lambda: target._refused(number))
             return
@@ -294,23 +295,23 @@ class ModelledWorker:
             fetch.transfer = None
             self._outgoing -= 1
             for link in route.links:
-                around.link_nbytes[link] = around.link_nbytes.get(link, 0) + nbytes
+                shared.link_nbytes[link] = shared.link_nbytes.get(link, 0) + nbytes
             target._later(route.latency_s, lambda: target._received(number, data, nbytes))
 
-        fetch.transfer = around.transfers.start(route.links, nbytes, sent)
+        fetch.transfer = shared.transfers.start(route.links, nbytes, sent)
 
     def _received(self, number: int, data: dict[Key, object], nbytes: int) -> None:
         if number not in self._fetches:
-            return  # the peer was gone before the last byte was here
+            return  # the peer disappeared before the last byte arrived
         fetch = self._fetches.pop(number)
-        now_s = self._around.clock.now_s
+        now_s = self._shared.clock.now_s
         duration_s = max(now_s - fetch.start_s, 0.001)
-        self._around.moved.append(
+        self._shared.moved.append(
             TransferRun(
                 tuple(map(str, data)), fetch.source, self.address, fetch.start_s, now_s, nbytes
             )
         )
-        self._note_transfer(fetch, data, nbytes, duration_s, now_s)
+        self._record_transfer(fetch, data, nbytes, duration_s, now_s)
         instruction = fetch.instruction
         self._handle(
             GatherDepSuccessEvent(
@@ -321,7 +322,7 @@ class ModelledWorker:
             )
         )
 
-    def _note_transfer(
+    def _record_transfer(
         self,
         fetch: _Fetch,
         data: dict[Key, object],
@@ -329,7 +330,7 @@ class ModelledWorker:
         duration_s: float,
         now_s: float,
     ) -> None:
-        """Keep what a worker measures of a transfer and reports to the scheduler."""
+        """Record a transfer's bandwidth and times, which a worker reports to the scheduler."""
         if nbytes > MEASURED_NBYTES:
             measured = nbytes / duration_s
             self._bandwidth = (
@@ -351,12 +352,12 @@ class ModelledWorker:
                 return
 
     def _refused(self, number: int) -> None:
-        self._came_to_nothing(number, GatherDepBusyEvent, "gather-dep-busy")
+        self._end_fetch(number, GatherDepBusyEvent, "gather-dep-busy")
 
     def _failed(self, number: int) -> None:
-        self._came_to_nothing(number, GatherDepNetworkFailureEvent, "gather-dep-network-failure")
+        self._end_fetch(number, GatherDepNetworkFailureEvent, "gather-dep-network-failure")
 
-    def _came_to_nothing(
+    def _end_fetch(
         self,
         number: int,
         event: type[GatherDepBusyEvent | GatherDepNetworkFailureEvent],
@@ -370,7 +371,7 @@ class ModelledWorker:
     # Heartbeats, and the end.
 
     def metrics(self, default_bandwidth: float) -> dict[str, Any]:
-        """What a heartbeat reports; measured bandwidths are reported once."""
+        """Return the metrics of a heartbeat. Measured bandwidths are reported once."""
         peers = dict(self._bandwidth_workers)
         self._bandwidth_workers.clear()
         return {
@@ -384,7 +385,7 @@ class ModelledWorker:
             "spilled_bytes": {"memory": 0, "disk": 0},
             "memory": self._state.nbytes,
             "cpu": 100.0 * len(self._executions),
-            "time": self._around.clock.now_s,
+            "time": self._shared.clock.now_s,
             "event_loop_interval": 0.02,
             "transfer": {
                 "incoming_bytes": self._state.transfer_incoming_bytes,
@@ -393,28 +394,28 @@ class ModelledWorker:
             },
         }
 
-    def beat(self) -> None:
-        """What a worker does with every heartbeat besides sending it."""
+    def heartbeat(self) -> None:
+        """Do the periodic work that a worker does with every heartbeat."""
         if self._state.missing_dep_flight:
             self._handle(FindMissingEvent(stimulus_id="find-missing"))
 
     def die(self) -> None:
-        """Be gone: nothing more is done or sent, and transfers from and to here break."""
+        """Disappear: stop all work, and break all transfers from and to this worker."""
         self.alive = False
         self._executions.clear()
-        around = self._around
+        shared = self._shared
         for fetch in self._fetches.values():
             if fetch.transfer is not None:
-                around.transfers.abort(fetch.transfer)
-                around.workers[fetch.source]._outgoing -= 1
+                shared.transfers.abort(fetch.transfer)
+                shared.workers[fetch.source]._outgoing -= 1
         self._fetches.clear()
-        for peer in around.workers.values():
+        for peer in shared.workers.values():
             if peer.alive:
-                peer._lose(self)
+                peer._peer_lost(self)
 
-    def _lose(self, peer: ModelledWorker) -> None:
-        latency_s = self._around.machine.network.route(peer.address, self.address).latency_s
+    def _peer_lost(self, peer: ModelledWorker) -> None:
+        latency_s = self._shared.machine.network.route(peer.address, self.address).latency_s
         for number, fetch in self._fetches.items():
             if fetch.source == peer.address and fetch.transfer is not None:
-                self._around.transfers.abort(fetch.transfer)
+                self._shared.transfers.abort(fetch.transfer)
                 self._later(latency_s, partial(self._failed, number))

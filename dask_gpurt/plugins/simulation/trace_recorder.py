@@ -1,7 +1,7 @@
-"""Record what a live cluster computes, to replay it in a simulation.
+"""Recorder of a live cluster's computation, for replay in a simulation.
 
-A scheduler plugin that writes down each task when it is in memory for the first time: what it
-needed, how long it ran, how large its result is. It changes nothing and keeps no data.
+A scheduler plugin records each task when its result first comes into memory: dependencies,
+duration, size. It changes nothing and keeps no data.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from distributed.scheduler import TaskState
 
 NAME = "gpurt-trace"
-#: Tasks after which nothing more is written down: some hundreds of bytes each, on the scheduler.
+#: Most tasks in a recording, each of some hundreds of bytes on the scheduler.
 MAX_TASKS = 1_000_000
 
 
 class TraceRecorder(SchedulerPlugin):
-    """Writes down tasks on a scheduler."""
+    """A scheduler plugin that records tasks."""
 
     name = NAME
 
     def __init__(self, max_tasks: int = MAX_TASKS) -> None:
         self._max_tasks = max_tasks
         self._scheduler: Scheduler | None = None
-        #: By key: priority, keys it needed, seconds, bytes, whether it makes data out of nothing.
+        #: By key: priority, keys of its dependencies, seconds, bytes, whether it produces data.
         self._rows: dict[str, tuple[Any, tuple[str, ...], float, int, bool]] = {}
         self._wanted: dict[str, None] = {}
         self._is_full = False
@@ -55,7 +55,7 @@ class TraceRecorder(SchedulerPlugin):
             if one["action"] == "compute"
         )
         for dependency in ts.dependencies:
-            # What was in memory before recording began is there from the start.
+            # A result that was in memory before the recording counts as present from the start.
             if str(dependency.key) not in self._rows:
                 self._write(dependency, 0.0, ())
         self._write(ts, seconds, sorted(str(one.key) for one in ts.dependencies))
@@ -76,12 +76,12 @@ class TraceRecorder(SchedulerPlugin):
         )
 
     def workload(self, name: str) -> Workload:
-        """What was written down so far.
+        """Return the workload recorded so far.
 
         Raises
         ------
         TraceError
-            If nothing was, or more than would fit.
+            Nothing was recorded, or more than `max_tasks` tasks ran.
         """
         if self._is_full:
             raise TraceError(f"{name}: more than {self._max_tasks} tasks ran")
@@ -97,18 +97,18 @@ class TraceRecorder(SchedulerPlugin):
 
 
 class Recording:
-    """What is recorded between two moments."""
+    """A recording in progress on a client's cluster."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     def workload(self, name: str) -> Workload:
-        """What was computed since the recording began.
+        """Return the workload since the recording began.
 
         Raises
         ------
         TraceError
-            If nothing was, or more than is kept.
+            Nothing was recorded, or more than `MAX_TASKS` tasks ran.
         """
         text = self._client.run_on_scheduler(  # type: ignore[no-untyped-call]
             recorded_json, name
@@ -117,7 +117,7 @@ class Recording:
 
 
 def recorded_json(name: str, dask_scheduler: Scheduler) -> str:
-    """What was written down on a scheduler. Runs there, and is sent as a reference."""
+    """Return the recorded trace on a scheduler. Runs there; only a reference to it is sent."""
     recorder: Any = dask_scheduler.plugins[NAME]
     text: str = recorder.workload(name).to_json()
     return text
@@ -125,14 +125,14 @@ def recorded_json(name: str, dask_scheduler: Scheduler) -> str:
 
 @contextlib.contextmanager
 def recorded(client: Client) -> Iterator[Recording]:
-    """Record what a cluster computes meanwhile; take the workload before this ends.
+    """Record a cluster's computation in a `with` block. Get the workload inside the block.
 
     The scheduler needs this package too.
 
     Raises
     ------
     ActivationError
-        It has another Python, Dask or dask_gpurt, or none.
+        The scheduler has another version of Python, Dask or dask_gpurt, or lacks dask_gpurt.
     """
     if problem := client.sync(activation.scheduler_differs, client):
         raise ActivationError(problem)

@@ -1,10 +1,10 @@
-"""An asyncio event loop, and Tornado's face of it, on a virtual clock.
+"""An asyncio event loop, and Tornado's interface to it, on a virtual clock.
 
-Whatever a scheduler and its plugins do with asyncio (sleeps, tasks, Tornado's periodic callbacks)
-happens in virtual time, in an order that is always the same. There is no I/O, hence no selector
-and no socket; a function sent to an executor runs on the spot, so no thread can come in between.
+Sleeps, tasks and Tornado's periodic callbacks of a scheduler and its plugins run in virtual time,
+in a deterministic order. There is no I/O, so no selector and no socket. A function for an executor
+runs immediately, so no thread can interfere.
 
-An exception that nobody handles ends the simulation instead of a line in a log.
+An unhandled exception ends the simulation, instead of going to a log.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dask_gpurt.simulate.clock import Event, VirtualClock
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-#: What a virtual wall clock shows when a simulation begins. Not 0, which distributed takes for
-#: "never", and small, so that differences of times keep all their bits.
+#: Start of the virtual wall clock. Not 0, which distributed interprets as "never". Small, so that
+#: differences of times keep full precision.
 WALL_CLOCK_START_S = 1.0
 
 
 class _Handle(asyncio.TimerHandle):
-    """What asyncio knows an event by."""
+    """asyncio's handle of an event."""
 
     event: Event
 
@@ -43,7 +43,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     Parameters
     ----------
     clock
-        Its time and its queue; others may put events there too.
+        Time and event queue of the loop. Others may schedule events there too.
     """
 
     def __init__(self, clock: VirtualClock) -> None:
@@ -58,7 +58,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         Raises
         ------
         SimulationError
-            If it waits for something that nothing is left to bring about.
+            The coroutine waits, but no events are left.
         """
         previous = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
@@ -67,7 +67,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         try:
             while not task.done():
                 if not self.clock.step():
-                    raise SimulationError("nothing is left to happen, and it is not done")
+                    raise SimulationError("no events are left, but the computation is not done")
                 if self._error is not None:
                     raise self._error
             return task.result()
@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(previous)
 
     def wall_time(self) -> float:
-        """What a clock on the wall shows in the simulation."""
+        """Return the time of the virtual wall clock."""
         return WALL_CLOCK_START_S + self.clock.now_s
 
     # What asyncio, Tornado and distributed ask of a loop.
@@ -93,7 +93,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Handle:
         return self.call_at(self.clock.now_s, callback, *args, context=context)
 
-    # There is but one thread.
+    # There is only one thread.
     call_soon_threadsafe = call_soon
 
     def call_later(
@@ -153,7 +153,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class VirtualIOLoop(BaseAsyncIOLoop):
-    """What Tornado takes for its loop while a `VirtualLoop` runs; periodic callbacks start here."""
+    """Tornado's loop while a `VirtualLoop` runs. Periodic callbacks start here."""
 
     def time(self) -> float:
         return self.asyncio_loop.time()

@@ -1,1 +1,1 @@
-"""The machines of a live cluster: what workers report, and what a probe measures."""
+"""The scheduler's and the workers' knowledge of their machines."""

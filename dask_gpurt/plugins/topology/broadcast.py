@@ -1,7 +1,7 @@
-"""Questions to many workers at once, with a deadline: who is silent does not hold up the others.
+"""Broadcast a call to many workers, with one deadline for all answers.
 
-distributed's `broadcast` waits for the last answer, and a worker whose event loop is held up does
-not give one. So each worker is asked by itself. Knows nothing of what is asked.
+distributed's `broadcast` waits for the last answer, and a worker with a blocked event loop never
+answers. So each worker is called separately. This module knows nothing of the calls' contents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Broadcaster(Protocol):
-    """A scheduler."""
+    """The part of a scheduler that is used here."""
 
     async def broadcast(
         self, *, msg: dict[str, Any], workers: list[str], on_error: Any
@@ -20,24 +20,24 @@ class Broadcaster(Protocol):
 
 
 class Answers(NamedTuple):
-    """What workers said.
+    """Answers of workers to a broadcast.
 
     Attributes
     ----------
-    said
-        By address, in the order they were asked in. An exception where asking failed.
+    received
+        Answers by address, in the order of the calls. An exception if the call failed.
     silent
-        Addresses of those that said nothing in time.
+        Addresses of workers that did not answer in time.
     """
 
-    said: dict[str, Any]
+    received: dict[str, Any]
     silent: list[str]
 
 
 async def ask(
     scheduler: Broadcaster, msg: dict[str, Any], workers: Iterable[str], deadline_s: float
 ) -> Answers:
-    """Ask workers something, and wait for their answers no longer than so many seconds."""
+    """Call workers and return the answers that arrive before the deadline."""
     asked = {
         asyncio.ensure_future(scheduler.broadcast(msg=msg, workers=[one], on_error="return")): one
         for one in workers
@@ -46,14 +46,14 @@ async def ask(
         if asked:
             await _until_late(asked, deadline_s)
     finally:
-        # Also where nobody waits for the answers any more.
+        # Also if the caller was cancelled.
         late = {one: None for asking, one in asked.items() if asking.cancel()}
-    said = {}
+    received = {}
     for asking, one in asked.items():
         if one not in late:
             error = asking.exception()
-            said[one] = asking.result()[one] if error is None else error
-    return Answers(said, list(late))
+            received[one] = asking.result()[one] if error is None else error
+    return Answers(received, list(late))
 
 
 async def _until_late(asked: Collection[asyncio.Future[Any]], deadline_s: float) -> None:

@@ -1,8 +1,8 @@
-"""The machines of a cluster, on its scheduler: as described, as workers report them, as measured.
+"""Machines of a cluster, on its scheduler: described, reported by workers, and measured.
 
-Workers are asked for their machines when somebody wants to know, and probed where what is measured
-is used. Of what they answer, nothing is believed unchecked. What is decided by all this is
-`placement`'s business; `is_described` is the one place that says whether it may rely on it.
+The scheduler asks workers for their machines on request, and probes links if placement uses
+measured rates. All answers are validated. `placement` makes the decisions; `is_described` says
+whether it may rely on the topology.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dask_gpurt.plugins.shielding import DEADLINE_S
 from dask_gpurt.plugins.topology.broadcast import ask
 from dask_gpurt.topology import probing
 from dask_gpurt.topology.description import parse
-from dask_gpurt.topology.discovery import Measured, Seen, discover
+from dask_gpurt.topology.discovery import Measured, WorkerReport, discover
 from dask_gpurt.topology.learned import End
 from dask_gpurt.topology.machine import Report
 from dask_gpurt.topology.model import Topology
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
-#: For the answer of a worker that looks at its machine, for which NVML may have to be started.
+#: Deadline for a worker's report on its machine. The worker may have to start NVML first.
 _REPORT_DEADLINE_S = 10.0
 _NO_ANSWER = "no answer in {:g} s"
-#: For the answer of a worker that measures; it gives up sooner by itself.
+#: Deadline for a worker's measurement. The worker itself stops earlier.
 _PROBE_DEADLINE_S = 4 * probing.MAX_PAIR_S
-#: For how many ordinary transfers a measurement counts.
+#: Weight of a measurement, in ordinary transfers.
 _WEIGHT = 4
-#: What is said of workers that failed, at the most.
+#: Most problems of workers that are kept.
 _MAX_PROBLEMS = 16
 
 
 class Machines:
-    """One a scheduler.
+    """The machines of one scheduler's workers.
 
     Parameters
     ----------
     ready
-        Workers that can be asked; somebody else keeps it up to date.
+        Workers that can be asked. The owner keeps the collection up to date.
     """
 
     def __init__(self, scheduler: Scheduler, ready: Collection[str]) -> None:
@@ -68,52 +68,52 @@ class Machines:
         self._configuring = asyncio.Lock()
 
     async def configure(self, settings: TopologySettings) -> None:
-        """Go by these settings from now on.
+        """Apply new settings.
 
         Raises
         ------
         ConfigError
-            The description of the machines is wrong; nothing has changed.
+            The description of the machines is invalid. Nothing has changed.
         """
-        # Of clients that come at once, the last one's settings hold, and all of them.
+        # Serialise concurrent clients: the last one's settings apply, and apply completely.
         async with self._configuring:
-            # Every client that comes has settings, mostly the same.
+            # Most clients bring the settings that are there already.
             if settings.text != self._settings.text:
-                # Of hundreds of hosts this takes half a second.
+                # Parsing hundreds of hosts takes half a second.
                 self.topology = await asyncio.to_thread(_described, settings)
             self._settings = settings
 
     @property
     def is_described(self) -> bool:
-        """Whether placement may rely on what is known of the links, as a matter of course.
+        """Whether the machines are described, so that placement may rely on the links by default.
 
-        Only what somebody wrote down, or looked at, counts. What workers report is what their links
-        can carry, of which Dask's connections get a part, and the less where the bytes of a GPU go
-        through the host's memory; tasks would be moved for gains that are not there. A probe does
-        measure those connections, but a few pairs of them, and for a moment.
+        Only a description that a person wrote or checked counts. Workers report what their links
+        can carry. Dask's connections get only a part of that, and less for GPU data that passes
+        through host memory. Placement by these figures would move tasks for gains that do not
+        exist. A probe measures those connections, but only a few pairs, and briefly.
         """
         return self.topology is not None
 
     # ------------------------------------------------------------------ probing
 
-    def inform(self, placement: Placement | None) -> None:
-        """Who goes by what is measured from now on, and was before; None if nobody does."""
+    def set_learner(self, placement: Placement | None) -> None:
+        """Set the placement that receives measured rates from now on, and replay earlier ones."""
         self._learner = placement
         for pair, found in self._measured.items():
-            self._tell(*pair, found)
+            self._feed_learner(*pair, found)
 
     def workers_changed(self) -> None:
-        """All workers there are have said what they are: probe them, if that is wanted."""
+        """Probe the links if wanted. Called when all present workers have reported."""
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe_if_wanted())
 
     async def _probe_if_wanted(self) -> None:
-        # More workers may come while it goes on.
-        while probing.pairs(self._ends(), self._tried):
+        # More workers may join during the probe.
+        while probing.pairs(self._endpoints(), self._tried):
             why_not = probing.why_not(
                 self._settings.probe,
-                n_hosts=len({end.host for end in self._ends()}),
-                is_described=self._is_anybody_described(),
+                n_hosts=len({end.host for end in self._endpoints()}),
+                is_described=self._is_any_described(),
                 is_used=self._learner is not None,
                 is_busy=self._is_busy(),
             )
@@ -124,34 +124,37 @@ class Machines:
             try:
                 await self._probe(lambda: "tasks began to run" if self._is_busy() else None)
             except Exception as error:
-                # Nobody waits for it, and nobody needs it.
+                # The probe is optional, so its failure only goes to the log and the status.
                 self._state, self._reason = "failed", repr(error)
                 logger.error("the probe of links failed", exc_info=error)
             if self._state != "done":
                 return
 
     def _undescribed(self) -> list[str]:
-        """Workers that are on no machine of the description, where placement goes by it."""
+        """Return the workers on no described machine, if placement uses a description."""
         if self._learner is None or not self.is_described:
             return []
         return self._learner.undescribed()
 
-    def _is_anybody_described(self) -> bool:
-        """Whether somebody is on a machine of the description, which may be one of others."""
+    def _is_any_described(self) -> bool:
+        """Return whether any worker is on a described machine.
+
+        The description may be of other machines.
+        """
         return self.is_described and len(self._undescribed()) < len(self._scheduler.workers)
 
     def _is_busy(self) -> bool:
         return any(ws.processing for ws in self._scheduler.workers.values())
 
-    def _ends(self) -> list[End]:
+    def _endpoints(self) -> list[End]:
         workers = self._scheduler.workers
         return [End(one, workers[one].host) for one in sorted(self._ready) if one in workers]
 
     async def _probe(self, why_stop: Callable[[], str | None]) -> None:
-        """Measure pairs that were not measured yet, one after the other."""
+        """Measure the pairs that were not measured yet, one at a time."""
         self._state, self._reason = "running", ""
         began = time() - self._spent_s
-        for source, target in probing.pairs(self._ends(), self._tried):
+        for source, target in probing.pairs(self._endpoints(), self._tried):
             reason = why_stop()
             if reason is None and time() - began > probing.MAX_S:
                 reason = f"it took {probing.MAX_S:g} s"
@@ -163,11 +166,11 @@ class Machines:
             try:
                 found = probing.conclude(await self._measure(source, target))
             except (ProtocolError, OSError) as error:
-                self._note(about, str(error) or repr(error))
+                self._record_problem(about, str(error) or repr(error))
             else:
                 self._problems.pop(about, None)
                 self._measured[source, target] = found
-                self._tell(source, target, found)
+                self._feed_learner(source, target, found)
             self._spent_s = time() - began
         else:
             self._state = "done"
@@ -177,36 +180,36 @@ class Machines:
         answers = await ask(self._scheduler, msg, [target.address], _PROBE_DEADLINE_S)
         if answers.silent:
             raise TimeoutError(_NO_ANSWER.format(_PROBE_DEADLINE_S))
-        answer = answers.said[target.address]
+        answer = answers.received[target.address]
         if isinstance(answer, Exception):
             raise OSError(repr(answer)[:200]) from answer
         if isinstance(answer, dict) and "problem" in answer:
             raise ProtocolError(str(answer["problem"])[:200])
         return answer
 
-    def _tell(self, source: End, target: End, found: Measured) -> None:
+    def _feed_learner(self, source: End, target: End, found: Measured) -> None:
         if self._learner is not None:
             rates = {source.address: (found.nbytes_per_s * _WEIGHT, _WEIGHT)}
             self._learner.observe(target.address, rates)
 
     # ------------------------------------------------------------------ asked for
 
-    async def found(self, probe: bool) -> dict[str, Any]:
-        """The machines as workers report them, as a description that can be edited.
+    async def describe(self, probe: bool) -> dict[str, Any]:
+        """Return the machines as workers report them, as an editable description.
 
         Parameters
         ----------
         probe
-            Whether to measure the links first, whatever the settings are, and whatever runs.
+            Whether to measure the links first, regardless of settings and running tasks.
 
         Returns
         -------
         dict
-            `text`, number of `workers` in it, `problems` by worker or pair.
+            `text`, the number of `workers` in it, and `problems` by worker or pair.
         """
-        await self._ask()
+        await self._fetch_reports()
         if probe:
-            # Another client may have begun one meanwhile.
+            # Another client may have started a probe meanwhile.
             while self._probing is not None and not self._probing.done():
                 await asyncio.wait([self._probing], timeout=DEADLINE_S)
             self._tried.clear()
@@ -216,43 +219,46 @@ class Machines:
             await self._probing
         workers = self._scheduler.workers
         seen = [
-            Seen(address, workers[address].name, workers[address].host, report)
+            WorkerReport(address, workers[address].name, workers[address].host, report)
             for address, report in self._reports.items()
             if address in workers
         ]
         measured = {
             (source.host, target.host): found for (source, target), found in self._measured.items()
         }
-        # Of hundreds of hosts this takes seconds.
+        # For hundreds of hosts this takes seconds.
         text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
-        silent = "not in it: it has not reported yet, or the runtime is not on there"
+        silent = "not included: it has not reported yet, or the runtime is off there"
         left_out = dict.fromkeys(sorted(set(workers) - self._reports.keys()), silent)
         return {"text": text, "workers": len(seen), "problems": {**left_out, **self._problems}}
 
-    async def _ask(self) -> None:
+    async def _fetch_reports(self) -> None:
         missing = sorted(set(self._ready) - self._reports.keys())
         if not missing:
             return
         answers = await ask(self._scheduler, {"op": "gpurt_machine"}, missing, _REPORT_DEADLINE_S)
         for address in answers.silent:
-            self._note(address, _NO_ANSWER.format(_REPORT_DEADLINE_S))
-        for address, answer in answers.said.items():
+            self._record_problem(address, _NO_ANSWER.format(_REPORT_DEADLINE_S))
+        for address, answer in answers.received.items():
             if address not in self._ready:
-                # It left meanwhile, and nobody would forget what it said.
+                # The worker left meanwhile. Its report would never be removed.
                 continue
             try:
                 self._reports[address] = Report.from_plain(answer)
             except ProtocolError as error:
-                self._note(address, f"its report cannot be used: {error}")
+                self._record_problem(address, f"its report cannot be used: {error}")
             else:
                 self._problems.pop(address, None)
 
-    def _note(self, about: str, problem: str) -> None:
+    def _record_problem(self, about: str, problem: str) -> None:
         if len(self._problems) < _MAX_PROBLEMS:
             self._problems[about] = problem
 
     def remove_worker(self, address: str) -> None:
-        """A worker left. What was measured of its host holds while that has others."""
+        """Forget a worker that left.
+
+        Measurements of its host stay while the host has other workers.
+        """
         self._reports.pop(address, None)
         for about in [one for one in self._problems if address in one.split(" to ")]:
             del self._problems[about]
@@ -267,7 +273,7 @@ class Machines:
         }
 
     def summary(self) -> dict[str, Any]:
-        """What is known, for `status`."""
+        """Return the known links and the state of the probe, for `status`."""
         rates = [found.nbytes_per_s for found in self._measured.values()]
         return {
             "file": self._settings.file if self.is_described else None,
@@ -285,7 +291,7 @@ class Machines:
         }
 
     async def close(self) -> None:
-        """Nothing is measured any more."""
+        """Stop measuring."""
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.wait([self._probing], timeout=DEADLINE_S)

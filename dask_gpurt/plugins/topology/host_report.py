@@ -1,8 +1,8 @@
-"""What a worker says of the machine it is on, and the messages that it sends for a probe.
+"""A worker's report on its machine, and the messages that it sends for a probe.
 
-The adapter between the system (`/sys`, NVML, the addresses of interfaces) and `topology`, which
-does the reading. In a thread: starting NVML takes a while. Never raises for a machine that shows
-less than others; where NVML is not installed, it is not asked.
+This adapter feeds `/sys`, NVML and interface addresses to `dask_gpurt.topology`, which interprets
+them. It runs in a thread, because starting NVML takes a while. Missing information never raises.
+NVML is asked only if it is installed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 _SYS = Path("/sys")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-#: A message of a probe consists of parts of this size, all the same, each of random bytes: parts
-#: are compressed one by one, if at all, and so none gets any smaller.
+#: Size of one part of a probe message. All parts are the same random bytes. Compression, if any,
+#: works part by part, so a message does not shrink.
 _PART_NBYTES = 2**20
-#: Messages of next to no bytes, of which the quickest is the latency.
+#: Number of empty messages. The fastest one gives the latency.
 _N_EMPTY = 3
 
 
 class MachineReport:
-    """The handlers of one worker."""
+    """Handlers of one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -50,7 +50,7 @@ class MachineReport:
         }
 
     async def machine(self) -> dict[str, Any]:
-        """Handler: the machine, and which GPU CUDA shows to this process first."""
+        """Handler: return the machine, and the GPU that CUDA shows to this process first."""
         found = await asyncio.to_thread(local_machine)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
         return Report(found, visible or None).to_plain()
@@ -71,11 +71,11 @@ class MachineReport:
                 while nbytes := probing.next_nbytes(transfers):
                     transfers.append(await self._fetch(source, nbytes))
         except TimeoutError:
-            # A slow link has shown how slow it is, if it brought one message.
+            # A slow link that delivered at least one message is still measured.
             if not transfers:
                 return {"problem": f"nothing came from {source} in {2 * probing.MAX_PAIR_S:g} s"}
         except (OSError, ValueError) as error:
-            # Also an address of no kind that Dask knows.
+            # ValueError: an address of a kind that Dask does not know.
             return {"problem": f"{source} cannot be reached: {error}"}
         return {"latency_s": latency_s, "transfers": transfers}
 
@@ -84,14 +84,14 @@ class MachineReport:
         answer = await self._worker.rpc(source).gpurt_probe_data(nbytes=nbytes)
         seconds = time.perf_counter() - began
         if not isinstance(answer, dict):
-            # Somebody switched the runtime off meanwhile.
+            # The runtime was switched off there meanwhile.
             raise TransportError(f"{source} no longer answers")
         if sum(memoryview(part).nbytes for part in answer["parts"]) != nbytes:
-            raise TransportError(f"{source} sent something else than {nbytes} bytes")
+            raise TransportError(f"{source} did not send the {nbytes} bytes that were requested")
         return Transfer(nbytes, seconds)
 
     async def probe_data(self, nbytes: int) -> dict[str, Any]:
-        """Handler: so many bytes, for another worker that measures how long they take."""
+        """Handler: return `nbytes` bytes to another worker, which measures their transfer."""
         if type(nbytes) is not int or not 0 <= nbytes <= probing.LARGEST_NBYTES:
             raise ProtocolError(f"a probe of {nbytes!r} bytes")
         part = _random_part()
@@ -107,7 +107,7 @@ def _random_part() -> bytes:
 
 @lru_cache(1)
 def local_machine() -> Machine:
-    """The machine that this process is on."""
+    """Return the machine that this process runs on."""
     addresses = {
         name: [one.address.partition("%")[0] for one in of if one.family in _IP]
         for name, of in psutil.net_if_addrs().items()
@@ -128,7 +128,7 @@ def _boot_id() -> str:
 
 
 def _nvml_gpus() -> tuple[nvml.NvmlGpu, ...] | None:
-    """GPUs, None if NVML is not installed or does not work."""
+    """Return the GPUs; None if NVML is not installed or does not work."""
     try:
         import pynvml
     except ImportError:
@@ -140,4 +140,4 @@ def _nvml_gpus() -> tuple[nvml.NvmlGpu, ...] | None:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        return None  # installed where there is no driver
+        return None  # installed, but there is no driver

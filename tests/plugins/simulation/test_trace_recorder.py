@@ -58,7 +58,7 @@ def test_existing_data_is_part_of_the_trace(client):
 
 
 def test_empty_recording_is_not_a_trace(client):
-    with recorded(client) as recording, pytest.raises(TraceError, match="at least one"):
+    with recorded(client) as recording, pytest.raises(TraceError, match="no task is wanted"):
         recording.workload("nothing")
 
 

@@ -102,7 +102,7 @@ def test_only_a_written_description_counts_as_described():
     cluster = Cluster(2)
     found = run(machines(cluster))
     assert not found.is_described
-    run(found.found(probe=True))
+    run(found.describe(probe=True))
     assert not found.is_described
     run(found.configure(settings(name="two-hosts")))
     assert found.is_described
@@ -155,8 +155,8 @@ def test_links_are_measured_where_placement_uses_them():
         found = await machines(cluster)
         await settled(found)
         assert cluster.probed() == []
-        assert "does not go by" in found.summary()["probe"]["reason"]
-        found.inform(learner)
+        assert "does not use" in found.summary()["probe"]["reason"]
+        found.set_learner(learner)
         await settled(found)
         both = {(address(0), address(1)), (address(1), address(0))}
         assert set(cluster.probed()) == both
@@ -169,7 +169,7 @@ def test_links_are_measured_where_placement_uses_them():
         assert len(cluster.probed()) == 2
         # Who comes later is told what was measured.
         later = Learner()
-        found.inform(later)
+        found.set_learner(later)
         assert later.told == learner.told
 
     run(go())
@@ -190,7 +190,7 @@ def test_links_are_measured_when_the_setting_says_so(probe, name, n_hosts, is_pr
     async def go():
         cluster = Cluster(n_hosts)
         found = await machines(cluster, probe, name)
-        found.inform(Learner())
+        found.set_learner(Learner())
         await settled(found)
         assert bool(cluster.probed()) == is_probed
         assert found.summary()["probe"]["state"] == ("done" if is_probed else "not run")
@@ -204,7 +204,7 @@ def test_description_of_other_machines_is_ignored(n_strangers):
         cluster = Cluster(2)
         found = await machines(cluster, name="two-hosts")
         strangers = list(cluster.workers)[:n_strangers]
-        found.inform(Learner(strangers))
+        found.set_learner(Learner(strangers))
         await settled(found)
         assert bool(cluster.probed()) == (n_strangers == 2)
         said = found.summary()
@@ -218,7 +218,7 @@ def test_new_hosts_are_measured_without_repeating_old_pairs():
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster)
-        found.inform(Learner())
+        found.set_learner(Learner())
         await settled(found)
         before = cluster.probed()
         cluster.workers.update(Cluster(3).workers)
@@ -239,7 +239,7 @@ def test_hosts_that_join_during_a_probe_are_measured():
 
         cluster.answers["gpurt_probe"] = grow
         found = await machines(cluster)
-        found.inform(Learner())
+        found.set_learner(Learner())
         await settled(found)
         assert len(set(cluster.probed())) == len(cluster.probed()) == 6
 
@@ -253,7 +253,7 @@ def test_probe_ends_when_its_time_is_over(monkeypatch):
             "dask_gpurt.plugins.topology.cluster_machines.time", lambda: 3 * next(seconds)
         )
         found = await machines(cluster)
-        found.inform(Learner())
+        found.set_learner(Learner())
         await settled(found)
         assert found.summary()["probe"]["state"] == "stopped"
         n_probed = len(cluster.probed())
@@ -268,7 +268,7 @@ def test_probe_does_not_run_beside_tasks():
     async def go():
         cluster = Cluster(3)
         found = await machines(cluster)
-        found.inform(Learner())
+        found.set_learner(Learner())
         cluster.workers[address(0)].processing["task"] = 1
         await settled(found)
         assert cluster.probed() == []
@@ -307,7 +307,7 @@ def test_unmeasurable_pairs_are_named(answer, problem):
         cluster, learner = Cluster(2), Learner()
         cluster.answers[address(1), "gpurt_probe"] = answer
         found = await machines(cluster)
-        found.inform(learner)
+        found.set_learner(learner)
         await settled(found)
         assert list(learner.told) == [(address(1), address(0))]
         ((about, why),) = found.summary()["probe"]["problems"].items()
@@ -324,7 +324,7 @@ def test_probe_does_not_wait_for_a_silent_worker(monkeypatch):
         cluster = Cluster(2)
         cluster.answers[address(1), "gpurt_probe"] = asyncio.Event().wait
         found = await machines(cluster)
-        found.inform(Learner())
+        found.set_learner(Learner())
         await settled(found)
         assert found.summary()["probe"]["pairs"] == 1
         assert "no answer in 0.01 s" in str(found.summary()["probe"]["problems"])
@@ -337,7 +337,7 @@ def test_closing_ends_a_probe():
         cluster = Cluster(2)
         cluster.answers["gpurt_probe"] = asyncio.Event().wait
         found = await machines(cluster)
-        found.inform(Learner())
+        found.set_learner(Learner())
         found.workers_changed()
         await asyncio.sleep(0)
         await found.close()
@@ -353,15 +353,15 @@ def test_machines_are_asked_once_and_forgotten_on_departure():
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster)
-        first = await found.found(probe=False)
+        first = await found.describe(probe=False)
         assert first["workers"] == 2
         topology = description.parse(first["text"])
         assert [host.name for host in topology.hosts] == ["10.0.0.0", "10.0.0.1"]
-        assert await found.found(probe=False) == first
+        assert await found.describe(probe=False) == first
         assert len(cluster.asked) == 2
         del cluster.workers[address(1)]
         found.remove_worker(address(1))
-        assert (await found.found(probe=False))["workers"] == 1
+        assert (await found.describe(probe=False))["workers"] == 1
 
     run(go())
 
@@ -377,11 +377,11 @@ def test_worker_that_leaves_during_a_request_is_forgotten():
             return Report(Machine(ws.host, "1", (), (), ()), None).to_plain()
 
         cluster.answers[address(1), "gpurt_machine"] = leave
-        assert (await found.found(probe=False))["workers"] == 1
+        assert (await found.describe(probe=False))["workers"] == 1
         # Another one comes in its place.
         cluster.workers.update(Cluster(2).workers)
         cluster.answers.clear()
-        assert (await found.found(probe=False))["workers"] == 2
+        assert (await found.describe(probe=False))["workers"] == 2
         assert [one for one, _ in cluster.asked].count(address(1)) == 2
 
     run(go())
@@ -425,7 +425,7 @@ def test_probes_of_several_clients_take_turns():
             return ANSWER
 
         cluster.answers["gpurt_probe"] = answer
-        await asyncio.gather(*(found.found(probe=True) for _ in range(3)))
+        await asyncio.gather(*(found.describe(probe=True) for _ in range(3)))
         assert len(cluster.probed()) == 6
         assert most_at_once == 1
 
@@ -437,11 +437,11 @@ def test_invalid_report_is_named_and_left_out():
         cluster = Cluster(2)
         cluster.answers[address(1), "gpurt_machine"] = {"machine": 7, "gpu": None}
         both = await machines(cluster)
-        found = await both.found(probe=False)
+        found = await both.describe(probe=False)
         assert found["workers"] == 1
         assert "cannot be used" in found["problems"][address(1)]
         cluster.answers.clear()
-        found = await both.found(probe=False)
+        found = await both.describe(probe=False)
         assert (found["workers"], found["problems"]) == (2, {})
 
     run(go())
@@ -452,11 +452,11 @@ def test_requested_probe_ignores_settings_and_repeats():
         cluster = Cluster(2)
         cluster.workers[address(0)].processing["task"] = 1
         found = await machines(cluster, "off")
-        first = await found.found(probe=True)
+        first = await found.describe(probe=True)
         assert "as it was measured" in first["text"]
         way = description.parse(first["text"]).path("10.0.0.0/numa0", "10.0.0.1/numa0")
         assert way.bandwidth_nbytes_per_s == RATE
-        await found.found(probe=True)
+        await found.describe(probe=True)
         assert len(cluster.probed()) == 4
 
     run(go())
