@@ -199,7 +199,7 @@ def test_task_whose_input_never_fits_fails_with_the_reason(
     said = [one.getMessage() for one in caplog.records if one.name == manager.logger.name]
     said = [one for one in said if one.startswith("no memory to read")]
     assert len(said) == 1
-    assert said[0].endswith("what needs them waits: no room now")
+    assert said[0].endswith("tasks that need them wait: no room now")
 
 
 def test_reads_in_flight_when_the_runtime_is_disabled(
