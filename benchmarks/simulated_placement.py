@@ -30,7 +30,7 @@ from distributed import Scheduler
 
 from benchmarks.held_out_graphs import HELD_OUT
 from dask_gpurt.plugins.simulation.simulated_run import Install, simulate
-from dask_gpurt.simulate.cluster_model import ChangesSpeed, Dies, Incident, Machine
+from dask_gpurt.simulate.cluster_model import ChangesSpeed, ClusterModel, Dies, Incident
 from dask_gpurt.simulate.example_clusters import nvlink_hosts, one_slow_nic, pcie_gpus
 from dask_gpurt.simulate.examples import EXAMPLES, Scale, joins, matmul, stencil
 from dask_gpurt.simulate.result import Result
@@ -38,7 +38,7 @@ from dask_gpurt.simulate.workload import Workload
 
 #: Each machine with examples that fit it: about four blocks for each worker, at a GPU's and at a
 #: processor's rates.
-MACHINES: tuple[tuple[Callable[[], Machine], Scale], ...] = (
+MACHINES: tuple[tuple[Callable[[], ClusterModel], Scale], ...] = (
     (nvlink_hosts, Scale(side=16, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)),
     (pcie_gpus, Scale(side=8, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)),
     (one_slow_nic, Scale(side=12, block_nbytes=100_000_000, load_rate=0.5e9, rate=2e9)),
@@ -48,12 +48,12 @@ MACHINES: tuple[tuple[Callable[[], Machine], Scale], ...] = (
 JITTER = 1e-3
 
 
-def stock(machine: Machine) -> Install | None:
+def stock(machine: ClusterModel) -> Install | None:
     """Nothing is installed."""
     return None
 
 
-def data_aware(machine: Machine) -> Install:
+def data_aware(machine: ClusterModel) -> Install:
     """The policy of `gpurt.placement`, told of the machine."""
     from dask_gpurt.plugins.placement.placer import Placement
 
@@ -65,7 +65,7 @@ def data_aware(machine: Machine) -> Install:
     return install
 
 
-def data_aware_untold(machine: Machine) -> Install:
+def data_aware_untold(machine: ClusterModel) -> Install:
     """The same, which has to learn of the links by what workers measure."""
     from dask_gpurt.plugins.placement.placer import Placement
 
@@ -75,7 +75,7 @@ def data_aware_untold(machine: Machine) -> Install:
     return install
 
 
-POLICIES: dict[str, Callable[[Machine], Install | None]] = {
+POLICIES: dict[str, Callable[[ClusterModel], Install | None]] = {
     "stock": stock,
     "data-aware": data_aware,
     "data-aware-untold": data_aware_untold,
@@ -142,7 +142,7 @@ def drawn(model: Workload, number: int) -> Workload:
     )
 
 
-def compare(model: Workload, machine: Machine, policy: str, draws: int) -> Row:
+def compare(model: Workload, machine: ClusterModel, policy: str, draws: int) -> Row:
     """The same workload on the same machine, both ways."""
     row = Row(machine.name, model.name, len(model.tasks), [], [])
     for number in range(1, draws + 1):
@@ -209,7 +209,9 @@ def bad_days(policy: str, only: str, share: float) -> list[dict[str, Any]]:
     return found
 
 
-def _examples(only: str, share: float, seeds: int = 0) -> Iterator[tuple[Machine, list[Workload]]]:
+def _examples(
+    only: str, share: float, seeds: int = 0
+) -> Iterator[tuple[ClusterModel, list[Workload]]]:
     """Machines, each with the graphs that fit it; `share` of the blocks along an edge."""
     for make_machine, scale in MACHINES:
         machine = make_machine()

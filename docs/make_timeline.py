@@ -17,7 +17,7 @@ from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
-from dask_gpurt.devices.ledger import Entry, Ledger, overlap
+from dask_gpurt.devices.ledger import Ledger, LedgerEntry, overlap
 
 PICTURE = pathlib.Path(__file__).parent / "concepts" / "devices.svg"
 N_ROUNDS, STEP_S = 8, 0.05
@@ -25,7 +25,7 @@ LANES = ("copies in", "compute", "copies out")
 WIDTH, LEFT, TOP, ROW, PANEL = 1000, 130, 74, 34, 176
 
 
-def pipeline(*, overlapped: bool) -> list[Entry]:
+def pipeline(*, overlapped: bool) -> list[LedgerEntry]:
     """Values are copied to the device, computed with and copied back."""
     ledger = Ledger()
     rates = {Engine.IN: Rate(1e12, STEP_S), Engine.OUT: Rate(1e12, STEP_S)}
@@ -49,7 +49,7 @@ def pipeline(*, overlapped: bool) -> list[Entry]:
     return ledger.entries()
 
 
-def panel(title: str, entries: list[Entry], scale: float, top: int) -> list[str]:
+def panel(title: str, entries: list[LedgerEntry], scale: float, top: int) -> list[str]:
     found = overlap(entries)
     assert found.efficiency is not None
     first = min(entry.start_s for entry in entries)

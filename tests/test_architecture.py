@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import pathlib
 import sys
+from collections import Counter
 
 import pytest
 
@@ -310,3 +311,20 @@ def test_suites_are_small():
 def test_names_of_tests_are_short():
     names = {function.name for _, function in Suite(TESTS).tests}
     assert [name for name in names if len(name) > 60] == []
+
+
+def test_folders_have_at_most_fifteen_modules():
+    in_folder = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    assert {str(folder): n for folder, n in in_folder.items() if n > 15} == {}
+
+
+def test_names_of_modules_and_classes_stand_for_one_thing():
+    modules = Counter(path.name for path in MODULES if path.name != "__init__.py")
+    classes = Counter(
+        node.name
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, n in (modules + classes).items() if n > 1] == []
+    assert not classes.keys() & {"WorkerState", "TaskState", "Scheduler", "Worker", "Client"}

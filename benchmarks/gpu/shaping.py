@@ -31,7 +31,7 @@ from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.occupancy.architectures import Architecture, architecture_of
 from dask_gpurt.devices.occupancy.launches import Launches, cupy_launches
-from dask_gpurt.devices.occupancy.planner import Plan, Refusal, plan_beside
+from dask_gpurt.devices.occupancy.planner import LaunchPlan, Refusal, plan_beside
 from dask_gpurt.devices.occupancy.resident_blocks import Launch
 from dask_gpurt.devices.occupancy.shaping import Extent, KernelAttributes, LaunchHook, shaped
 
@@ -128,7 +128,7 @@ class Beside:
     architecture: Architecture
     communication: Launch
 
-    def __call__(self, launch: Launch) -> Plan | Refusal:
+    def __call__(self, launch: Launch) -> LaunchPlan | Refusal:
         return plan_beside(self.architecture, launch, self.communication, pending=True)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from dask_gpurt.codecs.codec import RAW, Bytes, Codec, Section
 from dask_gpurt.codecs.cpu import HOST_CODECS
 from dask_gpurt.codecs.encoded_shards import LEAST_NBYTES, Encoded, encode_shard
-from dask_gpurt.codecs.rule import Decision, Mode, Trial, decide
+from dask_gpurt.codecs.rule import CodecDecision, Mode, Trial, decide
 from dask_gpurt.codecs.sampling import Clock, try_codecs
 
 #: Raw bytes of a section until it is sampled again. The number doubles after each equal result, so
@@ -59,7 +59,7 @@ class _Learnt:
     """Measurements and decisions of one layout's sections."""
 
     sampled: dict[str, _Sampled] = field(default_factory=dict)
-    decisions: dict[tuple[str, str], Decision] = field(default_factory=dict)
+    decisions: dict[tuple[str, str], CodecDecision] = field(default_factory=dict)
 
 
 class Chooser:
@@ -170,7 +170,7 @@ class Chooser:
             choices.append(self._decide(layout_key, section, trials, link, bandwidth).codec)
         return choices
 
-    def explain(self) -> list[Decision]:
+    def explain(self) -> list[CodecDecision]:
         """Return all valid decisions with their numbers. The latest layouts come last."""
         with self._lock:
             return [d for learnt in self._layouts.values() for d in learnt.decisions.values()]
@@ -214,7 +214,7 @@ class Chooser:
         trials: list[Trial],
         link: str,
         bandwidth: float | None,
-    ) -> Decision:
+    ) -> CodecDecision:
         key = (section.name, link)
         with self._lock:
             decisions = self._learnt(layout_key).decisions

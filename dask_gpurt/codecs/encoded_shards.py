@@ -43,7 +43,7 @@ LEAST_NBYTES = 1024
 
 
 @dataclass(frozen=True)
-class Entry:
+class SectionEntry:
     """The encoding of one range of a shard."""
 
     codec: int
@@ -65,7 +65,7 @@ class Encoded:
     """
 
     parts: tuple[Bytes, ...]
-    table: tuple[Entry, ...]
+    table: tuple[SectionEntry, ...]
 
     @property
     def nbytes(self) -> int:
@@ -128,14 +128,14 @@ def encode_shard(
     ValueError
         The sections do not cover the buffer.
     """
-    table: list[Entry] = []
+    table: list[SectionEntry] = []
     parts: list[Bytes] = []
     pieces: list[Bytes] = []
     position = raw_from = 0
 
     def close_raw(end: int) -> None:
         if nbytes := end - raw_from:
-            table.append(Entry(RAW, 1, nbytes, nbytes))
+            table.append(SectionEntry(RAW, 1, nbytes, nbytes))
             if nbytes >= _VIEWED_NBYTES:
                 _flush(pieces, parts)
             target = pieces if nbytes < _VIEWED_NBYTES else parts
@@ -152,7 +152,7 @@ def encode_shard(
         wire_nbytes = sum(piece.nbytes for piece in encoded) if encoded is not None else 0
         if encoded is not None and wire_nbytes + 2 * ENTRY_NBYTES < section.nbytes:
             close_raw(position)
-            table.append(Entry(choice, section.itemsize, section.nbytes, wire_nbytes))
+            table.append(SectionEntry(choice, section.itemsize, section.nbytes, wire_nbytes))
             pieces += encoded
             raw_from = end
         position = end
@@ -174,7 +174,7 @@ def _flush(pieces: list[Bytes], parts: list[Bytes]) -> None:
 
 def decode_shard(
     parts: Iterable[Any],
-    table: Sequence[Entry],
+    table: Sequence[SectionEntry],
     out: Bytes,
     codecs: Mapping[int, Codec] = HOST_CODECS,
 ) -> None:
@@ -197,7 +197,7 @@ def decode_shard(
     """
     arrays = [np.frombuffer(part, dtype=np.uint8) for part in parts if len(part)]
     if not table and out.nbytes:
-        table = [Entry(RAW, 1, out.nbytes, out.nbytes)]
+        table = [SectionEntry(RAW, 1, out.nbytes, out.nbytes)]
     _require_lengths(table, out.nbytes, sum(array.nbytes for array in arrays))
     arrays.reverse()
     current = np.empty(0, dtype=np.uint8)
@@ -221,14 +221,14 @@ def decode_shard(
         codec.decode_into(payload, target, entry.itemsize)
 
 
-def _require_lengths(table: Sequence[Entry], raw_nbytes: int, wire_nbytes: int) -> None:
+def _require_lengths(table: Sequence[SectionEntry], raw_nbytes: int, wire_nbytes: int) -> None:
     if sum(entry.raw_nbytes for entry in table) != raw_nbytes:
         raise ProtocolError(f"the table of a shard does not describe its {raw_nbytes} bytes")
     if sum(entry.wire_nbytes for entry in table) != wire_nbytes:
         raise ProtocolError(f"the table of a shard does not describe {wire_nbytes} bytes that came")
 
 
-def unencoded(buffer: Bytes, table: Sequence[Entry]) -> list[Bytes]:
+def unencoded(buffer: Bytes, table: Sequence[SectionEntry]) -> list[Bytes]:
     """Return the raw parts of a shard. Codecs detect damage of the other parts themselves.
 
     Parameters
@@ -249,12 +249,12 @@ def unencoded(buffer: Bytes, table: Sequence[Entry]) -> list[Bytes]:
     return found
 
 
-def pack_table(table: Iterable[Entry]) -> bytes:
+def pack_table(table: Iterable[SectionEntry]) -> bytes:
     """Encode the table."""
     return b"".join(_ENTRY.pack(e.codec, e.itemsize, e.raw_nbytes, e.wire_nbytes) for e in table)
 
 
-def unpack_table(packed: Any) -> tuple[Entry, ...]:
+def unpack_table(packed: Any) -> tuple[SectionEntry, ...]:
     """Decode the table. `decode_shard` checks the lengths.
 
     Raises
@@ -264,4 +264,4 @@ def unpack_table(packed: Any) -> tuple[Entry, ...]:
     """
     if len(packed) % ENTRY_NBYTES:
         raise ProtocolError("the table of a shard is cut short")
-    return tuple(Entry(*fields) for fields in _ENTRY.iter_unpack(packed))
+    return tuple(SectionEntry(*fields) for fields in _ENTRY.iter_unpack(packed))

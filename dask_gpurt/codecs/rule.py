@@ -51,7 +51,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CodecEstimate:
     """A trial, with its prediction for a section on a link; None if the link is unknown."""
 
     codec: str
@@ -62,7 +62,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Decision:
+class CodecDecision:
     """The choice for a section on a link, with the numbers behind it.
 
     Attributes
@@ -98,11 +98,11 @@ class Decision:
         return self.nbytes / self.bandwidth if self.bandwidth else None
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[CodecEstimate, ...]:
         """All codecs that were tried, with current rates and predictions."""
         # Computed on demand: decisions for each section are made every few shards.
         return tuple(
-            Candidate(
+            CodecEstimate(
                 t.name,
                 t.ratio,
                 t.encode_rate / self.slowdown,
@@ -131,7 +131,7 @@ def decide(
     link: str,
     bandwidth: float | None,
     slowdown: float = 1.0,
-) -> Decision:
+) -> CodecDecision:
     """Choose a codec for a section on a link.
 
     Parameters
@@ -142,10 +142,10 @@ def decide(
     trials
         The result of each codec on a sample.
     section, itemsize, nbytes, link, bandwidth, slowdown
-        As in `Decision`.
+        As in `CodecDecision`.
     """
     chosen, reason = _choose(mode, trials, nbytes, bandwidth, slowdown)
-    return Decision(
+    return CodecDecision(
         section=section,
         itemsize=itemsize,
         nbytes=nbytes,

@@ -85,7 +85,7 @@ class ClusterRecord:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CounterSnapshot:
     """Sum over all clusters, since the script's first use of each."""
 
     totals: dict[str, int]
@@ -213,7 +213,7 @@ class Recorder:
         except Exception:
             return
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> CounterSnapshot:
         """Return the counts so far."""
         with self._lock:
             pairs = [(record, self._before[address]) for address, record in self._records.items()]
@@ -226,7 +226,7 @@ class Recorder:
                 fallbacks += record.fallbacks - before.fallbacks
                 not_ready |= record.not_ready
                 counters.append(record.totals - before.totals)
-            return Snapshot(
+            return CounterSnapshot(
                 totals=metrics.total(counters),
                 runs={"gpurt": runs["gpurt"], "stock": runs["stock"]},
                 fallbacks=[

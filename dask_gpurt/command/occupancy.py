@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from dask_gpurt.command.json_text import to_json
-from dask_gpurt.devices.occupancy.architectures import GPUS, Gpu, gpu_named
-from dask_gpurt.devices.occupancy.planner import Plan, Refusal, plan
+from dask_gpurt.devices.occupancy.architectures import GPUS, GpuModel, gpu_named
+from dask_gpurt.devices.occupancy.planner import LaunchPlan, Refusal, plan
 from dask_gpurt.devices.occupancy.resident_blocks import Launch, Limit, Occupancy, occupancy
 
 
@@ -59,7 +59,7 @@ def _names(limits: frozenset[Limit]) -> list[str]:
 
 
 def _as_plain(
-    gpu: Gpu, launch: Launch, found: Occupancy, planned: Plan | Refusal | None
+    gpu: GpuModel, launch: Launch, found: Occupancy, planned: LaunchPlan | Refusal | None
 ) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "gpu": gpu.name,
@@ -69,7 +69,7 @@ def _as_plain(
         "binding": _names(found.binding),
         "allowed": {limit.value: n for limit, n in found.allowed.items()},
     }
-    if isinstance(planned, Plan):
+    if isinstance(planned, LaunchPlan):
         plain["plan"] = asdict(planned)
     elif planned is not None:
         plain["refusal"] = {
@@ -81,10 +81,10 @@ def _as_plain(
 
 
 def _as_text(
-    gpu: Gpu,
+    gpu: GpuModel,
     launch: Launch,
     found: Occupancy,
-    planned: Plan | Refusal | None,
+    planned: LaunchPlan | Refusal | None,
     leave: int | None,
 ) -> str:
     shared = f"{launch.static_nbytes} + {launch.dynamic_nbytes} B of shared memory"
@@ -95,7 +95,7 @@ def _as_text(
         ("would fit", allowed),
         ("resident", f"{found.blocks} on each multiprocessor ({', '.join(_names(found.binding))})"),
     ]
-    if isinstance(planned, Plan):
+    if isinstance(planned, LaunchPlan):
         opt_in = ", which the kernel must be allowed first" if planned.needs_opt_in else ""
         rows += [
             (f"to leave {planned.blocks}", f"{planned.dynamic_nbytes} B dynamic{opt_in}"),

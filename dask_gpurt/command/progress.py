@@ -15,7 +15,7 @@ from typing import TextIO
 
 from dask.utils import format_bytes, format_time
 
-from dask_gpurt.command.observe import Snapshot
+from dask_gpurt.command.observe import CounterSnapshot
 
 INTERVAL_S = 0.5
 
@@ -34,7 +34,9 @@ class Progress:
         Output stream; by default the current standard error.
     """
 
-    def __init__(self, snapshot: Callable[[], Snapshot], stream: TextIO | None = None) -> None:
+    def __init__(
+        self, snapshot: Callable[[], CounterSnapshot], stream: TextIO | None = None
+    ) -> None:
         self._snapshot = snapshot
         self._stream = stream or sys.stderr
         self._stopped = threading.Event()
@@ -82,7 +84,7 @@ class Progress:
             self._is_drawn = False
 
 
-def _line(now: Snapshot, elapsed_s: float, width: int) -> str:
+def _line(now: CounterSnapshot, elapsed_s: float, width: int) -> str:
     words = [
         f"{now.tasks_done}/{now.tasks_total} tasks",
         f"{format_bytes(now.totals['sent_nbytes'])} moved",

@@ -1,6 +1,6 @@
 """The closing report of `dask gpurt run`, as text and as JSON.
 
-It formats a `Snapshot` and makes no calls. Phrases that other commands share are here too.
+It formats a `CounterSnapshot` and makes no calls. Phrases that other commands share are here too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dask.utils import format_bytes
 
 import dask_gpurt
 from dask_gpurt.command.json_text import to_json
-from dask_gpurt.command.observe import Snapshot
+from dask_gpurt.command.observe import CounterSnapshot
 
 
-def as_dict(snapshot: Snapshot, wall_s: float, exit_code: int, notes: list[str]) -> dict[str, Any]:
+def as_dict(
+    snapshot: CounterSnapshot, wall_s: float, exit_code: int, notes: list[str]
+) -> dict[str, Any]:
     """Return the report as `--report` writes it."""
     return {
         "dask_gpurt": dask_gpurt.__version__,

@@ -26,7 +26,7 @@ from dask_gpurt.errors import GpurtError
 if TYPE_CHECKING:
     from distributed import Client
 
-    from dask_gpurt.demo.runner import Workload
+    from dask_gpurt.demo.runner import DemoWorkload
 
 #: Time limit of the default demo: five minutes, including the close of the clusters.
 _BUDGET_S = 280.0
@@ -181,14 +181,14 @@ def _workloads(
     queries: Sequence[str] | None,
     progress: Callable[[str], None],
     stack: contextlib.ExitStack,
-) -> list[Workload]:
+) -> list[DemoWorkload]:
     """Create the data of the chosen queries, and return them as workloads."""
     with _demo_packages():
         from dask_gpurt.demo.material import MissingDemoPackage
         from dask_gpurt.demo.workloads import choose, flights_workloads, tpch_workloads
     try:
         names = choose(queries)
-        found: list[Workload] = []
+        found: list[DemoWorkload] = []
         if names["tpch"]:
             found += tpch_workloads(scale, names["tpch"], cache_dir, progress, stack)
         if names["flights"]:

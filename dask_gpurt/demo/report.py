@@ -1,4 +1,4 @@
-"""Output of a :class:`~dask_gpurt.demo.results.Report` as JSON, or as one HTML page.
+"""Output of a :class:`~dask_gpurt.demo.results.DemoReport` as JSON, or as one HTML page.
 
 The page includes its style and chart and loads nothing. It follows the reader's light or dark
 setting. It is well-formed XML too, so that any tool can read it. :mod:`dask_gpurt.demo.results`
@@ -13,7 +13,7 @@ import os
 from html import escape
 from pathlib import Path
 
-from dask_gpurt.demo.results import SAME_WITHIN, TIMED_ONCE, Report, Row, format_nbytes
+from dask_gpurt.demo.results import SAME_WITHIN, TIMED_ONCE, DemoReport, Row, format_nbytes
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d2125; --faint: #667079;
@@ -63,7 +63,7 @@ dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; }
 _WIDTH, _LEFT, _RIGHT, _STEP, _BAR, _TOP = 860, 240, 60, 24, 15, 28
 
 
-def write_json(report: Report, path: str | os.PathLike[str]) -> None:
+def write_json(report: DemoReport, path: str | os.PathLike[str]) -> None:
     """Write a report as JSON.
 
     Parameters
@@ -77,7 +77,7 @@ def write_json(report: Report, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def write_html(report: Report, path: str | os.PathLike[str]) -> None:
+def write_html(report: DemoReport, path: str | os.PathLike[str]) -> None:
     """Write a report as one self-contained HTML page.
 
     Parameters
@@ -90,7 +90,7 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(html_page(report), encoding="utf-8")
 
 
-def html_page(report: Report) -> str:
+def html_page(report: DemoReport) -> str:
     """Return the page that :func:`write_html` writes.
 
     Parameters
@@ -141,7 +141,7 @@ DuckDB's over the same files, and the two Dask answers with each other.</p>
 """
 
 
-def _cards(report: Report) -> str:
+def _cards(report: DemoReport) -> str:
     """Return the headline figures."""
     figures = [
         (_number(report.total_ratio, "×"), "stock time over gpurt time, all queries"),
@@ -223,7 +223,7 @@ def _cut(text: str, limit: int = 27) -> str:
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
 
-def _table(report: Report) -> str:
+def _table(report: DemoReport) -> str:
     """Return the table of all times, with counters if any were read."""
     has_totals = any(row.enabled_totals for row in report.rows)
     headings = [("query", ""), ("", ""), ("rows", "n"), ("stock", "n"), ("gpurt", "n")]

@@ -18,7 +18,7 @@ from typing import Any
 from dask.system import CPU_COUNT
 from distributed.system import MEMORY_LIMIT
 
-#: Must increase when a key of :meth:`Report.to_dict` changes its meaning or is removed.
+#: Must increase when a key of :meth:`DemoReport.to_dict` changes its meaning or is removed.
 REPORT_VERSION = 1
 
 #: Ratios this close to 1 are within the noise of medians of the same code.
@@ -129,7 +129,7 @@ class Row:
 
 
 @dataclass
-class Report:
+class DemoReport:
     """All rows of one run, with the context needed to judge them.
 
     Attributes

@@ -26,7 +26,7 @@ from rich.table import Table
 from dask_gpurt.demo.answers import first_difference
 from dask_gpurt.demo.results import (
     TIMED_ONCE,
-    Report,
+    DemoReport,
     Row,
     describe_machine,
     growth,
@@ -38,7 +38,7 @@ ReadTotals = Callable[[Client], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Workload:
+class DemoWorkload:
     """One query and how to check it.
 
     Attributes
@@ -73,7 +73,7 @@ class _Side:
 class _Trial:
     """One workload, its row of the report, and its answers so far."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: DemoWorkload) -> None:
         self.workload = workload
         self.row = Row(workload.name, workload.title, workload.group)
         self._expected = pd.DataFrame()
@@ -156,7 +156,7 @@ class _Schedule:
 def run_demo(
     stock: Client,
     enabled: Client,
-    workloads: Sequence[Workload],
+    workloads: Sequence[DemoWorkload],
     repeats: int = 3,
     console: Console | None = None,
     *,
@@ -165,7 +165,7 @@ def run_demo(
     n_warm_up: int | None = None,
     stop_s: float | None = None,
     settings: Mapping[str, str] | None = None,
-) -> Report:
+) -> DemoReport:
     """Run every workload on both clusters and return the results.
 
     Parameters
@@ -201,7 +201,7 @@ def run_demo(
     schedule = _Schedule(sides, trials, read_totals, n_warm_up, deadline_s, stop_s)
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     schedule.run(max(1, repeats), console if console is not None else Console(stderr=True))
-    return Report(
+    return DemoReport(
         rows=[trial.row for trial in trials],
         machine=describe_machine(),
         settings=dict(settings or {}),
@@ -231,14 +231,14 @@ def _log(console: Console, position: str, row: Row) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _run_on(side: _Side, workload: Workload) -> pd.DataFrame:
+def _run_on(side: _Side, workload: DemoWorkload) -> pd.DataFrame:
     """Run a workload with one side's client and setting as the current ones."""
     # The setting is also read while a graph is built, in this process, which both sides share.
     with side.client.as_current(), dask.config.set({"gpurt.enabled": side.is_enabled}):
         return workload.run()
 
 
-def _warm_up(side: _Side, workload: Workload, row: Row) -> None:
+def _warm_up(side: _Side, workload: DemoWorkload, row: Row) -> None:
     """Run a workload untimed. A failure is recorded like that of a timed run."""
     try:
         _run_on(side, workload)
@@ -247,7 +247,7 @@ def _warm_up(side: _Side, workload: Workload, row: Row) -> None:
 
 
 def _timed_run(
-    side: _Side, workload: Workload, row: Row, read_totals: ReadTotals | None
+    side: _Side, workload: DemoWorkload, row: Row, read_totals: ReadTotals | None
 ) -> pd.DataFrame | None:
     """Run a workload once, record its time and counters in ``row``, and return its answer."""
     times = row.enabled_s if side.is_enabled else row.stock_s
@@ -272,7 +272,7 @@ def _timed_run(
 
 def _check(
     side: _Side,
-    workload: Workload,
+    workload: DemoWorkload,
     row: Row,
     answer: pd.DataFrame,
     first: pd.DataFrame,
@@ -290,7 +290,7 @@ def _check(
             row.difference = f"{side.label} against its own first run: {difference}"
 
 
-def _check_sides(workload: Workload, row: Row, answers: Mapping[str, pd.DataFrame]) -> None:
+def _check_sides(workload: DemoWorkload, row: Row, answers: Mapping[str, pd.DataFrame]) -> None:
     """Compare the two sides' first answers with each other, dtypes included."""
     if row.difference is None and len(answers) == 2:
         difference = first_difference(
@@ -309,7 +309,7 @@ def _failure(side: _Side, error: Exception) -> str:
 _STYLES = {"faster": "green", "slower": "red", "same": "", "none": "red"}
 
 
-def print_table(report: Report, console: Console) -> None:
+def print_table(report: DemoReport, console: Console) -> None:
     """Print one line per query, including slower ones, and the totals.
 
     Parameters

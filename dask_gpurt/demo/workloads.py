@@ -24,7 +24,7 @@ from dask_gpurt.demo import (
     tpch_sql,
 )
 from dask_gpurt.demo.material import Progress, connect_views, silent
-from dask_gpurt.demo.runner import Workload
+from dask_gpurt.demo.runner import DemoWorkload
 
 
 def choose(queries: Sequence[str] | None) -> dict[str, list[str]]:
@@ -72,7 +72,7 @@ def tpch_workloads(
     cache_dir: str | os.PathLike[str] | None,
     progress: Progress = silent,
     stack: contextlib.ExitStack | None = None,
-) -> list[Workload]:
+) -> list[DemoWorkload]:
     """Return TPC-H queries as workloads, creating the tables first if needed.
 
     Parameters
@@ -102,7 +102,7 @@ def tpch_workloads(
     for name in names:
         number = int(name.removeprefix("q"))
         workloads.append(
-            Workload(
+            DemoWorkload(
                 name=f"Q{number}",
                 title=tpch_sql.TITLES[number],
                 group="TPC-H",
@@ -119,7 +119,7 @@ def flights_workloads(
     cache_dir: str | os.PathLike[str] | None,
     progress: Progress = silent,
     stack: contextlib.ExitStack | None = None,
-) -> list[Workload]:
+) -> list[DemoWorkload]:
     """Return flights queries as workloads, creating the tables first if needed.
 
     Parameters
@@ -140,7 +140,7 @@ def flights_workloads(
     if stack is not None:
         stack.callback(connection.close)
     return [
-        Workload(
+        DemoWorkload(
             name=name,
             title=flights_sql.TITLES[name],
             group="flights",

@@ -22,7 +22,7 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 WAITING = "waiting"
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """One piece of work.
 
     Attributes
@@ -66,10 +66,10 @@ class Ledger:
     def __init__(self, capacity: int = 4096, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
         self._lock = threading.Lock()
-        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._entries: deque[LedgerEntry] = deque(maxlen=capacity)
         self._sums: dict[tuple[str, str], Sum] = {}
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LedgerEntry) -> None:
         busy_s = entry.end_s - entry.start_s
         key = entry.lane, entry.path
         with self._lock:
@@ -84,9 +84,9 @@ class Ledger:
         try:
             yield
         finally:
-            self.add(Entry(lane, path, nbytes, start_s, self.clock()))
+            self.add(LedgerEntry(lane, path, nbytes, start_s, self.clock()))
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LedgerEntry]:
         """Return the newest entries, in the order in which they ended."""
         with self._lock:
             return list(self._entries)
@@ -118,7 +118,7 @@ class Overlap:
     efficiency: float | None
 
 
-def overlap(entries: Iterable[Entry], measured_s: float | None = None) -> Overlap:
+def overlap(entries: Iterable[LedgerEntry], measured_s: float | None = None) -> Overlap:
     """Measure how well lanes overlapped.
 
     Parameters
@@ -129,7 +129,7 @@ def overlap(entries: Iterable[Entry], measured_s: float | None = None) -> Overla
         Length of the period, if the caller knows it. By default it is the time from the first start
         to the last end. Idle gaps are part of it.
     """
-    lanes: dict[str, list[Entry]] = {}
+    lanes: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         lanes.setdefault(entry.lane, []).append(entry)
     parts_s = {lane: _busy_s(found) for lane, found in sorted(lanes.items())}
@@ -143,7 +143,7 @@ def overlap(entries: Iterable[Entry], measured_s: float | None = None) -> Overla
     return Overlap(parts_s, measured_s, efficiency)
 
 
-def _busy_s(entries: list[Entry]) -> float:
+def _busy_s(entries: list[LedgerEntry]) -> float:
     """Return the seconds in which at least one thread of the lane worked."""
     changes = []
     for entry in entries:

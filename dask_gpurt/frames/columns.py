@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from dask_gpurt.frames.gather import Counting
+from dask_gpurt.frames.gather import RowCounts
 from dask_gpurt.frames.pickling import Pickling
 
 Part = npt.NDArray[Any]
@@ -163,7 +163,7 @@ class Column:
     """One decomposed column. The arrays are the frame's own memory, without a copy."""
 
     layout: Layout
-    parts: list[Part | Counting] = field(default_factory=list)
+    parts: list[Part | RowCounts] = field(default_factory=list)
     arrow: pa.ChunkedArray | None = None
     objects: Any = None
 
@@ -171,7 +171,7 @@ class Column:
 def decompose_index(level: pd.Index, pickling: Pickling = _PLAIN, what: str = "an index") -> Column:
     """Decompose an index, or one level of an index."""
     if isinstance(level, pd.RangeIndex):
-        return Column(Layout("plain", ("<i8",)), [Counting(level.start, level.step)])
+        return Column(Layout("plain", ("<i8",)), [RowCounts(level.start, level.step)])
     return decompose(np_or_extension(level), None, pickling, what)
 
 

@@ -84,7 +84,7 @@ def group_rows(slots: Rows, n_slots: int) -> tuple[Rows, Rows]:
     return rows, offsets
 
 
-class Counting:
+class RowCounts:
     """The values `start + step * row`, without memory for them. Most indexes have such values."""
 
     dtype = np.dtype(np.int64)
@@ -94,7 +94,7 @@ class Counting:
         self.step = step
 
 
-Values = npt.NDArray[Any] | Counting
+Values = npt.NDArray[Any] | RowCounts
 
 
 def gather_into(values: Values, rows: Rows, out: npt.NDArray[Any]) -> None:
@@ -159,7 +159,7 @@ def _blocks(
 
 def _prepared(values: Values, outs: Sequence[npt.NDArray[Any]]) -> _Prepared:
     """Return the gather function of a column, the array to read ahead, and the output arrays."""
-    if isinstance(values, Counting):
+    if isinstance(values, RowCounts):
         return partial(_count, values), None, outs
     kernel = _TAKE.get(values.dtype.itemsize)
     if kernel is None or not values.dtype.isnative or values.dtype.kind == "V":
@@ -174,7 +174,7 @@ def _prepared(values: Values, outs: Sequence[npt.NDArray[Any]]) -> _Prepared:
     return gather, source, [out.view(carrier) for out in outs]
 
 
-def _count(values: Counting, rows: Rows, out: npt.NDArray[Any]) -> None:
+def _count(values: RowCounts, rows: Rows, out: npt.NDArray[Any]) -> None:
     if values.step == 1:
         np.add(rows, values.start, out=out)
     else:

@@ -27,7 +27,7 @@ Shape = tuple[int | None, ...]
 _WHOLE = slice(None)
 
 
-class Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """The part of one input chunk in one output chunk, along one axis."""
 
     input: int
@@ -56,14 +56,14 @@ class Axis:
         return not any(math.isnan(length) for length in self.old)
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[ChunkSpan, ...]:
         """All spans, in the order of the axis.
 
         An empty output chunk has one span, because it needs a source. An empty input chunk has no
         span.
         """
         if not self.is_known:
-            return tuple(Span(i, i, _WHOLE, _WHOLE, None) for i in range(len(self.old)))
+            return tuple(ChunkSpan(i, i, _WHOLE, _WHOLE, None) for i in range(len(self.old)))
         starts = [0, *accumulate(int(length) for length in self.old)]
         stops = starts[1:]
         if stops[-1] != sum(self.new):
@@ -79,7 +79,7 @@ class Axis:
                 if b > a or not length:
                     source = slice(a - starts[i], b - starts[i])
                     place = slice(a - first, b - first)
-                    found.append(Span(i, output, source, place, b - a))
+                    found.append(ChunkSpan(i, output, source, place, b - a))
                 if stops[i] >= end:
                     break
                 i += 1
@@ -87,18 +87,18 @@ class Axis:
         return tuple(found)
 
     @cached_property
-    def of_input(self) -> tuple[tuple[Span, ...], ...]:
+    def of_input(self) -> tuple[tuple[ChunkSpan, ...], ...]:
         return _grouped([span.input for span in self.spans], self.spans, len(self.old))
 
     @cached_property
-    def of_output(self) -> tuple[tuple[Span, ...], ...]:
+    def of_output(self) -> tuple[tuple[ChunkSpan, ...], ...]:
         return _grouped([span.output for span in self.spans], self.spans, len(self.new))
 
 
 def _grouped(
-    numbers: Sequence[int], spans: Sequence[Span], n_groups: int
-) -> tuple[tuple[Span, ...], ...]:
-    groups: list[list[Span]] = [[] for _ in range(n_groups)]
+    numbers: Sequence[int], spans: Sequence[ChunkSpan], n_groups: int
+) -> tuple[tuple[ChunkSpan, ...], ...]:
+    groups: list[list[ChunkSpan]] = [[] for _ in range(n_groups)]
     for number, span in zip(numbers, spans, strict=True):
         groups[number].append(span)
     return tuple(map(tuple, groups))

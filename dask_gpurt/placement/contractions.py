@@ -78,7 +78,7 @@ def _overload(shape: tuple[int, int], n_rows: float, n_columns: float) -> float:
     return most * shape[0] * shape[1] / (n_rows * n_columns)
 
 
-class Plan:
+class ContractionPlan:
     """The assignment of one contraction's rows and columns to rows and columns of hosts.
 
     Parameters

@@ -31,7 +31,7 @@ _MAX_SIMPLE_INPUTS = 4
 SPILL_NBYTES_PER_S = 500e6
 
 
-class Worker(NamedTuple):
+class WorkerSnapshot(NamedTuple):
     """The state of a worker that placement needs.
 
     Attributes
@@ -191,7 +191,7 @@ class Cost(NamedTuple):
         return self.transfer_s + self.arriving_s + self.spill_s + self.join_s
 
 
-def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
+def costs(task: Task, workers: Iterable[WorkerSnapshot], places: Places) -> dict[str, Cost]:
     """Return the cost of a task on each of some workers, by address.
 
     Sums do not depend on the order of inputs and joins, which come from sets. Otherwise the last
@@ -215,7 +215,9 @@ def costs(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Co
     return costs_of_held(held, workers, places)
 
 
-def costs_of_held(task: HeldTask, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
+def costs_of_held(
+    task: HeldTask, workers: Iterable[WorkerSnapshot], places: Places
+) -> dict[str, Cost]:
     """Return the cost on each of some workers of a task each of whose inputs is on one worker."""
     needed_nbytes = sum(task.sizes)
     later = [Join(one, places) for one in task.joins]
@@ -278,7 +280,7 @@ class _ManyInputs:
                 self._on_host.setdefault(host, []).append(number)
         self._far_s: dict[Hashable, list[float]] = {}
 
-    def fetched_by(self, worker: Worker) -> tuple[float, float, float, int]:
+    def fetched_by(self, worker: WorkerSnapshot) -> tuple[float, float, float, int]:
         """Return what a worker has to fetch.
 
         Returns
@@ -334,7 +336,9 @@ class _ManyInputs:
         return waits, coming
 
 
-def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dict[str, Cost]:
+def _costs_of_many(
+    task: Task, workers: Iterable[WorkerSnapshot], places: Places
+) -> dict[str, Cost]:
     """Return the costs of a task with many inputs, or with inputs that several workers have."""
     inputs = _ManyInputs(task.inputs, places)
     later = [Join(one, places) for one in task.joins]
@@ -346,7 +350,7 @@ def _costs_of_many(task: Task, workers: Iterable[Worker], places: Places) -> dic
 def _cost(
     task: Task | HeldTask,
     joins: Sequence[Join],
-    worker: Worker,
+    worker: WorkerSnapshot,
     transfer_s: float,
     wait_s: float,
     arriving_s: float,
@@ -403,7 +407,9 @@ def fetches_s(inputs: Iterable[Input], address: str, places: Places) -> list[flo
     return found
 
 
-def is_surely_cheaper(task: Task, one: Worker, other: Worker, places: Places, doubt: float) -> bool:
+def is_surely_cheaper(
+    task: Task, one: WorkerSnapshot, other: WorkerSnapshot, places: Places, doubt: float
+) -> bool:
     """Return whether a task costs less on one worker than on another, however fast the links are.
 
     Parameters

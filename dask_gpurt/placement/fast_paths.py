@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from dask_gpurt.placement.cost import HeldTask, Worker, costs_of_held
+from dask_gpurt.placement.cost import HeldTask, WorkerSnapshot, costs_of_held
 from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
@@ -167,7 +167,7 @@ def candidate_nbytes(task: HeldTask) -> dict[str, int]:
 def cheapest(
     task: HeldTask,
     held: Mapping[str, int],
-    workers: Sequence[Worker],
+    workers: Sequence[WorkerSnapshot],
     places: Places,
     *,
     bandwidth: float,

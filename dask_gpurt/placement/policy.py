@@ -12,7 +12,7 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple, Protocol
 
-from dask_gpurt.placement.cost import Cost, Task, Worker, costs, is_surely_cheaper
+from dask_gpurt.placement.cost import Cost, Task, WorkerSnapshot, costs, is_surely_cheaper
 from dask_gpurt.topology.places import Places
 
 #: If restrictions allow at most this many workers, a policy weighs all of them.
@@ -51,7 +51,7 @@ class Snapshot(NamedTuple):
     """
 
     task: Task
-    workers: Callable[[Iterable[str]], list[Worker]]
+    workers: Callable[[Iterable[str]], list[WorkerSnapshot]]
     places: Places
     valid: Collection[str] | None = None
     idle: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def _allowed(snapshot: Snapshot, addresses: Iterable[str]) -> set[str]:
     return set(addresses)
 
 
-def least_cost(workers: Iterable[Worker], found: Mapping[str, Cost]) -> str | None:
+def least_cost(workers: Iterable[WorkerSnapshot], found: Mapping[str, Cost]) -> str | None:
     """Return the address of the worker on which a task costs least; None if there is none."""
     # The cost to minimise, then tie-breakers.
     chosen: tuple[float, float, int, str] | None = None
@@ -138,7 +138,7 @@ def fetching_nbytes(
 
 
 def stocks_choice(
-    workers: Iterable[Worker],
+    workers: Iterable[WorkerSnapshot],
     holders: Collection[str],
     held: Mapping[str, int],
     needed_nbytes: int,
@@ -162,7 +162,7 @@ def unless_in_doubt(
     worker: str | None,
     stock: str | None,
     task: Task,
-    workers: Iterable[Worker],
+    workers: Iterable[WorkerSnapshot],
     places: Places,
     doubt: float,
 ) -> str | None:
@@ -199,7 +199,7 @@ class Stock:
         return Decision(address, {}, address)
 
     @staticmethod
-    def objective(snapshot: Snapshot, worker: Worker) -> tuple[float, int]:
+    def objective(snapshot: Snapshot, worker: WorkerSnapshot) -> tuple[float, int]:
         """Return the value to minimise, as `Scheduler.worker_objective` does."""
         nbytes = 0
         for one in snapshot.task.inputs:

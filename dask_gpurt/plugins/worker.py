@@ -38,7 +38,7 @@ from dask_gpurt.plugins.patches.worker_close import WholeClose
 from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
 from dask_gpurt.plugins.shuffle.transport_choice import Links
-from dask_gpurt.plugins.topology.host_report import MachineReport
+from dask_gpurt.plugins.topology.host_report import HostReporter
 from dask_gpurt.plugins.worker_counters import CounterSender
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 from dask_gpurt.shuffle.tally import MAX_RUNS, brief
@@ -404,7 +404,7 @@ class Attachment:
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_report": gpurt_report,
             "gpurt_explain": gpurt_explain,
-            **MachineReport(worker).handlers,
+            **HostReporter(worker).handlers,
         }
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()

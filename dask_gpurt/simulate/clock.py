@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable
 
 
-class Event:
+class ClockEvent:
     """A call scheduled for a time, which can be cancelled."""
 
     __slots__ = ("cancelled", "do", "when_s")
@@ -43,16 +43,16 @@ class VirtualClock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.done_count = 0
-        self._queue: list[tuple[float, int, Event]] = []
+        self._queue: list[tuple[float, int, ClockEvent]] = []
         self._sequence = itertools.count()
 
-    def call_at(self, when_s: float, do: Callable[[], object]) -> Event:
+    def call_at(self, when_s: float, do: Callable[[], object]) -> ClockEvent:
         """Schedule a call for a time. A time in the past means now."""
-        event = Event(max(when_s, self.now_s), do)
+        event = ClockEvent(max(when_s, self.now_s), do)
         heapq.heappush(self._queue, (event.when_s, next(self._sequence), event))
         return event
 
-    def call_later(self, delay_s: float, do: Callable[[], object]) -> Event:
+    def call_later(self, delay_s: float, do: Callable[[], object]) -> ClockEvent:
         """Schedule a call after a delay; 0 means after all calls that are already due."""
         return self.call_at(self.now_s + delay_s, do)
 

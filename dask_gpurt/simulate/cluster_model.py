@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Protocol
 
 from dask_gpurt.errors import SimulationError
-from dask_gpurt.topology.model import Device, Numa, Topology, is_pattern
+from dask_gpurt.topology.model import DeviceNode, Numa, Topology, is_pattern
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ Incident = Dies | ChangesSpeed
 
 
 @dataclass(frozen=True)
-class Machine:
+class ClusterModel:
     """Workers, the network between them, and the latency to the scheduler.
 
     Attributes
@@ -195,14 +195,14 @@ class Machine:
             if not getattr(one, "speed", 1.0) > 0:
                 raise SimulationError(f"a speed must be above 0: {one}")
 
-    def with_incidents(self, *incidents: Incident) -> Machine:
+    def with_incidents(self, *incidents: Incident) -> ClusterModel:
         """Return the same machine with these incidents."""
         return replace(self, incidents=incidents)
 
 
 def machine_of(
     name: str, topology: Topology, *, nthreads: int = 1, memory_nbytes: int = 64 * 2**30
-) -> Machine:
+) -> ClusterModel:
     """Return a machine with a worker on each device of a topology.
 
     Hosts without devices get a worker on each NUMA node.
@@ -219,7 +219,7 @@ def machine_of(
     for host in topology.hosts:
         address = host.addresses[0] if host.addresses else host.name
         in_url = f"[{address}]" if ":" in address else address
-        places: tuple[Device | Numa, ...] = host.devices or host.numa
+        places: tuple[DeviceNode | Numa, ...] = host.devices or host.numa
         for number, place in enumerate(places):
             # Placement finds a worker's device by these patterns, so they name the worker.
             patterns = host.devices[number].workers if host.devices else ()
@@ -231,4 +231,4 @@ def machine_of(
             )
             workers.append(worker)
             nodes[worker.address] = host.node(place.name)
-    return Machine(name, tuple(workers), TopologyNetwork(topology, nodes))
+    return ClusterModel(name, tuple(workers), TopologyNetwork(topology, nodes))

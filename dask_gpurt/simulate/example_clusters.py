@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dask_gpurt.simulate.cluster_model import Machine, machine_of
-from dask_gpurt.topology.model import Device, Host, Link, Nic, Numa, Topology
+from dask_gpurt.simulate.cluster_model import ClusterModel, machine_of
+from dask_gpurt.topology.model import DeviceNode, Host, Link, Nic, Numa, Topology
 
 ETHERNET_100G = 12e9
 ETHERNET_10G = 1.2e9
@@ -52,7 +52,7 @@ def gpu_hosts(
                 name,
                 numa=(Numa("numa0"),),
                 devices=tuple(
-                    Device(gpu, "gpu", numa="numa0", workers=(f"{name}-{gpu}",)) for gpu in gpus
+                    DeviceNode(gpu, "gpu", numa="numa0", workers=(f"{name}-{gpu}",)) for gpu in gpus
                 ),
                 nics=(Nic("nic"),),
                 switches=("nvswitch", "pcie") if nvlink else ("pcie",),
@@ -70,7 +70,7 @@ def gpu_hosts(
     return Topology(tuple(models), tuple(links), ("fabric",))
 
 
-def nvlink_hosts(hosts: int = 8, gpus_per_host: int = 8) -> Machine:
+def nvlink_hosts(hosts: int = 8, gpus_per_host: int = 8) -> ClusterModel:
     """Return GPU hosts with NVLink inside and 100 Gb Ethernet between them."""
     return machine_of(
         f"{hosts * gpus_per_host} GPUs on {hosts} NVLink hosts over 100 Gb Ethernet",
@@ -78,7 +78,7 @@ def nvlink_hosts(hosts: int = 8, gpus_per_host: int = 8) -> Machine:
     )
 
 
-def pcie_gpus(hosts: int = 2, gpus_per_host: int = 8) -> Machine:
+def pcie_gpus(hosts: int = 2, gpus_per_host: int = 8) -> ClusterModel:
     """Return GPU hosts without NVLink, on 100 Gb Ethernet."""
     return machine_of(
         f"{hosts * gpus_per_host} PCIe GPUs on {hosts} hosts over 100 Gb Ethernet",
@@ -86,7 +86,7 @@ def pcie_gpus(hosts: int = 2, gpus_per_host: int = 8) -> Machine:
     )
 
 
-def one_slow_nic(hosts: int = 8, workers_per_host: int = 4) -> Machine:
+def one_slow_nic(hosts: int = 8, workers_per_host: int = 4) -> ClusterModel:
     """Return CPU workers on 10 Gb Ethernet, where one host's NIC runs at a tenth of that."""
     models: list[Host] = []
     links: list[Link] = []

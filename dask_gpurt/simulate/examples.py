@@ -17,7 +17,7 @@ import dask.dataframe as dd
 import pandas as pd
 from dask.utils import key_split
 
-from dask_gpurt.simulate.graphs import Cost, chunk_nbytes, workload_of
+from dask_gpurt.simulate.graphs import TaskCost, chunk_nbytes, workload_of
 from dask_gpurt.simulate.workload import Workload
 
 
@@ -47,13 +47,13 @@ class Scale:
         """Elements along an edge of a block."""
         return max(1, int((self.block_nbytes / 8) ** 0.5))
 
-    def work(self, **options: Any) -> Cost:
+    def work(self, **options: Any) -> TaskCost:
         """Return the cost of an ordinary task."""
-        return Cost(rate=self.rate, **options)
+        return TaskCost(rate=self.rate, **options)
 
-    def load(self, **options: Any) -> Cost:
+    def load(self, **options: Any) -> TaskCost:
         """Return the cost of a task without inputs."""
-        return Cost(of="nothing", nbytes=self.block_nbytes, rate=self.load_rate, **options)
+        return TaskCost(of="nothing", nbytes=self.block_nbytes, rate=self.load_rate, **options)
 
     def matrix(self, fill: Callable[..., Any] = da.ones) -> Any:
         """Return a square matrix of `side` times `side` blocks."""
@@ -72,9 +72,9 @@ def uneven_tree_sum(scale: Scale) -> Workload:
     lengths = tuple(3 if number % 4 == 0 else 1 for number in range(scale.side**2))
     x = da.ones((sum(lengths), edge, edge), chunks=(lengths, edge, edge))
     costs = {
-        "ones_like": Cost(rate=scale.load_rate),
+        "ones_like": TaskCost(rate=scale.load_rate),
         # A sum of images has the size of one image.
-        "": Cost(of="nothing", nbytes=8 * edge * edge, rate=scale.rate),
+        "": TaskCost(of="nothing", nbytes=8 * edge * edge, rate=scale.rate),
     }
     summed = x.sum(axis=0, split_every=2)
     return workload_of("uneven tree-sum", summed, costs, sizes=chunk_nbytes(x))
@@ -101,7 +101,7 @@ def matmul(scale: Scale) -> Workload:
     costs = {
         "ones_like": small.load(),
         "zeros_like": small.load(),
-        "matmul": Cost(rate=small.rate / 10),
+        "matmul": TaskCost(rate=small.rate / 10),
         "": small.work(),
     }
     return workload_of("matmul", a @ b, costs)
@@ -126,7 +126,7 @@ def stencil(scale: Scale) -> Workload:
         x = x.map_overlap(_same, depth=1, boundary="none")
     costs = {
         "ones_like": scale.load(),
-        "getitem": Cost(ratio=1 / scale.edge),
+        "getitem": TaskCost(ratio=1 / scale.edge),
         "": scale.work(),
     }
     # Keys of neighbours' edges contain fractions. Keys without fractions are whole blocks.
@@ -147,7 +147,7 @@ def joins(scale: Scale) -> Workload:
         customers = scale.table("customers", max(2, partitions // 4))
         joined = orders.merge(customers, on="key").merge(items, on="key")
         query = joined.groupby("key").items.sum().optimize()
-    split = Cost(of="share", rate=scale.rate)
+    split = TaskCost(of="share", rate=scale.rate)
     costs = {
         "frompandas": scale.load(),
         "split-taskshuffle": split,

@@ -1,9 +1,9 @@
 """Conversion of Dask graphs to workloads: real tasks, with modelled sizes and durations.
 
-The graph gives the dependencies. A `Cost` for each key prefix gives the sizes of results and the
-durations of tasks. Tasks are sorted by Dask's own order, on keys with stable hashes. The tokens in
-their names are replaced by numbers that depend only on the graph. So the same graph gives the same
-workload in every process and environment.
+The graph gives the dependencies. A `TaskCost` for each key prefix gives the sizes of results and
+the durations of tasks. Tasks are sorted by Dask's own order, on keys with stable hashes. The tokens
+in their names are replaced by numbers that depend only on the graph. So the same graph gives the
+same workload in every process and environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKEN = re.compile(r"-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class Cost:
+class TaskCost:
     """The rule for result size and duration of tasks with one prefix.
 
     Attributes
@@ -82,7 +82,7 @@ class Cost:
 def workload_of(
     name: str,
     collection: Any,
-    costs: Mapping[str, Cost],
+    costs: Mapping[str, TaskCost],
     *,
     sizes: Mapping[Hashable, int] | None = None,
 ) -> Workload:
@@ -127,7 +127,7 @@ def _ordered(dependencies: Mapping[StableStr, Sequence[StableStr]]) -> list[Stab
 def _models(
     position: Mapping[StableStr, int],
     dependencies: Mapping[StableStr, Sequence[StableStr]],
-    costs: Mapping[str, Cost],
+    costs: Mapping[str, TaskCost],
     known_nbytes: Mapping[StableStr, int],
     producers: Collection[StableStr],
 ) -> dict[StableStr, TaskModel]:

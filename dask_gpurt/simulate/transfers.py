@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dask_gpurt.simulate.clock import Event, VirtualClock
+from dask_gpurt.simulate.clock import ClockEvent, VirtualClock
 
 
 def fair_rates(
@@ -107,7 +107,7 @@ class Transfers:
         #: End of each transfer if nothing changes. The clock's queue has one event, for the first
         #: end.
         self._ends: dict[int, float] = {}
-        self._next_end: Event | None = None
+        self._next_end: ClockEvent | None = None
         self._on_link: dict[str, dict[int, None]] = {}
         #: Rate that the transfers on a link would use if the link had no limit.
         self._demand: dict[str, float] = {}

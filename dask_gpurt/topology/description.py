@@ -32,7 +32,7 @@ from dask_gpurt.errors import ConfigError
 from dask_gpurt.topology import yaml_tree
 from dask_gpurt.topology.model import (
     DEVICE_KINDS,
-    Device,
+    DeviceNode,
     Host,
     Link,
     Nic,
@@ -40,7 +40,7 @@ from dask_gpurt.topology.model import (
     Topology,
     is_pattern,
 )
-from dask_gpurt.topology.yaml_tree import Section
+from dask_gpurt.topology.yaml_tree import YamlSection
 
 #: Most characters in a description; real ones are shorter.
 MAX_NCHARS = 4_000_000
@@ -249,7 +249,7 @@ class _Reader:
             words = [word for word in workers if not is_pattern(word)]
             self._check_not_taken(one, "workers", at, words, self._workers)
             memory = self._memory(one, at)
-            devices.append(Device(self._name(one, at), one["kind"], near, memory, workers))
+            devices.append(DeviceNode(self._name(one, at), one["kind"], near, memory, workers))
         nics = tuple(
             Nic(self._name(one, f"{where}.nics[{i}]"), self._near(one, numa, f"{where}.nics[{i}]"))
             for i, one in enumerate(self._parts(section, "nics", where, set(), {"numa"}))
@@ -268,7 +268,9 @@ class _Reader:
         self._check_unique(section, "numa", list(nodes))
         return host, self._links(section, f"{where}.", nodes, host.name + "/")
 
-    def _links(self, section: Section, where: str, nodes: Iterable[str], prefix: str) -> list[Link]:
+    def _links(
+        self, section: YamlSection, where: str, nodes: Iterable[str], prefix: str
+    ) -> list[Link]:
         found: list[Link] = []
         named = _Named(nodes)
         for i, one in enumerate(self._sections(section, "links")):
@@ -302,8 +304,8 @@ class _Reader:
 
     # ------------------------------------------------------------------ values
 
-    def _section(self, value: Any, where: str, needed: set[str], optional: set[str]) -> Section:
-        if not isinstance(value, Section):
+    def _section(self, value: Any, where: str, needed: set[str], optional: set[str]) -> YamlSection:
+        if not isinstance(value, YamlSection):
             raise ConfigError(
                 f"{self._source}: {where} is {_shown(value)}; it may be a section of keys"
             )
@@ -315,22 +317,22 @@ class _Reader:
             self._fail(value, None, f"{where} lacks the key {_shown(key)}")
         return value
 
-    def _sections(self, section: Section, key: str) -> list[Any]:
+    def _sections(self, section: YamlSection, key: str) -> list[Any]:
         value = section.get(key) or []
         if not isinstance(value, list):
             self._fail(section, key, f"{key} is {_shown(value)}; it may be a list")
         return list(value)
 
     def _parts(
-        self, section: Section, key: str, where: str, needed: set[str], optional: set[str]
-    ) -> list[Section]:
+        self, section: YamlSection, key: str, where: str, needed: set[str], optional: set[str]
+    ) -> list[YamlSection]:
         found = self._sections(section, key)
         return [
             self._section(one, f"{where}.{key}[{i}]", {"name"} | needed, optional)
             for i, one in enumerate(found)
         ]
 
-    def _name(self, section: Section, where: str) -> str:
+    def _name(self, section: YamlSection, where: str) -> str:
         name = section["name"]
         if not isinstance(name, str) or not name or re.search(r"[/*?\[\]\s]", name):
             self._fail(
@@ -341,7 +343,7 @@ class _Reader:
         return str(name)
 
     def _names(
-        self, section: Section, key: str, where: str, *, patterns: bool = False
+        self, section: YamlSection, key: str, where: str, *, patterns: bool = False
     ) -> tuple[str, ...]:
         value = section.get(key) or []
         fits: Callable[[Any], bool] = (
@@ -353,7 +355,7 @@ class _Reader:
             self._fail(section, key, f"{where}{key} is {_shown(value)}; it may be a list of names")
         return tuple(map(str, value))
 
-    def _near(self, section: Section, numa: Iterable[Numa], where: str) -> str | None:
+    def _near(self, section: YamlSection, numa: Iterable[Numa], where: str) -> str | None:
         near = section.get("numa")
         known = [one.name for one in numa]
         if near is not None and near not in known:
@@ -361,12 +363,12 @@ class _Reader:
             self._fail(section, "numa", f"{where}.numa is {_shown(near)}; it may be {allowed}")
         return near
 
-    def _memory(self, section: Section, where: str) -> int:
+    def _memory(self, section: YamlSection, where: str) -> int:
         return int(self._quantity(section, "memory", where, _SIZES, "80 GiB", missing=0.0))
 
     def _quantity(
         self,
-        section: Section,
+        section: YamlSection,
         key: str,
         where: str,
         units: Mapping[str, float],
@@ -386,18 +388,23 @@ class _Reader:
             )
         return amount
 
-    def _check_unique(self, section: Section, key: str, names: list[str]) -> None:
+    def _check_unique(self, section: YamlSection, key: str, names: list[str]) -> None:
         for name, times in Counter(names).items():
             if times > 1:
                 self._fail(section, key, f"{_shown(name)} occurs twice")
 
     def _check_not_taken(
-        self, section: Section, key: str, where: str, words: Iterable[str], taken: dict[str, str]
+        self,
+        section: YamlSection,
+        key: str,
+        where: str,
+        words: Iterable[str],
+        taken: dict[str, str],
     ) -> None:
         for word in words:
             if (other := taken.setdefault(word, where)) != where:
                 self._fail(section, key, f"{where}.{key} names {_shown(word)}, as {other} does")
 
-    def _fail(self, section: Section, key: str | None, what: str) -> NoReturn:
+    def _fail(self, section: YamlSection, key: str | None, what: str) -> NoReturn:
         line = section.lines.get(key, section.line) if key is not None else section.line
         raise ConfigError(f"{self._source}, line {line}: {what}")

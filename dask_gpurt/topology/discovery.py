@@ -17,8 +17,8 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from dask_gpurt.topology.description import dump
-from dask_gpurt.topology.machine import Gpu, Place, Report
-from dask_gpurt.topology.model import Device, Host, Link, Nic, Numa, Topology
+from dask_gpurt.topology.machine import Gpu, MachinePlace, MachineReport
+from dask_gpurt.topology.model import DeviceNode, Host, Link, Nic, Numa, Topology
 
 #: Share of a link's nominal bandwidth that copies reach in measurements, over PCIe and NVLink.
 EFFICIENCY = 0.88
@@ -38,7 +38,7 @@ class WorkerReport(NamedTuple):
     address: str
     name: object
     host: str
-    report: Report
+    report: MachineReport
 
 
 class Measured(NamedTuple):
@@ -76,7 +76,7 @@ def discover(
     parts = []
     taken: set[str] = set()
     for key in sorted(by_machine):
-        part = _Part(_unique(_word(key[0]), taken), by_machine[key])
+        part = _ClusterPart(_unique(_word(key[0]), taken), by_machine[key])
         part.read()
         parts.append(part)
     switches: set[str] = set()
@@ -92,7 +92,7 @@ def discover(
     return Discovery(topology, tuple(note for part in parts for note in part.notes))
 
 
-class _Part:
+class _ClusterPart:
     """One host of the topology, under construction."""
 
     def __init__(self, name: str, workers: Sequence[WorkerReport]) -> None:
@@ -152,7 +152,7 @@ class _Part:
             Likewise, words for workers on devices.
         """
         devices = tuple(
-            Device(
+            DeviceNode(
                 self._gpus[gpu.place.address],
                 "gpu",
                 self._near(gpu.place),
@@ -231,7 +231,7 @@ class _Part:
 
     # ------------------------------------------------------------------ parts
 
-    def _near(self, place: Place) -> str:
+    def _near(self, place: MachinePlace) -> str:
         numbers = [one.number for one in self._machine.numa]
         at = numbers.index(place.numa) if place.numa in numbers else 0
         return self._numa[at].name
@@ -248,7 +248,7 @@ class _Part:
         taken.update(own)
         return own
 
-    def _connect_device(self, name: str, place: Place) -> bool:
+    def _connect_device(self, name: str, place: MachinePlace) -> bool:
         """Link a device with its processor, and return whether all speeds are known."""
         nodes = [
             self._near(place),
@@ -299,7 +299,7 @@ def _names(visible: str | None, index: int, gpu: Gpu) -> bool:
     return visible == str(index) or (visible.startswith("GPU-") and gpu.uuid.startswith(visible))
 
 
-def _switches(place: Place) -> Iterator[str]:
+def _switches(place: MachinePlace) -> Iterator[str]:
     """Yield the switches above a device, the uppermost first.
 
     The bridges above a device are a root port, and then two ports for each switch: one upstream,
@@ -309,7 +309,7 @@ def _switches(place: Place) -> Iterator[str]:
         yield hop.address
 
 
-def _rates(place: Place) -> Iterator[float]:
+def _rates(place: MachinePlace) -> Iterator[float]:
     """Yield the bandwidth of each link from the processor to a device; 0 if unknown.
 
     A link is as fast as its slower end.

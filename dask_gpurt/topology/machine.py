@@ -64,7 +64,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Place:
+class MachinePlace:
     """The position of a device on the PCI bus.
 
     Attributes
@@ -104,7 +104,7 @@ class Bond:
 class Gpu:
     """A GPU. Without NVML, `uuid` is empty and `memory_nbytes` is 0."""
 
-    place: Place
+    place: MachinePlace
     uuid: str
     memory_nbytes: int
     bonds: tuple[Bond, ...]
@@ -130,7 +130,7 @@ class Card:
     kind: str
     nbytes_per_s: float
     addresses: tuple[str, ...]
-    place: Place
+    place: MachinePlace
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Report:
+class MachineReport:
     """A worker's report on its machine.
 
     Attributes
@@ -173,7 +173,7 @@ class Report:
         return asdict(self)
 
     @staticmethod
-    def from_plain(plain: Any) -> Report:
+    def from_plain(plain: Any) -> MachineReport:
         """Return the report in a message, after validating all of it.
 
         Raises
@@ -181,9 +181,9 @@ class Report:
         ProtocolError
             The message is not a valid report.
         """
-        fields = _fields(plain, Report)
+        fields = _fields(plain, MachineReport)
         gpu = None if fields["gpu"] is None else _text(fields["gpu"])
-        return Report(_machine(fields["machine"]), gpu)
+        return MachineReport(_machine(fields["machine"]), gpu)
 
 
 # ---------------------------------------------------------------------- checks
@@ -239,13 +239,13 @@ def _card(plain: Any) -> Card:
     )
 
 
-def _place(plain: Any) -> Place:
-    fields = _fields(plain, Place)
+def _place(plain: Any) -> MachinePlace:
+    fields = _fields(plain, MachinePlace)
     hops = _list_of(fields["hops"], _hop)
     if not 1 <= len(hops) <= MAX_HOPS:
         raise ProtocolError(f"a device behind {len(hops) - 1} bridges")
     numa = None if fields["numa"] is None else _count(fields["numa"])
-    return Place(hops, numa)
+    return MachinePlace(hops, numa)
 
 
 def _hop(plain: Any) -> Hop:

@@ -65,7 +65,7 @@ class Numa:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceNode:
     """An accelerator with its own memory.
 
     Attributes
@@ -108,7 +108,7 @@ class Host:
 
     name: str
     numa: tuple[Numa, ...]
-    devices: tuple[Device, ...] = ()
+    devices: tuple[DeviceNode, ...] = ()
     nics: tuple[Nic, ...] = ()
     switches: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
@@ -224,12 +224,12 @@ class Topology:
                 found.setdefault(called, one.node(one.numa[0].name))
         return found
 
-    def device(self, node: str) -> Device | None:
+    def device(self, node: str) -> DeviceNode | None:
         """Return the device at a node, or None if the node is not a device."""
         return self._devices.get(node)
 
     @cached_property
-    def _devices(self) -> dict[str, Device]:
+    def _devices(self) -> dict[str, DeviceNode]:
         return {host.node(one.name): one for host in self.hosts for one in host.devices}
 
     def path(self, source: str, target: str) -> Path | None:

@@ -30,7 +30,7 @@ _REPEATS = 2
 AUTOMATIC_HOSTS = 16
 
 
-class Transfer(NamedTuple):
+class ProbeTransfer(NamedTuple):
     """One message that was fetched."""
 
     nbytes: int
@@ -111,7 +111,7 @@ def _within(hosts: Sequence[Sequence[End]]) -> Iterator[tuple[End, End]]:
             yield one, others[0]
 
 
-def next_nbytes(transfers: Sequence[Transfer]) -> int:
+def next_nbytes(transfers: Sequence[ProbeTransfer]) -> int:
     """Return the size of the next message; 0 to stop.
 
     A busy process may delay a message that the link carried at once. So a size that seems too slow

@@ -19,8 +19,8 @@ from dask_gpurt.topology.machine import (
     Gpu,
     Hop,
     Machine,
+    MachinePlace,
     NumaNode,
-    Place,
 )
 from dask_gpurt.topology.nvml import NvmlGpu
 
@@ -72,7 +72,7 @@ def read(
     else:
         found = tuple(
             Gpu(
-                places.get(one.address, Place((Hop(one.address, 0.0),), None)),
+                places.get(one.address, MachinePlace((Hop(one.address, 0.0),), None)),
                 one.uuid,
                 one.memory_nbytes,
                 one.bonds,
@@ -94,7 +94,7 @@ def _numa(root: Path) -> tuple[NumaNode, ...]:
     return tuple(sorted(found, key=lambda one: one.number))[:MAX_PARTS]
 
 
-def _gpu_places(root: Path) -> dict[str, Place]:
+def _gpu_places(root: Path) -> dict[str, MachinePlace]:
     found = {}
     for path in _entries(root / "bus/pci/devices"):
         if _text(path / "class")[:6] in _GPU_CLASSES and _text(path / "vendor") == _NVIDIA:
@@ -104,7 +104,7 @@ def _gpu_places(root: Path) -> dict[str, Place]:
     return dict(sorted(found.items()))
 
 
-def _place(device: Path) -> Place | None:
+def _place(device: Path) -> MachinePlace | None:
     """Return the position of a device, from its path: the kernel nests directories like bridges."""
     try:
         real = device.resolve()
@@ -115,7 +115,7 @@ def _place(device: Path) -> Place | None:
     if not hops:
         return None
     numa = _number(real / "numa_node")
-    return Place(tuple(reversed(hops)), numa if numa is not None and numa >= 0 else None)
+    return MachinePlace(tuple(reversed(hops)), numa if numa is not None and numa >= 0 else None)
 
 
 def _link_nbytes_per_s(device: Path) -> float:
@@ -140,7 +140,7 @@ def _cards(root: Path, addresses: Mapping[str, Sequence[str]]) -> tuple[Card, ..
     return tuple(sorted(found, key=lambda one: one.name))[:MAX_PARTS]
 
 
-def _place_of_interface(interface: Path, depth: int) -> Place | None:
+def _place_of_interface(interface: Path, depth: int) -> MachinePlace | None:
     """Return the position of an interface's hardware.
 
     A virtual interface, such as a container's, has none, and its reported speed is meaningless.

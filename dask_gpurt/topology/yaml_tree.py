@@ -19,7 +19,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _BAD_VALUE = (ValueError, KeyError, TypeError, OverflowError, AttributeError)
 
 
-class Section(dict[str, Any]):
+class YamlSection(dict[str, Any]):
     """A mapping that knows the line of each key."""
 
     line = 0
@@ -37,7 +37,7 @@ class SectionLoader(_Loader):  # type: ignore[misc]
             problem = f"{value} is not a valid {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
-    def section(self, node: yaml.MappingNode) -> Section:
+    def section(self, node: yaml.MappingNode) -> YamlSection:
         own = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value in own:
@@ -45,7 +45,7 @@ class SectionLoader(_Loader):  # type: ignore[misc]
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             own.add(key.value)
         self.flatten_mapping(node)
-        found = Section()
+        found = YamlSection()
         found.line = node.start_mark.line + 1
         found.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
         for key, value in node.value:
@@ -57,7 +57,7 @@ SectionLoader.add_constructor("tag:yaml.org,2002:map", SectionLoader.section)
 
 
 def load(text: str) -> Any:
-    """Parse a text, with a `Section` for each mapping.
+    """Parse a text, with a `YamlSection` for each mapping.
 
     Raises
     ------

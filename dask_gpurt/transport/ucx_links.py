@@ -46,7 +46,7 @@ class Transfer:
     caller.
     """
 
-    def __init__(self, link: Link | None, future: Future[None] | None = None) -> None:
+    def __init__(self, link: UcxLink | None, future: Future[None] | None = None) -> None:
         self.link = link
         self.future = future
         self.nbytes = 0
@@ -92,7 +92,7 @@ class Transfer:
 class Send(Transfer):
     """An outgoing message."""
 
-    def __init__(self, link: Link, number: int, future: Future[None]) -> None:
+    def __init__(self, link: UcxLink, number: int, future: Future[None]) -> None:
         super().__init__(link, future)
         self.number = number
 
@@ -123,7 +123,7 @@ class Receive(Transfer):
         super().succeed()
 
 
-class Link:
+class UcxLink:
     """A UCX endpoint, and what is known of its other side.
 
     Attributes
@@ -210,8 +210,8 @@ class Peer:
 
     def __init__(self, token: str) -> None:
         self.token = token
-        self.links: list[Link] = []
-        self.connecting: Link | None = None
+        self.links: list[UcxLink] = []
+        self.connecting: UcxLink | None = None
         self.waiting: dict[int, Receive] = {}
         self._unwanted: dict[int, None] = {}
 
@@ -222,7 +222,7 @@ class Peer:
     def expects(self, number: int) -> bool:
         return number in self.waiting or any(number in link.receives for link in self.links)
 
-    def lose(self, link: Link) -> list[Receive]:
+    def lose(self, link: UcxLink) -> list[Receive]:
         """Remove a link; return the messages that will not arrive any more."""
         is_theirs = link in self.links and not link.is_ours
         if link in self.links:

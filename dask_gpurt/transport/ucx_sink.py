@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.transport.ucx_context import UcxContext
-from dask_gpurt.transport.ucx_links import Link, Transfer
+from dask_gpurt.transport.ucx_links import Transfer, UcxLink
 from dask_gpurt.transport.ucx_protocol import SMALL_NBYTES
 
 #: A larger parcel stays at its sender, because dropping it would take this much memory.
@@ -32,7 +32,7 @@ class Sink:
         self._counters = counters
         self._hold = hold
 
-    def drop(self, probe: Any, link: Link | None) -> None:
+    def drop(self, probe: Any, link: UcxLink | None) -> None:
         """Receive an unwanted parcel, so that its sender is done with it."""
         self._counters["dropped_parcels"] += 1
         if probe.length > _LARGEST_DROPPED_NBYTES:

@@ -33,7 +33,7 @@ from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.transport import ucx_links
 from dask_gpurt.transport.ucx_context import UcxContext
 from dask_gpurt.transport.ucx_guests import Guests
-from dask_gpurt.transport.ucx_links import Link, Peer, Receive, Send, Transfer, reject, resolve
+from dask_gpurt.transport.ucx_links import Peer, Receive, Send, Transfer, UcxLink, reject, resolve
 from dask_gpurt.transport.ucx_protocol import (
     GREETING_NBYTES,
     REFUSED,
@@ -76,14 +76,14 @@ class Switchboard:
         self.counters: Counter[str] = Counter()
         self.problems: deque[str] = deque(maxlen=16)
         self._peers: dict[str, Peer] = {}
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, UcxLink] = {}
         #: Links whose other side is not verified yet.
-        self._unverified: dict[int, Link] = {}
+        self._unverified: dict[int, UcxLink] = {}
         #: Channels of failed endpoints, as reported by UCX's callbacks.
         self._failed: deque[int] = deque()
         self._transfers: list[Transfer] = []
         #: Lost links on which UCX still moves data, by channel.
-        self._draining: dict[int, Link] = {}
+        self._draining: dict[int, UcxLink] = {}
         #: Closing endpoints, with the requests that complete when they are closed.
         self._closing: list[tuple[Any, Any]] = []
         self.is_closing = False
@@ -178,21 +178,21 @@ class Switchboard:
         self.problems.append(str(error))
         transfer.fail(error)
 
-    def _new_link(self, descriptor: Descriptor | None = None) -> Link:
+    def _new_link(self, descriptor: Descriptor | None = None) -> UcxLink:
         while (channel := int.from_bytes(os.urandom(4), "little")) in self._links | self._draining:
             pass
-        link = Link(channel, descriptor)
+        link = UcxLink(channel, descriptor)
         self._links[channel] = self._unverified[channel] = link
         return link
 
-    def _attach(self, link: Link, endpoint: Any) -> None:
+    def _attach(self, link: UcxLink, endpoint: Any) -> None:
         link.endpoint = endpoint
         # By number: a callback with a reference to the link would keep itself alive.
         endpoint.set_close_callback(self._failed.append, (link.channel,))
         link.greeting_buffer = np.zeros(GREETING_NBYTES, dtype=np.uint8)
         link.greeting = endpoint.stream_recv(self._array(link.greeting_buffer))
 
-    def _greet(self, link: Link, greeting: Greeting) -> None:
+    def _greet(self, link: UcxLink, greeting: Greeting) -> None:
         raw = np.frombuffer(greeting.encode(), dtype=np.uint8)
         transfer = Transfer(link)
         transfer.add(link.endpoint.stream_send(self._array(raw)), raw)
@@ -256,7 +256,7 @@ class Switchboard:
         except Exception as error:
             self._lose(link, str(error))
 
-    def _read_greeting(self, link: Link) -> None:
+    def _read_greeting(self, link: UcxLink) -> None:
         """Admit a link once its other side is verified."""
         try:
             greeting = link.read_greeting()
@@ -292,7 +292,7 @@ class Switchboard:
         for number in [number for number in link.arrived if number in peer.waiting]:
             self._bind(link, peer.waiting.pop(number))
 
-    def _lose(self, link: Link, reason: str) -> None:
+    def _lose(self, link: UcxLink, reason: str) -> None:
         """Close a link: fail its transfers, and let UCX finish with their memory."""
         if link.is_lost:
             return
@@ -310,7 +310,7 @@ class Switchboard:
         # Last: callers that are told must find the link gone.
         self._fail_all(link, waiting, TransportError(message))
 
-    def _remove_from_peer(self, link: Link) -> list[Receive]:
+    def _remove_from_peer(self, link: UcxLink) -> list[Receive]:
         """Remove a link from its peer; return the messages that will not arrive any more."""
         peer = self._peers.get(link.descriptor.token) if link.descriptor else link.peer
         if peer is None:
@@ -320,7 +320,7 @@ class Switchboard:
             del self._peers[peer.token]
         return waiting
 
-    def _fail_all(self, link: Link, waiting: Sequence[Receive], error: TransportError) -> None:
+    def _fail_all(self, link: UcxLink, waiting: Sequence[Receive], error: TransportError) -> None:
         """Fail these messages, and all transfers and callers of a link."""
         for receive in waiting:
             receive.fail(error)
@@ -331,7 +331,7 @@ class Switchboard:
                 transfer.fail(error)
         link.reject_waiters(error)
 
-    def _close_if_drained(self, link: Link) -> None:
+    def _close_if_drained(self, link: UcxLink) -> None:
         """Close a lost link's endpoint once UCX moves no more data on it.
 
         UCX would write data that arrives on a closed endpoint through freed memory. The other side
@@ -358,7 +358,7 @@ class Switchboard:
                 self._lose(link, "disconnected here")
         resolve(future)
 
-    def _link_to(self, token: str, number: int) -> Link:
+    def _link_to(self, token: str, number: int) -> UcxLink:
         peer = self._peers.get(token)
         if peer is None or not peer.links:
             raise TransportError(f"message {number}: no UCX link to {token}")
@@ -377,7 +377,7 @@ class Switchboard:
         tag = make_tag(link.to_channel, number)
         self._post(Send(link, number, future), link, tag, [seal(number, buffers), *large])
 
-    def _post(self, send: Transfer, link: Link, tag: int, parcels: Sequence[Buffer]) -> None:
+    def _post(self, send: Transfer, link: UcxLink, tag: int, parcels: Sequence[Buffer]) -> None:
         ucx_tag = self._library.UCXXTag(tag)
         self._transfers.append(send)
         try:
@@ -395,7 +395,7 @@ class Switchboard:
                 self._post_retraction(send.link, send.number)
                 return
 
-    def _post_retraction(self, link: Link, number: int) -> None:
+    def _post_retraction(self, link: UcxLink, number: int) -> None:
         tag = make_tag(link.to_channel, number, is_retraction=True)
         self._post(Transfer(link), link, tag, [np.zeros(1, dtype=np.uint8)])
 
@@ -425,7 +425,7 @@ class Switchboard:
                 return
         peer.waiting[number] = receive
 
-    def _bind(self, link: Link, receive: Receive) -> None:
+    def _bind(self, link: UcxLink, receive: Receive) -> None:
         receive.link = link
         link.receives[receive.number] = receive
         self._transfers.append(receive)
@@ -479,7 +479,7 @@ class Switchboard:
             if link.n_arrived > _N_UNCLAIMED:
                 self._lose(link, "too many unclaimed messages")
 
-    def _take(self, link: Link, receive: Receive, probe: Any) -> None:
+    def _take(self, link: UcxLink, receive: Receive, probe: Any) -> None:
         """Receive a parcel into its destination, if it has exactly the expected length."""
         if receive.is_failed or receive.is_posted:
             self._sink.drop(probe, link)

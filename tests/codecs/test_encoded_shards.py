@@ -11,7 +11,7 @@ from dask_gpurt.codecs.codec import RAW, Section
 from dask_gpurt.codecs.cpu import HOST_CODECS
 from dask_gpurt.codecs.encoded_shards import (
     ENTRY_NBYTES,
-    Entry,
+    SectionEntry,
     decode_shard,
     encode_shard,
     joined,
@@ -123,8 +123,8 @@ def test_sections_have_to_cover_the_buffer(change):
 def changed(table, number, **fields):
     table = list(table)
     old = table[number]
-    values = {name: getattr(old, name) for name in Entry.__dataclass_fields__} | fields
-    table[number] = Entry(**values)
+    values = {name: getattr(old, name) for name in SectionEntry.__dataclass_fields__} | fields
+    table[number] = SectionEntry(**values)
     return tuple(table)
 
 
@@ -155,12 +155,12 @@ def test_lengths_that_only_add_up_are_refused():
     narrow, raw = encoded.table
     for table in (
         (
-            Entry(5, 8, narrow.raw_nbytes - 8, narrow.wire_nbytes),
-            Entry(RAW, 1, raw.raw_nbytes + 8, raw.wire_nbytes),
+            SectionEntry(5, 8, narrow.raw_nbytes - 8, narrow.wire_nbytes),
+            SectionEntry(RAW, 1, raw.raw_nbytes + 8, raw.wire_nbytes),
         ),
         (
-            Entry(5, 8, narrow.raw_nbytes, narrow.wire_nbytes + 8),
-            Entry(RAW, 1, raw.raw_nbytes, raw.wire_nbytes - 8),
+            SectionEntry(5, 8, narrow.raw_nbytes, narrow.wire_nbytes + 8),
+            SectionEntry(RAW, 1, raw.raw_nbytes, raw.wire_nbytes - 8),
         ),
         (raw, narrow),
     ):

@@ -13,7 +13,7 @@ from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.command import observe, run_report
-from dask_gpurt.command.observe import ClusterRecord, Recorder, Snapshot
+from dask_gpurt.command.observe import ClusterRecord, CounterSnapshot, Recorder
 from dask_gpurt.command.progress import Progress
 from dask_gpurt.metrics import MEANING
 from dask_gpurt.plugins import scheduler
@@ -46,7 +46,7 @@ def test_counters_of_an_earlier_activation_still_count() -> None:
     assert record.totals == {"sent_nbytes": 30}
 
 
-def snapshot(**more: Any) -> Snapshot:
+def snapshot(**more: Any) -> CounterSnapshot:
     values: dict[str, Any] = {
         "totals": dict.fromkeys(MEANING, 0),
         "runs": {"gpurt": 0, "stock": 0},
@@ -56,7 +56,7 @@ def snapshot(**more: Any) -> Snapshot:
         "tasks_done": 0,
         "tasks_total": 0,
     }
-    return Snapshot(**{**values, **more})
+    return CounterSnapshot(**{**values, **more})
 
 
 def test_silent_worker_does_not_hide_reports_of_others() -> None:
@@ -169,7 +169,7 @@ def test_progress_shows_nothing_while_idle() -> None:
     terminal = io.StringIO()
     asked = threading.Event()
 
-    def idle() -> Snapshot:
+    def idle() -> CounterSnapshot:
         asked.set()
         return snapshot(tasks_done=4, tasks_total=4)
 
@@ -187,7 +187,7 @@ def test_progress_survives_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> N
     terminal.close()
     asked = threading.Event()
 
-    def busy() -> Snapshot:
+    def busy() -> CounterSnapshot:
         asked.set()
         return snapshot(tasks_done=1, tasks_total=2)
 

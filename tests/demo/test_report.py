@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from dask_gpurt.demo.report import html_page, write_html, write_json
-from dask_gpurt.demo.results import Report, Row, describe_machine, format_nbytes, verdict
+from dask_gpurt.demo.results import DemoReport, Row, describe_machine, format_nbytes, verdict
 
 
 @pytest.fixture
-def report() -> Report:
+def report() -> DemoReport:
     rows = [
         Row("Q1", "pricing <summary> & more", "TPC-H", [2.0, 2.2, 2.1], [1.0, 1.1, 1.05], 4),
         Row("Q2", "slower one", "TPC-H", [1.0], [1.5], 100, True),
@@ -22,10 +22,14 @@ def report() -> Report:
         Row("planes", "failed", "flights", [], [], 0, False, "stock failed: <Error>"),
     ]
     rows[0].enabled_totals = {"sent_nbytes": 5_000_000, "spilled_nbytes": 0, "shuffles_gpurt": 2}
-    return Report(rows, describe_machine(), {"scale": "1"}, "2026-01-01T00:00:00+00:00", 12.0, 3)
+    return DemoReport(
+        rows, describe_machine(), {"scale": "1"}, "2026-01-01T00:00:00+00:00", 12.0, 3
+    )
 
 
-def test_html_is_well_formed_with_a_row_and_a_bar_per_query(report: Report, tmp_path: Path) -> None:
+def test_html_is_well_formed_with_a_row_and_a_bar_per_query(
+    report: DemoReport, tmp_path: Path
+) -> None:
     write_html(report, tmp_path / "report.html")
     page = ElementTree.parse(tmp_path / "report.html").getroot()
     assert [row.get("data-query") for row in page.iter("tr") if row.get("data-query")] == [
@@ -40,13 +44,13 @@ def test_html_is_well_formed_with_a_row_and_a_bar_per_query(report: Report, tmp_
     assert len(widths) == 1
 
 
-def test_html_report_loads_nothing_from_outside(report: Report) -> None:
+def test_html_report_loads_nothing_from_outside(report: DemoReport) -> None:
     page = html_page(report)
     for outside in ("http:", "https:", "src=", "<link", "<script", "@import", "url("):
         assert outside not in page
 
 
-def test_html_report_without_counters_or_times_has_no_bars(report: Report) -> None:
+def test_html_report_without_counters_or_times_has_no_bars(report: DemoReport) -> None:
     report.rows = [Row("Q1", "nothing", "TPC-H")]
     page = ElementTree.fromstring(html_page(report))
     assert [row.get("data-query") for row in page.iter("tr") if row.get("data-query")] == ["Q1"]
@@ -54,14 +58,14 @@ def test_html_report_without_counters_or_times_has_no_bars(report: Report) -> No
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 1.3, 7.0, 40.0, 1000.0])
-def test_chart_stays_inside_its_frame(report: Report, ratio: float) -> None:
+def test_chart_stays_inside_its_frame(report: DemoReport, ratio: float) -> None:
     report.rows = [Row("Q1", "", "TPC-H", [ratio], [1.0])]
     page = ElementTree.fromstring(html_page(report))
     (bar,) = page.iter("rect")
     assert float(bar.get("x", "nan")) + float(bar.get("width", "nan")) <= 800.5
 
 
-def test_json_holds_every_query_and_no_nan(report: Report, tmp_path: Path) -> None:
+def test_json_holds_every_query_and_no_nan(report: DemoReport, tmp_path: Path) -> None:
     write_json(report, tmp_path / "report.json")
     read = json.loads((tmp_path / "report.json").read_text())
     assert [query["name"] for query in read["queries"]] == ["Q1", "Q2", "Q3", "planes"]

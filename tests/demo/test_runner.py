@@ -13,7 +13,7 @@ from distributed import Client
 from rich.console import Console
 
 from dask_gpurt.demo.report import html_page
-from dask_gpurt.demo.runner import Workload, print_table, run_demo
+from dask_gpurt.demo.runner import DemoWorkload, print_table, run_demo
 
 ANSWER = pd.DataFrame({"x": [1, 2]})
 
@@ -23,7 +23,7 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=120)
 
 
-def _workload(name: str, log: list[str], wrong_on: bool | None = None) -> Workload:
+def _workload(name: str, log: list[str], wrong_on: bool | None = None) -> DemoWorkload:
     """A query which notes the side it ran on, and gives a wrong answer on one of them."""
 
     def run() -> pd.DataFrame:
@@ -31,7 +31,7 @@ def _workload(name: str, log: list[str], wrong_on: bool | None = None) -> Worklo
         log.append(f"{name}:{'enabled' if enabled else 'stock'}")
         return ANSWER + 1 if wrong_on is not None and enabled == wrong_on else ANSWER.copy()
 
-    return Workload(name, f"title of {name}", "group", run, ANSWER.copy, ["x"])
+    return DemoWorkload(name, f"title of {name}", "group", run, ANSWER.copy, ["x"])
 
 
 def test_sides_alternate_and_take_turns_to_go_first(client: Client, console: Console) -> None:
@@ -119,7 +119,7 @@ def test_sides_must_agree_in_dtypes(client: Client, console: Console) -> None:
     def run() -> pd.DataFrame:
         return ANSWER.astype("float64" if dask.config.get("gpurt.enabled") else "int64")
 
-    workload = Workload("a", "", "group", run, ANSWER.copy, ["x"])
+    workload = DemoWorkload("a", "", "group", run, ANSWER.copy, ["x"])
     report = run_demo(client, client, [workload], repeats=1, console=console)
     assert report.rows[0].difference == (
         "enabled against stock: column 'x' holds float64, expected int64"
@@ -130,7 +130,7 @@ def test_failing_query_does_not_end_the_run(client: Client, console: Console) ->
     def run() -> pd.DataFrame:
         raise ValueError("no such column\nand more")
 
-    failing = Workload("a", "", "group", run, ANSWER.copy, ["x"])
+    failing = DemoWorkload("a", "", "group", run, ANSWER.copy, ["x"])
     report = run_demo(client, client, [failing, _workload("b", [])], repeats=2, console=console)
     assert report.rows[0].difference == "stock failed: ValueError: no such column"
     assert report.rows[1].agrees and len(report.rows[1].stock_s) == 2
@@ -145,7 +145,7 @@ def test_queries_run_on_the_client_of_their_side(client: Client, console: Consol
         seen.add(Client.current())
         return ANSWER.copy()
 
-    run_demo(client, client, [Workload("a", "", "g", run, ANSWER.copy)], 1, console)
+    run_demo(client, client, [DemoWorkload("a", "", "g", run, ANSWER.copy)], 1, console)
     assert seen == {client}
 
 

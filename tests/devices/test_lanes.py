@@ -14,7 +14,7 @@ import pytest
 
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.lanes import Lane
-from dask_gpurt.devices.ledger import Entry, Ledger
+from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 from tests.failure.gates import until
 
 PATIENCE_S = 20.0
@@ -280,9 +280,9 @@ def test_the_ledger_entry_precedes_the_result():
     ledger = Ledger(clock=lambda: next(times))
     with Lane("disk", ledger=ledger) as lane:
         lane.submit(int, path="write", nbytes=100).result(PATIENCE_S)
-        assert ledger.entries() == [Entry("disk", "write", 100, 0, 1)]
+        assert ledger.entries() == [LedgerEntry("disk", "write", 100, 0, 1)]
         lane.submit(divmod, 7, 2).result(PATIENCE_S)
-        assert ledger.entries()[1:] == [Entry("disk", "divmod", 0, 2, 3)]
+        assert ledger.entries()[1:] == [LedgerEntry("disk", "divmod", 0, 2, 3)]
 
 
 def test_failed_work_is_in_the_ledger_and_cancelled_work_is_not(gate):

@@ -14,11 +14,11 @@ from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
-from dask_gpurt.devices.ledger import WAITING, Entry, Ledger, Overlap, Sum, overlap
+from dask_gpurt.devices.ledger import WAITING, Ledger, LedgerEntry, Overlap, Sum, overlap
 
 
 def entry(lane, start_s, end_s, path="", nbytes=0):
-    return Entry(lane, path, nbytes, float(start_s), float(end_s))
+    return LedgerEntry(lane, path, nbytes, float(start_s), float(end_s))
 
 
 # ------------------------------------------------------------------ the ledger

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.frames import gather
-from dask_gpurt.frames.gather import Counting, gather_columns, gather_into, group_rows
+from dask_gpurt.frames.gather import RowCounts, gather_columns, gather_into, group_rows
 
 
 @given(st.lists(st.integers(-1, 6), max_size=300))
@@ -55,7 +55,7 @@ def test_gather_writes_into_the_output(monkeypatch, dtype, kernels):
 def test_gather_reads_a_counting_column(start, step):
     rows = np.array([4, 0, 2])
     out = np.zeros(3, dtype=np.int64)
-    gather_into(Counting(start, step), rows, out)
+    gather_into(RowCounts(start, step), rows, out)
     assert out.tolist() == [start + step * row for row in (4, 0, 2)]
 
 
@@ -81,7 +81,7 @@ def test_the_gather_does_not_depend_on_the_blocks(
         np.arange(n_rows, dtype=">i4"),
         np.where(rng.random(n_rows) < 0.5, np.nan, 1.0),
         np.zeros(n_rows, "V3"),
-        Counting(7, 3),
+        RowCounts(7, 3),
     ]
     rows, offsets = group_rows(np.array(slots, dtype=np.intp), 4)
     rows_of = [rows[a:b] for a, b in pairwise(offsets)]

@@ -17,7 +17,7 @@ from distributed.protocol.pickle import dumps, loads
 from dask_gpurt.frames.adapter import Piece, Selection
 from dask_gpurt.frames.arrays import Arrays
 from dask_gpurt.frames.columns import Categories, compose_categorical, decompose
-from dask_gpurt.frames.gather import Counting
+from dask_gpurt.frames.gather import RowCounts
 from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.pandas_ import PandasFrames
 from dask_gpurt.frames.pickling import Pickling
@@ -180,7 +180,7 @@ def test_equal_categories_of_another_type_are_sent():
     taken = decompose(pd.Categorical(column(list(Level))), numbers, DASKS)
     dtype = pd.CategoricalDtype(Categories(DASKS).of(taken.layout, numbers))
     (codes,) = taken.parts
-    assert not isinstance(codes, Counting)
+    assert not isinstance(codes, RowCounts)
     assert list(map(type, compose_categorical(codes, dtype))) == [Level, Level]
 
 

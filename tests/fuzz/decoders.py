@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from dask_gpurt.codecs.cpu import HOST_CODECS
-from dask_gpurt.codecs.encoded_shards import Entry, decode_shard, pack_table, unpack_table
+from dask_gpurt.codecs.encoded_shards import SectionEntry, decode_shard, pack_table, unpack_table
 from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError, TraceError
 from dask_gpurt.frames.adapter import Packed, Piece, Selection, fresh
 from dask_gpurt.frames.arrays import Arrays, ChunkLayout
@@ -67,7 +67,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def _shard_headers() -> list[wire.ShardHeader]:
-    entries = (Entry(0, 1, 64, 64), Entry(1, 8, 400, 36))
+    entries = (SectionEntry(0, 1, 64, 64), SectionEntry(1, 8, 400, 36))
     return [
         wire.ShardHeader(b"layout", 0, 7, 0, 2, 3, (1, 0, 5), 4096, 128, 64, 9, (4096,), b""),
         wire.ShardHeader(b"", 5, 1, 0, 1, 0, (2,), 464, 0, 0, 0, (64, 36), pack_table(entries)),
@@ -102,7 +102,10 @@ def _table_seeds() -> Iterable[bytes]:
     for codec in HOST_CODECS.values():
         if codec.suits(8) and (encoded := codec.encode(plain, 8)) is not None:
             payload = b"".join(piece.tobytes() for piece in encoded)
-            entries = [Entry(codec.id, 8, plain.nbytes, len(payload)), Entry(0, 1, 3, 3)]
+            entries = [
+                SectionEntry(codec.id, 8, plain.nbytes, len(payload)),
+                SectionEntry(0, 1, 3, 3),
+            ]
             packed = pack_table(entries)
             yield len(packed).to_bytes(2, "little") + packed + payload + b"abc"
 
@@ -243,7 +246,7 @@ def _lead_seeds() -> Iterable[bytes]:
         lead = np.zeros(layout.lead_nbytes, np.uint8)
         stored = [np.ones(length, np.uint8) for length in lengths]
         entries = [
-            value_file.Entry(offset, length, length, 1, 0)
+            value_file.BufferEntry(offset, length, length, 1, 0)
             for offset, length in zip(layout.offsets, lengths, strict=True)
         ]
         value_file.write_lead(lead, layout, 77, b"header", stored, entries)
@@ -285,14 +288,14 @@ def _plain(raw: bytes) -> Any:
 
 def _look_at_report(raw: bytes) -> None:
     try:
-        report = machine.Report.from_plain(_plain(raw))
+        report = machine.MachineReport.from_plain(_plain(raw))
     except ProtocolError:
         return
-    assert machine.Report.from_plain(report.to_plain()) == report
+    assert machine.MachineReport.from_plain(report.to_plain()) == report
 
 
 def _report_seeds() -> Iterable[bytes]:
-    place = machine.Place((machine.Hop("0000:07:00.0", 1e9),), 0)
+    place = machine.MachinePlace((machine.Hop("0000:07:00.0", 1e9),), 0)
     gpu = machine.Gpu(place, "GPU-1", 1 << 36, (machine.Bond(None, 4.5e11),))
     card = machine.Card("eth0", "ethernet", 1e9, ("10.0.0.1",), place)
     node = machine.NumaNode(0, 1 << 38)
@@ -300,7 +303,7 @@ def _report_seeds() -> Iterable[bytes]:
         machine.Machine("host", "boot", (node,), (gpu,), (card,)),
         machine.Machine("host", "boot", (), (), ()),
     ):
-        yield msgpack.packb(machine.Report(one, "0").to_plain())
+        yield msgpack.packb(machine.MachineReport(one, "0").to_plain())
 
 
 def _look_at_descriptor(raw: bytes) -> None:

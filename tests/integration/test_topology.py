@@ -21,10 +21,10 @@ from dask_gpurt.command import connect, doctor, status
 from dask_gpurt.errors import ActivationError, ConfigError
 from dask_gpurt.plugins import activation
 from dask_gpurt.plugins.topology import cluster_machines, host_report
-from dask_gpurt.plugins.topology.host_report import MachineReport, local_machine
+from dask_gpurt.plugins.topology.host_report import HostReporter, local_machine
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.topology import description
-from dask_gpurt.topology.machine import Report
+from dask_gpurt.topology.machine import MachineReport
 from tests.topology.trees import RecordedError, RecordedNvml
 
 ON = {"gpurt.enabled": True, "gpurt.placement.policy": "data-aware"}
@@ -93,7 +93,7 @@ async def test_machines_are_described_on_request(c, s, a, b):
 
 @gen_cluster(client=True, config=ON)
 async def test_probes_of_a_worker_are_bounded(c, s, a, b):
-    report = MachineReport(a)
+    report = HostReporter(a)
     found = await report.probe(b.address)
     assert found["transfers"][0].nbytes == 128 * 2**10
     assert found["latency_s"] > 0
@@ -113,7 +113,7 @@ async def test_probes_of_a_worker_are_bounded(c, s, a, b):
 def test_local_machine_is_described():
     machine = local_machine()
     assert machine.name
-    assert Report.from_plain(Report(machine, None).to_plain()).machine == machine
+    assert MachineReport.from_plain(MachineReport(machine, None).to_plain()).machine == machine
 
 
 def test_gpus_come_from_nvml_where_it_works(monkeypatch):

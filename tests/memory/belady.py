@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from dask_gpurt.memory.decisions.eviction_policy import Candidate, EvictionPolicy
+from dask_gpurt.memory.decisions.eviction_policy import EvictionCandidate, EvictionPolicy
 from dask_gpurt.memory.decisions.foresight import Outlook
 from tests.memory.traces import Event, Trace
 
@@ -193,12 +193,12 @@ class Informed:
                 self.last_used.update(dict.fromkeys(inputs, time))
         self.outlook = self.look()
 
-    def candidate(self, node: int, is_clean: bool) -> Candidate:
+    def candidate(self, node: int, is_clean: bool) -> EvictionCandidate:
         uses = self.dependents[node]
         if node in self.sent:
             # The peer's own copy serves the tasks that the peer was given.
             uses = {task for task in uses if task in self.queued or task not in self.given}
-        return Candidate(
+        return EvictionCandidate(
             self.nodes[node].nbytes,
             self.outlook.next_use(uses),
             self.last_used[node],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dask_gpurt.placement.cost import Input, Task, Worker
+from dask_gpurt.placement.cost import Input, Task, WorkerSnapshot
 from dask_gpurt.placement.policy import Snapshot
 from dask_gpurt.topology.model import LOCAL, Path
 from dask_gpurt.topology.places import Place
@@ -97,7 +97,7 @@ def tasks(draw):
 @st.composite
 def workers(draw):
     return [
-        Worker(
+        WorkerSnapshot(
             name,
             draw(st.integers(1, 8)),
             draw(st.floats(0, 100)),

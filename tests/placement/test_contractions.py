@@ -9,7 +9,7 @@ from math import isqrt
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dask_gpurt.placement.contractions import MAX_OVERLOAD, Operand, Plan, Side, grid
+from dask_gpurt.placement.contractions import MAX_OVERLOAD, ContractionPlan, Operand, Side, grid
 
 HOSTS = list("abcdefgh")
 #: Of so many rows and columns there is something for everybody, whatever the grid.
@@ -22,7 +22,7 @@ def shape(n_hosts, rows_nbytes=1, columns_nbytes=1):
 
 
 def plan_for(hosts):
-    return Plan(hosts, shape(len(hosts)))
+    return ContractionPlan(hosts, shape(len(hosts)))
 
 
 def operands(kind, number, depth=3):
@@ -66,7 +66,7 @@ def test_no_host_makes_far_more_than_its_share(n_hosts, n_rows, n_columns):
     assume(found is not None)
     hosts = [str(number) for number in range(n_hosts)]
     outputs = product(range(n_rows), range(n_columns))
-    made = Counter(assign_all(Plan(hosts, found), outputs).values())
+    made = Counter(assign_all(ContractionPlan(hosts, found), outputs).values())
     assert max(made.values()) <= MAX_OVERLOAD * n_rows * n_columns / n_hosts
 
 

@@ -11,7 +11,7 @@ from dask_gpurt.placement.cost import (
     Cost,
     Input,
     Task,
-    Worker,
+    WorkerSnapshot,
     costs,
     steal_pays,
 )
@@ -34,42 +34,42 @@ def cost(task, worker, places):
 
 def test_missing_input_takes_the_best_path_of_any_holder():
     task = Task("t", [Input("x", 1000, {"a", "b"})])
-    found = cost(task, Worker("c", 1), ways(a_c=(1.0, 1000.0), b_c=(0.0, 2000.0)))
+    found = cost(task, WorkerSnapshot("c", 1), ways(a_c=(1.0, 1000.0), b_c=(0.0, 2000.0)))
     assert found.transfer_s == found.sending_s == 0.5
-    assert cost(task, Worker("a", 1), ways()).data_s == 0
+    assert cost(task, WorkerSnapshot("a", 1), ways()).data_s == 0
 
 
 def test_latency_decides_where_there_is_little_to_move():
     ways_to_c = ways(a_c=(1.0, 1000.0), b_c=(0.0, 10.0))
     small = Task("t", [Input("x", 5, {"a", "b"})])
     large = Task("t", [Input("x", 500, {"a", "b"})])
-    assert cost(small, Worker("c", 1), ways_to_c).transfer_s == 0.5
-    assert cost(large, Worker("c", 1), ways_to_c).transfer_s == 1.5
+    assert cost(small, WorkerSnapshot("c", 1), ways_to_c).transfer_s == 0.5
+    assert cost(large, WorkerSnapshot("c", 1), ways_to_c).transfer_s == 1.5
 
 
 def test_input_in_flight_costs_its_remaining_time():
     way = ways(a_c=(0.0, 100.0))
     task = Task("t", [Input("x", 1000, {"a"}, {"c": 2.5})])
-    found = cost(task, Worker("c", 1), way)
+    found = cost(task, WorkerSnapshot("c", 1), way)
     assert (found.arriving_s, found.transfer_s, found.sending_s) == (2.5, 0, 0)
     late = Task("t", [Input("x", 1000, {"a"}, {"c": 99.0})])
-    assert cost(late, Worker("c", 1), way).arriving_s == 10
+    assert cost(late, WorkerSnapshot("c", 1), way).arriving_s == 10
 
 
 def test_queue_time_is_divided_by_the_threads():
     task = Task("t", [], duration_s=3.0)
-    found = cost(task, Worker("a", 4, occupancy_s=8.0), ways())
+    found = cost(task, WorkerSnapshot("a", 4, occupancy_s=8.0), ways())
     assert (found.queue_s, found.duration_s, found.total_s) == (2, 3, 5)
 
 
 def test_spilling_is_charged_for_bytes_that_do_not_fit():
     task = Task("t", [Input("x", 600, {"a"})], output_nbytes=500)
     way = ways(a_b=(0.0, 1e9))
-    room = Worker("b", 1, room_nbytes=1000)
+    room = WorkerSnapshot("b", 1, room_nbytes=1000)
     assert cost(task, room, way).spill_s == 100 / SPILL_NBYTES_PER_S
     # Where the input is already, there is nothing but the output to find room for.
     assert cost(task, room._replace(address="a"), way).spill_s == 0
-    overfull = Worker("a", 1, room_nbytes=-100)
+    overfull = WorkerSnapshot("a", 1, room_nbytes=-100)
     assert cost(task, overfull, way).spill_s == 600 / SPILL_NBYTES_PER_S
 
 
@@ -77,13 +77,13 @@ def test_join_costs_the_transfer_to_its_best_worker():
     path = machines.even(100.0)
     small = Task("t", [], output_nbytes=100, joins=[{"b": 1000}])
     large = Task("t", [], output_nbytes=9000, joins=[{"b": 1000}])
-    assert cost(small, Worker("a", 1), path).join_s == 1
-    assert cost(large, Worker("a", 1), path).join_s == 10
-    assert cost(large, Worker("b", 1), path).join_s == 0
+    assert cost(small, WorkerSnapshot("a", 1), path).join_s == 1
+    assert cost(large, WorkerSnapshot("a", 1), path).join_s == 10
+    assert cost(large, WorkerSnapshot("b", 1), path).join_s == 0
     two = Task("t", [], output_nbytes=100, joins=[{"b": 100}, {"c": 300}])
-    assert cost(two, Worker("b", 1), path).join_s == 1
-    assert cost(two, Worker("c", 1), path).join_s == 1
-    assert cost(two, Worker("d", 1), path).join_s == 2
+    assert cost(two, WorkerSnapshot("b", 1), path).join_s == 1
+    assert cost(two, WorkerSnapshot("c", 1), path).join_s == 1
+    assert cost(two, WorkerSnapshot("d", 1), path).join_s == 2
 
 
 @deterministic
@@ -124,11 +124,11 @@ def test_input_of_another_host_waits_for_transfers_on_its_link():
         lambda source, target: Path(0.0, 100.0, "k"),
     )
     near, far = Task("t", [Input("x", 1000, {"b"})]), Task("t", [Input("x", 1000, {"c"})])
-    behind = Worker("a", 1, receiving_s=0.5, inlet_s=3.0)
+    behind = WorkerSnapshot("a", 1, receiving_s=0.5, inlet_s=3.0)
     assert cost(near, behind, places).transfer_s == 1.5
     assert cost(far, behind, places).transfer_s == 13
     # Whatever it waits for first, it waits for both at the same time; and it sends nobody longer.
-    later = Worker("a", 1, receiving_s=4.0, inlet_s=3.0)
+    later = WorkerSnapshot("a", 1, receiving_s=4.0, inlet_s=3.0)
     assert cost(far, later, places).transfer_s == 14
     assert cost(far, later, places).sending_s == 10
     # So is the way out at the other end, which what is on its own host does not take.

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dask_gpurt.placement import policy
-from dask_gpurt.placement.cost import Input, Task, Worker
+from dask_gpurt.placement.cost import Input, Task, WorkerSnapshot
 from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MAX_RESTRICTED,
@@ -87,7 +87,7 @@ def test_decision_does_not_depend_on_the_order_of_workers(policy, found, order):
     subsets,
 )
 def test_policy_agrees_with_dask_on_an_idle_uniform_cluster(needed, held, valid, idle):
-    workers = [Worker(name, 1, 0.0, n) for name, n in zip(NAMES, held, strict=True)]
+    workers = [WorkerSnapshot(name, 1, 0.0, n) for name, n in zip(NAMES, held, strict=True)]
     needed = [one._replace(outlet_s=0.0) for one in needed]
     # Rates that are powers of two, so that sums of seconds are exact and ties are ties.
     found = snapshot(
@@ -128,7 +128,7 @@ def test_faster_link_is_chosen_where_dask_sees_a_tie():
         return LOCAL if source == target else Path(0.0, 1e9 if target == "b" else 1e7, "k")
 
     task = Task("t", [Input("x", 10**7, {"a"}), Input("y", 10**7, {"b"})])
-    workers = [Worker("a", 1), Worker("b", 1, nbytes=1)]
+    workers = [WorkerSnapshot("a", 1), WorkerSnapshot("b", 1, nbytes=1)]
     decision = DataAware().decide(snapshot(task, workers, by_pair(path)))
     assert (decision.worker, decision.stock) == ("b", "a")
 
@@ -136,7 +136,11 @@ def test_faster_link_is_chosen_where_dask_sees_a_tie():
 def test_worker_that_is_fetching_the_input_is_considered():
     """A second task that needs `x` goes where a first one has `x` fetched."""
     task = Task("t", [Input("x", 10**9, {"a"}, {"b": 0.5})])
-    workers = [Worker("a", 1, occupancy_s=9.0), Worker("b", 1), Worker("c", 1)]
+    workers = [
+        WorkerSnapshot("a", 1, occupancy_s=9.0),
+        WorkerSnapshot("b", 1),
+        WorkerSnapshot("c", 1),
+    ]
     found = snapshot(task, workers, even(1e8), idle=("c",))
     decision = DataAware().decide(found)
     assert (decision.worker, decision.stock) == ("b", "a")
@@ -145,7 +149,7 @@ def test_worker_that_is_fetching_the_input_is_considered():
 def test_task_moves_only_when_waiting_costs_more():
     task = Task("t", [Input("x", 10**8, {"a"})])
     for occupancy_s, chosen in [(1.9, "a"), (2.1, "b")]:
-        workers = [Worker("a", 1, occupancy_s=occupancy_s), Worker("b", 1)]
+        workers = [WorkerSnapshot("a", 1, occupancy_s=occupancy_s), WorkerSnapshot("b", 1)]
         decision = DataAware().decide(snapshot(task, workers, even(1e8), idle=("b",)))
         assert decision.worker == chosen
 
@@ -154,14 +158,14 @@ def test_task_moves_only_when_waiting_costs_more():
 def test_no_data_moves_for_a_gain_within_the_doubt(doubt, chosen):
     """Waiting takes four seconds, moving two, at both ends together, if the link is as believed."""
     task = Task("t", [Input("x", 10**8, {"a"})])
-    workers = [Worker("a", 1, occupancy_s=4.0), Worker("b", 1)]
+    workers = [WorkerSnapshot("a", 1, occupancy_s=4.0), WorkerSnapshot("b", 1)]
     found = snapshot(task, workers, even(1e8), idle=("b",), doubt=doubt)
     assert DataAware().decide(found).worker == chosen
 
 
 def test_doubt_about_bandwidth_ignores_small_messages():
     task = Task("t", [Input("x", 10, {"a"})])
-    workers = [Worker("a", 1, occupancy_s=4.0), Worker("b", 1)]
+    workers = [WorkerSnapshot("a", 1, occupancy_s=4.0), WorkerSnapshot("b", 1)]
     found = snapshot(task, workers, even(1e8, latency_s=0.001), idle=("b",), doubt=1e3)
     assert DataAware().decide(found).worker == "b"
 
@@ -170,15 +174,17 @@ def test_choice_of_dask_is_always_a_candidate():
     """Or its choice would not be doubted against."""
     names = [f"w{i:02}" for i in range(MAX_CANDIDATES + 1)]
     inputs = [Input(one, 10**8 - i, {one}) for i, one in enumerate(names)]
-    workers = [Worker(one, 1, occupancy_s=0.0 if one == names[-1] else 60.0) for one in names]
+    workers = [
+        WorkerSnapshot(one, 1, occupancy_s=0.0 if one == names[-1] else 60.0) for one in names
+    ]
     found = snapshot(Task("t", inputs), workers, even(1e8), doubt=10.0, stock=names[-1])
     assert DataAware().decide(found).worker == names[-1]
 
 
 def test_device_data_stays_on_workers_with_a_device():
     task = Task("t", [Input("x", 100, {"a"})], device="gpu")
-    busy = Worker("a", 1, occupancy_s=100.0, devices=("gpu",))
-    found = snapshot(task, [busy, Worker("b", 1)], idle=("b",))
+    busy = WorkerSnapshot("a", 1, occupancy_s=100.0, devices=("gpu",))
+    found = snapshot(task, [busy, WorkerSnapshot("b", 1)], idle=("b",))
     assert DataAware().decide(found).worker == "a"
     # Restrictions of the user come first.
     assert DataAware().decide(found._replace(valid={"b"})).worker == "b"
@@ -188,7 +194,7 @@ def test_device_data_stays_on_workers_with_a_device():
 
 def test_task_goes_to_the_worker_that_joins_its_output():
     task = Task("t", [Input("x", 10, {"a"})], output_nbytes=10**9, joins=[{"b": 10**9}])
-    workers = [Worker("a", 1), Worker("b", 1)]
+    workers = [WorkerSnapshot("a", 1), WorkerSnapshot("b", 1)]
     decision = DataAware().decide(snapshot(task, workers, even(1e8)))
     assert (decision.worker, decision.stock) == ("b", "a")
 
@@ -196,7 +202,7 @@ def test_task_goes_to_the_worker_that_joins_its_output():
 def test_block_is_not_moved_for_a_thin_edge():
     """In a stencil, the edge of a block is joined on another, idle worker."""
     task = Task("t", [Input("x", 10**9, {"a"})], output_nbytes=10**6, joins=[{"b": 10**6}])
-    workers = [Worker("a", 1, occupancy_s=60.0), Worker("b", 1)]
+    workers = [WorkerSnapshot("a", 1, occupancy_s=60.0), WorkerSnapshot("b", 1)]
     found = snapshot(task, workers, even(1e9))
     assert DataAware().decide(found).worker == "a"
     # Where there is nothing else to do, a worker that has nothing to do may as well take it.
@@ -208,7 +214,7 @@ def test_block_is_not_moved_for_a_thin_edge():
 
 def test_workers_that_take_no_tasks_are_not_considered():
     task = Task("t", [Input("x", 10**9, {"a", "b"})])
-    workers = [Worker("a", 1), Worker("b", 1, nbytes=1)]
+    workers = [WorkerSnapshot("a", 1), WorkerSnapshot("b", 1, nbytes=1)]
     found = snapshot(task, workers, takes_tasks=lambda address: address != "a")
     assert DataAware().decide(found).worker == "b"
     assert Stock().decide(found).worker == "b"
@@ -220,7 +226,7 @@ def test_cost_of_a_decision_does_not_grow_with_the_cluster():
 
     def workers(addresses):
         seen.extend(addresses)
-        return [Worker(one, 1) for one in addresses]
+        return [WorkerSnapshot(one, 1) for one in addresses]
 
     task = Task("t", [Input("x", 100, {"w1"})])
     found = snapshot(task, [], valid=frozenset(names), idle=tuple(names[:4]))
@@ -237,7 +243,11 @@ def test_worked_example_of_the_documentation_is_right():
         return topology.path(nodes[source], nodes[target])
 
     inputs = [Input("x", 4 * 10**9, {"left-0"}), Input("y", 5 * 10**9, {"right-0"})]
-    workers = [Worker("left-0", 1, 0.5), Worker("left-1", 1), Worker("right-0", 1, 0.3)]
+    workers = [
+        WorkerSnapshot("left-0", 1, 0.5),
+        WorkerSnapshot("left-1", 1),
+        WorkerSnapshot("right-0", 1, 0.3),
+    ]
     found = snapshot(
         Task("t", inputs, 0.05),
         workers,
@@ -260,7 +270,7 @@ def test_worked_example_of_the_documentation_is_right():
 
 
 def test_workers_that_receive_the_input_first_are_considered():
-    workers = [Worker(name, 1) for name in NAMES]
+    workers = [WorkerSnapshot(name, 1) for name in NAMES]
     first, *others = NAMES
     arriving = {name: 1.0 + number for number, name in enumerate(others)}
     needed = [

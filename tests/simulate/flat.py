@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dask_gpurt.simulate.cluster_model import Machine, Route, WorkerModel
+from dask_gpurt.simulate.cluster_model import ClusterModel, Route, WorkerModel
 from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
 
 CONTROL_S = 2.0**-12
@@ -33,14 +33,14 @@ def address(number: int) -> str:
     return f"tcp://10.0.0.{number}:40000"
 
 
-def flat(workers: int, *, nthreads: int = 1, speeds: Sequence[float] = ()) -> Machine:
+def flat(workers: int, *, nthreads: int = 1, speeds: Sequence[float] = ()) -> ClusterModel:
     """Make a machine of equal hosts; `speeds` are those of the first workers."""
     models = tuple(
         WorkerModel(address(number), nthreads=nthreads, speed=speed)
         for number, speed in enumerate([*speeds, *[1.0] * (workers - len(speeds))])
     )
     links = {f"{way} {model.address}": BANDWIDTH for model in models for way in ("in", "out")}
-    return Machine("flat", models, FlatNetwork(links), control_latency_s=CONTROL_S)
+    return ClusterModel("flat", models, FlatNetwork(links), control_latency_s=CONTROL_S)
 
 
 def task(

@@ -8,7 +8,7 @@ from dask import delayed
 from dask.utils import key_split
 
 from dask_gpurt.simulate.examples import EXAMPLES, Scale, add, joins, stencil, transpose_add
-from dask_gpurt.simulate.graphs import Cost, chunk_nbytes, workload_of
+from dask_gpurt.simulate.graphs import TaskCost, chunk_nbytes, workload_of
 
 SCALE = Scale(side=4, block_nbytes=8_000_000, load_rate=1e9, rate=1e10)
 
@@ -40,9 +40,9 @@ def test_costs_set_size_and_duration():
     inputs = [delayed(int, pure=False)(n, dask_key_name=f"input-{n}") for n in range(3)]
     total = delayed(sum)(inputs, dask_key_name="total")
     costs = {
-        "input": Cost(of="nothing", nbytes=100, rate=50.0),
-        "total": Cost(of="sum", ratio=0.5, nbytes=1, rate=100.0, seconds=3.0),
-        "": Cost(),
+        "input": TaskCost(of="nothing", nbytes=100, rate=50.0),
+        "total": TaskCost(of="sum", ratio=0.5, nbytes=1, rate=100.0, seconds=3.0),
+        "": TaskCost(),
     }
     model = workload_of("x", total, costs)
     (one,) = by_prefix(model, "total")
@@ -52,7 +52,7 @@ def test_costs_set_size_and_duration():
 
 def test_a_prefix_without_cost_is_an_error():
     with pytest.raises(KeyError):
-        workload_of("x", da.ones(4, chunks=2) + 1, {"add": Cost()})
+        workload_of("x", da.ones(4, chunks=2) + 1, {"add": TaskCost()})
 
 
 def test_split_outputs_share_the_bytes_of_their_group():
@@ -69,7 +69,7 @@ def test_known_sizes_override_costs():
     x = da.ones((6, 5), chunks=((1, 5), (2, 3)))
     sizes = chunk_nbytes(x)
     assert sorted(sizes.values()) == [16, 24, 80, 120]
-    model = workload_of("x", x, {"": Cost(of="nothing", nbytes=7)}, sizes=sizes)
+    model = workload_of("x", x, {"": TaskCost(of="nothing", nbytes=7)}, sizes=sizes)
     assert sorted(one.nbytes for one in model.tasks) == [16, 24, 80, 120]
 
 
@@ -86,7 +86,7 @@ def test_task_numbers_do_not_depend_on_tokens():
 
     tokens = "0" * 32, "f" * 32
     one, other = (
-        workload_of("loads", used_once_and_twice(*order), {"": Cost(rate=1.0, nbytes=1)})
+        workload_of("loads", used_once_and_twice(*order), {"": TaskCost(rate=1.0, nbytes=1)})
         for order in (tokens, tokens[::-1])
     )
     assert one == other
@@ -94,7 +94,7 @@ def test_task_numbers_do_not_depend_on_tokens():
 
 def test_names_replace_tokens_and_keep_prefix_and_group():
     x = da.ones((4, 4), chunks=2)
-    model = workload_of("x", x.T + x, {"": Cost()})
+    model = workload_of("x", x.T + x, {"": TaskCost()})
     assert {str(one.key).partition(",")[0] for one in model.tasks} == {
         "('add-0'",
         "('ones_like-0'",
@@ -104,7 +104,7 @@ def test_names_replace_tokens_and_keep_prefix_and_group():
 
 def test_groups_of_the_same_name_stay_separate():
     x = da.ones((4, 4), chunks=2)
-    model = workload_of("x", (x + 1) + (x + 2), {"": Cost()})
+    model = workload_of("x", (x + 1) + (x + 2), {"": TaskCost()})
     groups = {str(one.key).partition(",")[0] for one in by_prefix(model, "add")}
     assert len(groups) == 3
 

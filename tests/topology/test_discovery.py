@@ -17,15 +17,20 @@ from dask_gpurt.topology.discovery import (
     WorkerReport,
     discover,
 )
-from dask_gpurt.topology.machine import Machine, Report
+from dask_gpurt.topology.machine import Machine, MachineReport
 from tests.topology.trees import NAMES, machine
 
 
 def workers(found, ip):
     """One a GPU, and one without."""
     n = len(found.gpus)
-    seen = [WorkerReport(f"tcp://{ip}:{i}", str(i), ip, Report(found, str(i))) for i in range(n)]
-    return [*seen, WorkerReport(f"tcp://{ip}:{n}", f"tcp://{ip}:{n}", ip, Report(found, None))]
+    seen = [
+        WorkerReport(f"tcp://{ip}:{i}", str(i), ip, MachineReport(found, str(i))) for i in range(n)
+    ]
+    return [
+        *seen,
+        WorkerReport(f"tcp://{ip}:{n}", f"tcp://{ip}:{n}", ip, MachineReport(found, None)),
+    ]
 
 
 @pytest.fixture
@@ -131,15 +136,15 @@ def test_workers_are_on_their_visible_gpu(seen, visible):
 
 @pytest.mark.parametrize("visible", [None, "7", "GPU-no", "MIG-GPU-0000", "G"])
 def test_worker_with_an_unknown_gpu_is_on_its_host(tmp_path, visible):
-    report = Report(machine("pcie-box", tmp_path), visible)
+    report = MachineReport(machine("pcie-box", tmp_path), visible)
     one = WorkerReport("tcp://[::1]:1", "tcp://[::1]:1", "::1", report)
     topology = discover([one]).topology
     assert topology.node_of(address=one.address, name=one.name, host=one.host) == "box/numa0"
 
 
 def test_names_with_pattern_characters_are_escaped(tmp_path):
-    report = Report(machine("pcie-box", tmp_path), "0")
-    other = Report(report.machine, "1")
+    report = MachineReport(machine("pcie-box", tmp_path), "0")
+    other = MachineReport(report.machine, "1")
     seen = [
         WorkerReport("tcp://[::1]:1", "tcp://[::1]:1", "::1", report),
         WorkerReport("tcp://[::1]:2", "w*[2]?", "::1", other),
@@ -208,7 +213,7 @@ def test_machines_of_the_same_name_are_separate_hosts(tmp_path):
     one = Machine("node", "boot 1", (), (), ())
     other = dataclasses.replace(one, boot="boot 2")
     seen = [
-        WorkerReport(f"tcp://10.0.0.{i}:1", i, f"10.0.0.{i}", Report(of, None))
+        WorkerReport(f"tcp://10.0.0.{i}:1", i, f"10.0.0.{i}", MachineReport(of, None))
         for i, of in enumerate([one, other, one])
     ]
     hosts = discover(seen).topology.hosts
@@ -218,8 +223,8 @@ def test_machines_of_the_same_name_are_separate_hosts(tmp_path):
 
 def test_shared_addresses_and_uuids_belong_to_the_first(tmp_path):
     """Such as containers behind one address, and a UUID that fits several GPUs."""
-    report = Report(machine("pcie-box", tmp_path, host="box"), "GPU-")
-    inside = Report(dataclasses.replace(report.machine, name="inside"), "1")
+    report = MachineReport(machine("pcie-box", tmp_path, host="box"), "GPU-")
+    inside = MachineReport(dataclasses.replace(report.machine, name="inside"), "1")
     seen = [
         WorkerReport("tcp://10.0.0.1:1", 0, "10.0.0.1", report),
         WorkerReport("tcp://10.0.0.1:2", "0", "10.0.0.1", inside),
@@ -238,11 +243,13 @@ def test_shared_addresses_and_uuids_belong_to_the_first(tmp_path):
 
 def test_machine_names_become_words(tmp_path):
     odd = Machine("my *host* / [1]", "1", (), (), ())
-    found = discover([WorkerReport("tcp://a:1", 1, "a", Report(odd, None))])
+    found = discover([WorkerReport("tcp://a:1", 1, "a", MachineReport(odd, None))])
     assert description.parse(found.as_text()).hosts == found.topology.hosts
     nameless = dataclasses.replace(odd, name="")
     assert (
-        discover([WorkerReport("tcp://a:1", 1, "a", Report(nameless, None))]).topology.hosts[0].name
+        discover([WorkerReport("tcp://a:1", 1, "a", MachineReport(nameless, None))])
+        .topology.hosts[0]
+        .name
         == "nameless"
     )
 
@@ -298,7 +305,7 @@ def test_link_has_the_speed_of_its_slower_end(seen):
         ),
     )
     machine_ = dataclasses.replace(first.report.machine, gpus=(slower,))
-    topology = discover([first._replace(report=Report(machine_, "0"))]).topology
+    topology = discover([first._replace(report=MachineReport(machine_, "0"))]).topology
     assert paths(topology)("numa0", "gpu0").bandwidth_nbytes_per_s == pytest.approx(
         EFFICIENCY * 8e9
     )

@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.errors import ProtocolError
-from dask_gpurt.topology.machine import MAX_PARTS, Report
+from dask_gpurt.topology.machine import MAX_PARTS, MachineReport
 from tests.topology.trees import NAMES, machine
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    return Report(machine("dgx-a100", tmp_path_factory.mktemp("sys")), "0")
+    return MachineReport(machine("dgx-a100", tmp_path_factory.mktemp("sys")), "0")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_machine_reports_survive_serialization(name, tmp_path):
-    report = Report(machine(name, tmp_path, addresses={"ens27": ["10.0.0.1"]}), None)
+    report = MachineReport(machine(name, tmp_path, addresses={"ens27": ["10.0.0.1"]}), None)
     plain = msgpack.unpackb(msgpack.packb(report.to_plain()), use_list=False)
-    assert Report.from_plain(plain) == report
+    assert MachineReport.from_plain(plain) == report
 
 
 def edited(report, path, value):
@@ -70,9 +70,9 @@ CARD = "machine", "cards", 0
     ],
 )
 def test_invalid_machine_reports_are_refused(report, path, value):
-    assert Report.from_plain(report.to_plain()) == report
+    assert MachineReport.from_plain(report.to_plain()) == report
     with pytest.raises(ProtocolError):
-        Report.from_plain(edited(report, path, value))
+        MachineReport.from_plain(edited(report, path, value))
 
 
 VALUES = st.recursive(
@@ -87,7 +87,7 @@ KEYS = st.sampled_from(["machine", "gpu", "name", "boot", "numa", "gpus", "cards
 @given(VALUES | st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES)))
 def test_values_that_are_no_report_are_refused(plain):
     with pytest.raises(ProtocolError):
-        Report.from_plain(plain)
+        MachineReport.from_plain(plain)
 
 
 def places(plain, path=()):
@@ -105,7 +105,7 @@ def test_report_with_one_changed_value_is_valid_or_refused(report, data):
     plain = msgpack.unpackb(msgpack.packb(report.to_plain()))
     path = data.draw(st.sampled_from(list(places(plain))))
     try:
-        found = Report.from_plain(edited(report, path, data.draw(VALUES)))
+        found = MachineReport.from_plain(edited(report, path, data.draw(VALUES)))
     except ProtocolError:
         return
-    assert Report.from_plain(found.to_plain()) == found
+    assert MachineReport.from_plain(found.to_plain()) == found

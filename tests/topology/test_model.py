@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from dask_gpurt.topology import description
-from dask_gpurt.topology.model import LOCAL, Device, Host, Link, Numa, Topology
+from dask_gpurt.topology.model import LOCAL, DeviceNode, Host, Link, Numa, Topology
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "topologies"
 
@@ -94,7 +94,7 @@ def test_workers_are_found_by_device_then_by_host():
     assert two.node_of(name="right-1", **worker) == "right/gpu1"
     assert two.node_of(name=7, **worker) == "right/numa0"
     assert two.node_of(name=7, address="tcp://10.0.0.9:1", host="10.0.0.9") is None
-    gpu = Device("gpu0", "gpu", workers=("tcp://10.0.0.2:*",))
+    gpu = DeviceNode("gpu0", "gpu", workers=("tcp://10.0.0.2:*",))
     pattern = Topology((Host("h", (Numa("n"),), (gpu,)),), ())
     assert pattern.node_of(name=7, **worker) == "h/gpu0"
     assert pattern.device("h/gpu0") is gpu
@@ -115,7 +115,7 @@ def test_workers_are_found_by_device_then_by_host():
 )
 def test_a_worker_is_on_the_first_device_that_fits(users, device):
     devices = tuple(
-        Device(f"gpu{i}", "gpu", workers=tuple(patterns)) for i, patterns in enumerate(users)
+        DeviceNode(f"gpu{i}", "gpu", workers=tuple(patterns)) for i, patterns in enumerate(users)
     )
     topology = Topology((Host("h", (Numa("numa0"),), devices),), ())
     assert topology.node_of(address="tcp://10.0.0.1:1", name="w1", host="h") == f"h/{device}"
@@ -133,7 +133,7 @@ def test_a_worker_is_on_the_first_device_that_fits(users, device):
 )
 def test_exact_spelling_matches_with_pattern_characters(word, port):
     users = ("tcp://[fd00::1]:7", "w1?"), (word,)
-    devices = tuple(Device(f"gpu{i}", "gpu", workers=one) for i, one in enumerate(users))
+    devices = tuple(DeviceNode(f"gpu{i}", "gpu", workers=one) for i, one in enumerate(users))
     topology = Topology((Host("h", (Numa("numa0"),), devices),), ())
     worker = {"address": f"tcp://[fd00::1]:{port}", "name": "w[1]?" if port == 4 else port}
     assert topology.node_of(**worker, host="h") == "h/gpu1"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.topology import probing
 from dask_gpurt.topology.learned import End
-from dask_gpurt.topology.probing import Transfer
+from dask_gpurt.topology.probing import ProbeTransfer
 
 
 def ends(n_hosts, per_host=1):
@@ -63,7 +63,7 @@ def test_finished_pairs_count_and_are_not_repeated():
 def test_probe_messages_grow_within_bounds(rate, latency_s):
     transfers = []
     while nbytes := probing.next_nbytes(transfers):
-        transfers.append(Transfer(nbytes, latency_s + nbytes / rate))
+        transfers.append(ProbeTransfer(nbytes, latency_s + nbytes / rate))
     assert transfers[0].nbytes == probing.SMALLEST_NBYTES
     assert len(transfers) <= 8
     assert sum(one.nbytes for one in transfers) <= probing.MAX_PAIR_NBYTES
@@ -77,7 +77,7 @@ def test_brief_pause_of_a_process_makes_no_link_slow(held_up):
     transfers = []
     while nbytes := probing.next_nbytes(transfers):
         pause_s = 0.1 if len(transfers) == held_up else 0.0
-        transfers.append(Transfer(nbytes, 0.001 + nbytes / 100e6 + pause_s))
+        transfers.append(ProbeTransfer(nbytes, 0.001 + nbytes / 100e6 + pause_s))
     found = probing.conclude({"latency_s": 0.001, "transfers": transfers})
     assert found.nbytes_per_s == pytest.approx(100e6, rel=0.1)
 
@@ -87,7 +87,7 @@ def test_brief_pause_of_a_process_makes_no_link_slow(held_up):
 def test_rates_are_found_within_a_tenth(rate, latency_s):
     transfers = []
     while nbytes := probing.next_nbytes(transfers):
-        transfers.append(Transfer(nbytes, latency_s + nbytes / rate))
+        transfers.append(ProbeTransfer(nbytes, latency_s + nbytes / rate))
     found = probing.conclude({"latency_s": latency_s, "transfers": transfers})
     assert found.nbytes_per_s == pytest.approx(rate, rel=0.1)
     assert found.latency_s == latency_s

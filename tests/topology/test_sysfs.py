@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.topology import sysfs
-from dask_gpurt.topology.machine import Report
+from dask_gpurt.topology.machine import MachineReport
 from dask_gpurt.topology.nvml import NvmlGpu
 from tests.topology.trees import NAMES, machine, make_interface, make_tree, write
 
@@ -59,7 +59,7 @@ def test_cards_have_speed_kind_and_addresses(tmp_path):
     assert found["ens6f0"].place.numa == 0
     assert not {"lo", "veth0"} & found.keys(), "without hardware"
     many = read(tmp_path, ens6f0=[f"10.0.{i >> 8}.{i & 255}" for i in range(1000)])
-    assert Report.from_plain(Report(many, None).to_plain()).machine == many
+    assert MachineReport.from_plain(MachineReport(many, None).to_plain()).machine == many
 
 
 def test_card_without_a_speed_is_described(tmp_path):

@@ -68,7 +68,7 @@ class CudaEvent:
             raise self.error
 
 
-class _Allocation:
+class _CudaAllocation:
     """State that all buffers of one allocation share."""
 
     def __init__(self, device: CudaDevice, memory: Any, nbytes: int) -> None:
@@ -78,7 +78,7 @@ class _Allocation:
         self.is_freed = False
 
 
-class CudaBuffer(Span[_Allocation]):
+class CudaBuffer(Span[_CudaAllocation]):
     """Memory of a `CudaDevice`, or part of it."""
 
     def free(self, stream: Stream) -> None:
@@ -205,9 +205,9 @@ class CudaDevice(BaseDevice):
         self._used_nbytes = 0
         #: Live allocations. This reference keeps memory from being reused while work on it is
         #: queued, if its buffer is dropped without being freed.
-        self._allocations: set[_Allocation] = set()
+        self._allocations: set[_CudaAllocation] = set()
         #: Queued frees, oldest first, with the events that complete them.
-        self._freeing: deque[tuple[_Allocation, Any]] = deque()
+        self._freeing: deque[tuple[_CudaAllocation, Any]] = deque()
         #: Host memory that copies use, with the events that end the copies.
         self._held: deque[tuple[list[Bytes], Any]] = deque()
         #: Number of waiting entries from which on all of them are checked.
@@ -253,7 +253,9 @@ class CudaDevice(BaseDevice):
             wait_or_make_room(self, nbytes, used_nbytes, wait, callback, problem)
 
     def _allocated(self, nbytes: int, stream: CudaStream) -> CudaBuffer:
-        allocation = _Allocation(self, self.driver.allocate(max(1, nbytes), self._memory), nbytes)
+        allocation = _CudaAllocation(
+            self, self.driver.allocate(max(1, nbytes), self._memory), nbytes
+        )
         self.driver.make_wait(stream.handle, self.driver.record(self._memory))
         with self._lock:
             self._allocations.add(allocation)
@@ -273,7 +275,7 @@ class CudaDevice(BaseDevice):
             self._queue_free(buffer.allocation, mine)
             self._tidy_briefly()
 
-    def _queue_free(self, allocation: _Allocation, stream: CudaStream) -> None:
+    def _queue_free(self, allocation: _CudaAllocation, stream: CudaStream) -> None:
         # The host frees the memory after the event, not in stream order. A pool knows the stream
         # that allocated the memory, but not the last stream that used it.
         allocation.is_freed = True

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from dask_gpurt.devices.cuda.driver import Driver
-from dask_gpurt.devices.ledger import Entry, Ledger
+from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 
 #: CUDA returns times between events in milliseconds as 32-bit floats. After a minute, these are
 #: accurate to a few microseconds. After hours, they are useless.
@@ -25,7 +25,7 @@ _FAR_S = 60.0
 T = TypeVar("T")
 
 
-class _Piece(NamedTuple):
+class _TimedWork(NamedTuple):
     lane: str
     path: str
     nbytes: int
@@ -69,7 +69,7 @@ class DeviceTimes:
         #: Time of the event `_zero` on the ledger's clock.
         self._zero_s = ledger.clock()
         # A deque, because many threads use streams.
-        self._pieces: deque[tuple[_Piece, Any]] = deque()
+        self._pieces: deque[tuple[_TimedWork, Any]] = deque()
 
     def __len__(self) -> int:
         """Number of pieces that are not in the ledger yet."""
@@ -81,7 +81,7 @@ class DeviceTimes:
         began = self._driver.record(stream, timed=True)
         yield
         ended = self._driver.record(stream, timed=True)
-        self._pieces.append((_Piece(lane, path, nbytes, began, ended), ended))
+        self._pieces.append((_TimedWork(lane, path, nbytes, began, ended), ended))
 
     def collect(self, is_brief: bool = False) -> None:
         """Enter finished pieces into the ledger. Only one thread may call this at a time."""
@@ -89,6 +89,8 @@ class DeviceTimes:
             since_s = self._driver.seconds_between(self._zero, piece.began)
             start_s = self._zero_s + since_s
             took_s = self._driver.seconds_between(piece.began, piece.ended)
-            self._ledger.add(Entry(piece.lane, piece.path, piece.nbytes, start_s, start_s + took_s))
+            self._ledger.add(
+                LedgerEntry(piece.lane, piece.path, piece.nbytes, start_s, start_s + took_s)
+            )
             if since_s > _FAR_S:
                 self._zero, self._zero_s = piece.began, start_s

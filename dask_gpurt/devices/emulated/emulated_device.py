@@ -63,7 +63,7 @@ class EmulatedEvent:
         self.device._wait_for(self)
 
 
-class _Allocation:
+class _EmulatedAllocation:
     """State that all buffers of one allocation share."""
 
     def __init__(self, device: EmulatedDevice, memory: Bytes) -> None:
@@ -73,7 +73,7 @@ class _Allocation:
         self.uses = Uses()
 
 
-class EmulatedBuffer(Span[_Allocation]):
+class EmulatedBuffer(Span[_EmulatedAllocation]):
     """Memory of an `EmulatedDevice`, or part of it."""
 
     def free(self, stream: Stream) -> None:
@@ -183,7 +183,7 @@ class EmulatedDevice(BaseDevice):
         self._n_streams = 0
         self._used_nbytes = 0
         #: Queued frees, with the signals that complete them.
-        self._freeing: dict[_Allocation, Signal] = {}
+        self._freeing: dict[_EmulatedAllocation, Signal] = {}
         #: The work that the host has waited for.
         self._seen = Clock()
         #: A hazard found by `_free_dead`. The next call to the device raises it.
@@ -218,7 +218,7 @@ class EmulatedDevice(BaseDevice):
         memory = np.empty(nbytes, dtype=np.uint8)
         if self._is_pumped:
             memory.fill(POISON)
-        allocation = _Allocation(self, memory)
+        allocation = _EmulatedAllocation(self, memory)
         allocation.uses.add(
             self._use(stream, "its allocation", 0, nbytes), stream.clock, self._seen
         )
@@ -232,7 +232,7 @@ class EmulatedDevice(BaseDevice):
             self._begin()
             self._queue_free(buffer.allocation, mine)
 
-    def _queue_free(self, allocation: _Allocation, stream: EmulatedStream) -> None:
+    def _queue_free(self, allocation: _EmulatedAllocation, stream: EmulatedStream) -> None:
         def release() -> None:
             with self._lock:
                 if self._is_pumped and allocation.memory is not None:

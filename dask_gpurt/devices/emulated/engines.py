@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.emulated.queues import Engine, Queue, Queues, Work
-from dask_gpurt.devices.ledger import Entry, Ledger
+from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 from dask_gpurt.devices.ordering import HazardError
 
 
@@ -60,7 +60,7 @@ class Runner:
             if left_s > 0:
                 self._wait(left_s)
         if self._ledger is not None:
-            entry = Entry(queue.name, work.engine.value, work.nbytes, start_s, self._clock())
+            entry = LedgerEntry(queue.name, work.engine.value, work.nbytes, start_s, self._clock())
             self._ledger.add(entry)
         return None
 

@@ -79,7 +79,7 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuModel:
     """A product: an architecture, and how many multiprocessors its full board has."""
 
     name: str
@@ -224,16 +224,18 @@ ARCHITECTURES = {one.name: one for one in (SM70, SM75, SM80, SM86, SM89, SM90, S
 GPUS = {
     one.name: one
     for one in (
-        Gpu("V100", SM70, 80, "Volta architecture white paper"),
-        Gpu("T4", SM75, 40, "Turing architecture white paper"),
-        Gpu("A100", SM80, 108, "Ampere GA100 architecture white paper"),
-        Gpu("A40", SM86, 84, "A40 data sheet: 10,752 cores, 128 for each"),
-        Gpu("L40S", SM89, 142, "L40S data sheet: 18,176 cores, 128 for each"),
-        Gpu("H100", SM90, 132, "Hopper architecture white paper, SXM5 board"),
-        Gpu("H200", SM90, 132, "as a device of this name reports"),
+        GpuModel("V100", SM70, 80, "Volta architecture white paper"),
+        GpuModel("T4", SM75, 40, "Turing architecture white paper"),
+        GpuModel("A100", SM80, 108, "Ampere GA100 architecture white paper"),
+        GpuModel("A40", SM86, 84, "A40 data sheet: 10,752 cores, 128 for each"),
+        GpuModel("L40S", SM89, 142, "L40S data sheet: 18,176 cores, 128 for each"),
+        GpuModel("H100", SM90, 132, "Hopper architecture white paper, SXM5 board"),
+        GpuModel("H200", SM90, 132, "as a device of this name reports"),
         # No publication of NVIDIA states this figure.
-        Gpu("B200", SM100, 148, "as devices of this name are reported to report"),
-        Gpu("MI250X", GFX90A, 110, "ROCm documentation, AMD GPU specifications: one of two dies"),
+        GpuModel("B200", SM100, 148, "as devices of this name are reported to report"),
+        GpuModel(
+            "MI250X", GFX90A, 110, "ROCm documentation, AMD GPU specifications: one of two dies"
+        ),
     )
 }
 
@@ -249,7 +251,7 @@ def architecture_of(capability: tuple[int, int]) -> Architecture | None:
     return None
 
 
-def gpu_named(device_name: str) -> Gpu | None:
+def gpu_named(device_name: str) -> GpuModel | None:
     """Return the product with a driver's device name, or None if the table lacks it.
 
     Examples

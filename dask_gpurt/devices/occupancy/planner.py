@@ -40,7 +40,7 @@ class Reason(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """The shared memory of a shaped launch, and its effect.
 
     Attributes
@@ -99,7 +99,7 @@ def plan(
     *,
     pending: bool,
     opt_in: bool = True,
-) -> Plan | Refusal:
+) -> LaunchPlan | Refusal:
     """Plan the dynamic shared memory that leaves exactly this number of blocks resident.
 
     A block must be charged ``u``: the smallest multiple of the granule of which ``leave + 1`` do
@@ -131,18 +131,18 @@ def plan(
         return Refusal(Reason.DOES_NOT_RUN, 0, now.binding)
     if not isinstance(leave, str):
         return _exactly(architecture, launch, now, leave, opt_in)
-    found: Plan | Refusal = Refusal(Reason.FEW_ALREADY, now.blocks, now.binding)
+    found: LaunchPlan | Refusal = Refusal(Reason.FEW_ALREADY, now.blocks, now.binding)
     choices = range(1, now.blocks)
     for blocks in choices if leave == "fewest" else reversed(choices):
         found = _exactly(architecture, launch, now, blocks, opt_in)
-        if isinstance(found, Plan):
+        if isinstance(found, LaunchPlan):
             break
     return found
 
 
 def _exactly(
     architecture: Architecture, launch: Launch, now: Occupancy, blocks: int, opt_in: bool
-) -> Plan | Refusal:
+) -> LaunchPlan | Refusal:
     if now.blocks <= blocks:
         return Refusal(Reason.FEW_ALREADY, now.blocks, now.binding)
     capacity, granule = architecture.shared_per_sm_nbytes, architecture.shared_granule_nbytes
@@ -158,7 +158,7 @@ def _exactly(
         return Refusal(Reason.NO_SUCH_AMOUNT, now.blocks)
     if dynamic + launch.static_nbytes > most_of_block:
         return Refusal(Reason.BLOCK_MAXIMUM, now.blocks, needed_nbytes=dynamic)
-    return Plan(
+    return LaunchPlan(
         dynamic_nbytes=dynamic,
         most_nbytes=min(
             capacity // blocks // granule * granule - fixed, most_of_block - launch.static_nbytes
@@ -178,7 +178,7 @@ def plan_beside(
     pending: bool,
     on_turnover: bool = False,
     opt_in: bool = True,
-) -> Plan | Refusal:
+) -> LaunchPlan | Refusal:
     """Plan for `launch` with the most resident blocks that leave room for a block of `other`.
 
     A block needs more than shared memory: the registers of a communication kernel may not fit even

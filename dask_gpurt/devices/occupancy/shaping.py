@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from dask_gpurt.devices.occupancy.architectures import Architecture
-from dask_gpurt.devices.occupancy.planner import Plan, Reason, Refusal, plan
+from dask_gpurt.devices.occupancy.planner import LaunchPlan, Reason, Refusal, plan
 from dask_gpurt.devices.occupancy.resident_blocks import Launch, Limit
 
 #: Blocks or threads in three dimensions.
@@ -102,7 +102,7 @@ class Planner:
     architecture: Architecture
     leave: int | Literal["fewest", "most"]
 
-    def __call__(self, launch: Launch) -> Plan | Refusal:
+    def __call__(self, launch: Launch) -> LaunchPlan | Refusal:
         """Plan a launch while communication is pending."""
         return plan(self.architecture, launch, self.leave, pending=True)
 
@@ -131,7 +131,7 @@ class Decided:
     block: Extent
     asked_nbytes: int
     nbytes: int
-    why: Plan | Refusal | Failure
+    why: LaunchPlan | Refusal | Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class _Scope:
     """An entered `with shaped(...)` block."""
 
     hook: LaunchHook
-    planner: Callable[[Launch], Plan | Refusal]
+    planner: Callable[[Launch], LaunchPlan | Refusal]
     #: Replaces the planner in keys, because hashing a planner may be slow.
     number: int
     pending: Callable[[], bool]
@@ -247,10 +247,10 @@ class LaunchHook:
             if (decided := self._decided.get(key)) is not None:
                 return decided
             nbytes = asked_nbytes
-            why: Plan | Refusal | Failure
+            why: LaunchPlan | Refusal | Failure
             try:
                 why = self._planned(scope, kernel, block, asked_nbytes)
-                if isinstance(why, Plan):
+                if isinstance(why, LaunchPlan):
                     nbytes = max(nbytes, why.dynamic_nbytes)
             except Exception as error:
                 why = Failure(repr(error))
@@ -261,7 +261,7 @@ class LaunchHook:
 
     def _planned(
         self, scope: _Scope, kernel: Hashable, block: Extent, asked_nbytes: int
-    ) -> Plan | Refusal:
+    ) -> LaunchPlan | Refusal:
         """Ask the planner, and allow the kernel what it says. The caller holds the lock."""
         needs = self._driver.attributes(kernel)
         x, y, z = block
@@ -269,7 +269,7 @@ class LaunchHook:
         if launch.threads > needs.max_threads:
             return Refusal(Reason.DOES_NOT_RUN, 0, frozenset({Limit.THREADS}))
         found = scope.planner(launch)
-        if isinstance(found, Plan) and found.dynamic_nbytes > needs.max_dynamic_nbytes:
+        if isinstance(found, LaunchPlan) and found.dynamic_nbytes > needs.max_dynamic_nbytes:
             self._driver.set_max_dynamic_shared(kernel, found.dynamic_nbytes)
         return found
 
@@ -295,7 +295,7 @@ class LaunchHook:
 
 @contextlib.contextmanager
 def shaped(
-    planner: Callable[[Launch], Plan | Refusal], pending: Callable[[], bool], hook: LaunchHook
+    planner: Callable[[Launch], LaunchPlan | Refusal], pending: Callable[[], bool], hook: LaunchHook
 ) -> Iterator[None]:
     """Shape launches through a hook inside a `with` statement, in this thread or coroutine.
 

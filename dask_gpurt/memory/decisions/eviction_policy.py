@@ -24,7 +24,7 @@ class Role(Enum):
     SHARD = "shard"
 
 
-class Candidate(NamedTuple):
+class EvictionCandidate(NamedTuple):
     """The facts about a value that a policy may use. A tuple: thousands are made at a time.
 
     Attributes
@@ -60,7 +60,7 @@ class EvictionPolicy(Protocol):
     def name(self) -> str:
         """The name in the setting."""
 
-    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+    def rank(self, candidate: EvictionCandidate) -> tuple[Any, ...]:
         """Return a rank that compares with those of other candidates; the highest goes first."""
 
 
@@ -83,7 +83,7 @@ class NextUse:
 
     name = "next-use"
 
-    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+    def rank(self, candidate: EvictionCandidate) -> tuple[Any, ...]:
         _, next_use, last_used, is_clean, made, role = candidate
         if next_use is not None:
             return (0, next_use, is_clean, -last_used)
@@ -97,7 +97,7 @@ class LeastRecentlyUsed:
 
     name = "lru"
 
-    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+    def rank(self, candidate: EvictionCandidate) -> tuple[Any, ...]:
         return (-candidate.last_used,)
 
 
@@ -106,7 +106,7 @@ class Largest:
 
     name = "largest"
 
-    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+    def rank(self, candidate: EvictionCandidate) -> tuple[Any, ...]:
         return (candidate.nbytes, -candidate.last_used)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from dask_gpurt.memory.decisions.backoff import Backoff
 from dask_gpurt.memory.decisions.eviction_order import EvictionOrder
-from dask_gpurt.memory.decisions.eviction_policy import Candidate, EvictionPolicy
+from dask_gpurt.memory.decisions.eviction_policy import EvictionCandidate, EvictionPolicy
 from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
 
 #: Dask's priorities: the smaller, the sooner.
@@ -466,7 +466,7 @@ class Residency:
         return self._orders[number][value.nbytes < SMALL_NBYTES]
 
     def _rank(self, value: Value) -> tuple[Any, ...]:
-        candidate = Candidate(
+        candidate = EvictionCandidate(
             nbytes=value.nbytes,
             next_use=self.next_use(value.key),
             last_used=value.last_used,

@@ -26,7 +26,7 @@ from dask_gpurt.memory.decisions.backoff import Backoff, LogThrottle
 from dask_gpurt.memory.files.block_io import empty_blocks
 from dask_gpurt.memory.files.directory import ValueDirectory
 from dask_gpurt.memory.files.value_file import CODERS, Bytes
-from dask_gpurt.memory.files.value_io import DiskPlace, Encoded, ValueFiles, encoded
+from dask_gpurt.memory.files.value_io import DiskPlace, EncodedValue, ValueFiles, encoded
 
 logger = logging.getLogger("dask_gpurt.memory")
 
@@ -177,7 +177,7 @@ class DiskTier:
             if is_last:
                 self._directory.remove()
 
-    def _write(self, value: Encoded) -> DiskPlace:
+    def _write(self, value: EncodedValue) -> DiskPlace:
         directory, is_direct = self._directory.ready()
         try:
             return self._write_into(directory, is_direct, value)
@@ -189,7 +189,7 @@ class DiskTier:
         directory, is_direct = self._directory.ready()
         return self._write_into(directory, is_direct, value)
 
-    def _write_into(self, directory: str, is_direct: bool, value: Encoded) -> DiskPlace:
+    def _write_into(self, directory: str, is_direct: bool, value: EncodedValue) -> DiskPlace:
         number = next(self._numbers)
         path = os.path.join(directory, f"{number:08d}")
         return self._files.write(path, value, self._first_identity + number, is_direct)

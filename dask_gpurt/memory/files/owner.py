@@ -38,7 +38,7 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True)
-class Place:
+class OwnerPlace:
     """The system that a process runs on.
 
     Attributes
@@ -58,7 +58,7 @@ class Place:
     boot: str
     pid_namespace: int
 
-    def is_same_machine(self, other: Place) -> bool:
+    def is_same_machine(self, other: OwnerPlace) -> bool:
         """Return whether both are one machine, and not two containers of the same name."""
         return (
             self.machine != ""
@@ -92,8 +92,8 @@ class Owner:
     device: int
 
     @property
-    def place(self) -> Place:
-        return Place(self.host, self.machine, self.boot, self.pid_namespace)
+    def place(self) -> OwnerPlace:
+        return OwnerPlace(self.host, self.machine, self.boot, self.pid_namespace)
 
     def packed(self) -> bytes:
         """Return the record: a line of JSON, which people can read too."""
@@ -119,7 +119,7 @@ def unpacked(record: bytes) -> Owner | None:
 
 def fate(
     owner: Owner | None,
-    here: Place | None,
+    here: OwnerPlace | None,
     started: Callable[[int], int | None],
     device: int,
     take_lock: Callable[[], bool | None],
@@ -161,7 +161,7 @@ def fate(
     return Fate.DEAD
 
 
-def this_place() -> Place | None:
+def this_place() -> OwnerPlace | None:
     """Return the system that this process runs on; None if unknown."""
     try:
         boot = _text("/proc/sys/kernel/random/boot_id")
@@ -172,7 +172,7 @@ def this_place() -> Place | None:
         machine = _text("/etc/machine-id")
     except OSError:
         machine = ""
-    return Place(os.uname().nodename, machine, boot, pid_namespace)
+    return OwnerPlace(os.uname().nodename, machine, boot, pid_namespace)
 
 
 def this_process(is_locked: bool, device: int) -> Owner | None:

@@ -54,7 +54,7 @@ _ALIGNMENT = 64
 Bytes = npt.NDArray[np.uint8]
 
 
-class Entry(NamedTuple):
+class BufferEntry(NamedTuple):
     """The position of one buffer.
 
     Attributes
@@ -80,7 +80,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The positions of all parts of one value.
 
     Attributes
@@ -105,7 +105,7 @@ def padded(nbytes: int, to: int = BLOCK_NBYTES) -> int:
     return -(-nbytes // to) * to
 
 
-def layout_of(header_nbytes: int, stored_nbytes: Sequence[int]) -> Layout:
+def layout_of(header_nbytes: int, stored_nbytes: Sequence[int]) -> FileLayout:
     """Return the layout of a value whose buffers take `stored_nbytes` in the file."""
     end = _PREAMBLE.size + len(stored_nbytes) * _ENTRY.size + header_nbytes
     offsets = [0] * len(stored_nbytes)
@@ -117,21 +117,21 @@ def layout_of(header_nbytes: int, stored_nbytes: Sequence[int]) -> Layout:
             offsets[number] = padded(end, _ALIGNMENT)
             end = offsets[number] + nbytes
     if not blocks:
-        return Layout(end, tuple(offsets), (), end)
+        return FileLayout(end, tuple(offsets), (), end)
     lead_nbytes = end = padded(end)
     for number in blocks:
         offsets[number] = end
         end += padded(stored_nbytes[number])
-    return Layout(lead_nbytes, tuple(offsets), tuple(blocks), end)
+    return FileLayout(lead_nbytes, tuple(offsets), tuple(blocks), end)
 
 
 def write_lead(
     out: Bytes,
-    layout: Layout,
+    layout: FileLayout,
     identity: int,
     header: bytes,
     stored: Sequence[Bytes],
-    entries: Sequence[Entry],
+    entries: Sequence[BufferEntry],
 ) -> None:
     """Fill the memory of a lead.
 
@@ -159,7 +159,7 @@ def write_lead(
     _PREAMBLE.pack_into(out.data, 0, MAGIC, VERSION, seal, *fields)
 
 
-def read_lead(lead: Bytes, file_nbytes: int, identity: int) -> tuple[bytes, list[Entry]]:
+def read_lead(lead: Bytes, file_nbytes: int, identity: int) -> tuple[bytes, list[BufferEntry]]:
     """Return the value's header, and the entries of its buffers.
 
     Raises
@@ -180,5 +180,7 @@ def read_lead(lead: Bytes, file_nbytes: int, identity: int) -> tuple[bytes, list
     first = _PREAMBLE.size + n_buffers * _ENTRY.size
     if first + header_nbytes > lead.nbytes:
         raise ValueError("its lead contradicts itself")
-    entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(lead[_PREAMBLE.size : first].data)]
+    entries = [
+        BufferEntry(*fields) for fields in _ENTRY.iter_unpack(lead[_PREAMBLE.size : first].data)
+    ]
     return lead[first : first + header_nbytes].tobytes(), entries

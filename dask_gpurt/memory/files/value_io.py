@@ -30,9 +30,9 @@ from dask_gpurt.memory.files.value_file import (
     BLOCK_NBYTES,
     CODERS,
     SMALL_NBYTES,
+    BufferEntry,
     Bytes,
-    Entry,
-    Layout,
+    FileLayout,
     layout_of,
     padded,
     read_lead,
@@ -73,7 +73,7 @@ class DiskPlace:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedValue:
     """A value in the form in which it is stored.
 
     Attributes
@@ -87,7 +87,7 @@ class Encoded:
     value: Flat
     buffers: tuple[Bytes, ...]
     coders: tuple[int, ...]
-    layout: Layout
+    layout: FileLayout
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +95,7 @@ class Encoded:
         return padded(self.layout.nbytes)
 
 
-def encoded(value: Flat, coder: int) -> Encoded:
+def encoded(value: Flat, coder: int) -> EncodedValue:
     """Return a value with its large buffers compressed where that saves a block.
 
     Parameters
@@ -113,7 +113,7 @@ def encoded(value: Flat, coder: int) -> Encoded:
             if padded(smaller.nbytes) <= padded(buffer.nbytes) - BLOCK_NBYTES:
                 buffers[-1], coders[-1] = smaller, coder
     layout = layout_of(len(value.header), [buffer.nbytes for buffer in buffers])
-    return Encoded(value, tuple(buffers), tuple(coders), layout)
+    return EncodedValue(value, tuple(buffers), tuple(coders), layout)
 
 
 class ValueFiles:
@@ -132,7 +132,7 @@ class ValueFiles:
         self._empty = empty
         self._bounces = BouncePool()
 
-    def write(self, path: str, value: Encoded, identity: int, is_direct: bool) -> DiskPlace:
+    def write(self, path: str, value: EncodedValue, identity: int, is_direct: bool) -> DiskPlace:
         """Write a value to a new file.
 
         Parameters
@@ -167,7 +167,7 @@ class ValueFiles:
             path, value.nbytes, layout.nbytes, layout.lead_nbytes, blocks, is_direct, identity
         )
 
-    def _fill(self, fd: int, value: Encoded, identity: int, is_direct: bool) -> None:
+    def _fill(self, fd: int, value: EncodedValue, identity: int, is_direct: bool) -> None:
         layout, buffers = value.layout, value.buffers
         sums = [0] * len(buffers)
         if layout.blocks:
@@ -181,7 +181,7 @@ class ValueFiles:
                 if bounce is not None:
                     self._bounces.put_back(bounce)
         entries = [
-            Entry(offset, stored.nbytes, raw.nbytes, total, coder)
+            BufferEntry(offset, stored.nbytes, raw.nbytes, total, coder)
             for offset, stored, raw, total, coder in zip(
                 layout.offsets, buffers, value.value.buffers, sums, value.coders, strict=True
             )
@@ -242,7 +242,7 @@ class ValueFiles:
 
 
 def _decoded(
-    place: DiskPlace, lead: Bytes, blocks: list[Bytes], entries: list[Entry]
+    place: DiskPlace, lead: Bytes, blocks: list[Bytes], entries: list[BufferEntry]
 ) -> Iterator[Bytes]:
     """Yield the buffers of a value, verified and decoded.
 

@@ -22,7 +22,7 @@ from dask_gpurt.config import MemorySettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory import malloc
 from dask_gpurt.devices.lanes import Lane
-from dask_gpurt.devices.ledger import COMPUTE, Entry, Ledger
+from dask_gpurt.devices.ledger import COMPUTE, Ledger, LedgerEntry
 from dask_gpurt.memory.decisions.admission import Claim
 from dask_gpurt.memory.decisions.backoff import LogThrottle
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
@@ -258,7 +258,7 @@ class ManagedMemory:
         # Dask has measured the value in the task's thread; doing it again would block the loop.
         self.store.measured[key] = nbytes
         now_s = self._owners.ledger.clock()
-        self._owners.ledger.add(Entry(COMPUTE, group, nbytes, now_s - took_s, now_s))
+        self._owners.ledger.add(LedgerEntry(COMPUTE, group, nbytes, now_s - took_s, now_s))
 
     def _may_wait(self, key: Hashable) -> None:
         """Note that a task has a client, and so may submit other tasks and wait for them."""

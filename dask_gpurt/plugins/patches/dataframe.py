@@ -33,7 +33,7 @@ _SHUFFLE = "dask.dataframe.dask_expr._shuffle"
 _MERGE = "dask.dataframe.dask_expr._merge"
 
 
-class _Replaced:
+class _ReplacedFunctions:
     """The patches of this process, and the number of workers that use them."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class _Replaced:
             self._undo.append(functools.partial(setattr, module, "partitioning_index", numbers))
 
 
-_replaced = _Replaced()
+_replaced = _ReplacedFunctions()
 
 
 class RowNumbers:

@@ -2,7 +2,7 @@
 
 A shuffle restarts when a worker that took part leaves, when its inputs came from several runs, or
 when a task asks for a released output. Stock Dask releases all tasks of that shuffle, so that they
-run again in a new run. This patch differs in four ways:
+run again in a new run. This patch differs in five ways:
 
 - A task that failed for good stays failed. Stock would not restart because of it, and a task that
   waits for another output of the shuffle would ask for ever.
@@ -13,10 +13,14 @@ run again in a new run. This patch differs in four ways:
   new run. Inputs may differ between runs (random numbers, a clock), and a mix of two runs would be
   a result of neither. Stock Dask keeps outputs until the end of a run and need not restart here.
   Where stock restarts too, because a worker left, existing results are kept as stock does.
+- When a worker leaves, all its shuffles restart. Stock loops over a set of them that a restart may
+  change, and then leaves the others as they are: their outputs ask for a run that is not there.
 
 | what | why | taken back by |
 |---|---|---|
 | `ShuffleSchedulerPlugin._restart_recommendations` | selects the tasks that a restart releases |
+`Restarts.uninstall` |
+| `ShuffleSchedulerPlugin._archived_by_stimulus` | gives a copy of each set that stock loops over |
 `Restarts.uninstall` |
 | `ShuffleSchedulerPlugin._restart_shuffle` | starts a new run for a barrier without one | |
 | stream handler `reschedule` | stock ends the run of a barrier that runs again |
@@ -28,6 +32,7 @@ these names.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from distributed.shuffle._core import ShuffleId, barrier_key, id_from_key
@@ -39,6 +44,13 @@ if TYPE_CHECKING:
 
     from distributed import Scheduler
     from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
+
+
+class _CopiedSets(defaultdict[str, set[Any]]):
+    """Sets of shuffles, of which `get` returns a copy: a loop over it may change the original."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return set(super().get(key, default or ()))
 
 
 class Restarts:
@@ -59,11 +71,15 @@ class Restarts:
 
         # Patch the instance, so that deleting the attribute restores stock.
         self._plugin._restart_recommendations = self._released_by  # type: ignore[method-assign]
+        self._plugin._archived_by_stimulus = _CopiedSets(set, self._plugin._archived_by_stimulus)
         scheduler.stream_handlers["reschedule"] = reschedule
 
     def _released_by(self, id: ShuffleId) -> dict[Any, Any]:
         """Return the transitions that restart a shuffle, in place of stock's method."""
-        barriers = self._joined_with(self._scheduler.tasks[barrier_key(id)])
+        barrier = self._scheduler.tasks.get(barrier_key(id))
+        if barrier is None:
+            return {}  # forgotten by the restart of another shuffle
+        barriers = self._joined_with(barrier)
         # If a worker left, distributed has ended the run before it calls this.
         is_wanted_again = id in self._plugin.active_shuffles
         rerun: set[Any] = set()
@@ -113,6 +129,8 @@ class Restarts:
     def uninstall(self) -> None:
         """Restore the stock method and handler."""
         vars(self._plugin).pop("_restart_recommendations", None)
+        archived = self._plugin._archived_by_stimulus
+        self._plugin._archived_by_stimulus = defaultdict(set, archived)
         self._scheduler.stream_handlers["reschedule"] = self._stock_reschedule
 
 

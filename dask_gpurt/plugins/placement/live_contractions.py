@@ -11,7 +11,7 @@ from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dask_gpurt.placement.contractions import Operand, Plan, Side, grid
+from dask_gpurt.placement.contractions import ContractionPlan, Operand, Side, grid
 from dask_gpurt.placement.siblings import MAX_INPUTS
 from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, MAX_PLACES
 from dask_gpurt.plugins.placement.scheduler_view import PlacementView
@@ -40,7 +40,7 @@ class Contractions:
         self._scheduler = scheduler
         self._view = view
         #: Plans by the groups of output and operands; None if hosts would get too unequal parts.
-        self._plans: OrderedDict[tuple[str, str, str], Plan | None] = OrderedDict()
+        self._plans: OrderedDict[tuple[str, str, str], ContractionPlan | None] = OrderedDict()
         #: Groups of products without a plan, for a quick test.
         self._unplanned: set[str] = set()
         self._hosts: list[str] | None = None
@@ -74,7 +74,7 @@ class Contractions:
             operand = user
         return None
 
-    def _planned(self, product: TaskState) -> tuple[Plan, str] | None:
+    def _planned(self, product: TaskState) -> tuple[ContractionPlan, str] | None:
         if _group(product) in self._unplanned:
             return None
         if not _is_product(product) or not (hosts := self._alike_hosts()):
@@ -91,7 +91,7 @@ class Contractions:
             # The output found here may be a part of a larger one, of which there are more.
             is_enough = rows.length * columns.length >= MIN_OUTPUTS_PER_HOST * len(hosts)
             shape = grid(len(hosts), rows, columns) if is_enough else None
-            plan = self._plans[groups] = None if shape is None else Plan(hosts, shape)
+            plan = self._plans[groups] = None if shape is None else ContractionPlan(hosts, shape)
             if len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
         if plan is None:

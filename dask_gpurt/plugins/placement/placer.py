@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributed.metrics import time
 
-from dask_gpurt.placement.cost import Task, Worker, costs, steal_pays
+from dask_gpurt.placement.cost import Task, WorkerSnapshot, costs, steal_pays
 from dask_gpurt.plugins.patches.task_placement import DecisionSwap
 from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.plugins.placement.decision_log import MAX_RECORDS, PlacementLog
@@ -186,7 +186,7 @@ class Placement:
         is_known = ts.prefix.duration_average >= 0
         scale = 1.0 if is_known else unknown_s(ts.prefix) / max(task.duration_s, UNKNOWN_S)
 
-        def seen(ws: WorkerState) -> Worker:
+        def seen(ws: WorkerState) -> WorkerSnapshot:
             (found,) = view.workers((ws.address,))
             negotiated_s = scale * (occupancy_s(ws) - ws.occupancy) * found.slowness
             busy_s = max(0.0, view.busy_s(ws, found.slowness) + negotiated_s)

@@ -13,7 +13,7 @@ from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.placement.cost import Input, Task, Worker
+from dask_gpurt.placement.cost import Input, Task, WorkerSnapshot
 from dask_gpurt.placement.policy import MAX_CANDIDATES
 from dask_gpurt.placement.speeds import Speeds
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
@@ -111,7 +111,7 @@ class PlacementView:
 
         return takes
 
-    def workers(self, addresses: Iterable[str], new_s: float = 0.0) -> list[Worker]:
+    def workers(self, addresses: Iterable[str], new_s: float = 0.0) -> list[WorkerSnapshot]:
         """Return the state of workers, without those that are gone.
 
         While the scheduler removes a worker, it places the worker's tasks again one by one. Their
@@ -154,8 +154,8 @@ class PlacementView:
                 slowness,
                 in_flight.inlet_s(address) if in_flight.by_inlet else 0.0,
             )
-            # The same as `Worker(*terms)`, in half the time.
-            found.append(_new(Worker, terms))
+            # The same as `WorkerSnapshot(*terms)`, in half the time.
+            found.append(_new(WorkerSnapshot, terms))
         return found
 
     def on_host(self, host: str) -> list[WorkerState]:
@@ -227,7 +227,7 @@ class PlacementView:
     def wait_s(self, ws: WorkerState, new_s: float = 0.0) -> float:
         """Return seconds until a worker of normal speed begins a task that it is given now.
 
-        This is `Worker.queue_s`. `workers` explains `new_s`.
+        This is `WorkerSnapshot.queue_s`. `workers` explains `new_s`.
         """
         if not ws.processing:
             return 0.0

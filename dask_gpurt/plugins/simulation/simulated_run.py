@@ -21,7 +21,7 @@ from dask_gpurt.plugins.patches.simulator import SimulatedScheduler, graph_messa
 from dask_gpurt.plugins.simulation.simulated_worker import Limits, ModelledWorker, SharedState
 from dask_gpurt.plugins.simulation.virtual_loop import VirtualIOLoop, VirtualLoop
 from dask_gpurt.simulate.clock import VirtualClock
-from dask_gpurt.simulate.cluster_model import ChangesSpeed, Incident, Machine, WorkerModel
+from dask_gpurt.simulate.cluster_model import ChangesSpeed, ClusterModel, Incident, WorkerModel
 from dask_gpurt.simulate.result import Result, SchedulerCost
 from dask_gpurt.simulate.transfers import Transfers
 from dask_gpurt.simulate.workload import StableStr, Workload
@@ -38,7 +38,7 @@ Install = Callable[[Scheduler], Awaitable[object] | object]
 
 def simulate(
     workload: Workload,
-    machine: Machine,
+    machine: ClusterModel,
     install: Install | None = None,
     *,
     validate: bool = False,
@@ -127,7 +127,7 @@ class _Simulation:
     """One computation, from an empty cluster to the last result."""
 
     def __init__(
-        self, workload: Workload, machine: Machine, loop: VirtualLoop, *, validate: bool
+        self, workload: Workload, machine: ClusterModel, loop: VirtualLoop, *, validate: bool
     ) -> None:
         self._workload = workload
         self._machine = machine

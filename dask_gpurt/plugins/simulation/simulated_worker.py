@@ -38,8 +38,8 @@ from dask_gpurt.plugins.patches.simulator import (
     StateMachineEvent,
     WorkerState,
 )
-from dask_gpurt.simulate.clock import Event, VirtualClock
-from dask_gpurt.simulate.cluster_model import Machine, WorkerModel
+from dask_gpurt.simulate.clock import ClockEvent, VirtualClock
+from dask_gpurt.simulate.cluster_model import ClusterModel, WorkerModel
 from dask_gpurt.simulate.result import TaskRun, TransferRun
 from dask_gpurt.simulate.transfers import Transfers
 from dask_gpurt.simulate.workload import StableStr, TaskModel
@@ -94,7 +94,7 @@ class SharedState:
     """
 
     clock: VirtualClock
-    machine: Machine
+    machine: ClusterModel
     transfers: Transfers
     models: dict[Key, TaskModel]
     send: Callable[[str, dict[str, Any]], None]
@@ -111,7 +111,7 @@ class _Execution:
     start_s: float
     left_s: float  # of its duration at speed 1, at `since_s`
     since_s: float
-    end: Event
+    end: ClockEvent
 
 
 @dataclass
@@ -202,7 +202,7 @@ class ModelledWorker:
             # The delay that distributed's worker uses.
             self._later(0.15, lambda: self._handle(event))
 
-    def _later(self, delay_s: float, do: Callable[[], object]) -> Event:
+    def _later(self, delay_s: float, do: Callable[[], object]) -> ClockEvent:
         def if_alive() -> None:
             if self.alive:
                 do()

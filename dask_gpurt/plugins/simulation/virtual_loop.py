@@ -17,7 +17,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from tornado.platform.asyncio import BaseAsyncIOLoop
 
 from dask_gpurt.errors import SimulationError
-from dask_gpurt.simulate.clock import Event, VirtualClock
+from dask_gpurt.simulate.clock import ClockEvent, VirtualClock
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -30,7 +30,7 @@ WALL_CLOCK_START_S = 1.0
 class _Handle(asyncio.TimerHandle):
     """asyncio's handle of an event."""
 
-    event: Event
+    event: ClockEvent
 
     def cancel(self) -> None:
         self.event.cancel()

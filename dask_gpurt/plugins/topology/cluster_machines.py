@@ -22,7 +22,7 @@ from dask_gpurt.topology import probing
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.discovery import Measured, WorkerReport, discover
 from dask_gpurt.topology.learned import End
-from dask_gpurt.topology.machine import Report
+from dask_gpurt.topology.machine import MachineReport
 from dask_gpurt.topology.model import Topology
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Machines:
     def __init__(self, scheduler: Scheduler, ready: Collection[str]) -> None:
         self._scheduler = scheduler
         self._ready = ready
-        self._reports: dict[str, Report] = {}
+        self._reports: dict[str, MachineReport] = {}
         self._problems: dict[str, str] = {}
         self._measured: dict[tuple[End, End], Measured] = {}
         self._tried: set[tuple[str, str]] = set()
@@ -244,7 +244,7 @@ class Machines:
                 # The worker left meanwhile. Its report would never be removed.
                 continue
             try:
-                self._reports[address] = Report.from_plain(answer)
+                self._reports[address] = MachineReport.from_plain(answer)
             except ProtocolError as error:
                 self._record_problem(address, f"its report cannot be used: {error}")
             else:

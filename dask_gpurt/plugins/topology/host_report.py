@@ -21,8 +21,8 @@ from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.patches.p2p import to_serialize
 from dask_gpurt.topology import nvml, probing, sysfs
-from dask_gpurt.topology.machine import Machine, Report
-from dask_gpurt.topology.probing import Transfer
+from dask_gpurt.topology.machine import Machine, MachineReport
+from dask_gpurt.topology.probing import ProbeTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ _PART_NBYTES = 2**20
 _N_EMPTY = 3
 
 
-class MachineReport:
+class HostReporter:
     """Handlers of one worker."""
 
     def __init__(self, worker: Worker) -> None:
@@ -53,7 +53,7 @@ class MachineReport:
         """Handler: return the machine, and the GPU that CUDA shows to this process first."""
         found = await asyncio.to_thread(local_machine)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-        return Report(found, visible or None).to_plain()
+        return MachineReport(found, visible or None).to_plain()
 
     async def probe(self, source: str) -> dict[str, Any]:
         """Handler: fetch a few messages from another worker.
@@ -64,7 +64,7 @@ class MachineReport:
             `latency_s`, and `transfers`, each with its bytes and seconds; or `problem`.
         """
         request_checks.name("source", source)
-        transfers: list[Transfer] = []
+        transfers: list[ProbeTransfer] = []
         try:
             async with asyncio.timeout(2 * probing.MAX_PAIR_S):
                 latency_s = min([(await self._fetch(source, 0)).seconds for _ in range(_N_EMPTY)])
@@ -79,7 +79,7 @@ class MachineReport:
             return {"problem": f"{source} cannot be reached: {error}"}
         return {"latency_s": latency_s, "transfers": transfers}
 
-    async def _fetch(self, source: str, nbytes: int) -> Transfer:
+    async def _fetch(self, source: str, nbytes: int) -> ProbeTransfer:
         began = time.perf_counter()
         answer = await self._worker.rpc(source).gpurt_probe_data(nbytes=nbytes)
         seconds = time.perf_counter() - began
@@ -88,7 +88,7 @@ class MachineReport:
             raise TransportError(f"{source} no longer answers")
         if sum(memoryview(part).nbytes for part in answer["parts"]) != nbytes:
             raise TransportError(f"{source} did not send the {nbytes} bytes that were requested")
-        return Transfer(nbytes, seconds)
+        return ProbeTransfer(nbytes, seconds)
 
     async def probe_data(self, nbytes: int) -> dict[str, Any]:
         """Handler: return `nbytes` bytes to another worker, which measures their transfer."""

@@ -15,7 +15,7 @@ from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.cuda.gpu import CudaDevice
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
-from dask_gpurt.devices.ledger import Entry, Ledger
+from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 from dask_gpurt.devices.ordering import HazardError
 from tests.conformance.device_suite import CAPACITY, DeviceSuite, double, noise, read
 from tests.devices.emulated_cuda import EmulatedCuda
@@ -362,10 +362,10 @@ def test_ledger_entries_have_times_on_the_device():
     assert device.used_nbytes == 100
     # The first tick is the zero point. Each piece lies between two ticks of its own.
     assert ledger.entries() == [
-        Entry("copies", "host to device", 100, 101.0, 102.0),
-        Entry("copies", "device", 0, 103.0, 104.0),
-        Entry("copies", "device", 50, 105.0, 106.0),
-        Entry("copies", "device to host", 100, 107.0, 108.0),
+        LedgerEntry("copies", "host to device", 100, 101.0, 102.0),
+        LedgerEntry("copies", "device", 0, 103.0, 104.0),
+        LedgerEntry("copies", "device", 50, 105.0, 106.0),
+        LedgerEntry("copies", "device to host", 100, 107.0, 108.0),
     ]
     device.close()
 

@@ -14,7 +14,7 @@ from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.emulated.emulated_device import POISON, EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
-from dask_gpurt.devices.ledger import Entry, Ledger
+from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 from dask_gpurt.devices.ordering import HazardError
 from tests.conformance.device_suite import (
     CAPACITY,
@@ -346,9 +346,9 @@ def test_work_keeps_the_rate_and_enters_the_ledger():
     stream.to_host(noise(100), buffer.part(0, 100))
     stream.synchronize()
     assert ledger.entries() == [
-        Entry("copies", "host to device", 200, 100.0, 102.5),
-        Entry("copies", "device", 0, 102.5, 105.5),
-        Entry("copies", "device to host", 100, 105.5, 107.5),
+        LedgerEntry("copies", "host to device", 200, 100.0, 102.5),
+        LedgerEntry("copies", "device", 0, 102.5, 105.5),
+        LedgerEntry("copies", "device to host", 100, 105.5, 107.5),
     ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dask_gpurt.devices.occupancy.architectures import ARCHITECTURES, GFX90A, GPUS, SM70, SM80, SM90
-from dask_gpurt.devices.occupancy.planner import Plan, Reason, Refusal, plan, plan_beside
+from dask_gpurt.devices.occupancy.planner import LaunchPlan, Reason, Refusal, plan, plan_beside
 from dask_gpurt.devices.occupancy.resident_blocks import (
     Launch,
     Limit,
@@ -113,7 +113,7 @@ def test_plan_agrees_with_a_search_over_all_sizes(name):
         least, beyond = max(first[k], s + d), end[k]
         if resident > k and least < beyond:
             seen["plans"] += 1
-            assert isinstance(found, Plan)
+            assert isinstance(found, LaunchPlan)
             assert found.blocks == k == int(table[s + found.dynamic_nbytes])
             assert found.unshaped_blocks == resident
             assert found.most_nbytes == beyond - 1 - s
@@ -276,7 +276,7 @@ def test_more_registers_or_threads_never_allow_more_blocks(architecture, launch,
 @given(architectures, launches)
 def test_leaving_fewer_blocks_takes_more_memory(architecture, launch):
     found = [plan(architecture, launch, k, pending=True) for k in range(1, 33)]
-    plans = [one for one in found if isinstance(one, Plan)]
+    plans = [one for one in found if isinstance(one, LaunchPlan)]
     assume(plans)
     amounts = [one.dynamic_nbytes for one in plans]
     assert amounts == sorted(amounts, reverse=True)
@@ -293,7 +293,7 @@ def test_leaving_fewer_blocks_takes_more_memory(architecture, launch):
 @given(architectures, launches)
 def test_fewest_and_most_are_the_extreme_plans(architecture, launch):
     exact = [plan(architecture, launch, k, pending=True) for k in range(1, 33)]
-    plans = [one for one in exact if isinstance(one, Plan)]
+    plans = [one for one in exact if isinstance(one, LaunchPlan)]
     fewest = plan(architecture, launch, "fewest", pending=True)
     most = plan(architecture, launch, "most", pending=True)
     if plans:
@@ -317,13 +317,13 @@ def test_launch_is_unshaped_while_nothing_is_pending(architecture, launch, leave
 def test_a_plan_leaves_room_and_one_more_block_would_not(architecture, launch, other, on_turnover):
     found = plan_beside(architecture, launch, other, pending=True, on_turnover=on_turnover)
     ended = int(on_turnover)
-    assume(isinstance(found, Plan))
+    assume(isinstance(found, LaunchPlan))
     shaped = replace(launch, dynamic_nbytes=found.dynamic_nbytes)
     assert occupancy(architecture, shaped).blocks == found.blocks
     assert not shortages(architecture, shaped, found.blocks - ended, other)
     for blocks in range(found.blocks + 1, found.unshaped_blocks):
         gentler = plan(architecture, launch, blocks, pending=True)
-        if isinstance(gentler, Plan):
+        if isinstance(gentler, LaunchPlan):
             gentler = replace(launch, dynamic_nbytes=gentler.dynamic_nbytes)
             assert shortages(architecture, gentler, blocks - ended, other)
 
@@ -363,7 +363,7 @@ def test_block_without_opt_in_is_refused_large_shared_memory():
     assert fewest.most_nbytes == 48 * KIB
 
 
-@pytest.mark.parametrize(("spare_nbytes", "kind"), [(0, Plan), (-1, Refusal)])
+@pytest.mark.parametrize(("spare_nbytes", "kind"), [(0, LaunchPlan), (-1, Refusal)])
 def test_the_maximum_itself_is_allowed(spare_nbytes, kind):
     largest = plan(SM90, Launch(256, 32), 1, pending=True).dynamic_nbytes
     tight = replace(SM90, shared_per_block_opt_in_nbytes=largest + spare_nbytes)
@@ -407,7 +407,7 @@ def test_collective_kernel_fits_beside_no_ordinary_block():
 
 def test_a_collective_kernel_fits_after_a_block_ends():
     found = plan_beside(SM90, Launch(256, 64), COLLECTIVE, pending=True, on_turnover=True)
-    assert isinstance(found, Plan)
+    assert isinstance(found, LaunchPlan)
     assert found.blocks == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from dask_gpurt.devices.occupancy import shaping
 from dask_gpurt.devices.occupancy.architectures import SM80, SM90
-from dask_gpurt.devices.occupancy.planner import Plan, Reason, Refusal, plan
+from dask_gpurt.devices.occupancy.planner import LaunchPlan, Reason, Refusal, plan
 from dask_gpurt.devices.occupancy.resident_blocks import Launch, Limit
 from dask_gpurt.devices.occupancy.shaping import (
     Failure,
@@ -80,7 +80,7 @@ def test_shaping_never_lowers_a_launchs_shared_memory(hook, driver):
     """The plan leaves it unchanged, and a planner that asks for less is ignored."""
     with shaped(Planner(SM90, 4), always, hook):
         launch(hook, shared_nbytes=48 * KIB)
-    less = Plan(16, 16, 4, 8, 0, needs_opt_in=False)
+    less = LaunchPlan(16, 16, 4, 8, 0, needs_opt_in=False)
     with shaped(lambda _: less, always, hook):
         launch(hook, shared_nbytes=1024)
     assert driver.carried == [48 * KIB, 1024]

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.decisions.eviction_policy import POLICIES, Candidate, Role
+from dask_gpurt.memory.decisions.eviction_policy import POLICIES, EvictionCandidate, Role
 
 
 def candidate(
     next_use=None, *, nbytes=100, last_used=0, is_clean=False, made=0, role=Role.OUTPUT
-) -> Candidate:
-    return Candidate(nbytes, next_use, last_used, is_clean, made, role)
+) -> EvictionCandidate:
+    return EvictionCandidate(nbytes, next_use, last_used, is_clean, made, role)
 
 
-def eviction_order(policy: str, **candidates: Candidate) -> str:
+def eviction_order(policy: str, **candidates: EvictionCandidate) -> str:
     rank = POLICIES[policy].rank
     return " ".join(sorted(candidates, key=lambda name: rank(candidates[name]), reverse=True))
 
@@ -102,7 +102,7 @@ def test_policies_have_the_names_of_the_setting():
 
 
 candidates = st.builds(
-    Candidate,
+    EvictionCandidate,
     st.integers(0, 2**40),
     st.none() | st.lists(st.integers(-3, 3), max_size=4).map(tuple),
     st.integers(0, 5),

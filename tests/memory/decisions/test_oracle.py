@@ -29,7 +29,12 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.memory.decisions.eviction_policy import POLICIES, Candidate, EvictionPolicy, NextUse
+from dask_gpurt.memory.decisions.eviction_policy import (
+    POLICIES,
+    EvictionCandidate,
+    EvictionPolicy,
+    NextUse,
+)
 from dask_gpurt.memory.decisions.foresight import Outlook
 from tests.memory.belady import Belady, Informed, optimum, replay
 from tests.memory.traces import FOLDER, Event, Node, Trace, load, names
@@ -105,14 +110,14 @@ def test_ignoring_slower_peers_moves_far_more_bytes():
 class MostRecent(NextUse):
     """Evicts the most recent value without a known use first, dirty or not."""
 
-    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+    def rank(self, candidate: EvictionCandidate) -> tuple[Any, ...]:
         return super().rank(candidate._replace(made=-candidate.made))
 
 
 class LeastRecent(NextUse):
     """Evicts the oldest value without a known use first, clean or not."""
 
-    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+    def rank(self, candidate: EvictionCandidate) -> tuple[Any, ...]:
         if not candidate.is_clean:
             return super().rank(candidate)
         return super().rank(candidate._replace(last_used=-candidate.last_used))

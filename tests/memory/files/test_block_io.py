@@ -20,7 +20,7 @@ from dask_gpurt.memory.files.block_io import (
     read_into,
     write_through,
 )
-from dask_gpurt.memory.files.value_file import Entry, layout_of, padded, read_lead, write_lead
+from dask_gpurt.memory.files.value_file import BufferEntry, layout_of, padded, read_lead, write_lead
 from tests.memory.faulty_system import System, without_direct
 
 deterministic = settings(derandomize=True)
@@ -124,7 +124,7 @@ def test_a_layout_has_room_for_everything(header_nbytes, sizes):
 def a_lead(header=b"header", sizes=(5, 0, 70_000, 9)):
     stored = [noise(n) for n in sizes]
     layout = layout_of(len(header), sizes)
-    entries = [Entry(layout.offsets[n], size, size, n, 0) for n, size in enumerate(sizes)]
+    entries = [BufferEntry(layout.offsets[n], size, size, n, 0) for n, size in enumerate(sizes)]
     lead = empty_blocks(layout.lead_nbytes)
     write_lead(lead, layout, 77, header, stored, entries)
     return lead, layout, entries

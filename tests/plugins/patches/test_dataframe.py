@@ -40,7 +40,7 @@ def nobody_else():
         patch.setattr(AssignPartitioningIndex, "operation", staticmethod(STOCK_OPERATION))
         for module in (merge_module, shuffle_module):
             patch.setattr(module, "partitioning_index", STOCK_NUMBERS)
-        patch.setattr(dataframe, "_replaced", dataframe._Replaced())
+        patch.setattr(dataframe, "_replaced", dataframe._ReplacedFunctions())
         yield
     if held:
         others.release()
@@ -161,7 +161,7 @@ def test_the_patch_imports_nothing(monkeypatch):
 
 
 def test_a_pandas_that_hashes_differently_keeps_dask_s_functions(monkeypatch, caplog):
-    monkeypatch.setattr(dataframe, "_replaced", dataframe._Replaced())
+    monkeypatch.setattr(dataframe, "_replaced", dataframe._ReplacedFunctions())
     monkeypatch.setattr(numbering, "_END", 0)
     numbers = RowNumbers()
     with caplog.at_level("INFO", logger="dask_gpurt"):

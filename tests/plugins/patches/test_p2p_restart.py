@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,17 @@ def test_distributed_has_the_replaced_functions() -> None:
     restart = inspect.getsource(ShuffleSchedulerPlugin._restart_shuffle)
     assert "recs = self._restart_recommendations(id)" in restart
     assert parameters(ShuffleWorkerPlugin.barrier) == ["self", "shuffle_id", "run_ids"]
+    loop = "for shuffle in self._archived_by_stimulus.get(stimulus_id, set()):"
+    assert loop in inspect.getsource(ShuffleSchedulerPlugin.remove_worker)
+
+
+class SimpleShuffle(SimpleNamespace):
+    """A run on the scheduler, of which the loop needs the id."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id)
 
 
 class Task(SimpleNamespace):
@@ -42,7 +54,9 @@ def task(key: str, state: str = "memory", needs: tuple[Task, ...] = ()) -> Task:
 
 
 def released(tasks: list[Task], active: set[str], id: str) -> set[str]:
-    plugin = SimpleNamespace(active_shuffles=dict.fromkeys(active))
+    plugin = SimpleNamespace(
+        active_shuffles=dict.fromkeys(active), _archived_by_stimulus=defaultdict(set)
+    )
     scheduler = SimpleNamespace(
         plugins={"shuffle": plugin},
         tasks={one.key: one for one in tasks},
@@ -119,3 +133,29 @@ def test_shuffles_of_rerun_tasks_restart_too() -> None:
     tasks = [*first, *outputs, *second, beyond, *through]
     expected = {one.key for one in [*first, *outputs, *second, beyond]}
     assert released(tasks, {"a", "b", "c"}, "a") == expected
+
+
+def test_all_shuffles_of_a_worker_that_left_restart() -> None:
+    """The restart of one forgets another, and the loop over them goes on."""
+    archived = {"stimulus": {SimpleShuffle("a"), SimpleShuffle("b"), SimpleShuffle("c")}}
+    restarted = []
+
+    def restart(id: str, scheduler: Any, *, stimulus_id: str) -> None:
+        restarted.append(id)
+        plugin._archived_by_stimulus[stimulus_id].pop()
+
+    plugin = SimpleNamespace(
+        active_shuffles={},
+        _archived_by_stimulus=defaultdict(set, archived),
+        _restart_shuffle=restart,
+    )
+    scheduler = SimpleNamespace(plugins={"shuffle": plugin}, stream_handlers={"reschedule": None})
+    restarts = Restarts(scheduler)  # type: ignore[arg-type]
+    ShuffleSchedulerPlugin.remove_worker(plugin, scheduler, "tcp://gone", stimulus_id="stimulus")  # type: ignore[arg-type]
+    assert sorted(restarted) == ["a", "b", "c"]
+    restarts.uninstall()
+    assert type(plugin._archived_by_stimulus) is defaultdict
+
+
+def test_a_forgotten_shuffle_releases_nothing() -> None:
+    assert released([], set(), "a") == set()

@@ -17,11 +17,11 @@ from dask_gpurt.plugins.simulation.simulated_run import simulate
 from dask_gpurt.simulate.cluster_model import Dies, machine_of
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.simulate.examples import EXAMPLES, Scale, matmul
-from dask_gpurt.simulate.graphs import Cost, workload_of
+from dask_gpurt.simulate.graphs import TaskCost, workload_of
 
 MB = 1_000_000
 SCALE = Scale(side=8, block_nbytes=2 * MB, load_rate=0.3e9, rate=1e9)
-LOAD, WORK = Cost(of="nothing", nbytes=2 * MB, rate=0.3e9), Cost(rate=1e9)
+LOAD, WORK = TaskCost(of="nothing", nbytes=2 * MB, rate=0.3e9), TaskCost(rate=1e9)
 
 
 def boxes(n_hosts, per_host=2, **options):

@@ -13,7 +13,7 @@ from dask_gpurt.errors import ConfigError
 from dask_gpurt.plugins.topology import cluster_machines as machines_module
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.topology import description
-from dask_gpurt.topology.machine import Machine, Report
+from dask_gpurt.topology.machine import Machine, MachineReport
 from tests.topology.test_model import DATA
 
 #: 10 MB in a tenth of a second.
@@ -52,7 +52,9 @@ class Cluster:
             answer = await answer
         if answer is None:
             machine = Machine(self.workers[one].host, "1", (), (), ())
-            answer = ANSWER if msg["op"] == "gpurt_probe" else Report(machine, None).to_plain()
+            answer = (
+                ANSWER if msg["op"] == "gpurt_probe" else MachineReport(machine, None).to_plain()
+            )
         return answer
 
     def probed(self):
@@ -374,7 +376,7 @@ def test_worker_that_leaves_during_a_request_is_forgotten():
         def leave():
             ws = cluster.workers.pop(address(1))
             found.remove_worker(address(1))
-            return Report(Machine(ws.host, "1", (), (), ()), None).to_plain()
+            return MachineReport(Machine(ws.host, "1", (), (), ()), None).to_plain()
 
         cluster.answers[address(1), "gpurt_machine"] = leave
         assert (await found.describe(probe=False))["workers"] == 1
