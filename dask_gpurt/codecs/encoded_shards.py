@@ -162,6 +162,10 @@ def encode_shard(
         return Encoded((buffer,), ())
     close_raw(position)
     _flush(pieces, parts)
+    # The first raw bytes cost an entry that no section has saved.
+    wire_nbytes = sum(part.nbytes for part in parts) + len(table) * ENTRY_NBYTES
+    if wire_nbytes >= buffer.nbytes:
+        return Encoded((buffer,), ())
     return Encoded(tuple(parts), tuple(table))
 
 

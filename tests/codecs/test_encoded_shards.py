@@ -72,9 +72,22 @@ def test_encoded_shards_decode_to_the_same_bytes(case):
     # One buffer with all parts works too.
     whole = np.concatenate(encoded.parts).tobytes()
     np.testing.assert_array_equal(decoded(encoded, buffer.nbytes, [whole]), buffer)
-    # Each encoded section has to save two table entries; n of them need up to 2 n + 1.
-    assert encoded.nbytes < buffer.nbytes + ENTRY_NBYTES
+    assert encoded.nbytes <= buffer.nbytes
     assert unpack_table(pack_table(encoded.table)) == encoded.table
+
+
+def test_shard_that_gains_less_than_its_table_stays_raw():
+    """The section saves its two entries and a byte, and the raw bytes around it need one more."""
+
+    class Barely:
+        def encode(self, section, itemsize):
+            return [section[: len(section) - 2 * ENTRY_NBYTES - 1]]
+
+    buffer, sections = shard(
+        np.zeros(10, np.uint8), np.zeros(100, np.uint8), np.zeros(10, np.uint8)
+    )
+    encoded = encode_shard(buffer, sections, [RAW, 1, RAW], {1: Barely()})
+    assert (encoded.table, encoded.nbytes) == ((), buffer.nbytes)
 
 
 @pytest.mark.parametrize("codec", HOST_CODECS)

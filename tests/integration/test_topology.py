@@ -70,7 +70,7 @@ async def test_links_to_new_workers_are_measured_for_placement(c, s, a, b):
     assert probe()["pairs"] == 1
     assert not probe()["problems"]
     # Whatever the machine manages: it is no longer what is assumed of machines nobody knows.
-    path = plugin.placement._paths(a.address, b.address)
+    path = plugin.placement._links(a.address, b.address)
     assert path.bandwidth_nbytes_per_s != pytest.approx(400e6, rel=1e-6)
     said = await dask_gpurt.status(c)
     assert said["topology"]["probe"]["pairs"] == 1
