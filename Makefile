@@ -18,7 +18,8 @@ VENV_THIRDPARTY := .venv-thirdparty
 VENV_OTHER := .venv-other
 VENV_DOCS := .venv-docs
 SOURCES := setup.cfg pyproject.toml $(shell find dask_gpurt -name '*.py' -o -name '*.yaml')
-JOBS ?= 2
+# More than there are cores: most tests of clusters wait for processes to start and to end.
+JOBS ?= 3
 
 # Another minor version of Python, for tests of clusters that have two: the first one that runs. Where
 # there is none, those tests are skipped. `make OTHER_PYTHON= test` leaves them out.
