@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.devices.occupancy.architectures import ARCHITECTURES, GFX90A, GPUS, SM70, SM80, SM90
@@ -313,6 +313,8 @@ def test_launch_is_unshaped_while_nothing_is_pending(architecture, launch, leave
     assert found.reason is Reason.NOTHING_PENDING
 
 
+# Two of three drawn pairs cannot share a multiprocessor. If none can, hypothesis fails anyway.
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(architectures, launches, launches, st.booleans())
 def test_a_plan_leaves_room_and_one_more_block_would_not(architecture, launch, other, on_turnover):
     found = plan_beside(architecture, launch, other, pending=True, on_turnover=on_turnover)
