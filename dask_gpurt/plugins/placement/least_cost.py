@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.cost import HeldTask
@@ -34,23 +33,20 @@ class LeastCost:
         self._policy = DataAware()
 
     def choose(self, question: Question) -> Choice:
-        # The order matters: recording sizes changes the expected sizes of join partners.
+        # Joins before sizes: recording sizes changes the expected sizes of join partners.
         joins = question.joins
-        sizes = question.sizes
         is_new = question.is_spread_and_new
         idle = () if is_new else self._view.idle_candidates(question.ts, joins)
         new_s = NEW_S if is_new else 0.0
         if question.holders and question.allowed is None:
-            choice = self._among_holders(question, joins, sizes, idle, new_s)
+            choice = self._among_holders(question, idle, new_s)
             if choice is not None:
                 return choice
-        return self._among_all(question, joins, sizes, idle, new_s)
+        return self._among_all(question, idle, new_s)
 
     def _among_holders(
         self,
         question: Question,
-        joins: Sequence[dict[str, float]],
-        sizes: Sequence[int],
         idle: tuple[str, ...],
         new_s: float,
     ) -> Choice | None:
@@ -60,12 +56,12 @@ class LeastCost:
             return None
         task = HeldTask(
             holders=holders,
-            sizes=sizes,
+            sizes=question.sizes,
             outlets_s=view.outlets_s(holders),
             arrivals_s=view.in_flight.arrivals_s(ts),
             duration_s=expected_duration_s(state, ts),
             output_nbytes=view.sizes(ts),
-            joins=joins,
+            joins=question.joins,
         )
         held = candidate_nbytes(task)
         if len(held) > MAX_CANDIDATES:
@@ -89,20 +85,18 @@ class LeastCost:
         )
         if decision.worker is None:
             return None
-        view.in_flight.expect_from(holders, ts, sizes, decision.worker)
+        view.in_flight.expect_from(holders, ts, task.sizes, decision.worker)
         return Choice(state.workers[decision.worker], decision.stock, decision.costs)
 
     def _among_all(
         self,
         question: Question,
-        joins: Sequence[dict[str, float]],
-        sizes: Sequence[int],
         idle: tuple[str, ...],
         new_s: float,
     ) -> Choice:
         """Choose for a task of any shape."""
         state, view, ts, allowed = self._scheduler, self._view, question.ts, question.allowed
-        task = view.task(ts, sizes, joins, idle)
+        task = view.task(ts, question.sizes, question.joins, idle)
         doubt = view.links.doubt()
         stock = question.stock() if doubt > 1 and view.has_few_holders(ts) else None
         decision = self._policy.decide(
