@@ -35,7 +35,8 @@ endif
 
 comma := ,
 
-.PHONY: demo environments test test-oldest test-newest test-upstream test-dask test-thirdparty check bench clean
+.PHONY: demo environments test test-oldest test-newest test-upstream test-dask test-thirdparty \
+    check docs coverage bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
@@ -96,8 +97,6 @@ check: $(VENV)/installed docs
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy dask_gpurt
 	$(VENV)/bin/python -m pytest -q tests/test_architecture.py
-
-.PHONY: docs coverage
 
 # From scratch each time: what a page includes may have changed although the page has not.
 docs: $(VENV_DOCS)/installed

@@ -40,7 +40,7 @@ def test_task_that_does_not_fit_starts_after_the_patience_time(monkeypatch):
 
     config = {"distributed.worker.memory.spill": 0.99}
     with cluster(n_workers=1, n_threads=2, **config) as client:
-        # What the tasks make is known from others of their names.
+        # Other tasks of their names tell how large their outputs are.
         for name in ("waits", "sets"):
             client.submit(np.zeros, 18 * MIB // 8, key=f"{name}-0").result()
         first = client.submit(waits, key="waits-1", priority=10)
