@@ -89,9 +89,9 @@ def query(tables: dict[str, dd.DataFrame]) -> dd.DataFrame:
 
 def entries_since(dask_worker: Worker, began_s: float) -> list[tuple[Any, ...]]:
     """What a worker did since, as plain values; by the clock of all processes of this machine."""
-    from dask_gpurt.plugins.worker import state_of
+    from dask_gpurt.plugins.worker import runtime_of
 
-    return [tuple(one) for one in state_of(dask_worker).ledger.entries() if one.end_s > began_s]
+    return [tuple(one) for one in runtime_of(dask_worker).ledger.entries() if one.end_s > began_s]
 
 
 def processor_s(client: Client) -> float:

@@ -18,7 +18,7 @@ import pytest
 from distributed import Client, LocalCluster, Nanny
 
 import dask_gpurt
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.transport.ucx_thread import UcxThread
 
 # How long an example takes says something about the machine, and nothing about the example.
@@ -126,7 +126,7 @@ def ucx_sides(sides: Sides) -> Iterator[Sides]:
 
 def received_over_ucx(dask_worker: Any) -> int:
     """Messages that came to a worker over UCX."""
-    report = state_of(dask_worker).links.ucx_report() or {}
+    report = runtime_of(dask_worker).links.ucx_report() or {}
     return int(report.get("received_messages", 0))
 
 

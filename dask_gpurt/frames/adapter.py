@@ -67,7 +67,7 @@ class DeviceMemory(Protocol):
 
 
 #: Returns device memory of the given size, or None if the device has no room for it.
-Landing = Callable[[int], DeviceMemory | None]
+DeviceAllocator = Callable[[int], DeviceMemory | None]
 
 
 class Body(Protocol):
@@ -193,12 +193,12 @@ class BodyAdapter(Protocol):
 
     Attributes
     ----------
-    landing
+    allocate_device
         Allocates memory for arriving shards, for transports that can write to a device. None for
         data in host memory.
     """
 
-    landing: Landing | None
+    allocate_device: DeviceAllocator | None
 
     def pack(self, body: Any) -> Packed:
         """Return the body in one buffer for the disk, without a copy if possible."""

@@ -30,9 +30,9 @@ import numpy.typing as npt
 
 from dask_gpurt.frames.adapter import (
     OBJECT_NBYTES,
+    DeviceAllocator,
     DeviceMemory,
     Empty,
-    Landing,
     Packed,
     Piece,
     Sizeof,
@@ -77,7 +77,7 @@ class DeviceArrays(Protocol):
     """
 
     @property
-    def room(self) -> Landing:
+    def room(self) -> DeviceAllocator:
         """The allocator of memory for shards."""
 
     def elements(self, memory: Any, dtype: np.dtype[Any]) -> Any:
@@ -395,10 +395,10 @@ class Arrays:
         self._join = join
         self._devices = _Libraries(devices or {})
         self._layouts: dict[bytes, ChunkLayout] = {}
-        #: Only data sent from device memory lands on the device, so its library is known.
-        self.landing: Landing | None = self._landed if devices else None
+        #: Only data from device memory arrives in device memory, so its library is known.
+        self.allocate_device: DeviceAllocator | None = self._allocated if devices else None
 
-    def _landed(self, nbytes: int) -> DeviceMemory | None:
+    def _allocated(self, nbytes: int) -> DeviceMemory | None:
         (name,) = self._devices.known
         return self._devices[name].room(nbytes)
 

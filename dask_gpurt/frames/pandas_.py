@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from dask_gpurt.frames.adapter import (
     OBJECT_NBYTES,
+    DeviceAllocator,
     Empty,
-    Landing,
     Packed,
     Piece,
     Selection,
@@ -198,7 +198,7 @@ class PandasFrames:
         Pickles objects.
     """
 
-    landing: Landing | None = None
+    allocate_device: DeviceAllocator | None = None
     shard_nbytes: int | None = None
 
     def __init__(

@@ -408,16 +408,16 @@ def fetches_s(inputs: Iterable[Input], address: str, places: Places) -> list[flo
 
 
 def is_surely_cheaper(
-    task: Task, one: WorkerSnapshot, other: WorkerSnapshot, places: Places, doubt: float
+    task: Task, one: WorkerSnapshot, other: WorkerSnapshot, places: Places, uncertainty: float
 ) -> bool:
     """Return whether a task costs less on one worker than on another, however fast the links are.
 
     Parameters
     ----------
-    doubt
+    uncertainty
         Factor by which links may be faster or slower than estimated.
     """
-    for factor in (doubt, 1 / doubt):
+    for factor in (uncertainty, 1 / uncertainty):
         found = costs(task, (one, other), _ScaledPlaces(places, factor))
         if found[one.address].total_s >= found[other.address].total_s:
             return False
@@ -449,12 +449,12 @@ class _Scaled(dict[str, Path]):
         return replace(path, bandwidth_nbytes_per_s=bandwidth)
 
 
-def steal_pays(victim: Cost, thief: Cost, doubt: float = 1.0) -> bool:
+def steal_pays(victim: Cost, thief: Cost, uncertainty: float = 1.0) -> bool:
     """Return whether stealing makes a task end sooner by more than the data it moves costs.
 
-    If links may be `doubt` times as fast as estimated, the steal gets the benefit of the doubt:
+    Links may be `uncertainty` times as fast as estimated. The steal gets the benefit of the doubt:
     stock Dask proposes it, and by stock Dask's own figures it pays.
     """
     # Subtract durations separately: where they are equal, their difference is exactly 0.
     sooner_s = (victim.queue_s - thief.queue_s) + (victim.duration_s - thief.duration_s)
-    return sooner_s > (thief.data_s - victim.data_s) / doubt
+    return sooner_s > (thief.data_s - victim.data_s) / uncertainty

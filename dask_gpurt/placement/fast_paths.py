@@ -19,7 +19,7 @@ from dask_gpurt.placement.policy import (
     fetching_nbytes,
     least_cost,
     stocks_choice,
-    unless_in_doubt,
+    unless_uncertain,
 )
 from dask_gpurt.topology.model import Path
 from dask_gpurt.topology.places import Places, path_between
@@ -171,7 +171,7 @@ def cheapest(
     places: Places,
     *,
     bandwidth: float,
-    doubt: float,
+    uncertainty: float,
     stock: str | None,
 ) -> Decision:
     """Return what `DataAware` decides for a task all of whose holders are running.
@@ -182,12 +182,12 @@ def cheapest(
         The result of `candidate_nbytes`, and the state of these workers.
     bandwidth
         Bytes per second that stock Dask assumes for all links.
-    doubt, stock
-        As `Snapshot.doubt` and `Snapshot.stock`.
+    uncertainty, stock
+        As `Snapshot.uncertainty` and `Snapshot.stock`.
     """
     found = costs_of_held(task, workers, places)
     worker = least_cost(workers, found)
     stock = stock or stocks_choice(workers, set(task.holders), held, sum(task.sizes), bandwidth)
-    if doubt > 1 and worker != stock:
-        worker = unless_in_doubt(worker, stock, task.as_task(), workers, places, doubt)
+    if uncertainty > 1 and worker != stock:
+        worker = unless_uncertain(worker, stock, task.as_task(), workers, places, uncertainty)
     return Decision(worker, found, stock)

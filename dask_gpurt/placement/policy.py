@@ -38,8 +38,8 @@ class Snapshot(NamedTuple):
         Addresses of running workers that the task may run on; None if it may run anywhere.
     takes_tasks
         Returns whether a worker takes tasks; used where `valid` is None. None if all workers do.
-    doubt
-        Factor by which links may be faster or slower than estimated. With doubt, a policy only
+    uncertainty
+        Factor by which links may be faster or slower than estimated. Above 1, a policy only
         departs from stock Dask's choice for a gain that is certain.
     stock
         Stock Dask's choice, if stock Dask was asked. Otherwise it is computed from the rest of the
@@ -57,7 +57,7 @@ class Snapshot(NamedTuple):
     idle: tuple[str, ...] = ()
     bandwidth_nbytes_per_s: float = 100e6
     takes_tasks: Callable[[str], bool] | None = None
-    doubt: float = 1.0
+    uncertainty: float = 1.0
     stock: str | None = None
 
 
@@ -158,13 +158,13 @@ def stocks_choice(
     return stock and stock[2]
 
 
-def unless_in_doubt(
+def unless_uncertain(
     worker: str | None,
     stock: str | None,
     task: Task,
     workers: Iterable[WorkerSnapshot],
     places: Places,
-    doubt: float,
+    uncertainty: float,
 ) -> str | None:
     """Return the chosen worker, or stock Dask's if that one may cost less after all.
 
@@ -176,7 +176,7 @@ def unless_in_doubt(
     known = {one.address: one for one in workers}
     if worker is None or stock not in known:
         return worker
-    is_surely = is_surely_cheaper(task, known[worker], known[stock], places, doubt)
+    is_surely = is_surely_cheaper(task, known[worker], known[stock], places, uncertainty)
     return worker if is_surely else stock
 
 
@@ -217,7 +217,7 @@ class DataAware:
     """
 
     def decide(self, snapshot: Snapshot) -> Decision:
-        task, places, doubt = snapshot.task, snapshot.places, snapshot.doubt
+        task, places, uncertainty = snapshot.task, snapshot.places, snapshot.uncertainty
         held, needed_nbytes, is_arriving = _held_nbytes(task)
         holders = _allowed_holders(snapshot, held)
         candidates = self._candidates(snapshot, held, holders, is_arriving=is_arriving)
@@ -231,8 +231,8 @@ class DataAware:
         stock = snapshot.stock or stocks_choice(
             workers, holders, held, needed_nbytes, snapshot.bandwidth_nbytes_per_s
         )
-        if doubt > 1 and worker != stock:
-            worker = unless_in_doubt(worker, stock, task, allowed, places, doubt)
+        if uncertainty > 1 and worker != stock:
+            worker = unless_uncertain(worker, stock, task, allowed, places, uncertainty)
         return Decision(worker, found_costs, stock)
 
     def _candidates(

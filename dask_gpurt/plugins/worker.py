@@ -154,7 +154,7 @@ class WorkerRuntime:
         self._budget.most_nbytes = settings.memory_nbytes(self._memory_limit_nbytes())
         return self._budget
 
-    def relieve(self, over_nbytes: int) -> None:
+    def release_memory(self, over_nbytes: int) -> None:
         """Release `over_nbytes`: trim the pools, then spill shards. Runs in a worker thread.
 
         Idle pooled memory goes first, then the shards that are needed last.
@@ -162,14 +162,14 @@ class WorkerRuntime:
         self.pool.trim()
         self.links.outgoing.trim()
         if self._budget is not None:
-            self._budget.press(over_nbytes)
+            self._budget.lower_limit(over_nbytes)
             for run in tuple(self._runs):
                 run.make_room()
 
-    def ease(self) -> None:
+    def relax_budget(self) -> None:
         """Relax the budget by a step: the process has memory again."""
         if self._budget is not None:
-            self._budget.ease(self._budget.most_nbytes // 20)
+            self._budget.raise_limit(self._budget.most_nbytes // 20)
 
     def shards_nbytes(self) -> int:
         """Return the memory of shards on this worker, outgoing messages included."""
@@ -338,7 +338,7 @@ class WorkerRuntime:
         }
 
 
-def state_of(worker: Worker) -> WorkerRuntime:
+def runtime_of(worker: Worker) -> WorkerRuntime:
     """Return the runtime of a worker, creating it on first use.
 
     The worker holds it. A table in this module would keep both alive forever, even with weak keys,
@@ -380,7 +380,7 @@ class Attachment:
 
         gpu_store.register_sizeof()
         self._worker = worker
-        self.state = state = state_of(worker)
+        self.state = state = runtime_of(worker)
         state.attach()
         self._lookup = RunLookup(
             worker, lambda run: isinstance(run, ExchangeRun), partial(sketch, worker)

@@ -67,13 +67,13 @@ class Budget:
     def limit_nbytes(self) -> int:
         return max(int(LEAST_SHARE * self.most_nbytes), self.most_nbytes - self._withheld_nbytes)
 
-    def press(self, nbytes: int) -> None:
+    def lower_limit(self, nbytes: int) -> None:
         """Set the limit to `nbytes` below the memory in use: the worker is short of memory."""
         with self._lock:
             taken = min(self._used_nbytes, self.limit_nbytes)
             self._withheld_nbytes = min(self.most_nbytes, self.most_nbytes - taken + nbytes)
 
-    def ease(self, nbytes: int) -> None:
+    def raise_limit(self, nbytes: int) -> None:
         """Raise the limit by `nbytes`, up to `most_nbytes`: the worker has memory again."""
         with self._lock:
             self._withheld_nbytes = max(0, self._withheld_nbytes - nbytes)

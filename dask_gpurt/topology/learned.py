@@ -132,7 +132,7 @@ class LearnedLinks:
         prior = SAME_HOST_NBYTES_PER_S if is_near else OTHER_HOST_NBYTES_PER_S
         return self._kinds[is_near].with_prior(math.log(prior))
 
-    def doubt(self) -> float:
+    def uncertainty(self) -> float:
         """Return the factor by which rates may be wrong, up or down: two standard deviations.
 
         The factor is very large before any report, because the priors are of an arbitrary network.

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 
 #: How long anything may take before a test gives up on it.
 DEADLINE_S = 60.0
@@ -100,7 +100,7 @@ _waiting_room = ThreadPoolExecutor(64, thread_name_prefix="waiting-room")
 
 def _look_up(worker: Any, point: str) -> Any:
     if point == DELIVER:
-        return state_of(worker).links.deliver
+        return runtime_of(worker).links.deliver
     if point in METHODS:
         return getattr(worker.plugins["shuffle"], METHODS[point])
     return worker.handlers[HANDLERS[point]]
@@ -108,7 +108,7 @@ def _look_up(worker: Any, point: str) -> Any:
 
 def _put(worker: Any, point: str, function: Any) -> None:
     if point == DELIVER:
-        state_of(worker).links.deliver = function
+        runtime_of(worker).links.deliver = function
     elif point in METHODS:
         setattr(worker.plugins["shuffle"], METHODS[point], function)
     else:

@@ -13,7 +13,7 @@ from typing import Any
 from distributed import Status
 
 import dask_gpurt
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 from tests.failure.gates import DEADLINE_S
 
 _PACKAGE = os.path.dirname(dask_gpurt.__file__) + os.sep
@@ -49,7 +49,7 @@ def files_in(directory: str) -> list[str]:
 
 
 def _memory_of(worker: Any) -> list[str]:
-    state = state_of(worker)
+    state = runtime_of(worker)
     if state.pool.used_nbytes or state.links.outgoing.used_nbytes:
         gc.collect()  # results in the traceback of an exception, for instance
     amounts = {
@@ -73,7 +73,7 @@ def _ucx_of(worker: Any) -> list[str]:
 
 def ucx_report(dask_worker: Any) -> dict[str, Any] | None:
     """Return the report of the worker's UCX engine, if it has one."""
-    report: dict[str, Any] | None = state_of(dask_worker).links.ucx_report()
+    report: dict[str, Any] | None = runtime_of(dask_worker).links.ucx_report()
     return report
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from distributed import Client
 
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.conftest import stock_client
 from tests.failure.gates import DEADLINE_S
@@ -40,7 +40,7 @@ def on_worker(client: Client, scenario: Callable[[Any], Any]) -> None:
 
 def test_leftover_check_sees_ucx_messages_in_flight(client: Client) -> None:
     async def scenario(worker: Any) -> None:
-        engine = await state_of(worker).links.ucx.engine()
+        engine = await runtime_of(worker).links.ucx.engine()
         await engine.connect(engine.descriptor, DEADLINE_S)
         await until(lambda: engine.report()["held_nbytes"] == 0)
         large = np.zeros(1 << 20, dtype=np.uint8)
@@ -76,7 +76,7 @@ def test_leftover_check_sees_ucx_links_to_closed_engines(client: Client) -> None
 
     async def link(worker: Any) -> None:
         others.append(await open_door(await UcxEngine.start("127.0.0.1")))
-        engine = await state_of(worker).links.ucx.engine()
+        engine = await runtime_of(worker).links.ucx.engine()
         await engine.connect(others[0].descriptor, DEADLINE_S)
 
     async def end(worker: Any) -> None:

@@ -16,7 +16,7 @@ from distributed.comm import CommClosedError
 
 import dask_gpurt
 from dask_gpurt.errors import TransportError
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle.messages import Message
 from tests.failure import gates
 from tests.failure.gates import Gate
@@ -145,7 +145,7 @@ def _writes_fail(worker: Any, which: Which, peers: list[str]) -> None:
 
 
 async def _ucx_links_fail(worker: Any, which: Which, peers: list[str]) -> None:
-    engine = await state_of(worker).links.ucx.engine()
+    engine = await runtime_of(worker).links.ucx.engine()
     connect, numbers = engine.connect, itertools.count(1)
 
     async def flaky(*args: Any) -> Any:
@@ -159,7 +159,7 @@ async def _ucx_links_fail(worker: Any, which: Which, peers: list[str]) -> None:
 
 async def _ucx_sends_fail(worker: Any, which: Which, peers: list[str]) -> None:
     """Break the link before the message leaves, with all transfers in flight on it."""
-    engine = await state_of(worker).links.ucx.engine()
+    engine = await runtime_of(worker).links.ucx.engine()
     send, numbers = engine.send, itertools.count(1)
 
     async def flaky(peer: str, *args: Any) -> Any:
@@ -207,7 +207,7 @@ def test_persistent_connection_failures_are_an_error(
 
 
 async def _ucx_thread_ends(worker: Any) -> None:
-    engine = await state_of(worker).links.ucx.engine()
+    engine = await runtime_of(worker).links.ucx.engine()
     send, numbers = engine.send, itertools.count(1)
 
     def mistake() -> None:

@@ -24,7 +24,7 @@ from distributed import Client, LocalCluster, as_completed, futures_of, wait
 import dask_gpurt
 from dask_gpurt.plugins.patches.p2p import barrier_key
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle import shards, spill_file
 from tests.conftest import stock_client
 from tests.failure import gates
@@ -396,7 +396,7 @@ def test_memory_is_returned_after_the_last_run(client):
     client.sync(_runs_are_closed, client)
 
     def cool_down(dask_worker):
-        state = state_of(dask_worker)
+        state = runtime_of(dask_worker)
         state.cool_down()
         return state.pool.idle_nbytes, state.pool.used_nbytes, state._budget.used_nbytes
 

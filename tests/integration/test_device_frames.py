@@ -22,7 +22,7 @@ from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.plugins.shuffle.array_run import DEVICE_ARRAYS
 from dask_gpurt.plugins.shuffle.frame_run import ADAPTERS
 from dask_gpurt.plugins.shuffle.transports import UcxTransport
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower
 from dask_gpurt.transport.ucx import UcxEngine
@@ -78,8 +78,10 @@ class Device:
 
     def adapter(self, spec):
         self.budgets.append(DeviceBudget(self.limits_nbytes.pop()))
-        landing = partial(self.budgets[-1].take, EmulatedMemory)
-        return DeviceFrames(EmulatedTables(), spec.meta, spec.column, spec.drop_column, landing)
+        allocate_device = partial(self.budgets[-1].take, EmulatedMemory)
+        return DeviceFrames(
+            EmulatedTables(), spec.meta, spec.column, spec.drop_column, allocate_device
+        )
 
     @property
     def copied_nbytes(self):
@@ -278,5 +280,5 @@ def test_device_arrays_are_rechunked_on_the_device(
 async def settled(workers):
     """Every run of these workers is over."""
     for worker in workers:
-        for run in tuple(state_of(worker)._runs):
+        for run in tuple(runtime_of(worker)._runs):
             await run._closed_event.wait()

@@ -13,7 +13,7 @@ import pytest
 import dask_gpurt
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 from tests.integration.comparing import collection, partitions
 
 N_INPUTS = 6
@@ -96,7 +96,7 @@ def test_without_overlap_a_failing_peer_fails_the_task(client, monkeypatch):
 
 
 def sums(dask_worker):
-    return state_of(dask_worker).ledger.sums()
+    return runtime_of(dask_worker).ledger.sums()
 
 
 def test_ledger_has_entries_of_communication(client):

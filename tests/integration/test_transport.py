@@ -16,7 +16,7 @@ from distributed.security import Security
 import dask_gpurt
 from dask_gpurt.plugins import worker
 from dask_gpurt.plugins.shuffle import worker_ucx
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.transport import shared
 from tests.codecs.test_nvcomp import emulated
 from tests.conftest import stock_client
@@ -215,7 +215,7 @@ def test_last_run_after_disable_leaves_no_ucx_engine(engines, client):
         gate.open()
         assert_right(client.gather(parts))
     # Nobody says any more that an output is safe.
-    states = [state_of(worker) for worker in client.cluster.workers.values()]
+    states = [runtime_of(worker) for worker in client.cluster.workers.values()]
     assert not any(state._to_release for state in states)
     del parts
     assert len(engines) > n_before
@@ -228,7 +228,7 @@ def test_closed_worker_leaves_no_ucx_engine(engines):
         dask_gpurt.enable(client)
 
         async def link(dask_worker):
-            await state_of(dask_worker).links.ucx.engine()
+            await runtime_of(dask_worker).links.ucx.engine()
 
         dask_gpurt.disable(client)
         client.run(link)
@@ -269,7 +269,7 @@ def test_forgotten_path_is_offered_again(client, monkeypatch):
     shuffled(client)
 
     def forget(dask_worker):
-        state_of(dask_worker).links.cool_down()
+        runtime_of(dask_worker).links.cool_down()
 
     client.run(forget)
     opened = []

@@ -143,9 +143,9 @@ def decide(snapshot):
         for one in workers
     ]
     chosen = min(bids, default=(None,))[-1]
-    if snapshot.doubt > 1 and chosen in costs and stock in costs:
+    if snapshot.uncertainty > 1 and chosen in costs and stock in costs:
         known = {one.address: one for one in workers}
-        for factor in (snapshot.doubt, 1 / snapshot.doubt):
+        for factor in (snapshot.uncertainty, 1 / snapshot.uncertainty):
             ways = scaled(snapshot.places, factor)
             ours, theirs = (cost(task, known[one], ways).total_s for one in (chosen, stock))
             if ours >= theirs:

@@ -189,7 +189,7 @@ def test_cheapest_fast_path_agrees_with_the_policy(task, found, places, rate, da
     )
     held = candidate_nbytes(plain)
     held = {**dict.fromkeys(idle, 0), **held}
-    doubt = data.draw(st.sampled_from([1.0, 2.0, 10.0]))
+    uncertainty = data.draw(st.sampled_from([1.0, 2.0, 10.0]))
     stock = data.draw(st.sampled_from([None, *holders]))
     decision = cheapest(
         plain,
@@ -197,7 +197,7 @@ def test_cheapest_fast_path_agrees_with_the_policy(task, found, places, rate, da
         looked_up(found)(held),
         places,
         bandwidth=rate,
-        doubt=doubt,
+        uncertainty=uncertainty,
         stock=stock,
     )
     thorough = snapshot(
@@ -206,7 +206,7 @@ def test_cheapest_fast_path_agrees_with_the_policy(task, found, places, rate, da
         places,
         idle=tuple(idle),
         bandwidth_nbytes_per_s=rate,
-        doubt=doubt,
+        uncertainty=uncertainty,
         stock=stock,
     )
     assert decision == DataAware().decide(thorough)

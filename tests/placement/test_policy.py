@@ -56,9 +56,9 @@ def test_chosen_worker_is_valid(policy, found):
     st.sampled_from([1.0, 1.0, 3.0, 1e3]),
     st.sampled_from([None, *NAMES]),
 )
-def test_policy_agrees_with_the_plain_reference(found, running, most, doubt, stock):
+def test_policy_agrees_with_the_plain_reference(found, running, most, uncertainty, stock):
     takes_tasks = None if running is None else running.__contains__
-    found = found._replace(takes_tasks=takes_tasks, doubt=doubt, stock=stock)
+    found = found._replace(takes_tasks=takes_tasks, uncertainty=uncertainty, stock=stock)
     with pytest.MonkeyPatch.context() as patch:
         # So low that there are too many now and then.
         for module in (policy, reference):
@@ -154,19 +154,21 @@ def test_task_moves_only_when_waiting_costs_more():
         assert decision.worker == chosen
 
 
-@pytest.mark.parametrize(("doubt", "chosen"), [(1.0, "b"), (1.5, "b"), (3.0, "a"), (1e3, "a")])
-def test_no_data_moves_for_a_gain_within_the_doubt(doubt, chosen):
+@pytest.mark.parametrize(
+    ("uncertainty", "chosen"), [(1.0, "b"), (1.5, "b"), (3.0, "a"), (1e3, "a")]
+)
+def test_no_data_moves_for_a_gain_within_the_doubt(uncertainty, chosen):
     """Waiting takes four seconds, moving two, at both ends together, if the link is as believed."""
     task = Task("t", [Input("x", 10**8, {"a"})])
     workers = [WorkerSnapshot("a", 1, occupancy_s=4.0), WorkerSnapshot("b", 1)]
-    found = snapshot(task, workers, even(1e8), idle=("b",), doubt=doubt)
+    found = snapshot(task, workers, even(1e8), idle=("b",), uncertainty=uncertainty)
     assert DataAware().decide(found).worker == chosen
 
 
 def test_doubt_about_bandwidth_ignores_small_messages():
     task = Task("t", [Input("x", 10, {"a"})])
     workers = [WorkerSnapshot("a", 1, occupancy_s=4.0), WorkerSnapshot("b", 1)]
-    found = snapshot(task, workers, even(1e8, latency_s=0.001), idle=("b",), doubt=1e3)
+    found = snapshot(task, workers, even(1e8, latency_s=0.001), idle=("b",), uncertainty=1e3)
     assert DataAware().decide(found).worker == "b"
 
 
@@ -177,7 +179,7 @@ def test_choice_of_dask_is_always_a_candidate():
     workers = [
         WorkerSnapshot(one, 1, occupancy_s=0.0 if one == names[-1] else 60.0) for one in names
     ]
-    found = snapshot(Task("t", inputs), workers, even(1e8), doubt=10.0, stock=names[-1])
+    found = snapshot(Task("t", inputs), workers, even(1e8), uncertainty=10.0, stock=names[-1])
     assert DataAware().decide(found).worker == names[-1]
 
 

@@ -110,9 +110,9 @@ def test_a_worker_that_left_is_forgotten():
 
 def test_doubt_shrinks_but_never_vanishes():
     links = LearnedLinks()
-    found = [links.doubt()]
+    found = [links.uncertainty()]
     for _ in range(100):
         links.observe(A0, B0, 1e9)
-        found.append(links.doubt())
+        found.append(links.uncertainty())
     assert found == sorted(found, reverse=True)
     assert found[0] > 100 > found[1] > 3 > found[-1] > 1.2

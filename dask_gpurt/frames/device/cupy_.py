@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.frames.adapter import Landing
+from dask_gpurt.frames.adapter import DeviceAllocator
 
 
 class CupyMemory:
@@ -58,7 +58,7 @@ class CupyMemory:
 class CupyArrays:
     """The `DeviceArrays` of `frames.arrays` for CuPy."""
 
-    def __init__(self, room: Landing) -> None:
+    def __init__(self, room: DeviceAllocator) -> None:
         self.room = room
 
     def elements(self, memory: CupyMemory, dtype: np.dtype[Any]) -> cupy.ndarray:

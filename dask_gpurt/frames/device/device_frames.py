@@ -19,9 +19,9 @@ import msgpack
 import numpy as np
 
 from dask_gpurt.frames.adapter import (
+    DeviceAllocator,
     DeviceMemory,
     Empty,
-    Landing,
     Packed,
     Piece,
     Selection,
@@ -243,10 +243,10 @@ class DeviceFrames:
     shard_nbytes: int | None = _SHARD_NBYTES
 
     def __init__(
-        self, tables: Tables, meta: Any, column: Any, drop_column: bool, room: Landing
+        self, tables: Tables, meta: Any, column: Any, drop_column: bool, room: DeviceAllocator
     ) -> None:
         self.tables = tables
-        self.landing: Landing | None = room
+        self.allocate_device: DeviceAllocator | None = room
         self.room = room
         self.result_meta = meta.drop(columns=column) if drop_column else meta
         self._meta = meta

@@ -12,11 +12,11 @@ DEVICE_SHARE = 0.3
 
 
 @cache
-def device_room() -> DeviceBudget:
+def shard_budget() -> DeviceBudget:
     """Return the budget that all shuffles of this process share. This needs a device."""
     return DeviceBudget(int(DEVICE_SHARE * CupyDriver().total_nbytes))
 
 
 def shards_on_device_nbytes() -> int:
     """Return the device memory that shards take; 0, without a device, if no shard was on one."""
-    return device_room().used_nbytes if device_room.cache_info().currsize else 0
+    return shard_budget().used_nbytes if shard_budget.cache_info().currsize else 0

@@ -95,10 +95,10 @@ class MemoryOwners(Protocol):
     def shards_nbytes(self) -> int:
         """Return the bytes that shards of shuffles take, outgoing messages included."""
 
-    def relieve(self, over_nbytes: int) -> None:
+    def release_memory(self, over_nbytes: int) -> None:
         """Release `over_nbytes`: trim pools, then spill shards. Runs in a worker thread."""
 
-    def ease(self) -> None:
+    def relax_budget(self) -> None:
         """Relax the limit of shards by a step: the process has memory again."""
 
 
@@ -355,14 +355,14 @@ class ManagedMemory:
                 self._released_at = now
                 release = partial(self._release_memory, over_nbytes)
                 self._release = self._writes.submit(
-                    _logged, release, priority=Priority.HIGH, path="relieve"
+                    _logged, release, priority=Priority.HIGH, path="release"
                 )
             else:
                 managed_nbytes = self.store.managed_nbytes + shards_nbytes + pinned_nbytes
                 self._unmanaged.append(process_nbytes - managed_nbytes)
                 self._n_over = self._n_over + 1 if over_nbytes > 0 else 0
             if process_nbytes < self._target_nbytes:
-                self._owners.ease()
+                self._owners.relax_budget()
             if self._unmanaged:
                 unmanaged_nbytes = max(0, int(median(self._unmanaged)))
                 room = min(room, self._spill_nbytes - unmanaged_nbytes)
@@ -417,7 +417,7 @@ class ManagedMemory:
         return not is_in_flight and now - self._released_at > RELEASE_INTERVAL_S
 
     def _release_memory(self, over_nbytes: int) -> None:
-        self._owners.relieve(over_nbytes)
+        self._owners.release_memory(over_nbytes)
         malloc.trim()
 
     async def report(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class ClusterLinks:
         self._behind_slow_link: dict[str, bool] = {}
         self._usual_outlet: float | None = None
         self._sampled: list[End] | None = None
-        self._doubt: float | None = None
+        self._uncertainty: float | None = None
         #: None after a worker left, until it is computed again.
         self._is_described: bool | None = None
         self._n_reports = 0
@@ -188,7 +188,7 @@ class ClusterLinks:
         self._behind_slow_link.clear()
         self._usual_outlet = None
         self._sampled = None
-        self._doubt = None
+        self._uncertainty = None
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
         """Record the transfer rates that a worker measured: by peer, their sum and count."""
@@ -203,7 +203,7 @@ class ClusterLinks:
                 and self._learned.observe(source, target, total / count, count)
             ):
                 self._n_reports += 1
-                self._doubt = None
+                self._uncertainty = None
         # Each report changes the estimates of other pairs a little. Computing all paths again each
         # time would cost more than it gains.
         if self._n_reports >= _REPORTS_PER_WORKER * len(self._ends):
@@ -308,11 +308,11 @@ class ClusterLinks:
         """Places of workers. Do not keep entries: they are valid until workers change."""
         return self._places
 
-    def doubt(self) -> float:
+    def uncertainty(self) -> float:
         """Return the factor by which links may differ from estimates; 1 if all are described."""
-        if self._doubt is None:
-            self._doubt = 1.0 if self._all_described() else self._learned.doubt()
-        return self._doubt
+        if self._uncertainty is None:
+            self._uncertainty = 1.0 if self._all_described() else self._learned.uncertainty()
+        return self._uncertainty
 
     def _all_described(self) -> bool:
         """Return whether all hosts and the paths between them are described."""

@@ -72,15 +72,15 @@ class LeastCost:
             return Choice(state.workers[holders[0]], holders[0], reason="holder")
         if view.with_gpu and not held.keys() <= view.with_gpu:
             return None
-        doubt = view.links.doubt()
-        stock = question.stock() if doubt > 1 else None
+        uncertainty = view.links.uncertainty()
+        stock = question.stock() if uncertainty > 1 else None
         decision = cheapest(
             task,
             held,
             view.workers(held, new_s),
             view.links.places,
             bandwidth=state.bandwidth,
-            doubt=doubt,
+            uncertainty=uncertainty,
             stock=address_of(stock),
         )
         if decision.worker is None:
@@ -97,8 +97,8 @@ class LeastCost:
         """Choose for a task of any shape."""
         state, view, ts, allowed = self._scheduler, self._view, question.ts, question.allowed
         task = view.task(ts, question.sizes, question.joins, idle)
-        doubt = view.links.doubt()
-        stock = question.stock() if doubt > 1 and view.has_few_holders(ts) else None
+        uncertainty = view.links.uncertainty()
+        stock = question.stock() if uncertainty > 1 and view.has_few_holders(ts) else None
         decision = self._policy.decide(
             Snapshot(
                 task=task,
@@ -108,7 +108,7 @@ class LeastCost:
                 idle=idle,
                 bandwidth_nbytes_per_s=state.bandwidth,
                 takes_tasks=view.takes_tasks(),
-                doubt=doubt,
+                uncertainty=uncertainty,
                 stock=address_of(stock),
             )
         )

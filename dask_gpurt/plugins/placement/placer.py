@@ -199,7 +199,7 @@ class Placement:
             workers = [seen(ws) for ws in (victim, *candidates.values())]
             found = costs(task, workers, self._links.places)
             thief = min(candidates, key=lambda one: (found[one].total_s, one))
-            if steal_pays(found[victim.address], found[thief], self._links.doubt()):
+            if steal_pays(found[victim.address], found[thief], self._links.uncertainty()):
                 self.log.steals_allowed += 1
                 return candidates[thief]
         self.log.steals_refused += 1

@@ -22,7 +22,7 @@ from dask_gpurt.frames.adapter import Piece
 from dask_gpurt.frames.arrays import Arrays, DeviceArrays, Part
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.rechunking import Index, Rechunking
-from dask_gpurt.plugins.memory.gpu_budget import device_room
+from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import ArrayRechunkSpec, join_arrays
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.shuffle.figures import ARRAY
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def _open_cupy() -> DeviceArrays:
     from dask_gpurt.frames.device.cupy_ import CupyArrays, CupyMemory
 
-    return CupyArrays(partial(device_room().take, CupyMemory.empty))
+    return CupyArrays(partial(shard_budget().take, CupyMemory.empty))
 
 
 #: Libraries of device arrays, by the full name of the array type.

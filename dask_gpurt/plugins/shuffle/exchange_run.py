@@ -47,7 +47,7 @@ from dask_gpurt.plugins.shuffle.dashboard_fields import Writes
 from dask_gpurt.plugins.shuffle.fine_metrics import FineMetrics, amount, disk_io, left_host
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
-from dask_gpurt.plugins.worker import state_of
+from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
@@ -87,7 +87,7 @@ class ExchangeRun:
         plan: ExchangePlan,
         plugin: ShuffleWorkerPlugin,
     ) -> None:
-        state = state_of(plugin.worker)
+        state = runtime_of(plugin.worker)
         worker = plugin.worker
         self.id = spec.id
         self.run_id = run_id
@@ -124,7 +124,7 @@ class ExchangeRun:
             limit_nbytes=settings.in_flight_nbytes,
             message_nbytes=self._message_nbytes,
         )
-        self._data_is_on_device = adapter.landing is not None
+        self._data_is_on_device = adapter.allocate_device is not None
         self._messenger = Messenger(self, worker, settings, adapter)
         self._received_nbytes = 0
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)

@@ -18,7 +18,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.adapter import FrameAdapter, Piece, Selection
 from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.frames.pickling import Pickling
-from dask_gpurt.plugins.memory.gpu_budget import device_room
+from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import DataFrameShuffleSpec
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.shuffle.balance import owners
@@ -107,8 +107,8 @@ def _open_pandas(spec: FrameSpec) -> FrameAdapter:
 def _open_cudf(spec: FrameSpec) -> FrameAdapter:
     from dask_gpurt.frames.device.cudf_ import CudfMemory, CudfTables
 
-    landing = partial(device_room().take, CudfMemory.empty)
-    return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, landing)
+    allocate_device = partial(shard_budget().take, CudfMemory.empty)
+    return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, allocate_device)
 
 
 #: Full name of cuDF's DataFrame. Not imported, because a scheduler may have no GPU.

@@ -20,7 +20,7 @@ from dask_gpurt.codecs.encoded_shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
-from dask_gpurt.frames.adapter import BodyAdapter, DeviceMemory, Landing, on_host
+from dask_gpurt.frames.adapter import BodyAdapter, DeviceAllocator, DeviceMemory, on_host
 from dask_gpurt.plugins.patches.connections import drop_message
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
@@ -31,7 +31,7 @@ from dask_gpurt.plugins.patches.p2p import (
 )
 from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, is_inline
 from dask_gpurt.plugins.shuffle.transports import Transport
-from dask_gpurt.plugins.worker import RunLike, state_of
+from dask_gpurt.plugins.worker import RunLike, runtime_of
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shards import Shard
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Lane jobs that process a received message.
-_TAKING_IN = frozenset(("landing", "borrow", "decode"))
+_TAKING_IN = frozenset(("allocate", "borrow", "decode"))
 
 
 class Messenger:
@@ -68,7 +68,7 @@ class Messenger:
         self._worker = worker
         self._settings = settings
         self._adapter = adapter
-        self._state = state_of(worker)
+        self._state = runtime_of(worker)
         retry_key = "distributed.p2p.comm.retry"
         self._retry = {
             "count": dask.config.get(f"{retry_key}.count"),
@@ -150,9 +150,9 @@ class Messenger:
         lengths = messages.buffer_lengths(headers, self._state.memory_nbytes)
         # Unless it is encoded, a shard has one buffer.
         of_part = [header for header in headers for _ in header.parts]
-        landed: dict[int, DeviceMemory] = {}
-        landing = self._adapter.landing
-        if landing is not None and self._state.links.lands(payload):
+        on_device: dict[int, DeviceMemory] = {}
+        allocate_device = self._adapter.allocate_device
+        if allocate_device is not None and self._state.links.reaches_device(payload):
             # Shards with a checksum or an encoding are processed in host memory first.
             wanted = {
                 number: nbytes
@@ -161,14 +161,16 @@ class Messenger:
             }
             if wanted:
                 nbytes = sum(wanted.values())
-                landed = await self._in_lane("landing", nbytes, _landed, landing, wanted)
+                on_device = await self._in_lane(
+                    "allocate", nbytes, _allocated, allocate_device, wanted
+                )
 
         def empty(number: int, nbytes: int) -> Any:
             header = of_part[number]
             if header.table:
                 return np.empty(nbytes, dtype=np.uint8)
-            if number in landed:
-                return landed.pop(number)
+            if number in on_device:
+                return on_device.pop(number)
             return run.memory_for(nbytes, header.first_slot)
 
         def empty_shard(header: wire.ShardHeader) -> Any:
@@ -225,11 +227,13 @@ class Messenger:
             return await asyncio.wrap_future(job)
 
 
-def _landed(landing: Landing, wanted: Mapping[int, int]) -> dict[int, DeviceMemory]:
+def _allocated(
+    allocate_device: DeviceAllocator, wanted: Mapping[int, int]
+) -> dict[int, DeviceMemory]:
     """Allocate device memory for buffers of these numbers and lengths, as far as there is room."""
     found = {}
     for number, nbytes in wanted.items():
-        memory = landing(nbytes)
+        memory = allocate_device(nbytes)
         if memory is None:
             break
         found[number] = memory

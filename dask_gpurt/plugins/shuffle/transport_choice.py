@@ -290,7 +290,7 @@ class Links:
         except TransportError as error:
             return {"status": "OK", "ours": None, "why_not": str(error)}
 
-    def lands(self, payload: Any) -> bool:
+    def reaches_device(self, payload: Any) -> bool:
         """Return whether the payload of a message can be written to device memory."""
         if not isinstance(payload, Mapping) or payload["by"] != "ucx":
             return False

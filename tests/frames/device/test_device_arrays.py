@@ -84,8 +84,8 @@ def test_without_room_shards_leave_the_device():
 
 def test_data_from_a_peers_device_lands_on_the_device():
     arrays, _, _ = cut(EmulatedMemory)
-    assert isinstance(arrays.landing(320), EmulatedMemory)
-    assert Arrays(Rechunking(OLD, NEW), concatenate3).landing is None
+    assert isinstance(arrays.allocate_device(320), EmulatedMemory)
+    assert Arrays(Rechunking(OLD, NEW), concatenate3).allocate_device is None
 
 
 def test_layouts_name_the_library():

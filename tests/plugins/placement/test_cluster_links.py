@@ -85,14 +85,14 @@ def test_doubt_is_one_only_where_links_of_hosts_are_described():
     links = ClusterLinks(load("two-hosts"))
     for one in (LEFT0, LEFT1, RIGHT0):
         links.add(one)
-    assert links.doubt() == 1
+    assert links.uncertainty() == 1
     links.add(STRANGER)
-    assert links.doubt() > 1
+    assert links.uncertainty() > 1
     apart = ClusterLinks(parse("hosts: [" + ", ".join(map(_alone, "12")) + "]"))
     apart.add(LEFT0)
-    assert apart.doubt() == 1
+    assert apart.uncertainty() == 1
     apart.add(RIGHT0)
-    assert apart.doubt() > 1
+    assert apart.uncertainty() > 1
 
 
 def _alone(number):
