@@ -12,7 +12,8 @@ from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.cuda.gpu import CudaDevice
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
-from tests.conformance.device_suite import DeviceSuite, double, noise
+from tests.conformance.device_suite import DeviceSuite
+from tests.conformance.stream_programs import double, noise
 from tests.gpu.requirements import needs_gpu
 
 pytestmark = needs_gpu

@@ -15,7 +15,7 @@ import pytest
 from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.cuda.gpu import CudaDevice
 from dask_gpurt.devices.device import Priority
-from tests.conformance.device_suite import double, noise
+from tests.conformance.stream_programs import double, noise
 
 
 class CUDARuntimeError(RuntimeError):

@@ -17,7 +17,8 @@ from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 from dask_gpurt.devices.ordering import HazardError
-from tests.conformance.device_suite import CAPACITY, DeviceSuite, double, noise, read
+from tests.conformance.device_suite import CAPACITY, DeviceSuite, read
+from tests.conformance.stream_programs import double, noise
 from tests.devices.emulated_cuda import EmulatedCuda
 
 

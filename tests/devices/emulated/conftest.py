@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
-from tests.conformance.device_suite import (
-    CAPACITY,
-)
+from tests.conformance.device_suite import CAPACITY
 from tests.devices.emulated.pumping import pumped
 
 

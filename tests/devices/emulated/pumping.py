@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 
 from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
-from tests.conformance.device_suite import (
-    CAPACITY,
-)
+from tests.conformance.device_suite import CAPACITY
 
 
 def pumped(seed=0):

@@ -16,14 +16,8 @@ from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
 from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 from dask_gpurt.devices.ordering import HazardError
-from tests.conformance.device_suite import (
-    CAPACITY,
-    PATIENCE_S,
-    DeviceSuite,
-    double,
-    noise,
-    read,
-)
+from tests.conformance.device_suite import CAPACITY, PATIENCE_S, DeviceSuite, read
+from tests.conformance.stream_programs import double, noise
 from tests.devices.emulated.pumping import pumped
 
 

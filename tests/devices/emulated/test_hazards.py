@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.ordering import HazardError
-from tests.conformance.device_suite import (
+from tests.conformance.device_suite import read
+from tests.conformance.stream_programs import (
     LENGTH,
     N_BUFFERS,
     add,
@@ -20,7 +21,6 @@ from tests.conformance.device_suite import (
     expected_of,
     noise,
     programs,
-    read,
     run_program,
 )
 
