@@ -25,7 +25,7 @@ from rmm import DeviceBuffer
 from rmm.pylibrmm.device_buffer import copy_device_to_ptr, copy_host_to_ptr, copy_ptr_to_host
 
 from dask_gpurt.frames.adapter import DeviceMemory, Slots
-from dask_gpurt.frames.device.device_contents import DeviceColumn, mask_nbytes
+from dask_gpurt.frames.device.device_contents import TYPES, DeviceColumn, mask_nbytes
 from dask_gpurt.frames.device.device_frames import Kind
 from dask_gpurt.frames.gather import slots_by_table
 
@@ -85,7 +85,7 @@ class CudfTables:
         kinds = [_kind(dtype, wanted) for dtype, wanted in zip(dtypes, expected, strict=True)]
         columns = frame.to_pylibcudf()[0].columns() + levels.to_pylibcudf()[0].columns()
         for column, dtype in zip(columns, dtypes, strict=True):
-            if _has_structures(column):
+            if not _is_describable(column):
                 raise TypeError(f"data of type {dtype} cannot be shuffled on a device")
         return plc.Table(columns), kinds
 
@@ -184,11 +184,14 @@ def _levels(index: cudf.Index) -> cudf.DataFrame:
     return index.to_frame(index=False, name=0)
 
 
-def _has_structures(column: plc.Column) -> bool:
-    """Return whether a column has structures. Intervals are structures without member names."""
-    if column.type().id() == plc.TypeId.STRUCT:
-        return True
-    return any(map(_has_structures, column.children()))
+def _is_describable(column: plc.Column) -> bool:
+    """Return whether the contents of a shard can describe the buffers of a column.
+
+    Structures have types of their own, which a receiver could not rebuild. Intervals are structures
+    without member names. The scheduler knows the meta's types, and a partition may have others.
+    """
+    name = plc.TypeId(column.type().id()).name
+    return name in TYPES and name != "STRUCT" and all(map(_is_describable, column.children()))
 
 
 def _kind(dtype: Any, expected: Any) -> Kind:

@@ -16,6 +16,7 @@ from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.adapter import FrameAdapter, Piece, Selection
+from dask_gpurt.frames.device.carried_types import is_carried
 from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
@@ -113,8 +114,6 @@ def _open_cudf(spec: FrameSpec) -> FrameAdapter:
 
 #: Full name of cuDF's DataFrame. Not imported, because a scheduler may have no GPU.
 _CUDF = "cudf.core.dataframe.DataFrame"
-#: Column types, also inside lists, that cannot be rebuilt from their buffers.
-_NOT_ON_DEVICES = ("StructDtype", "IntervalDtype")
 
 #: Frame adapters by the full type name of a shuffle's meta. Names must match exactly: a subclass
 #: carries state that the adapter of its base would lose.
@@ -140,12 +139,7 @@ def obstacle(meta: Any) -> str | None:
     levels = meta.index.dtypes if meta.index.nlevels > 1 else {meta.index.name: meta.index.dtype}
     for what, dtypes in (("column", meta.dtypes), ("index level", levels)):
         for name, dtype in dtypes.items():
-            # Compare names only: printing the categories of a type would take a GPU.
-            inner = dtype
-            while type(inner).__name__ == "ListDtype":
-                inner = inner.element_type
-            kind = type(inner).__name__
-            if kind in _NOT_ON_DEVICES or (kind == "ArrowDtype" and "struct" in str(inner)):
+            if not is_carried(dtype):
                 return f"{what} {name!r} is of type {dtype}, which is not supported on devices"
     return None
 

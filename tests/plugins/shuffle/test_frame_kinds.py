@@ -14,11 +14,25 @@ from dask_gpurt.plugins.shuffle.frame_run import frame_kind, obstacle
 
 
 class CategoricalDtype:
+    def __init__(self, of=None):
+        self.categories = None if of is None else Index(of)
+
+    def __str__(self):
+        return "category"
+
     def __repr__(self):
         raise RuntimeError("no CUDA-capable device is detected")
 
 
 class StructDtype:
+    pass
+
+
+class Decimal64Dtype:
+    pass
+
+
+class IntervalDtype:
     pass
 
 
@@ -46,10 +60,38 @@ def cudf_frame(*dtypes, index=(NUMBERS,)):
     return frame
 
 
-def test_cudf_is_recognised_by_its_name():
-    frame = cudf_frame(np.dtype("i8"), CategoricalDtype(), ListDtype(np.dtype("i4")))
+TEXT = pd.StringDtype(na_value=np.nan)
+CARRIED = [
+    *map(np.dtype, ["i1", "u8", "f4", "f8", "?", "O", "M8[s]", "m8[ns]"]),
+    *[pd.Int8Dtype(), pd.Float64Dtype(), pd.BooleanDtype(), pd.StringDtype(), TEXT],
+    pd.DatetimeTZDtype("us", "Europe/Berlin"),
+    *map(pd.ArrowDtype, [pa.int8(), pa.float64(), pa.bool_(), pa.string(), pa.timestamp("us")]),
+    *[Decimal64Dtype(), CategoricalDtype(), CategoricalDtype(TEXT), CategoricalDtype(NUMBERS)],
+    *[ListDtype(NUMBERS), ListDtype(TEXT), ListDtype(ListDtype(np.dtype("M8[ms]")))],
+]
+#: A cast to each of these fails, or changes values.
+LEFT_TO_STOCK = [
+    *map(np.dtype, ["f2", "M8[D]", "M8[10ns]", "S4", "c16"]),
+    *[StructDtype(), IntervalDtype(), pd.PeriodDtype("D"), pd.SparseDtype("i8")],
+    *map(pd.ArrowDtype, [pa.date32(), pa.time64("us"), pa.decimal128(7, 2), pa.null()]),
+    *map(pd.ArrowDtype, [pa.binary(), pa.float16(), pa.timestamp("s", "UTC"), pa.list_(pa.int8())]),
+    *map(CategoricalDtype, [IntervalDtype(), pd.Int64Dtype(), ListDtype(NUMBERS)]),
+    *map(ListDtype, [Decimal64Dtype(), pd.Int64Dtype(), pd.ArrowDtype(pa.int64()), np.dtype("O")]),
+    *map(ListDtype, [pd.StringDtype(), CategoricalDtype(), pd.DatetimeTZDtype("ns", "UTC")]),
+    ListDtype(ListDtype(StructDtype())),
+]
+
+
+@pytest.mark.parametrize("dtype", CARRIED, ids=lambda one: f"{type(one).__name__}-{one!s:.20}")
+def test_types_with_a_cast_are_carried_on_devices(dtype):
+    frame = cudf_frame(NUMBERS, dtype, index=(dtype,))
     assert frame_kind(frame) == "cudf.core.dataframe.DataFrame"
     assert obstacle(frame) is None
+
+
+@pytest.mark.parametrize("dtype", LEFT_TO_STOCK, ids=lambda one: type(one).__name__)
+def test_types_without_a_cast_are_left_to_stock(dtype):
+    assert "column 'b'" in obstacle(cudf_frame(NUMBERS, dtype))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +104,7 @@ def test_cudf_is_recognised_by_its_name():
         (cudf_frame(index=(np.dtype("i8"), StructDtype())), "index level 1"),
     ],
 )
-def test_types_that_cannot_be_rebuilt_are_left_to_stock(frame, named):
+def test_column_that_is_left_to_stock_is_named(frame, named):
     assert named in obstacle(frame)
 
 
