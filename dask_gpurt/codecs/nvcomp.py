@@ -56,7 +56,7 @@ class NvcompCodec:
             return None
         try:
             encoded = _on_host(_coder(self.coder).encode(_on_device(raw)))
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             return None  # the device has no room: send the bytes raw
         return sealed(self.id, raw.nbytes, itemsize, [encoded])
 
@@ -74,6 +74,11 @@ class NvcompCodec:
             if announced != out.nbytes:
                 raise ProtocolError(f"{announced} bytes came where {out.nbytes} were announced")
             decoded = _on_host(coder.decode(source))
+        except MemoryError as error:
+            raise MemoryError(
+                f"no room on the device to decode {out.nbytes} bytes of {self.name}; "
+                "gpurt.shuffle.compression: none sends them raw"
+            ) from error
         except (RuntimeError, ValueError) as error:
             raise ProtocolError(f"damaged {self.name} bytes: {error}") from error
         if decoded.nbytes != out.nbytes:
@@ -94,7 +99,12 @@ def usable() -> Mapping[int, Codec]:
     """
     # A CUDA context takes seconds and hundreds of megabytes, so a process that uses no device must
     # not create one.
-    return _usable() if _DEVICE_LIBRARIES & sys.modules.keys() else {}
+    if not _DEVICE_LIBRARIES & sys.modules.keys():
+        return {}
+    try:
+        return _usable()
+    except MemoryError:
+        return {}  # the device is full now, and may have room later
 
 
 @cache

@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 import dask_gpurt
 from dask_gpurt.codecs.chooser import Chooser
 from dask_gpurt.codecs.cpu import HOST_CODECS
@@ -24,6 +22,7 @@ from dask_gpurt.devices.host_memory.malloc import PageKeeper
 from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Ledger, overlap
+from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.memory import gpu_store
@@ -359,15 +358,12 @@ def sketch(worker: Worker, shuffle_id: str, data: Any) -> None:
     try:
         if len(data) < SKETCHED_ROWS:
             return
-        # Only for host frames whose partition numbers are plain integers.
         column = sync(worker.loop, worker.scheduler.gpurt_sketch, shuffle_id=shuffle_id)
         if column is None:
             return
-        numbers = data[column].to_numpy()
-        if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu":
-            return
-        rows = np.bincount(numbers[numbers >= 0]).tolist()
-        sync(worker.loop, worker.scheduler.gpurt_sketch, shuffle_id=shuffle_id, rows=rows)
+        rows = partition_sizes(data[column])
+        if rows is not None:
+            sync(worker.loop, worker.scheduler.gpurt_sketch, shuffle_id=shuffle_id, rows=rows)
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         logger.debug("no sketch of shuffle %s: %r", shuffle_id, error)
 

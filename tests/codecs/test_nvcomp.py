@@ -169,3 +169,28 @@ def test_a_wrong_length_is_refused_before_allocation(monkeypatch):
     monkeypatch.setattr(Codec, "decode", never)
     with pytest.raises(ProtocolError, match="where 1000 were announced"):
         codec.decode_into(payload, np.empty(1000, np.uint8), 1)
+
+
+def full(array):
+    raise MemoryError("out of memory")
+
+
+def test_bytes_go_raw_while_the_device_is_full(monkeypatch):
+    monkeypatch.setattr(nvcomp, "_on_device", full)
+    assert NVCOMP_CODECS[128].encode(np.zeros(1000, np.uint8), 1) is None
+
+
+def test_bytes_that_a_full_device_cannot_decode_are_not_damaged(monkeypatch):
+    assert nvcomp.usable()  # so this process has offered its codecs
+    payload = np.concatenate(NVCOMP_CODECS[128].encode(np.zeros(1000, np.uint8), 1))
+    monkeypatch.setattr(nvcomp, "_on_device", full)
+    with pytest.raises(MemoryError, match="no room on the device to decode 1000 bytes"):
+        NVCOMP_CODECS[128].decode_into(payload, np.empty(1000, np.uint8), 1)
+
+
+def test_codecs_are_usable_again_once_a_full_device_has_room(monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(nvcomp, "_on_device", full)
+        nvcomp._usable.cache_clear()
+        assert nvcomp.usable() == {}
+    assert nvcomp.usable() == NVCOMP_CODECS
