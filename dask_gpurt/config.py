@@ -48,6 +48,8 @@ class ShuffleSettings:
         `auto` compresses where it pays, `lz4` and `zstd` everywhere, `none` nowhere.
     memory
         Share of the worker's memory limit (at most 1.0), or bytes.
+    device
+        Share of a GPU's memory (at most 1.0), or bytes.
     message_nbytes, in_flight_nbytes
         Size of a message, and most bytes queued for one peer.
     overlap
@@ -57,6 +59,7 @@ class ShuffleSettings:
     transport: str
     compression: Literal["auto", "none", "lz4", "zstd"]
     memory: float
+    device: float
     message_nbytes: int
     in_flight_nbytes: int
     overlap: bool
@@ -64,6 +67,10 @@ class ShuffleSettings:
     def memory_nbytes(self, worker_limit_nbytes: int) -> int:
         """Return the bytes that shards may use on a worker with this memory limit."""
         return _of(self.memory, worker_limit_nbytes)
+
+    def device_nbytes(self, total_nbytes: int) -> int:
+        """Return the bytes that shards may use on a GPU with this much memory."""
+        return _of(self.device, total_nbytes)
 
 
 @dataclass(frozen=True)
@@ -252,6 +259,7 @@ def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
             transport=_choice(get, "shuffle.transport"),
             compression=_choice(get, "shuffle.compression"),
             memory=_memory(get, "shuffle.memory"),
+            device=_memory(get, "shuffle.device"),
             message_nbytes=_nbytes(get, "shuffle.message-size"),
             in_flight_nbytes=_nbytes(get, "shuffle.in-flight"),
             overlap=_flag(get, "shuffle.overlap"),

@@ -21,6 +21,7 @@ DEFAULTS = Settings(
         transport="auto",
         compression="auto",
         memory=0.3,
+        device=0.3,
         message_nbytes=8 * MIB,
         in_flight_nbytes=32 * MIB,
         overlap=True,

@@ -304,6 +304,7 @@ def test_environment_variables_are_read(warnings):
         GPURT__MEMORY__COMPRESSION="zstd",
         GPURT__MEMORY__COMPRESSED="1 MiB",
         GPURT__MEMORY__DEVICE="2 GB",
+        GPURT__SHUFFLE__DEVICE="1 GB",
         GPURT__MEMORY__REPLACE_DASK_CUDA="on",
         GPURT__DEVICES__SHAPE_LAUNCHES="on",
     )
@@ -312,7 +313,7 @@ def test_environment_variables_are_read(warnings):
             DEFAULTS,
             enabled=True,
             strict=True,
-            shuffle=ShuffleSettings("auto", "auto", 0.5, MIB, 2_000_000, False),
+            shuffle=ShuffleSettings("auto", "auto", 0.5, 1e9, MIB, 2_000_000, False),
             memory=MemorySettings(False, "lru", "/scratch", 5 * MIB, "zstd", MIB, 2e9, True),
             devices=DeviceSettings(shape_launches=True),
         )
@@ -362,7 +363,7 @@ def test_settings_survive_serialization():
         DEFAULTS,
         enabled=True,
         strict=True,
-        shuffle=ShuffleSettings("comm", "zstd", 5e9, 7, 11, False),
+        shuffle=ShuffleSettings("comm", "zstd", 5e9, 0.3, 7, 11, False),
         placement=PlacementSettings(False, "stock"),
         topology=TopologySettings("machines.yaml", "hosts: []", "off"),
         memory=MemorySettings(True, "largest", None, None, "lz4", None, 2e9, False),
@@ -375,6 +376,7 @@ def test_settings_survive_serialization():
         "shuffle.transport": "comm",
         "shuffle.compression": "zstd",
         "shuffle.memory": 5e9,
+        "shuffle.device": 0.3,
         "shuffle.message_nbytes": 7,
         "shuffle.in_flight_nbytes": 11,
         "shuffle.overlap": False,

@@ -256,7 +256,7 @@ def test_device_arrays_are_rechunked_on_the_device(
 ):
     budget = DeviceBudget(1 << 30)
     monkeypatch.setitem(
-        DEVICE_ARRAYS, ARRAY, lambda: EmulatedArrays(partial(budget.take, EmulatedMemory))
+        DEVICE_ARRAYS, ARRAY, lambda settings: EmulatedArrays(partial(budget.take, EmulatedMemory))
     )
     monkeypatch.delitem(DEVICE_ARRAYS, "cupy.ndarray")
     whole = np.arange(1_000_000.0).reshape(1000, 1000)

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
 
 
-def _open_cupy() -> DeviceArrays:
+def _open_cupy(settings: ShuffleSettings) -> DeviceArrays:
     from dask_gpurt.frames.device.cupy_ import CupyArrays, CupyMemory
 
-    return CupyArrays(partial(shard_budget().take, CupyMemory.empty))
+    return CupyArrays(partial(shard_budget(settings).take, CupyMemory.empty))
 
 
 #: Libraries of device arrays, by the full name of the array type.
-DEVICE_ARRAYS: dict[str, Callable[[], DeviceArrays]] = {"cupy.ndarray": _open_cupy}
+DEVICE_ARRAYS: dict[str, Callable[[ShuffleSettings], DeviceArrays]] = {"cupy.ndarray": _open_cupy}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ArrayRun(ExchangeRun):
         self._arrays = Arrays(
             self._rechunking,
             join=join_arrays,
-            devices=DEVICE_ARRAYS,
+            devices={name: partial(made, spec.settings) for name, made in DEVICE_ARRAYS.items()},
             sizeof=safe_sizeof,
             pickling=Pickling(dumps, loads),
         )

@@ -108,7 +108,7 @@ def _open_pandas(spec: FrameSpec) -> FrameAdapter:
 def _open_cudf(spec: FrameSpec) -> FrameAdapter:
     from dask_gpurt.frames.device.cudf_ import CudfMemory, CudfTables
 
-    allocate_device = partial(shard_budget().take, CudfMemory.empty)
+    allocate_device = partial(shard_budget(spec.settings).take, CudfMemory.empty)
     return DeviceFrames(CudfTables(), spec.meta, spec.column, spec.drop_column, allocate_device)
 
 
