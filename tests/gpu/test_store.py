@@ -86,13 +86,18 @@ def test_live_worker_spills_more_than_the_pool_holds():
     pool = cupy.cuda.MemoryPool()
     pool.set_limit(size=64 * MIB)
     cupy.cuda.set_allocator(pool.malloc)
-    settings = {"gpurt.memory.device": "32 MiB", "distributed.worker.memory.spill": False}
+    # RAPIDS alone takes more host memory than a small limit, so no limit may pause the worker.
+    settings = {
+        "gpurt.memory.device": "32 MiB",
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.pause": False,
+    }
     options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
     try:
         with (
             dask.config.set(settings),
             LocalCluster(processes=False, memory_limit=512 * MIB, **options) as local,
-            Client(local, set_as_default=False) as client,
+            Client(local) as client,
         ):
             dask_gpurt.enable(client)
             values = client.map(full, range(40), pure=False)
