@@ -7,8 +7,11 @@ click in its own function.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -82,18 +85,49 @@ def run(
     sys.exit(code)
 
 
-_scheduler = click.option(
-    "--scheduler", metavar="ADDR", help="Address of the scheduler, such as tcp://10.0.0.1:8786."
-)
-_scheduler_file = click.option(
-    "--scheduler-file", type=click.Path(path_type=Path), metavar="FILE", help="Scheduler file."
-)
+def _of_cluster(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that name a cluster, and the keys to one that speaks TLS."""
+
+    @functools.wraps(command)
+    def with_keys(
+        tls_ca_file: Path | None, tls_cert: Path | None, tls_key: Path | None, **options: Any
+    ) -> None:
+        from dask_gpurt.command.connect import tls_keys
+
+        with tls_keys(tls_ca_file, tls_cert, tls_key):
+            command(**options)
+
+    key = click.Path(exists=True, dir_okay=False, path_type=Path)
+    for option in (
+        click.option("--tls-key", type=key, metavar="FILE", help="Private key, in PEM format."),
+        click.option("--tls-cert", type=key, metavar="FILE", help="Certificate, in PEM format."),
+        click.option(
+            "--tls-ca-file",
+            type=key,
+            metavar="FILE",
+            help="Certificates of authorities, in PEM format. Needed for tls:// addresses.",
+        ),
+        click.option(
+            "--scheduler-file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Scheduler file.",
+        ),
+        click.option(
+            "--scheduler",
+            metavar="ADDR",
+            help="Address of the scheduler, such as tcp://10.0.0.1:8786.",
+        ),
+    ):
+        with_keys = option(with_keys)
+    return with_keys
+
+
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @gpurt.command(context_settings=_CONTEXT)
-@_scheduler
-@_scheduler_file
+@_of_cluster
 @_json
 def doctor(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -> None:
     """Check the installation and a cluster: versions, settings, problems, and remedies.
@@ -106,8 +140,7 @@ def doctor(scheduler: str | None, scheduler_file: Path | None, as_json: bool) ->
 
 
 @gpurt.command(context_settings=_CONTEXT)
-@_scheduler
-@_scheduler_file
+@_of_cluster
 @_json
 @click.option("--placement", is_flag=True, help="Show only where tasks were placed, and why.")
 def status(
@@ -125,8 +158,7 @@ def status(
 
 
 @gpurt.command(context_settings=_CONTEXT)
-@_scheduler
-@_scheduler_file
+@_of_cluster
 @click.option("--probe", is_flag=True, help="Measure the links between hosts first.")
 @click.option(
     "--check",

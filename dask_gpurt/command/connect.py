@@ -11,7 +11,9 @@ import contextlib
 import json
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,8 @@ class ConnectError(GpurtError, ValueError):
 
 #: Advice for a failure with an unknown cause.
 _CHECK = "check the address, and that the scheduler runs and can be reached from here"
+#: Advice for a failure of TLS.
+_CHECK_KEYS = "check the keys: --tls-ca-file, --tls-cert, --tls-key, or distributed.comm.tls"
 #: Dask's protocol begins with the size of a message. The first message is much smaller than this.
 _MAX_FIRST_NBYTES = 2**32
 
@@ -71,6 +75,15 @@ def address_of(scheduler: str | None, scheduler_file: Path | None) -> str | None
         raise ConnectError(f"cannot read {scheduler_file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConnectError(f"{scheduler_file} is not a scheduler file") from error
+
+
+def tls_keys(
+    ca_file: Path | None, cert: Path | None, key: Path | None
+) -> AbstractContextManager[object]:
+    """Use these files for TLS in a `with` block. Dask's settings say those that are None."""
+    given = {"ca-file": ca_file, "client.cert": cert, "client.key": key}
+    settings = {f"distributed.comm.tls.{name}": str(path) for name, path in given.items() if path}
+    return dask.config.set(settings)
 
 
 @contextlib.contextmanager
@@ -141,23 +154,53 @@ def _check_port(address: str) -> None:
     except TimeoutError:
         raise failure(f"no connection in {seconds}", _CHECK) from None
     with connection:
-        if scheme == "tls":
-            return  # a TLS server waits for its client to begin
         try:
+            if scheme == "tls":
+                connection = _tls_context(address).wrap_socket(connection, server_hostname=host)
             first = connection.recv(8)
         except TimeoutError:
             remedy = "check the port, and whether the scheduler is stuck or requires tls://"
             raise failure(f"it sends nothing for {seconds}", remedy) from None
+        except ssl.SSLError as error:
+            raise failure(_one_line(error), _CHECK_KEYS) from error
         except ConnectionResetError:
             first = b""
     if int.from_bytes(first.ljust(8, b"\xff"), "little") > _MAX_FIRST_NBYTES:
         raise failure("another program listens on that port", "correct the port")
 
 
+def _tls_context(address: str) -> ssl.SSLContext:
+    """Return the context for connections to an address, with the keys of Dask's settings.
+
+    Raises
+    ------
+    ConnectError
+        There are no keys, or their files cannot be read.
+    """
+    from distributed.security import Security
+
+    names = [f"distributed.comm.tls.{name}" for name in ("ca-file", "client.cert", "client.key")]
+    if None in map(dask.config.get, names):
+        raise ConnectError(
+            f"the scheduler at {address} requires keys",
+            "give --tls-ca-file, --tls-cert and --tls-key, or set distributed.comm.tls",
+        )
+    try:
+        arguments = Security().get_connection_args("client")  # type: ignore[no-untyped-call]
+    except OSError as error:  # SSLError is one, too
+        raise ConnectError(f"the keys cannot be read: {_one_line(error)}", _CHECK_KEYS) from error
+    context: ssl.SSLContext = arguments["ssl_context"]
+    return context
+
+
 async def _check_scheduler(address: str) -> None:
     from distributed.core import rpc
+    from distributed.security import Security
 
-    scheduler = rpc(address, timeout=CONNECT_TIMEOUT_S)  # type: ignore[no-untyped-call]
+    arguments = Security().get_connection_args("client")  # type: ignore[no-untyped-call]
+    scheduler = rpc(  # type: ignore[no-untyped-call]
+        address, timeout=CONNECT_TIMEOUT_S, connection_args=arguments
+    )
     async with asyncio.timeout(CONNECT_TIMEOUT_S), scheduler:
         kind = (await scheduler.identity())["type"]
     if kind != "Scheduler":
