@@ -287,7 +287,7 @@ def test_gpurt_settings_are_read_in_config_only():
     readers = {name_of(p) for p in MODULES if 'config.get("gpurt.' in p.read_text()}
     # Two exceptions: the preload reads the flag itself, so that a program without the flag imports
     # nothing else. The doctor reports where the flag was set.
-    assert readers == {"preload.py", "command/findings.py"}
+    assert readers == {"preload.py", "command/checks/local.py"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

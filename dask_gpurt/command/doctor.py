@@ -1,11 +1,12 @@
 """``dask gpurt doctor``: check the environment and a cluster, with a remedy for each problem.
 
-`dask_gpurt.command.findings` checks the local environment. This module checks the cluster, without
-switching anything on.
+`dask_gpurt.command.checks` checks the local environment, and the job that it is in. This module
+checks the cluster, without switching anything on.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import dask_gpurt
+from dask_gpurt.command.checks.local import Finding, Level, local_findings
+from dask_gpurt.command.checks.slurm import job_facts, slurm_findings
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected, silent
-from dask_gpurt.command.findings import Finding, Level, local_findings
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import terminal_width, wrapped
 from dask_gpurt.command.run_report import advice, device_note, times
@@ -36,7 +38,7 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
     """
     # A finding reports an invalid setting. The warning would repeat it.
     with silent("dask_gpurt"):
-        findings = local_findings()
+        findings = local_findings() + slurm_findings(os.environ, job_facts())
     failure: ConnectError | None = None
     try:
         address = address_of(scheduler, scheduler_file)

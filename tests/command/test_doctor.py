@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dask_gpurt.cli import gpurt
-from dask_gpurt.command import connect, findings
+from dask_gpurt.command import connect
+from dask_gpurt.command.checks import local as findings
 from dask_gpurt.command.doctor import examine
 from tests.command.conftest import Shell
 from tests.command.findings import found

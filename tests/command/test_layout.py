@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dask_gpurt.command import doctor, status
-from dask_gpurt.command.findings import Finding
+from dask_gpurt.command.checks.local import Finding
 from dask_gpurt.command.layout import aligned, table, wrapped
 from dask_gpurt.metrics import MEANING
 
