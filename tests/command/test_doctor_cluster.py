@@ -1,4 +1,4 @@
-"""`dask gpurt doctor` and `status` on a live cluster."""
+"""On a live cluster, `dask gpurt doctor` and `status` report its state and its problems."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_address_of_a_worker_is_refused_as_a_scheduler(
 
 
 async def _say_no_versions(dask_worker: Any) -> None:
-    """Until `_say_versions`."""
+    """Make a worker delay its answer about versions until `_say_versions`."""
     dask_worker.told_to_go_on = asyncio.Event()
     versions = dask_worker.handlers["versions"]
 
@@ -145,7 +145,7 @@ async def _say_versions(dask_worker: Any) -> None:
 def test_versions_come_from_all_workers_that_answer_in_time(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the runtime is off, so that no report names the silent workers."""
+    """The runtime is off on this cluster, so no report names the silent workers."""
     with connect.connected(scheduler_address(sides.stock)) as client:
         in_time = connect.ask(client, versions=True)
         one = [next(iter(in_time["versions"]["workers"]))]

@@ -157,7 +157,7 @@ class DeviceSuite:
         assert device.stream("copies").priority == Priority.NORMAL
 
     def test_an_event_orders_two_streams(self, device):
-        """In both directions, several times."""
+        """Events order the streams in both directions, several times."""
         one, other = device.stream("one"), device.stream("other", Priority.HIGH)
         buffer = self.filled(device, one, np.ones(10, dtype=np.uint8))
         for _ in range(3):
@@ -299,7 +299,7 @@ class DeviceSuite:
         assert device.used_nbytes == 0
 
     def test_the_callback_makes_room(self, device, stream):
-        """As in the store: the callback copies a value to the host and frees its memory."""
+        """As in the store, the callback copies a value to the host and frees its memory."""
         values = [noise(CAPACITY // 2, n) for n in range(3)]
         held = {n: self.filled(device, stream, values[n]) for n in range(2)}
         asked, evicted = [], {}

@@ -1,4 +1,4 @@
-"""The page about shaping shows what the package computes: examples, figures and picture."""
+"""Examples, figures and picture of the page about shaping equal the package's results."""
 
 from __future__ import annotations
 
