@@ -1,4 +1,4 @@
-"""The store against a dict, and its races one by one."""
+"""The store has the same values as a dict, also in each known race."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_measured_size_is_reused():
     setup.store.measured["a"] = 33
     setup.store["a"] = b"a" * 40
     assert setup.residency.values["a"].nbytes == 33
-    # Once: the next value of that key is another.
+    # The measured size applies only once, because the next value of the key may differ.
     setup.store["a"] = b"a" * 40
     assert setup.residency.values["a"].nbytes == 40
 
@@ -105,7 +105,7 @@ def test_value_is_deleted_during_its_read():
         setup.lanes[0].step()
     del setup.store["a"]
     setup.settle()
-    # The task is told that it may begin, and finds out by itself that its input was released.
+    # The task may begin, and then gets an error because its input was released.
     assert told == [set()]
     with pytest.raises(KeyError):
         setup.store["a"]
@@ -121,7 +121,7 @@ def test_two_messages_share_one_read():
     assert loans[0] is not None
     assert setup.residency.levels[0].reserved_nbytes == 40
     assert setup.store["a"] is setup.store["a"]
-    # Sending does not bring it home.
+    # Sending does not restore the value to memory.
     assert setup.store.is_spilled("a")
     setup.store.end_send(loans[0])
     assert setup.store["a"] == b"a" * 40
@@ -253,7 +253,7 @@ def test_store_is_closed_during_reads(is_begun, caplog):
         setup.settle()
     assert setup.store.read_for_send("b") is None
     setup.settle()
-    # Whoever closed it took what was in it, or has no use for that any more.
+    # Values of a closed store are not lost: its owner has taken them, or does not need them.
     assert not setup.lost
     assert {"a", "b"} <= set(setup.store)
     assert not caplog.messages

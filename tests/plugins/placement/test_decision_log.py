@@ -1,4 +1,4 @@
-"""The log of placement decisions."""
+"""The log of placement decisions keeps recent decisions and counts all of them."""
 
 from __future__ import annotations
 
