@@ -192,7 +192,7 @@ def imports(path: pathlib.Path, *, typing_only: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_import_only_what_their_room_may(path):
+def test_modules_import_only_allowed_modules(path):
     room = room_of(path)
     assert room in RULES, f"{room} has no rule: add one, with a reason to be"
     rooms, third_party, impure = RULES[room]
@@ -318,7 +318,7 @@ def test_folders_have_at_most_fifteen_modules():
     assert {str(folder): n for folder, n in in_folder.items() if n > 15} == {}
 
 
-def test_names_of_modules_and_classes_stand_for_one_thing():
+def test_names_of_modules_and_classes_are_unique():
     modules = Counter(path.name for path in MODULES if path.name != "__init__.py")
     classes = Counter(
         node.name

@@ -172,7 +172,7 @@ def test_marks_are_known(page):
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.stem)
-def test_a_page_does_what_it_says(page, tmp_path):
+def test_code_blocks_of_a_page_run_as_shown(page, tmp_path):
     shell, output, errors = Shell(tmp_path), "", ""
     try:
         for block in blocks(page):

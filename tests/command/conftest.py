@@ -78,7 +78,7 @@ def shell(tmp_path: Path) -> Shell:
 def user_yaml(shell: Shell, tmp_path: Path) -> Callable[[str], Path]:
     """Write a configuration file into the folder that Dask reads for a user."""
     if "DASK_CONFIG" in os.environ:
-        pytest.skip("DASK_CONFIG is set, and what it names counts more than a user's files")
+        pytest.skip("DASK_CONFIG is set, and its files override those of a user")
     shell.env["HOME"] = str(tmp_path / "home")
 
     def write(text: str) -> Path:

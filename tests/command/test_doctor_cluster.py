@@ -161,7 +161,7 @@ def test_versions_come_from_all_workers_that_answer_in_time(
     assert problems == ["not all workers reported their versions in time"]
 
 
-def test_every_remedy_of_a_cluster_in_trouble() -> None:
+def test_every_problem_of_a_cluster_has_a_remedy() -> None:
     side = {"host": {"python": "3.11.7.final.0"}, "packages": {"dask": "1", "pandas": "3"}}
     other = {"host": {"python": "3.12.1.final.0"}, "packages": {"dask": "1", "pandas": "2"}}
     problem = "worker tcp://b: dask-gpurt cannot be imported there; run `pip install dask-gpurt`"

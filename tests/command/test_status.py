@@ -83,7 +83,9 @@ def as_cells(one: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def test_every_column_shows_what_ran(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_column_shows_the_real_figures(
+    client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, rows_of_worker = shuffled(client, list(range(ROWS)))
     with client.as_current(), dask.config.set({"array.rechunk.method": "p2p"}):
         da.ones((64, 64), chunks=(64, 8)).rechunk((8, 64)).sum().compute()

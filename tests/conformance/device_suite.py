@@ -64,7 +64,7 @@ class DeviceSuite:
     # ---------------------------------------------------------------- copies and kernels
 
     @pytest.mark.parametrize("nbytes", [0, 1, 7, 1000, CAPACITY])
-    def test_bytes_come_back(self, device, stream, nbytes):
+    def test_bytes_are_restored(self, device, stream, nbytes):
         values = noise(nbytes)
         buffer = self.filled(device, stream, values)
         assert buffer.nbytes == nbytes
@@ -322,7 +322,7 @@ class DeviceSuite:
         np.testing.assert_array_equal(evicted[0], values[0])
         np.testing.assert_array_equal(read(stream, held[2]), values[2])
         big = device.allocate(CAPACITY, stream)
-        assert asked == [CAPACITY // 2, CAPACITY, CAPACITY], "no oftener than it takes"
+        assert asked == [CAPACITY // 2, CAPACITY, CAPACITY], "called more often than necessary"
         assert sorted(evicted) == [0, 1, 2]
         big.free(stream)
 

@@ -62,7 +62,7 @@ def closing(stage: Stage, victim: str) -> Iterator[None]:
 
         task = stage.cluster.sync(begin)
         gate.wait_for()
-        until(lambda: shuffles.closed and not shuffles.shuffle_runs._runs, "its runs go on")
+        until(lambda: shuffles.closed and not shuffles.shuffle_runs._runs, "its runs stay open")
         yield
         gate.open()
         stage.departures.wait_for(victim)
@@ -89,7 +89,7 @@ def assert_it_ran_again_and_left_nothing(stage: Stage, outputs: list[Any]) -> No
     assert_nothing_left(stage.client, *stage.closed)
 
 
-def test_closing_sender_with_unsent_messages_at_the_barrier(stage: Stage) -> None:
+def test_unsent_messages_of_a_closing_sender_do_not_count(stage: Stage) -> None:
     """The sender has dropped them, and must not report them as delivered."""
     victim = stage.addresses("sender")[0]
     worker = stage.worker_at(victim)
@@ -101,10 +101,10 @@ def test_closing_sender_with_unsent_messages_at_the_barrier(stage: Stage) -> Non
         asked.wait_for()
         asked.open()
         run = next(iter(worker.plugins["shuffle"].shuffle_runs._runs))
-        until(lambda: run.transferred, "it is not asked")
+        until(lambda: run.transferred, "the barrier does not ask the sender")
         with closing(stage, victim):
             taken.open()
-            until(lambda: _is_held(worker) or is_done(outputs), "it neither answers nor waits")
+            until(lambda: _is_held(worker) or is_done(outputs), "no answer and no wait")
         assert_same_partitions(stage.results(outputs), expected())
     assert_it_ran_again_and_left_nothing(stage, outputs)
 
@@ -119,7 +119,7 @@ def test_barrier_asks_a_sender_that_has_closed_its_runs(stage: Stage) -> None:
         asked.wait_for()
         with closing(stage, victim):
             asked.open()
-            until(lambda: _is_held(worker) or is_done(outputs), "it neither answers nor waits")
+            until(lambda: _is_held(worker) or is_done(outputs), "no answer and no wait")
         assert_same_partitions(stage.results(outputs), expected())
     assert_it_ran_again_and_left_nothing(stage, outputs)
 

@@ -86,7 +86,7 @@ def test_run_ends_during_a_blocked_read(stage: Stage, gate: Gate) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_sender_is_killed_during_a_read_of_its_memory(gate: Gate) -> None:
+def test_sender_killed_during_a_read_costs_one_more_run(gate: Gate) -> None:
     with open_stage("shared", processes=True) as stage:
         for receiver in stage.addresses("receiver"):
             stage.tell(receiver, _hold_reads, gate.path)

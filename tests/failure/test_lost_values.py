@@ -168,7 +168,7 @@ def test_replica_replaces_a_lost_scattered_value(
 
 
 @pytest.mark.filterwarnings("ignore:.*but key is unknown")
-def test_lost_scattered_value_of_a_departed_client(client: Client, holder: Worker) -> None:
+def test_lost_value_of_a_departed_client_is_reported(client: Client, holder: Worker) -> None:
     with Client(client.cluster, set_as_default=False) as other:
         in_variable, in_queue, published, *_ = cold_of(other, holder)
         Variable("v", other).set(in_variable)
@@ -197,7 +197,7 @@ def test_lost_scattered_value_of_a_departed_client(client: Client, holder: Worke
     Variable("v", client).delete()
 
 
-def test_lost_value_that_a_plugin_stored_on_the_worker(client: Client, holder: Worker) -> None:
+def test_lost_value_that_a_plugin_stored_is_a_key_error(client: Client, holder: Worker) -> None:
     def put(dask_worker: Any) -> None:
         dask_worker.data["of a plugin"] = make_block(7)
 
@@ -231,7 +231,7 @@ class Keeper:
         return block
 
 
-def test_actor_made_of_a_lost_scattered_value(client: Client, holder: Worker) -> None:
+def test_actor_outlives_the_lost_value_it_was_made_of(client: Client, holder: Worker) -> None:
     made_of = client.scatter(make_block(99), workers=[holder.address])
     keeper = client.submit(Keeper, made_of, actor=True, workers=[holder.address]).result(DEADLINE_S)
     cold = cold_of(client, holder)
@@ -254,7 +254,7 @@ def twice(block: np.ndarray) -> np.ndarray:
     return 2 * block
 
 
-def test_lost_value_whose_input_has_failed_since(
+def test_lost_value_with_a_failed_input_is_reported(
     client: Client, holder: Worker, tmp_path: Path
 ) -> None:
     """If it were computed again, it would wait for its input forever."""
@@ -276,7 +276,7 @@ def test_lost_value_whose_input_has_failed_since(
     assert_all_else_goes_on(client)
 
 
-def test_scattered_values_lost_during_disable(tmp_path: Path) -> None:
+def test_scattered_values_lost_during_disable_are_reported(tmp_path: Path) -> None:
     with open_small(tmp_path, n_workers=1) as client:
         scheduler = client.cluster.scheduler
         (holder,) = client.cluster.workers.values()

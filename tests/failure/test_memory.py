@@ -399,7 +399,7 @@ def test_worker_closes_during_a_write(tmp_path: Path) -> None:
         del blocks
 
 
-def test_task_waiting_for_room_when_the_runtime_is_disabled(tmp_path: Path) -> None:
+def test_task_waiting_for_room_starts_on_disable(tmp_path: Path) -> None:
     with open_small(tmp_path, n_workers=1, threads=2) as client, Gate() as gate:
         (store,) = stores(client)
         client.submit(np.zeros, 14 * MIB // 8, key="large-0").result(DEADLINE_S)

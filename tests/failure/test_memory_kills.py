@@ -91,7 +91,7 @@ def test_killed_worker_loses_no_result(tmp_path: Path, when: str, where: str) ->
         gate.open()
         assert client.gather(sums) == expected_sums()
         # The new worker sweeps before it is ready. The check takes the same locks as a sweep.
-        until(lambda: _n_ready(client) == 2, "nobody came back")
+        until(lambda: _n_ready(client) == 2, "the killed worker was not restarted")
         assert not orphans(tmp_path), "what the dead worker left was not removed"
         assert sums_of(client, blocks) == expected_sums()
     assert not list(tmp_path.rglob("dask-gpurt-values-*"))

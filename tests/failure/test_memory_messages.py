@@ -202,7 +202,7 @@ def test_task_whose_input_never_fits_fails_with_the_reason(
     assert said[0].endswith("tasks that need them wait: no room now")
 
 
-def test_reads_in_flight_when_the_runtime_is_disabled(
+def test_reads_in_flight_during_disable_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reading, closed = threading.Event(), threading.Event()

@@ -149,7 +149,7 @@ def test_barrier_of_a_vanished_run_restarts_the_shuffle(quiet_stage: Stage) -> N
     assert_nothing_left(stage.client)
 
 
-def test_asking_for_a_run_while_the_shuffle_restarts(quiet_stage: Stage) -> None:
+def test_task_that_asks_during_a_restart_runs_again(quiet_stage: Stage) -> None:
     """A task that asks too early is told to run again; an error would fail the computation."""
     stage = quiet_stage
     concluding = stage.addresses("receiver")[1]

@@ -172,7 +172,7 @@ def rechunked(path=None):
     return da.concatenate(rows).rechunk((8, 1), method="p2p"), source
 
 
-def test_two_computations_over_one_rechunk(client):
+def test_two_computations_share_one_rechunk_run(client):
     """Their tasks read the same chunks, which stay until both computations end."""
     dask_gpurt.enable(client)
     with gates.Gate() as gate, client.as_current():
@@ -225,7 +225,7 @@ def half_read(client, function):
     return one, source
 
 
-def test_second_computation_over_a_half_read_rechunk(beside):
+def test_second_computation_repeats_a_half_read_rechunk(beside):
     """Released chunks are computed once more, for both computations."""
 
     def held(block, path):
@@ -245,7 +245,7 @@ def test_failed_task_does_not_block_a_rechunk_restart(beside):
     assert sorted(future.status for future in one) == ["error", *["finished"] * 7]
 
 
-def test_second_computation_over_a_half_read_join(beside):
+def test_second_computation_repeats_a_half_read_join(beside):
     """Both sides of the join are shuffled again, together, and only once."""
     dask_gpurt.enable(beside)
     frames = [pd.DataFrame({"key": range(n, 96, 8), "x": 1.0}) for n in range(8)]

@@ -112,7 +112,7 @@ def wait_for_all_but_the_held(cluster: LocalCluster, name: str) -> None:
             for task in tasks
         )
 
-    until(lambda: cluster.sync(is_so), "the first computation does not come so far")
+    until(lambda: cluster.sync(is_so), "the first computation does not read the other outputs")
 
 
 def wait_for_runs(client: Client, n_runs: int) -> None:

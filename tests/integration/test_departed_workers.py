@@ -147,7 +147,7 @@ def test_killed_restarted_and_removed_workers_still_count():
         before = dask_gpurt.status(client)
         cluster.scale(0)
         until(lambda: departed(client) == 6, "the workers do not leave")
-        until(lambda: told_of(client)[0] == told(before)[0], "the last word does not come")
+        until(lambda: told_of(client)[0] == told(before)[0], "the last report does not arrive")
         after = dask_gpurt.status(client)
         assert runs(client)["gpurt"] == 3
         assert after["workers"] == {}

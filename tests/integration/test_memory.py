@@ -72,7 +72,7 @@ def test_spilled_value_is_sent_without_entering_memory():
         assert any(store.is_spilled(cold) for store in stores(client))
 
 
-def test_value_evicted_during_another_read_of_its_message():
+def test_value_evicted_during_a_read_of_its_message_is_sent():
     with cluster(n_workers=1) as client:
         parts = [client.compute(block(n)) for n in range(12)]
         wait(parts)

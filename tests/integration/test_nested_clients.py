@@ -151,7 +151,7 @@ def test_client_in_a_task_does_not_change_the_cluster_flag(way):
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_run_command_around_a_program_with_its_own_cluster(tmp_path):
+def test_task_below_the_run_command_keeps_client_settings(tmp_path):
     source = """
     import sys
     from dask_gpurt.cli import gpurt

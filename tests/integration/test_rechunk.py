@@ -186,7 +186,7 @@ def test_rechunk_computes_only_requested_outputs(sides, keep):
     assert_same_blocks(blocks(sides.enabled, lazy), expected)
 
 
-def test_large_chunks_over_ucx(over_ucx):
+def test_large_chunks_over_ucx_equal_dask(over_ucx):
     assert_same_as_stock(over_ucx, p2p(array((1200, 1200), (400, 1200)), (1200, 400)), 1)
 
 

@@ -135,12 +135,12 @@ def test_departed_worker_is_left_out_of_the_next_attempt():
         gate.wait_for()
         until(lambda: active_shuffles(scheduler), "a run")
         # A worker whose thread waits at the gate cannot exit before the gate opens.
-        until(lambda: len(holding(scheduler, both)) == 1, "only one input to be waited for")
+        until(lambda: len(holding(scheduler, both)) == 1, "the end of all inputs but one")
         (stays,) = holding(scheduler, both)
         (leaves,) = set(both) - {stays}
         (worker,) = (w for w in client.cluster.workers.values() if w.address == leaves)
         client.sync(worker.close, nanny=False)
-        until(lambda: leaves not in scheduler.workers, "it to be gone")
+        until(lambda: leaves not in scheduler.workers, "the end of the worker")
         gate.open()
         results = [future.result(timeout=DEADLINE_S) for future in futures]
         assert sum(map(len, results)) == 4 * N_ROWS

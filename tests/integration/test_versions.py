@@ -179,7 +179,7 @@ class TestSchedulers:
 @pytest.mark.cluster
 @pytest.mark.slow
 class TestWorkers:
-    def test_workers_with_other_versions_are_told_apart(self, cluster, other_python, tmp_path):
+    def test_workers_with_other_versions_are_named(self, cluster, other_python, tmp_path):
         """They keep running, and a message names them. Meanwhile stock Dask runs the shuffles."""
         there = minor_of(other_python)
         pythons = {
@@ -225,8 +225,8 @@ class TestWorkers:
             # The worker that the nanny starts next has the same problem.
             before = of_name["another Python"]
             os.kill(client.run(os.getpid, workers=[before])[before], signal.SIGKILL)
-            until(lambda: before not in addresses(client).values(), "it is still there")
-            until(lambda: len(reasons(client)) == len(pythons), "its heir did not report")
+            until(lambda: before not in addresses(client).values(), "the dead worker stays")
+            until(lambda: len(reasons(client)) == len(pythons), "the new worker does not report")
             assert reasons(client)["another Python"] == said["another Python"]
             for log in cluster.logs:
                 assert_no_traceback(log)

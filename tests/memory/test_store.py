@@ -62,7 +62,7 @@ def test_insertion_never_waits_and_lookup_moves_nothing():
     assert not setup.lanes
 
 
-def test_value_is_deleted_during_its_write():
+def test_value_replaced_during_its_write_is_the_new_one():
     setup = Setup()
     for key in "abc":
         setup.store[key] = key.encode() * 40
@@ -75,7 +75,7 @@ def test_value_is_deleted_during_its_write():
     assert setup.tiers[0].used_nbytes == setup.residency.levels[1].used_nbytes
 
 
-def test_value_is_deleted_between_copy_and_bookkeeping():
+def test_value_deleted_after_its_copy_leaves_nothing():
     setup = Setup()
     for key in "abc":
         setup.store[key] = key.encode() * 40
@@ -95,7 +95,7 @@ def test_value_is_deleted_between_copy_and_bookkeeping():
     assert setup.tiers[0].used_nbytes == setup.residency.levels[1].used_nbytes
 
 
-def test_value_is_deleted_during_its_read():
+def test_value_deleted_during_its_read_frees_its_room():
     setup = Setup()
     filled(setup, *"abc")
     told = []
@@ -221,7 +221,7 @@ def test_pop_is_refused_as_in_dask():
         Setup().store.pop("a")
 
 
-def test_store_is_closed_with_moves_in_flight():
+def test_store_closed_with_moves_in_flight_is_empty():
     setup = Setup()
     for key in "abcdef":
         setup.store[key] = key.encode() * 40
@@ -233,7 +233,7 @@ def test_store_is_closed_with_moves_in_flight():
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_store_is_closed_during_reads(is_begun, caplog):
+def test_store_closed_during_reads_loses_no_value(is_begun, caplog):
     setup = Setup()
     filled(setup, *"abcd")
     setup.store.claim("task", ["a"], 0, (), lambda lost: None)
@@ -259,7 +259,7 @@ def test_store_is_closed_during_reads(is_begun, caplog):
     assert not caplog.messages
 
 
-def test_store_is_closed_during_a_read_for_a_message(caplog):
+def test_store_closed_during_a_send_loses_no_value(caplog):
     setup = Setup()
     filled(setup, *"abc")
     get = setup.tiers[0]._tier.get

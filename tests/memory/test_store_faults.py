@@ -113,7 +113,7 @@ def test_task_that_waits_for_others_is_not_waited_for():
     assert told == [set()]
 
 
-def test_message_is_told_when_its_value_is_abandoned():
+def test_message_gets_an_answer_when_its_value_is_abandoned():
     setup = Setup()
     filled(setup, *"abc")
     never_enough_memory(setup)

@@ -47,7 +47,7 @@ def test_docstring_examples_run():
         assert found.failed == 0
 
 
-def test_the_output_of_the_command():
+def test_the_page_shows_the_output_of_the_command():
     (session,) = blocks_of("console")
     command, _, printed = session.partition("\n")
     assert command.startswith("$ dask gpurt ")
