@@ -1,6 +1,6 @@
 """Several hosts imitated on one machine by network namespaces, and a cluster across them.
 
-A bridge joins the namespaces. A token bucket of `tc` limits each link to a rate, so that a message
+A bridge joins the namespaces. A token bucket of `tc` limits each link to a rate. So a message
 between two workers takes as long as on a real network of that rate. This needs root, `ip` and `tc`.
 """
 

@@ -1,9 +1,9 @@
 """Peak memory of a worker while it shuffles 1 GB, stock against the runtime.
 
 The input is in memory before, or is made on the way. Outputs stay in memory, as after `persist`.
-The peak is the kernel's high-water mark of each worker process (`VmHWM`), reset at the start of the
-run, so that no short peak is missed. Each run has a fresh cluster, because processes tend to keep
-memory that they once had.
+The peak is the kernel's high-water mark of each worker process (`VmHWM`), so that no short peak is
+missed. It is reset at the start of the run. Each run has a fresh cluster, because processes tend to
+keep memory that they once had.
 """
 
 from __future__ import annotations

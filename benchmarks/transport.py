@@ -1,7 +1,7 @@
 """Bytes a second of messages between two processes, over UCX and over distributed's TCP comm.
 
 Both ways end as a message of a shuffle does, with the receiver's answer that it has everything.
-Over UCX, a control message with the lengths goes over a TCP comm, and UCX carries the payload into
+Over UCX, a control message with the lengths goes over a TCP comm. UCX carries the payload into
 reused buffers, like those of a shuffle's pool. Over the TCP comm, the payload is in the message,
 wrapped in `to_serialize`. A payload consists of shards of 1 MiB.
 

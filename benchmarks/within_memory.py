@@ -1,7 +1,7 @@
 """The runtime's overhead where all data fits in memory, measured more finely than by `tiers`.
 
 `benchmarks.tiers` has a row for this case, but its noise is larger than the overhead. Here all
-clusters live at the same time and take turns in many short runs, so that each run of one side has a
+clusters live at the same time and take turns in many short runs. So each run of one side has a
 partner of the other. Besides wall time, processor seconds of the worker processes are measured,
 because other processes change them far less.
 

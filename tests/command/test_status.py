@@ -1,4 +1,4 @@
-"""`dask gpurt status` shows in each column what the shuffles really did."""
+"""`dask gpurt status` shows the real figures of the shuffles in each column."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_lost_value_of_a_departed_client_is_reported(client: Client, holder: Wor
         ):
             assert LOST in said_of(take())
     key = client.get_dataset("published").key
-    # Tasks come back after all answers about the old value. An answer that came later would cancel
+    # Tasks end after all answers about the old value. An answer that came later would cancel
     # the new value of that name.
     assert_all_else_goes_on(client)
     anew = client.scatter({key: make_block(1)}, workers=[holder.address])

@@ -360,7 +360,7 @@ print(time.perf_counter() - began)
 
 
 def _leftovers(client):
-    """Return what a disabled runtime left on the live objects that it had changed."""
+    """Return traces of a disabled runtime on the live objects that it had changed."""
 
     def on_scheduler(dask_scheduler):
         plugin = dask_scheduler.plugins["shuffle"]

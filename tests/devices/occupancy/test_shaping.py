@@ -282,7 +282,7 @@ def test_equal_planners_decide_once(hook, driver):
     assert len(hook.decisions()) == 1
 
 
-# ------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------ cost
 
 
 def test_a_decided_launch_asks_only_pending(hook, driver):

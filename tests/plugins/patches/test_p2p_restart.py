@@ -20,7 +20,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_distributed_has_the_replaced_functions() -> None:
-    """Check what a release does to a run, and who is told that a task runs again."""
+    """Check the effect of a release on a run, and the message that a task runs again."""
     assert '"reschedule": self._reschedule' in inspect.getsource(Scheduler.__init__)
     assert parameters(Scheduler._reschedule) == ["self", "key", "worker", "stimulus_id"]
     transition = inspect.getsource(ShuffleSchedulerPlugin.transition)

@@ -71,7 +71,7 @@ def test_workers_of_a_host_wait_for_transfers_on_its_card(in_flight, clock, plai
     for one in WORKERS[1]:
         assert in_flight.outlet_s(one.address) == pytest.approx(1)
     assert in_flight.outlet_s(here.address) == 0
-    # Nobody sends the neighbour anything yet.
+    # No worker sends data to the neighbour yet.
     assert in_flight.receiving_s(neighbour) == 0
     fetches(in_flight, neighbour, there, plain=plain)
     assert in_flight.inlet_s(here.address) == pytest.approx(2)
