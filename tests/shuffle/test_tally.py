@@ -1,4 +1,4 @@
-"""Tests that a tally counts each worker once, stays bounded and validates its input."""
+"""A tally counts each worker once, stays bounded and validates its input."""
 
 from __future__ import annotations
 

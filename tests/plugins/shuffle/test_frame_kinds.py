@@ -1,4 +1,4 @@
-"""Supported kinds of frames are recognised by the names of their types."""
+"""Supported kinds of frames are recognised by names of types, without importing their library."""
 
 from __future__ import annotations
 
